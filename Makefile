@@ -1,0 +1,54 @@
+# `make` lists the targets. Each builds .venv under constraints.txt when there is none, or when pyproject.toml or constraints.txt is newer than it.
+# Another environment, used as it is: make test PY=python3
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+PY := $(VENV)/bin/python
+# a PY from the command line is not ours to build or to change
+READY := $(if $(filter command line,$(origin PY)),,$(STAMP))
+
+# torch takes every core by default and slows down on a shared machine
+export OMP_NUM_THREADS ?= 2
+
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test test-all lint gpu clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(READY)  ## train a small masked model on the CPU and print its report
+	@$(PY) examples/demo.py
+
+test: $(READY)  ## the tests, but for the slow ones
+	@$(PY) -m pytest -m "not slow and not gpu"
+
+test-all: $(READY)  ## the tests, slow ones included
+	@$(PY) -m pytest -m "not gpu"
+
+lint: $(READY)  ## ruff and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+gpu: $(READY)  ## the tests that need a CUDA device
+	@$(PY) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: expected a CUDA device, got none (torch ' + torch.__version__ + '). Run it on a machine with a GPU and a CUDA build of torch.')"
+	@$(PY) -m pytest -m gpu
+
+clean:  ## remove builds and caches; .venv stays
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools first, because the project is then built without isolation, under the same pins. torch before the rest, so that nothing pulls in another build of it.
+# `python -m venv` on a venv that is there completes it and keeps what is installed.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "making $(VENV): the first time takes some minutes"
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools wheel torch
+	@$(PIP) --no-build-isolation --editable '.[dev,examples]'
+	@touch $@

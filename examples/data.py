@@ -1,0 +1,193 @@
+"""The examples' data sets as one small object: `Data.train(epoch)` and `Data.test()` give batches (images [B, C, H, W], labels [B]).
+
+Small images live in memory as bytes and are augmented a batch at a time, which keeps two cores busy with the model instead of with image
+decoding. The order of the batches and the augmentation depend on nothing but the seed and the epoch, so that a run can be repeated, and two
+models can be shown the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+MEMORY_LIMIT_PX = 64  # folders of images up to this side are decoded once and kept in memory
+IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+class DataMissing(Exception):
+    """The data set, or a package that reads it, is not here; the message says what and what to do."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set cut into batches. `steps` is the number of training batches an epoch, the last one possibly smaller."""
+
+    name: str
+    image: int
+    channels: int
+    classes: int
+    steps: int
+    train: Callable[[int], Iterator[Batch]]
+    test: Callable[[], Iterator[Batch]]
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Images in memory: uint8 [n, C, H, W] and labels [n], brought to `(x / top - mean) / std` a batch at a time."""
+
+    images: Tensor
+    labels: Tensor
+    mean: Tensor
+    std: Tensor
+    top: float = 255.0
+
+    def batches(self, size: int, generator: torch.Generator | None = None, augment: bool = False) -> Iterator[Batch]:
+        """All images once: shuffled if there is a generator, flipped and cropped at random if `augment`."""
+        n = len(self.labels)
+        order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
+        for rows in order.split(size):
+            x = self.images[rows]
+            if augment and generator is not None:
+                x = flip_and_crop(x, generator)
+            yield (x / self.top - self.mean) / self.std, self.labels[rows]
+
+
+def flip_and_crop(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Mirror each image with probability 1/2 and shift it by up to an eighth of its side, filled with zeros (4 pixels at 32: ours)."""
+    n, _, height, width = x.shape
+    x = torch.where(torch.rand(n, 1, 1, 1, generator=generator) < 0.5, x.flip(3), x)
+    pad = height // 8
+    x = torch.nn.functional.pad(x, (pad, pad, pad, pad))
+    top, left = torch.randint(0, 2 * pad + 1, (2, n), generator=generator)
+    rows, cols = top[:, None] + torch.arange(height), left[:, None] + torch.arange(width)
+    # advanced indices around a slice move to the front: [n, height, width, C]
+    return x[torch.arange(n)[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+
+
+def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, seed: int = 0, workers: int = 0) -> Data:
+    """Open the data set `name`: "digits", "cifar10" or "folder". `root` is where the last two lie.
+
+    `image` is the side in pixels to which a folder's images are brought, `workers` the number of processes that decode large ones.
+
+    Raises:
+        DataMissing: the files or a package are not here.
+    """
+    if name == "digits":
+        return in_memory(name, *digits(), batch=batch, seed=seed, augment=False)
+    if root is None:
+        raise DataMissing(f"--data {name} needs --root, the folder where the images lie.")
+    if name == "cifar10":
+        return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True)
+    if name == "folder":
+        return folder(root, batch=batch, image=image, seed=seed, workers=workers)
+    raise ValueError(f"data: expected digits, cifar10 or folder, got {name!r}.")
+
+
+def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, augment: bool) -> Data:
+    """Batches of two sets of images in memory."""
+    n, channels, image, _ = train.images.shape
+    return Data(
+        name,
+        image,
+        channels,
+        classes=int(train.labels.max()) + 1,
+        steps=-(-n // batch),
+        train=lambda epoch: train.batches(batch, seeded(seed, epoch), augment),
+        test=lambda: test.batches(batch),
+    )
+
+
+def seeded(seed: int, epoch: int) -> torch.Generator:
+    """A generator of its own for each epoch: what one model draws cannot change the batches of another."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+
+
+def digits() -> tuple[Pixels, Pixels]:
+    """scikit-learn's 1,797 handwritten digits, 8x8 grey levels from 0 to 16; a fixed stratified split, a fifth of it for testing."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise DataMissing("--data digits comes with scikit-learn, which is not installed.\n  fix: pip install scikit-learn") from error
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    train_x, test_x = (torch.tensor(x, dtype=torch.uint8).reshape(-1, 1, 8, 8) for x in parts[:2])
+    train_y, test_y = (torch.tensor(y, dtype=torch.int64) for y in parts[2:])
+    mean, std = train_x.float().mean() / 16, train_x.float().std() / 16
+    return Pixels(train_x, train_y, mean, std, top=16.0), Pixels(test_x, test_y, mean, std, top=16.0)
+
+
+def cifar10(root: Path) -> tuple[Pixels, Pixels]:
+    """CIFAR-10 in its original binary form, read by torchvision; nothing is downloaded."""
+    if not (root / "cifar-10-batches-py").is_dir():
+        raise DataMissing(
+            f"CIFAR-10 is not here: expected the folder {root / 'cifar-10-batches-py'}.\n"
+            "  fix: unpack https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz there, or give --root the folder that holds it.\n"
+            "       CIFAR-10 as image files, one folder a class: --data folder."
+        )
+    vision = torchvision()
+    parts = [vision.datasets.CIFAR10(str(root), train=train, download=False) for train in (True, False)]
+    return tuple(colour(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets, CIFAR_STATS) for p in parts)  # type: ignore[return-value]
+
+
+def folder(root: Path, *, batch: int, image: int, seed: int, workers: int) -> Data:
+    """`root/train/<class>/*` and `root/test/<class>/*` (or `val`), any image files, read by torchvision's ImageFolder."""
+    test_dir = root / "test" if (root / "test").is_dir() else root / "val"
+    if not (root / "train").is_dir() or not test_dir.is_dir():
+        raise DataMissing(
+            f"no image folders in {root}: expected {root / 'train'} and {root / 'test'} (or val), each with one folder a class.\n"
+            "  fix: give --root the folder that holds them."
+        )
+    vision = torchvision()
+    t, open_folder = vision.transforms, vision.datasets.ImageFolder
+    if image <= MEMORY_LIMIT_PX:
+        shrink = t.Compose([t.Resize((image, image)), t.PILToTensor()])
+        stats = CIFAR_STATS if image == 32 else IMAGENET_STATS
+        train, test = (decoded(open_folder(str(d), shrink), stats) for d in (root / "train", test_dir))
+        return in_memory("folder", train, test, batch=batch, seed=seed, augment=True)
+    finish = [t.ToTensor(), t.Normalize(*IMAGENET_STATS)]
+    crop = t.Compose([t.RandomResizedCrop(image), t.RandomHorizontalFlip(), *finish])
+    centre = t.Compose([t.Resize(image * 8 // 7), t.CenterCrop(image), *finish])
+    train_set, test_set = open_folder(str(root / "train"), crop), open_folder(str(test_dir), centre)
+
+    def loader(dataset: object, generator: torch.Generator | None) -> Iterator[Batch]:
+        return iter(torch.utils.data.DataLoader(dataset, batch, shuffle=generator is not None, generator=generator, num_workers=workers))  # type: ignore[arg-type]
+
+    return Data(
+        "folder",
+        image,
+        channels=3,
+        classes=len(train_set.classes),
+        steps=-(-len(train_set) // batch),
+        train=lambda epoch: loader(train_set, seeded(seed, epoch)),
+        test=lambda: loader(test_set, None),
+    )
+
+
+def decoded(dataset: object, stats: tuple[tuple[float, ...], tuple[float, ...]]) -> Pixels:
+    """Every image of an ImageFolder, decoded once."""
+    images, labels = zip(*dataset, strict=True)  # type: ignore[call-overload]
+    return colour(torch.stack(images), list(labels), stats)
+
+
+def colour(images: Tensor, labels: list[int], stats: tuple[tuple[float, ...], tuple[float, ...]]) -> Pixels:
+    """RGB bytes [n, 3, H, W] with the mean and spread of each channel."""
+    mean, std = (torch.tensor(s).view(3, 1, 1) for s in stats)
+    return Pixels(images, torch.tensor(labels), mean, std)
+
+
+def torchvision() -> ModuleType:
+    """torchvision; where it is missing, the shim's message says how to get it."""
+    from torchvision_shim import import_torchvision
+
+    try:
+        return import_torchvision()
+    except ImportError as error:
+        raise DataMissing(str(error)) from error

@@ -1,0 +1,96 @@
+"""The thesis' two figures of a run, made from the csv files that training leaves: `python examples/plots.py OUT_DIR` makes them again.
+
+Figure 6.5: top-1 accuracy (green) and training loss (blue) over the epochs. Figure 6.6: for the three linears of block 0, in how many
+training steps each block of the weight had been active so far; a mask that never moves shows only two colours.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_COLUMNS = 4  # snapshots over the run in figure 6.6
+
+
+def plot_run(out: Path) -> list[Path]:
+    """Draw `out/log.csv` and, of a masked run, `out/active_blocks.csv`; returns the files written, none if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no figures: matplotlib is not installed (pip install matplotlib)")
+        return []
+    written = [save(accuracy_figure(read_csv(out / "log.csv")), out / "accuracy.png")]
+    if (out / "active_blocks.csv").exists():
+        written.append(save(active_blocks_figure(read_csv(out / "active_blocks.csv")), out / "active_blocks.png"))
+    return written
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a csv file with a header."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """A figure without pyplot: no window system, no global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def accuracy_figure(rows: list[dict[str, str]]) -> Figure:
+    """Figure 6.5 from the rows of log.csv."""
+    figure = new_figure(6.0, 3.6)
+    left = figure.subplots()
+    right = left.twinx()
+    epochs = [int(row["epoch"]) for row in rows]
+    left.plot(epochs, [float(row["top1"]) for row in rows], color="tab:green", marker="." if len(rows) < 30 else "")
+    right.plot(epochs, [float(row["train_loss"]) for row in rows], color="tab:blue", marker="." if len(rows) < 30 else "")
+    left.set_xlabel("epoch")
+    left.set_ylabel("top-1 accuracy on the test images (%)", color="tab:green")
+    right.set_ylabel("training loss", color="tab:blue")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
+    """Figure 6.6 from the rows of active_blocks.csv: one row a layer, one column a snapshot, one colour scale for all."""
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    epochs = list(dict.fromkeys(int(row["epoch"]) for row in rows))
+    columns = [epochs[(i + 1) * len(epochs) // min(len(epochs), MAX_COLUMNS) - 1] for i in range(min(len(epochs), MAX_COLUMNS))]
+    counts: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
+    for row in rows:
+        counts.setdefault((row["layer"], int(row["epoch"])), {})[int(row["block_row"]), int(row["block_col"])] = int(row["active_steps"])
+    most = max(max(cells.values()) for cells in counts.values())
+
+    figure = new_figure(2.2 * len(columns) + 1.6, 2.2 * len(layers) + 0.4)
+    axes = figure.subplots(len(layers), len(columns), squeeze=False)
+    for i, layer in enumerate(layers):
+        for j, epoch in enumerate(columns):
+            cells = counts[layer, epoch]
+            grid = [[cells[r, c] for c in range(max(c for _, c in cells) + 1)] for r in range(max(r for r, _ in cells) + 1)]
+            image = axes[i][j].imshow(grid, vmin=0, vmax=max(most, 1), cmap="viridis", aspect="auto", interpolation="nearest")
+            axes[i][j].set_xticks([])
+            axes[i][j].set_yticks([])
+            if i == 0:
+                axes[i][j].set_title(f"after epoch {epoch}", fontsize=9)
+        axes[i][0].set_ylabel(layer)
+    figure.colorbar(image, ax=axes, label="training steps in which the block was active")
+    return figure
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/plots.py OUT_DIR    (a folder that examples/train.py has written)")
+    for file in plot_run(Path(sys.argv[1])):
+        print(file)

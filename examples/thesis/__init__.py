@@ -1,0 +1,1 @@
+"""Reproductions of the thesis' tables and figures, and the parser of its configuration strings."""

@@ -1,0 +1,96 @@
+"""What a run leaves behind: a csv row an epoch, and the life of every block of the masks.
+
+Everything is counted on the device and read once an epoch, so that following the masks does not make a GPU wait. All counts are of training
+steps: the mask asked for before a step is the mask that this step's forward uses.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxmask
+
+COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "seconds")
+FIGURE_LAYERS = {"XPatch": "blocks.0.patch_mix.weight", "XChannel1": "blocks.0.fc1.weight", "XChannel2": "blocks.0.fc2.weight"}
+
+
+class CsvLog:
+    """A csv file that is complete after every row, so that a run that was stopped still has its log."""
+
+    def __init__(self, path: Path, columns: tuple[str, ...] = COLUMNS) -> None:
+        self.path, self.columns = path, columns
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerow(columns)
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow(row)
+
+
+class MaskTracker:
+    """Follows the masks of a model from step to step: in how many each block was active, and how many blocks changed place.
+
+    It also tells fxmask of every step, since `start`, `refresh` and schedules count them. A dense model costs nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.masked = any(row["masked"] for row in fxmask.explain(model).rows)
+        if self.masked:
+            fxmask.step(model, 0)  # announces that steps will be counted
+        self.now = self.read()
+        self.active = {name: torch.zeros_like(mask, dtype=torch.int64) for name, mask in self.now.items()}
+        self.flip_count: Tensor | int = 0
+        self.all_flips = 0
+
+    def read(self) -> dict[str, Tensor]:
+        """The masks of the next forward: name -> bool [block rows, block columns]; empty for a dense model."""
+        return fxmask.masks(self.model) if self.masked else {}
+
+    def before_step(self) -> None:
+        """Call before every training step."""
+        before, self.now = self.now, self.read()
+        for name, mask in self.now.items():
+            self.active[name] += mask
+            self.flip_count = self.flip_count + (mask != before[name]).sum()
+
+    def after_step(self) -> None:
+        """Call after every optimiser step."""
+        if self.masked:
+            fxmask.step(self.model)
+
+    def take_flips(self) -> int:
+        """Changes of place (kept to masked or back) since the last call."""
+        flips, self.flip_count = int(self.flip_count), 0
+        self.all_flips += flips
+        return flips
+
+    def ratio_achieved(self) -> float:
+        """Fraction of the elements of the masked weights that the next forward leaves out; 0 for a dense model and before `start`."""
+        rows = [row for row in fxmask.explain(self.model).rows if row["masked"]]
+        sizes = [self.model.get_parameter(f"{row['name']}.weight").numel() for row in rows]
+        return sum(row["achieved_ratio"] * size for row, size in zip(rows, sizes, strict=True)) / max(1, sum(sizes))
+
+
+class ActiveBlocks:
+    """Writes figure 6.6's numbers: for the linears of block 0, after every epoch, the steps in which each block was active so far."""
+
+    def __init__(self, path: Path, tracker: MaskTracker) -> None:
+        self.tracker = tracker
+        self.layers = {layer: name for layer, name in FIGURE_LAYERS.items() if name in tracker.active}
+        path.unlink(missing_ok=True)
+        self.log = CsvLog(path, ("epoch", "layer", "block_row", "block_col", "active_steps")) if self.layers else None
+
+    def write(self, epoch: int) -> None:
+        if self.log is None:
+            return
+        with self.log.path.open("a", newline="") as file:
+            rows = csv.writer(file)
+            for layer, name in self.layers.items():
+                for r, counts in enumerate(self.tracker.active[name].tolist()):
+                    rows.writerows((epoch, layer, r, c, count) for c, count in enumerate(counts))

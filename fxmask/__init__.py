@@ -1,0 +1,41 @@
+"""fxmask: train PyTorch models with block-sparse linears, without editing the model.
+
+    model = fxmask.apply(model, ratio=0.5, block=(16, 16))
+    print(fxmask.explain(model))
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .apply import apply as apply
+from .apply import restore as restore
+from .errors import FxMaskError as FxMaskError
+from .errors import FxMaskWarning as FxMaskWarning
+from .inspect import explain as explain
+from .inspect import masks as masks
+from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
+from .passes.config import Schedule as Schedule
+from .passes.config import WeightMask as WeightMask
+from .report import Report as Report
+from .steps import dense as dense
+from .steps import refresh as refresh
+from .steps import step as step
+
+try:
+    __version__ = version("fxmask")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "FxMaskError",
+    "FxMaskWarning",
+    "Report",
+    "Schedule",
+    "WeightMask",
+    "apply",
+    "dense",
+    "explain",
+    "masks",
+    "refresh",
+    "restore",
+    "step",
+]

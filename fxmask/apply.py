@@ -1,0 +1,197 @@
+"""`fxmask.apply` and `fxmask.restore`: choose first, change last, and undo everything if a change fails."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .kernels.grid import grid_shape
+from .passes import site as state
+from .passes.choose import Decision, Patterns, choose
+from .passes.config import Schedule, WeightMask
+from .passes.find import find, graph_modules
+from .passes.infra import run_passes
+from .passes.site import Site
+from .passes.trace_check import frozen_randomness
+from .passes.weight_mask import CONTAINER, MaskWeights, RestoreLinears, graph_sites
+from .sites import REASONS, any_masked
+from .swap import swap, unswap
+
+M = TypeVar("M", bound=nn.Module)
+DEFAULT_RATIO, DEFAULT_BLOCK = float("0.5"), tuple([16, 16])  # objects of their own: identity tells a default from the same value typed by a user
+
+
+def apply(
+    model: M,
+    *configs: WeightMask,
+    ratio: float = DEFAULT_RATIO,
+    block: tuple[int, int] = DEFAULT_BLOCK,
+    backward: str = "masked",
+    criterion: str = "fro",
+    refresh: int = 1,
+    start: int = 0,
+    schedule: Schedule | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    overrides: Mapping[str | type[nn.Module] | Callable[..., bool], Mapping[str, Any] | bool] | None = None,
+    impl: str = "auto",
+    seed: int = 0,
+) -> M:
+    """Mask the linears of a model, in place, and return it.
+
+    `apply(model, ratio=0.5, block=(16, 16))` is short for `apply(model, WeightMask(ratio=0.5, block=(16, 16)))`; the options are those of `WeightMask`.
+    An nn.Module's Linears change their class; a GraphModule's linear calls become `torch.ops.fxmask.masked_linear` nodes. Parameters, state_dict keys,
+    hooks and optimisers stay valid in both.
+
+    Args:
+        model: any nn.Module, or a GraphModule of `fx.symbolic_trace` or `torch.export.export(...).module()`.
+        include, exclude: a glob, a `re:` pattern, a module type, a callable (module, name) -> bool, or a sequence of those, against module names. By default
+            all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty `exclude` adds to these, `exclude=()` switches them
+            off, an exact name in `include` lifts them.
+        overrides: {pattern: dict of WeightMask options, or False}; the last match wins.
+
+    Raises: ConfigError, StateError, UnsupportedError; the model is then as it was.
+    Cost: host work a layer; no forward runs. With `refresh` other than 1, one `block_index` a layer.
+
+    Example:
+        >>> model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(64, 64)), ratio=0.75)
+        >>> int(fxmask.masks(model)["0.weight"].sum())
+        4
+    """
+    options = dict(backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
+    config = _one_config(configs, ratio, block, options)
+    _check_model(model)
+    decisions = choose(find(model), config, include, exclude, overrides)
+    _warn_of_graphs(model)
+    try:
+        _change(model, decisions)
+    except BaseException:
+        _undo(model, decisions)
+        raise
+    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
+    _warn_if_dense(decisions)
+    return model
+
+
+def restore(model: M) -> M:
+    """Make a masked model dense again, in place and bit for bit; return it. Raises StateError where nothing is masked."""
+    if not any_masked(model):
+        raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
+    _unmask(model)
+    for m in model.modules():
+        m.__dict__.pop(REASONS, None)
+    return model
+
+
+def _one_config(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any]) -> WeightMask:
+    if not configs:
+        return WeightMask(ratio=ratio, block=block, **options)
+    defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
+    given = [n for n, v in options.items() if v != defaults[n]]
+    given += ["ratio"] * (ratio is not DEFAULT_RATIO) + ["block"] * (block is not DEFAULT_BLOCK)
+    if given:
+        raise ConfigError(f"configs and {', '.join(sorted(given))}: expected options of the mask inside WeightMask(...), got both.")
+    for c in configs:
+        if not isinstance(c, WeightMask):
+            raise ConfigError(f"config: expected a fxmask.WeightMask, got {c!r}.")
+    if len(configs) > 1:
+        raise ConfigError(f"a weight would be masked twice: expected one WeightMask, got {len(configs)}; use overrides= for layers that differ.")
+    return configs[0]
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"fxmask.apply: expected an nn.Module, got {type(model).__name__}.")
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    for name, m in model.named_modules():
+        compiled = isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None  # type: ignore[attr-defined]
+        what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
+        what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
+        what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
+        if what:
+            fix = "call fxmask.apply on the plain module first, then compile or wrap it."
+            raise UnsupportedError(message(f"fxmask.apply: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))
+
+
+def _stream_names(model: nn.Module, decisions: list[Decision]) -> dict[int, str]:
+    """A weight that has two names has one random mask: the first name's."""
+    names: dict[int, str] = {}
+    for d in decisions:
+        names.setdefault(id(d.candidate.weight), d.candidate.param_name)
+    return names
+
+
+def _change(model: nn.Module, decisions: list[Decision]) -> None:
+    streams = _stream_names(model, decisions)
+    for d in decisions:
+        c = d.candidate
+        if d.config is not None and c.host is None and c.module is not None:
+            swap(c.module, d.config, c.param_name, streams[id(c.weight)])
+    for _, gm in graph_modules(model):
+        if any(r.modified for r in run_passes(gm, [MaskWeights(decisions, streams)])):
+            for site, weight in graph_sites(gm):
+                if weight is not None and site._fxmask_config.start == 0:
+                    state.rebuild(site, weight)
+            gm.register_load_state_dict_post_hook(_rebuild_after_load)
+
+
+def _rebuild_after_load(gm: nn.Module, incompatible: object) -> None:
+    """A graph's masks do not own their weights, so the graph module tells them of new ones."""
+    for site, weight in graph_sites(gm):  # type: ignore[arg-type]
+        if weight is not None:
+            state.rebuild(site, weight)
+
+
+def _unmask(model: nn.Module) -> None:
+    for _, gm in graph_modules(model):
+        if hasattr(gm, CONTAINER):
+            run_passes(gm, [RestoreLinears()])
+            hooks = gm._load_state_dict_post_hooks
+            for key in [k for k, hook in hooks.items() if hook is _rebuild_after_load]:
+                del hooks[key]
+    for m in list(model.modules()):
+        unswap(m)
+
+
+def _undo(model: nn.Module, decisions: list[Decision]) -> None:
+    """After a failure half-way: whatever had been changed is changed back. Masked layers that were there before are not among the decisions."""
+    for d in decisions:
+        if d.candidate.host is None and d.candidate.module is not None and d.config is not None:
+            unswap(d.candidate.module)
+    hosts = {id(d.candidate.host): d.candidate.host for d in decisions if d.config is not None and d.candidate.host is not None}
+    for gm in hosts.values():
+        _unmask(gm)
+
+
+def _warn_of_graphs(model: nn.Module) -> None:
+    for name, gm in graph_modules(model):
+        frozen = frozen_randomness(gm)
+        if frozen:
+            what = f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would."
+            warnings.warn(what, FxMaskWarning, stacklevel=3)
+
+
+def _warn_if_dense(decisions: list[Decision]) -> None:
+    """Whatever stays dense though a ratio was asked for is named."""
+    selected = [d for d in decisions if d.config is not None]
+    if not selected:
+        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
+        warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+    whole = []
+    for d in selected:
+        assert d.config is not None
+        nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
+        if d.config.ratio > 0 and d.config.keep_at(10**12, nb * kb) == nb * kb:
+            whole.append(f"{d.candidate.name or 'the model itself'} ({nb * kb} block{'s' * (nb * kb > 1)} of {d.config.block})")
+    if whole:
+        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
+        warnings.warn(what, FxMaskWarning, stacklevel=3)
+
+

@@ -1,0 +1,70 @@
+"""Time: optimiser steps, rebuilding masks now, and leaving them aside for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .kernels.errors import ConfigError, StateError, message
+from .passes import site as state
+from .sites import required_sites, values_of
+
+
+def _not_inside_dense(model: nn.Module, caller: str) -> None:
+    for name, site, _ in required_sites(model, caller):
+        if site._fxmask_is_dense:
+            what = f"{caller} inside fxmask.dense: expected masks in force."
+            raise StateError(message(what, name, "leave the with block first."))
+
+
+def step(model: nn.Module, n: int = 1) -> None:
+    """Tell the masks that `n` optimiser steps were taken; call it after every `optimizer.step()`.
+
+    `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
+    An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing.
+    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`. Cost: three fills a layer, one `block_index` where a mask is due.
+    """
+    if type(n) is not int or n < 0:
+        raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
+    _not_inside_dense(model, "fxmask.step")
+    for name, site, weight in required_sites(model, "fxmask.step"):
+        state.advance(site, n, values_of(name, weight, "fxmask.step") if site._fxmask_config.cached else weight)  # type: ignore[arg-type]
+
+
+def refresh(model: nn.Module) -> None:
+    """Rebuild every cached mask from the weights as they are, now. Masks with `refresh=1` are built by each forward and need no call.
+
+    Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights.
+    """
+    _not_inside_dense(model, "fxmask.refresh")
+    found = [(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in required_sites(model, "fxmask.refresh")]
+    for site, weight in found:
+        state.rebuild(site, weight)
+
+
+@contextmanager
+def dense(model: nn.Module) -> Iterator[nn.Module]:
+    """Context manager: inside, every block is kept, so that the model computes what its dense weights say (a teacher, an evaluation, a bisection).
+
+    Nothing recompiles: only device scalars change. A nested use of the same model is an error. Raises: StateError.
+    """
+    found = required_sites(model, "fxmask.dense")
+    _not_inside_dense(model, "fxmask.dense")
+    saved = [None if site._fxmask_mask is None else site._fxmask_mask.clone() for _, site, _ in found]
+    for _, site, _ in found:
+        site._fxmask_is_dense = True
+        state.sync(site)
+        if site._fxmask_mask is not None:
+            site._fxmask_mask.fill_(True)
+    try:
+        yield model
+    finally:
+        with torch.no_grad():
+            for (_, site, _), mask in zip(found, saved, strict=True):
+                site._fxmask_is_dense = False
+                state.sync(site)
+                if mask is not None and site._fxmask_mask is not None:
+                    site._fxmask_mask.copy_(mask)

@@ -1,0 +1,41 @@
+"""Every error that fxmask raises, and its warning.
+
+One root, so that `except fxmask.FxMaskError` catches all of it; each subclass is also the builtin that a caller would expect. They live at the bottom of
+the import order because the kernels raise them too; users find them in `fxmask.errors`.
+"""
+
+from __future__ import annotations
+
+
+class FxMaskError(Exception):
+    """Root of all errors raised by fxmask."""
+
+
+class ConfigError(FxMaskError, ValueError):
+    """An argument or an option has a value that cannot be meant."""
+
+
+class ShapeError(FxMaskError, ValueError):
+    """Tensors do not fit together."""
+
+
+class UnsupportedError(FxMaskError, NotImplementedError):
+    """The request is clear, but this model, tensor or version cannot serve it."""
+
+
+class StateError(FxMaskError, RuntimeError):
+    """A call came at the wrong time: masks missing, masked twice, or steps needed and none announced."""
+
+
+class FxMaskWarning(UserWarning):
+    """Something legal that is probably not meant, such as a pattern that matches nothing."""
+
+
+def message(what: str, where: str = "", fix: str = "") -> str:
+    """Compose the house's error text: what is wrong, where, and how to fix it."""
+    lines = [what]
+    if where:
+        lines.append(f"  where: {where}")
+    if fix:
+        lines.append(f"  fix: {fix}")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""What PyTorch's transforms do with the ops: autocast, vmap, FLOP counts. Imported once, by `kernels.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import ops, reference
+from .grid import kept_elements
+
+# ---- autocast: `register_autocast` fixes one dtype for ever; this follows the ambient one ----------------------------------------------------------------
+
+_AUTOCAST = torch.library.Library("fxmask", "FRAGMENT")
+
+
+def _autocast_rule(op: Any, device: str, key: str) -> Callable[..., Tensor]:
+    exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def rule(*args: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(device)
+
+        def cast(a: Any) -> Any:
+            wide = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64 and a.device.type == device
+            return a.to(dtype) if wide else a
+
+        with torch._C._ExcludeDispatchKeyGuard(exclude):  # the body's own matmuls must not be cast again
+            return op(*(cast(a) for a in args))
+
+    return rule
+
+
+for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw"):
+    for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _AUTOCAST.impl(_name, _autocast_rule(getattr(torch.ops.fxmask, _name), _device, _key), _key)
+
+# ---- vmap: a batch of tokens is more tokens; a batch of weights is a loop ------------------------------------------------------------------------------
+
+
+def _loop(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Tensor, int]:
+    def pick(i: int) -> list[Any]:
+        return [a.select(d, i) if d is not None else a for a, d in zip(args, in_dims, strict=True)]
+
+    return torch.stack([op(*pick(i)) for i in range(info.batch_size)]), 0
+
+
+def _fold_tokens(op: Any) -> Callable[..., tuple[Tensor, int]]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+        if in_dims[0] is not None and all(d is None for d in in_dims[1:]):
+            return op(args[0].movedim(in_dims[0], 0), *args[1:]), 0
+        return _loop(op, info, in_dims, args)
+
+    return rule
+
+
+def _always_loop(op: Any) -> Callable[..., tuple[Tensor, int]]:
+    return lambda info, in_dims, *args: _loop(op, info, in_dims, args)
+
+
+ops.masked_linear.register_vmap(_fold_tokens(ops.masked_linear))
+ops.masked_linear_dx.register_vmap(_fold_tokens(ops.masked_linear_dx))
+ops.masked_linear_dw.register_vmap(_always_loop(ops.masked_linear_dw))
+ops.block_index.register_vmap(_always_loop(ops.block_index))
+
+# ---- FLOP formulas: useful FLOP, read from the mask itself ---------------------------------------------------------------------------------------------
+
+
+def _flop(tokens: Tensor, shape: tuple[int, int], wanted: Tensor | None, block: tuple[int, int]) -> int:
+    """2 FLOP a token and wanted weight element. A fake or meta mask has no values, and then the count is dense: an upper bound."""
+    m = tokens.shape[:-1].numel()
+    known = wanted is not None and wanted.device.type != "meta" and type(wanted) in (Tensor, torch.nn.Parameter)
+    elements = int(kept_elements(wanted, shape, block)) if known and wanted is not None else shape[0] * shape[1]
+    return 2 * m * elements
+
+
+@register_flop_formula(torch.ops.fxmask.masked_linear, get_raw=True)
+def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, rows: int, cols: int, *rest: Any, **kwargs: Any) -> int:
+    return _flop(x, (w.shape[0], w.shape[1]), mask, (rows, cols))
+
+
+@register_flop_formula(torch.ops.fxmask.masked_linear_dx, get_raw=True)
+def _dx_flop(gy: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, **kwargs: Any) -> int:
+    return _flop(gy, (w.shape[0], w.shape[1]), None if backward == "unmasked" else mask, (rows, cols))
+
+
+@register_flop_formula(torch.ops.fxmask.masked_linear_dw, get_raw=True)
+def _dw_flop(gy: Tensor, x: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, **kwargs: Any) -> int:
+    return _flop(gy, (gy.shape[-1], x.shape[-1]), reference.gradient_mask(mask, dense, backward), (rows, cols))

@@ -1,0 +1,72 @@
+"""Every op in plain PyTorch: the oracle, the CPU path and the documentation of what the kernels compute.
+
+Shapes: x (..., K), w (N, K), bias (N), gy (..., N); mask (NB, KB) bool, True = kept; tokens M = product of the leading axes. W∘M is `masked(w, mask, block)`.
+
+| backward | dX        | dW            |
+| -------- | --------- | ------------- |
+| masked   | dY (W∘M)  | (dY^T X)∘M    |  Bespalov 2025, listing 5.10
+| ste      | dY (W∘M)  | dY^T X        |  straight-through estimator, Bengio et al. 2013
+| unmasked | dY W      | dY^T X        |  Bespalov 2025, listing 5.11
+| rigl     | dY (W∘M)  | as masked; dense where the flag `dense` is set (every T-th step)  |  after Evci et al. 2020
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .grid import expand_mask
+from .score import block_keys
+from .select import select_blocks
+
+MODES = ("masked", "ste", "unmasked", "rigl")
+
+
+def block_index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
+    """Mask of a weight: scores, then exact selection. See `kernels.score.block_keys` and `kernels.select.select_blocks`."""
+    return select_blocks(block_keys(w, block, criterion, step, stream), keep, ties)
+
+
+def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
+    """W∘M. A masked element is zero whatever it was (0 * Inf is not computed), and the dtype stays."""
+    return torch.where(expand_mask(mask, w.shape, block), w, 0)
+
+
+def gradient_mask(mask: Tensor, dense: Tensor | None, backward: str) -> Tensor | None:
+    """Which blocks of dW are wanted: (NB, KB) bool, or None for all of them."""
+    if backward in ("ste", "unmasked"):
+        return None
+    return mask if dense is None or backward != "rigl" else mask | dense
+
+
+def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int]) -> Tensor:
+    """y = x (W∘M)^T + bias, (..., N)."""
+    return F.linear(x, masked(w, mask, block), bias)
+
+
+def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str) -> Tensor:
+    """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
+    return torch.matmul(gy, w if backward == "unmasked" else masked(w, mask, block))
+
+
+def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str) -> Tensor:
+    """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). Flattened first: a batched product would be B weights large."""
+    dw = gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    wanted = gradient_mask(mask, dense, backward)
+    return dw if wanted is None else masked(dw, wanted, block)
+
+
+def composite(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None) -> Tensor:
+    """The masked linear out of aten ops alone, with the mode's gradient: for function transforms and forward-mode AD, which cannot see into a custom op.
+
+    Costs one dense matmul more in mode `unmasked`. Same values as `masked_linear`.
+    """
+    kept = expand_mask(mask, w.shape, block)
+    wanted = gradient_mask(mask, dense, backward)
+    reached = w if wanted is None else torch.where(expand_mask(wanted, w.shape, block), w, 0)  # where the gradient goes
+    weight = reached - torch.where(kept, 0, reached).detach()  # the value is W∘M: w - 0 and w - w are exact
+    if backward != "unmasked":
+        return F.linear(x, weight, bias)
+    full = F.linear(x, w.detach())
+    return F.linear(x.detach(), weight, bias) + (full - full.detach())

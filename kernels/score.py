@@ -1,0 +1,98 @@
+"""Block scores as int32 keys: a larger key is a better block, and the selection never sees a float.
+
+`fro` and `l1` are sums, and float sums depend on their order: two orders of summation disagree in the last bit for about half of all blocks, which is
+enough to flip a mask between a CPU and a GPU. Here every block is scaled by a power of two (exact), its terms are truncated to integers (the same for each
+term wherever it is computed), and integers add exactly in any order. So their keys have the same bits everywhere; the other criteria are deterministic
+per device.
+
+Keys are never negative; a NaN of either sign scores highest, then an Inf, so that a broken weight stays in the product and is seen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .grid import to_blocks
+
+CRITERIA = ("fro", "spectral", "l1", "linf", "random")
+KEY_NAN, KEY_INF = 0x7FFFFFFF, 0x7F800000
+_MANTISSA = 21  # bits of the sum kept below its leading bit; with 10 bits of exponent the key fills an int32
+_OFFSET = 320  # makes the smallest exponent positive: float32 squares reach 2 ** -298
+
+
+def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor | None = None, stream: int = 0) -> Tensor:
+    """Score every block of a weight.
+
+    Args:
+        w: weight (N, K), any floating dtype; float64 is rounded to float32 first.
+        block: (rows, cols); the edges may be ragged (missing elements count as zero).
+        criterion: `fro` (sqrt of the sum of squares, eq. 5.1 of Bespalov 2025), `spectral` (what that thesis' code computes), `l1`, `linf`, `random`.
+        step: 0-d int64 tensor, the counter of `random`; `stream` is its seed. Both are ignored by the others.
+
+    Returns: int32 (NB, KB), on the device of `w`. Not differentiable. No host sync.
+    Cost: one read of `w` and temporaries of its size; `spectral` runs one SVD a block.
+    """
+    b = to_blocks(w.detach().float(), block)
+    finite = torch.isfinite(b).all(-1)
+    clean = torch.where(finite[..., None], b, 0.0)
+    if criterion == "fro":
+        keys = _sum_keys(clean, squared=True)
+    elif criterion == "l1":
+        keys = _sum_keys(clean, squared=False)
+    elif criterion == "linf":
+        keys = clean.abs().amax(-1).view(torch.int32)  # the bits of non-negative floats sort like the floats
+    elif criterion == "spectral":
+        keys = _spectral_keys(clean, block)
+    elif criterion == "random":
+        keys = _random_keys(b.shape[:2], w.device, step, stream)
+    else:
+        raise ConfigError(f"unknown criterion: expected one of {', '.join(CRITERIA)}, got {criterion!r}.")
+    bad = torch.where(torch.isnan(b).any(-1), KEY_NAN, KEY_INF)
+    return torch.where(finite, keys, bad).to(torch.int32)
+
+
+def _scale(b: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Scale by the power of two that brings the largest magnitude over `axes` into [0.5, 1): returns (scaled, exponent), both exact."""
+    exponent = torch.frexp(b.abs().amax(axes, keepdim=True)).exponent
+    half = torch.div(-exponent, 2, rounding_mode="floor")  # in two steps, since 2 ** 148 is no float32
+    return b * torch.exp2(half.float()) * torch.exp2((-exponent - half).float()), exponent
+
+
+def _sum_keys(b: Tensor, squared: bool) -> Tensor:
+    """Order-free key of the sum of |b| or of b ** 2 over the last axis: (exponent + 320) << 21 | the 21 bits below the leading one."""
+    u, exponent = _scale(b, (-1,))
+    term = u * u if squared else u.abs()  # the float32 product must not be fused with what follows
+    shift = min(44, 62 - max(1, b.shape[-1] - 1).bit_length())  # so that the sum stays below 2 ** 62 for blocks of any size
+    total = (term * 2.0**shift).to(torch.int64).sum(-1)
+    lead = torch.frexp(total.double()).exponent.long() - 1
+    lead = lead - ((total >> lead.clamp(min=0)) == 0).long()  # rounding to double may carry into the next power of two
+    below, above = (lead - _MANTISSA).clamp(min=0), (_MANTISSA - lead).clamp(min=0)
+    mantissa = ((total >> below) << above) & ((1 << _MANTISSA) - 1)
+    e = exponent.squeeze(-1).long()
+    key = ((lead + 44 - shift + (2 * e if squared else e) + _OFFSET) << _MANTISSA) | mantissa
+    return torch.where(total == 0, 0, key)
+
+
+def _spectral_keys(b: Tensor, block: tuple[int, int]) -> Tensor:
+    """Largest singular value of each block, as float32 bits; the weight is scaled as a whole, so any magnitude ranks like any other."""
+    u, _ = _scale(b, (0, 1, 2))
+    return torch.linalg.matrix_norm(u.unflatten(-1, block), ord=2).clamp(min=0).view(torch.int32)
+
+
+def _mix(h: Tensor) -> Tensor:
+    """32-bit finaliser of MurmurHash3 (A. Appleby, public domain) in int64 arithmetic, the same bits on every device."""
+    low = 0xFFFFFFFF
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & low
+    return h ^ (h >> 16)
+
+
+def _random_keys(grid: torch.Size, device: torch.device, step: Tensor | None, stream: int) -> Tensor:
+    """Counter-based random keys: a hash of (stream, step, flat index), equal on all ranks and devices; no generator is touched."""
+    index = torch.arange(grid[0] * grid[1], device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
+    h = _mix(_mix(count & 0xFFFFFFFF) ^ (stream & 0xFFFFFFFF))
+    h = _mix(h ^ (stream >> 32 & 0xFFFFFFFF))
+    return (_mix(_mix(index & 0xFFFFFFFF) ^ h) >> 2).reshape(grid)

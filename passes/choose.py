@@ -1,0 +1,152 @@
+"""The rule table: which linears are masked, with which configuration, and why the others are not. One table for modules and graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .config import WeightMask
+from .find import Candidate
+from .site import Site
+
+Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
+Patterns = Pattern | Sequence[Pattern] | None
+LORA_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up", "lora_embedding_A", "lora_embedding_B"}
+SMALLEST = 16
+
+
+@dataclasses.dataclass
+class Decision:
+    """What becomes of one linear: a configuration, or None and the reason."""
+
+    candidate: Candidate
+    config: WeightMask | None
+    reason: str
+
+
+def matches(pattern: Pattern, c: Candidate) -> bool:
+    """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear."""
+    if isinstance(pattern, str):
+        if pattern.startswith("re:"):
+            return re.search(pattern[3:], c.name) is not None
+        return c.name == pattern or fnmatch.fnmatchcase(c.name, pattern)
+    if isinstance(pattern, type):
+        return isinstance(c.module, pattern) if c.module is not None else pattern.__name__ in c.type_names
+    return bool(pattern(c.module, c.name))
+
+
+def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
+    """One pattern or a sequence of them, checked; None stays None."""
+    if patterns is None:
+        return None
+    listed = list(patterns) if isinstance(patterns, (list, tuple, set, frozenset)) else [patterns]
+    for p in listed:
+        if isinstance(p, str) and p.startswith("re:"):
+            try:
+                re.compile(p[3:])
+            except re.error as e:
+                raise ConfigError(f"{option}: {p!r} is no regular expression: {e}.") from None
+        elif not (isinstance(p, str) or callable(p)):
+            raise ConfigError(f"{option}: expected a glob, a 're:' pattern, a module type or a callable (module, name) -> bool, got {p!r}.")
+    return listed
+
+
+def choose(found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None) -> list[Decision]:
+    """Decide for every linear. Raises before anything is changed; warns of patterns that match nothing."""
+    included, excluded = as_patterns("include", include), as_patterns("exclude", exclude)
+    defaults = exclude is None or bool(excluded)  # exclude=() switches the default exclusions off
+    changes = _check_overrides(overrides)
+    _warn_unused(found, {"include": included or [], "exclude": excluded or [], "overrides": list(changes)})
+    decisions = []
+    for c in found:
+        reason = _why_not(c, included, excluded, defaults)
+        chosen: WeightMask | None = config
+        for pattern, change in changes.items():
+            if matches(pattern, c):
+                chosen = None if change is False else config.replace(change, f"overrides[{pattern!r}]")
+        if not reason and chosen is None:
+            reason = "overrides: False"
+        if not reason and c.skip and not (chosen is not None and chosen.read == "weight"):
+            reason = c.skip
+            warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
+        if reason:
+            chosen = None
+        elif c.read and chosen is not None:
+            chosen = _as_reader(c, chosen)
+        decisions.append(Decision(c, chosen, reason or "selected"))
+    _check_selected(decisions)
+    return decisions
+
+
+def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Pattern] | None, defaults: bool) -> str:
+    if included is not None and not any(matches(p, c) for p in included):
+        return "not in include"
+    if excluded and any(matches(p, c) for p in excluded):
+        return "in exclude"
+    if not defaults or (included is not None and c.name in [p for p in included if isinstance(p, str)]):
+        return ""  # an exact name lifts the default exclusions
+    if c.tied_embedding:
+        return "default exclusion: weight tied to an Embedding"
+    if not c.problem and min(c.weight.shape) < SMALLEST:
+        return f"default exclusion: min(out, in) = {min(c.weight.shape)} < {SMALLEST}"
+    if LORA_PARTS & set(c.name.split(".")):
+        return "default exclusion: LoRA factor"
+    return ""
+
+
+def _as_reader(c: Candidate, config: WeightMask) -> WeightMask:
+    try:
+        return dataclasses.replace(config, read="weight")
+    except UnsupportedError as e:
+        fix = f"overrides={{{c.name!r}: dict(backward='ste')}} or {{{c.name!r}: False}}."
+        raise UnsupportedError(message(f"the owner of this layer reads its weight and never calls it; {e}", c.name, fix)) from None
+
+
+def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    changes = dict(overrides or {})
+    as_patterns("overrides", list(changes))
+    for pattern, change in changes.items():
+        if change is not False and not isinstance(change, Mapping):
+            raise ConfigError(f"overrides[{pattern!r}]: expected a dict of options or False, got {change!r}.")
+    return changes
+
+
+def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]]) -> None:
+    names = ", ".join(c.name or "(the model itself)" for c in found) or "no linear at all"
+    for option, patterns in options.items():
+        for p in patterns:
+            if not any(matches(p, c) for c in found):
+                warnings.warn(f"{option}: {p!r} matches nothing; there are: {names}.", FxMaskWarning, stacklevel=5)
+
+
+def _check_selected(decisions: list[Decision]) -> None:
+    """Errors of selected linears: weights that cannot be masked, or are masked already, or twice in two ways."""
+    seen: dict[int, Decision] = {}
+    for d in decisions:
+        c = d.candidate
+        if d.config is None:
+            continue
+        where = c.name or "the model itself"
+        if c.problem:
+            raise UnsupportedError(message(f"cannot mask {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
+        if isinstance(c.module, Site):
+            raise StateError(message(f"{where!r} is masked already: expected a dense layer.", where, "call fxmask.restore(model) first."))
+        if c.module is not None and not c.nodes and d.config.read == "weight" and "weight" not in c.module._parameters:
+            raise UnsupportedError(message(f"cannot mask {where!r}: it is read by its owner, and parametrised.", where, f"exclude={c.name!r}."))
+        if d.config.cached and c.weight.is_meta:
+            what = f"a cached mask (refresh={d.config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
+            raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
+        if c.host is not None and c.weight_path is None and d.config.cached:
+            what = f"a cached mask (refresh={d.config.refresh}) needs the parameter, and this graph computes the weight."
+            raise UnsupportedError(message(what, where, "use refresh=1 for it."))
+        other = seen.setdefault(id(c.weight), d)
+        if other.config != d.config:
+            what = f"one weight would be masked twice, differently: {other.candidate.name!r} and {where!r} share it."
+            raise ConfigError(message(what, where, "give both the same options, or exclude both."))

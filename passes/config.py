@@ -1,0 +1,143 @@
+"""What a user asks for: the frozen, validated configuration of one method, and the ratio's schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..kernels.errors import ConfigError, UnsupportedError
+from ..kernels.grid import check_block, keep_count, ratio_units
+from ..kernels.reference import MODES
+from ..kernels.score import CRITERIA
+from ..kernels.select import TIES
+
+SCHEDULES = ("constant", "linear", "cubic")
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+AVAILABLE = ("auto", "reference")  # what this version can run; an explicit request for another one raises
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
+
+
+def at_least(name: str, value: object, low: int) -> None:
+    """Raise ConfigError unless `value` is an int of at least `low`."""
+    if type(value) is not int or value < low:
+        raise ConfigError(f"{name} counts optimiser steps: expected an int of at least {low}, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the ratio moves from `initial` to its target over `steps` optimiser steps, counted from the config's `start`.
+
+    Args:
+        kind: `constant` (the target at once), `linear`, or `cubic`: target + (initial - target) (1 - t/steps)^3 (Zhu and Gupta 2017, eq. 1).
+        steps: length of the ramp in optimiser steps, at least 1. initial: the ratio at its first step, in [0, 1).
+    """
+
+    kind: str = "cubic"
+    steps: int = 1000
+    initial: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.kind, SCHEDULES)
+        at_least("Schedule.steps", self.steps, 1)
+        ratio_units(self.initial)
+
+    def ratio_at(self, step: int, target: float) -> float:
+        """The ratio `step` steps after the start; exactly `target` from `steps` on."""
+        if self.kind == "constant" or step >= self.steps:
+            return target
+        left = 1 - max(step, 0) / self.steps
+        return target + (self.initial - target) * (left**3 if self.kind == "cubic" else left)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightMask:
+    """Dynamic structured weight masking: the weight's best blocks are kept, the others are left out of the matmuls (Bespalov 2025).
+
+    Args:
+        ratio: sparsity, the fraction of blocks that are masked, in [0, 1). Exactly `ceil(n_blocks * (1 - ratio))` blocks are kept, and at least one.
+        block: (out_features, in_features) of a block; edges may be ragged.
+        backward: `masked`, `ste`, `unmasked` or `rigl`; table in `kernels.reference`.
+        criterion: `fro`, `spectral`, `l1`, `linf` or `random`; see `kernels.score`.
+        refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
+        start: first optimiser step with masks; before it every block is kept.
+        schedule: None, or a `Schedule` of the ratio.
+        ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).
+        dense_every: for `rigl`: every so many optimiser steps the weight's gradient is dense.
+        read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
+        impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back. seed: for `criterion="random"`.
+
+    Raises: ConfigError, UnsupportedError.
+    """
+
+    ratio: float = 0.5
+    block: tuple[int, int] = (16, 16)
+    backward: str = "masked"
+    criterion: str = "fro"
+    refresh: int = 1
+    start: int = 0
+    schedule: Schedule | None = None
+    ties: str = "lowest"
+    dense_every: int = 100
+    read: str = "call"
+    impl: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ratio_units(self.ratio)
+        object.__setattr__(self, "block", check_block(self.block))
+        one_of("backward mode", self.backward, MODES)
+        one_of("criterion", self.criterion, CRITERIA)
+        one_of("ties", self.ties, TIES)
+        one_of("read", self.read, ("call", "weight"))
+        one_of("impl", self.impl, IMPLEMENTATIONS)
+        if self.impl not in AVAILABLE:
+            raise UnsupportedError(f"impl={self.impl!r} is not in this version: expected one of {', '.join(AVAILABLE)}.")
+        at_least("refresh", self.refresh, 0)
+        at_least("start", self.start, 0)
+        at_least("dense_every", self.dense_every, 1)
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed: expected an int, got {self.seed!r}.")
+        if self.schedule in SCHEDULES and self.schedule != "constant":
+            raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
+        if self.schedule == "constant":
+            object.__setattr__(self, "schedule", None)
+        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+            raise ConfigError(f"schedule: expected None or a fxmask.Schedule, got {self.schedule!r}.")
+        if self.read == "weight" and self.backward == "unmasked":
+            raise UnsupportedError(
+                "backward='unmasked' needs the call of the layer, and read='weight' has none: expected masked, ste or rigl for this layer."
+            )
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the mask depends on how many optimiser steps were taken."""
+        moving = self.schedule is not None and self.schedule.kind != "constant"
+        return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl"
+
+    @property
+    def cached(self) -> bool:
+        """Whether the mask outlives a forward; the others follow the weight, whoever writes it."""
+        return self.refresh != 1
+
+    def ratio_at(self, step: int) -> float:
+        """Target ratio at an optimiser step; 0 before `start`."""
+        if step < self.start:
+            return 0.0
+        return self.ratio if self.schedule is None else self.schedule.ratio_at(step - self.start, self.ratio)
+
+    def keep_at(self, step: int, n_blocks: int) -> int:
+        """Kept blocks (nnzb) of `n_blocks` at an optimiser step."""
+        return keep_count(n_blocks, self.ratio_at(step))
+
+    def replace(self, changes: dict[str, Any], where: str) -> WeightMask:
+        """A copy with some fields changed; ConfigError names the fields that there are."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
+        return dataclasses.replace(self, **changes)

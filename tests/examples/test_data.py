@@ -1,0 +1,101 @@
+"""The data of the examples: the fixed split, batches that only the seed decides, augmentation, and what is said where it is missing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from data import DataMissing, flip_and_crop, load
+
+
+def test_digits_split_is_fixed_and_stratified():
+    data = load("digits", batch=2000)
+    (train_x, train_y), (test_x, test_y) = next(data.train(1)), next(data.test())
+    assert (data.image, data.channels, data.classes, data.steps) == (8, 1, 10, 1)
+    assert train_x.shape == (1437, 1, 8, 8)
+    assert test_x.shape == (360, 1, 8, 8)
+    assert abs(train_x.mean()) < 1e-5
+    assert abs(train_x.std() - 1) < 1e-3
+    share = train_y.bincount() / 1437 - test_y.bincount() / 360
+    assert share.abs().max() < 0.003
+    assert torch.equal(test_x, next(load("digits", batch=2000, seed=5).test())[0])
+
+
+def test_batches_depend_on_seed_and_epoch_only():
+    def labels(seed, epoch):
+        return torch.cat([y for _, y in load("digits", batch=100, seed=seed).train(epoch)])
+
+    first = labels(0, 1)
+    torch.rand(7)  # the global generator has no say
+    assert torch.equal(first, labels(0, 1))
+    assert not torch.equal(first, labels(0, 2))
+    assert not torch.equal(first, labels(1, 1))
+    assert torch.equal(first.bincount(), labels(1, 2).bincount())
+
+
+def test_flip_and_crop_is_a_shift_or_a_mirrored_shift():
+    x = torch.arange(1, 65, dtype=torch.uint8).reshape(1, 1, 8, 8).expand(40, 2, 8, 8)
+    y = flip_and_crop(x, torch.Generator().manual_seed(0))
+    padded = [torch.nn.functional.pad(v, (1, 1, 1, 1)) for v in (x[0], x[0].flip(2))]
+    possible = [p[:, i : i + 8, j : j + 8] for p in padded for i in range(3) for j in range(3)]
+    found = [[torch.equal(sample, p) for p in possible].index(True) for sample in y]
+    assert len(set(found)) > 9
+
+
+@pytest.mark.parametrize("name", ["cifar10", "folder"])
+def test_missing_folder(name, tmp_path):
+    with pytest.raises(DataMissing, match="needs --root"):
+        load(name, batch=8)
+    with pytest.raises(DataMissing, match="fix: ") as caught:
+        load(name, tmp_path, batch=8)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_missing_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataMissing, match="pip install scikit-learn"):
+        load("digits", batch=8)
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="expected digits, cifar10 or folder, got 'mnist'"):
+        load("mnist", batch=8)
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory):
+    """Two classes, three training images and one test image each, 40x40."""
+    pytest.importorskip("torchvision_shim")
+    image = pytest.importorskip("PIL.Image")
+    try:
+        from torchvision_shim import import_torchvision
+
+        import_torchvision()
+    except ImportError:
+        pytest.skip("needs torchvision")
+    root = tmp_path_factory.mktemp("images")
+    for part, count in (("train", 3), ("val", 1)):
+        for shade, label in ((40, "dark"), (220, "light")):
+            (root / part / label).mkdir(parents=True)
+            for i in range(count):
+                image.new("RGB", (40, 40), (shade, shade, i)).save(root / part / label / f"{i}.png")
+    return root
+
+
+def test_small_image_folder_is_kept_in_memory(image_folder):
+    data = load("folder", image_folder, batch=4, image=32)
+    assert (data.image, data.channels, data.classes, data.steps) == (32, 3, 2, 2)
+    assert [len(y) for _, y in data.train(1)] == [4, 2]
+    x, y = next(data.test())
+    assert x.shape == (2, 3, 32, 32)
+    assert y.tolist() == [0, 1]
+    assert x[0].mean() < 0 < x[1].mean()
+
+
+def test_large_image_folder_is_read_as_it_goes(image_folder):
+    data = load("folder", image_folder, batch=4, image=96)
+    assert (data.image, data.steps) == (96, 2)
+    first = [x for x, _ in data.train(1)]
+    assert [tuple(x.shape) for x in first] == [(4, 3, 96, 96), (2, 3, 96, 96)]
+    assert next(data.test())[0].shape == (2, 3, 96, 96)

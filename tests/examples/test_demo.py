@@ -1,0 +1,28 @@
+"""`make demo`, shortened to a few steps: it runs without arguments, data or GPU, and says what it must say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_smoke(tmp_path):
+    command = [sys.executable, "-W", "error", "examples/demo.py", "--smoke", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    assert "torch.ops.fxmask.masked_linear" in text
+    for row in ("top-1 accuracy", "target ratio", "achieved ratio", "blocks that changed", "MFLOP a training step", "median time a step"):
+        assert row in text
+    assert "The FLOP ratio is not a speed-up" in text
+    assert "saves no time" in text
+    flop = [float(x) for x in re.search(r"MFLOP a training step, useful +([\d.]+) +([\d.]+)", text).groups()]
+    # embed and head stay dense: a little more than half is left at a ratio of one half
+    assert 0.5 < flop[1] / flop[0] < 0.52
+    for name in ("dense/log.csv", "dense/accuracy.png", "masked/log.csv", "masked/accuracy.png", "masked/active_blocks.png"):
+        assert (tmp_path / name).stat().st_size > 0

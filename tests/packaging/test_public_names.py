@@ -1,0 +1,28 @@
+"""The names that users type are a promise: a change here is a change for them, and belongs in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import fxmask
+
+PUBLIC = [
+    "FxMaskError",
+    "FxMaskWarning",
+    "Report",
+    "Schedule",
+    "WeightMask",
+    "apply",
+    "dense",
+    "explain",
+    "masks",
+    "refresh",
+    "restore",
+    "step",
+]
+
+
+def test_public_names_are_frozen():
+    assert sorted(fxmask.__all__) == PUBLIC
+
+
+def test_public_names_exist_and_are_documented():
+    assert [name for name in PUBLIC if not (getattr(fxmask, name).__doc__ or "").strip()] == []

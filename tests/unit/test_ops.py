@@ -1,0 +1,178 @@
+"""The custom ops as PyTorch sees them: schemas, gradients, autocast, transforms, FLOP counts, messages."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxmask.errors import ShapeError
+from fxmask.kernels import ops, reference
+from fxmask.kernels.grid import kept_elements
+
+BLOCK = (16, 8)
+FLAGS = {"masked": [None], "ste": [None], "unmasked": [None], "rigl": [torch.tensor(False), torch.tensor(True)]}
+CASES = [pytest.param(m, f, id=m + ("" if f is None else f"-{bool(f)}")) for m, flags in FLAGS.items() for f in flags]
+
+
+@pytest.fixture
+def tensors():
+    g = torch.Generator().manual_seed(0)
+
+    def make(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
+
+    return make(2, 5, 30), make(20, 30), make(20), make(2, 5, 20), torch.rand(2, 4, generator=g) < 0.5
+
+
+@pytest.mark.parametrize(("mode", "flag"), CASES)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_opcheck(tensors, mode, flag, bias):
+    x, w, b, gy, mask = tensors
+    torch.library.opcheck(ops.masked_linear, (x, w, b if bias else None, mask, *BLOCK, mode, flag))
+    torch.library.opcheck(ops.masked_linear, (x[0, 0], w, None, mask, *BLOCK, mode, flag))
+    torch.library.opcheck(ops.masked_linear_dx, (gy, w, mask, *BLOCK, mode))
+    torch.library.opcheck(ops.masked_linear_dw, (gy, x, mask, *BLOCK, mode, flag))
+
+
+@pytest.mark.parametrize("criterion", ["fro", "spectral", "l1", "linf", "random"])
+def test_opcheck_block_index(tensors, criterion):
+    w = tensors[1]
+    torch.library.opcheck(ops.block_index, (w, torch.tensor(3), torch.tensor(0), *BLOCK, criterion, "lowest", 7))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_masked_is_a_true_gradient_twice(tensors, bias):
+    x, w, b, _, mask = tensors
+    inputs = (x, w, b) if bias else (x, w)
+
+    def f(x, w, b=None):
+        return ops.masked_linear(x, w, b, mask, *BLOCK, "masked")
+
+    assert torch.autograd.gradcheck(f, inputs)
+    assert torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_unmasked_and_ste_are_true_only_where_they_claim_to_be(tensors):
+    x, w, b, gy, mask = tensors
+    y = ops.masked_linear(x, w, b, mask, *BLOCK, "ste")
+    assert torch.autograd.gradcheck(lambda x, b: ops.masked_linear(x, w.detach(), b, mask, *BLOCK, "ste"), (x, b))
+    assert torch.autograd.gradcheck(lambda b: ops.masked_linear(x.detach(), w.detach(), b, mask, *BLOCK, "unmasked"), (b,))
+    (dw,) = torch.autograd.grad(y, w, gy)
+    assert torch.allclose(dw, gy.flatten(0, 1).T @ x.flatten(0, 1))
+
+
+@pytest.mark.parametrize(("mode", "flag"), CASES)
+def test_second_derivatives_follow_the_mode(tensors, mode, flag):
+    """dX and dW are bilinear: their own gradients equal those of the aten form with the same straight-through rule."""
+    x, w, b, gy, mask = tensors
+    masked_w = reference.masked(w, mask, BLOCK)
+    ggx, ggw = torch.randn_like(x), torch.randn_like(w)
+    dx = ops.masked_linear_dx(gy, w, mask, *BLOCK, mode)
+    got = torch.autograd.grad(dx, (gy, w), ggx)
+    reached = w if mode == "unmasked" else masked_w
+    wanted = reference.gradient_mask(mask, None, mode)
+    dense = gy.flatten(0, 1).T @ ggx.flatten(0, 1)
+    assert torch.allclose(got[0], ggx @ reached.T)
+    assert torch.allclose(got[1], dense if wanted is None else reference.masked(dense, wanted, BLOCK))
+    dw = ops.masked_linear_dw(gy, x, mask, *BLOCK, mode, flag)
+    wanted = reference.gradient_mask(mask, flag, mode)
+    seen = ggw if wanted is None else reference.masked(ggw, wanted, BLOCK)
+    got = torch.autograd.grad(dw, (gy, x), ggw)
+    assert torch.allclose(got[0], x @ seen.T)
+    assert torch.allclose(got[1], gy @ seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["masked", "unmasked"])
+def test_autocast_follows_the_ambient_dtype(tensors, dtype, mode):
+    x, w, b, _, mask = (t.detach().float().requires_grad_() if t.is_floating_point() else t for t in tensors)
+    with torch.autocast("cpu", dtype):
+        y = ops.linear(x, w, b, mask, BLOCK, mode)
+        dense = torch.nn.functional.linear(x, torch.where(reference.expand_mask(mask, w.shape, BLOCK), w, 0), b)
+    assert y.dtype == dense.dtype == dtype
+    assert torch.equal(y, dense)
+    y.float().square().sum().backward()
+    assert x.grad.dtype == w.grad.dtype == b.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype):  # a backward inside the region
+        ops.linear(x, w, b, mask, BLOCK, mode).sum().backward()
+    compiled = torch.compile(ops.linear, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(compiled(x, w, b, mask, BLOCK, mode), y)
+
+
+def test_vmap_of_the_ops(tensors):
+    x, w, b, gy, mask = (t.detach() for t in tensors)
+    out = torch.vmap(lambda x: ops.masked_linear(x, w, b, mask, *BLOCK, "masked", None))(x)
+    assert torch.equal(out, ops.masked_linear(x, w, b, mask, *BLOCK, "masked"))
+    ws = torch.stack([w, -w])
+    out = torch.vmap(lambda w, x: ops.masked_linear(x, w, b, mask, *BLOCK, "masked", None))(ws, x)
+    assert torch.equal(out[1], ops.masked_linear(x[1], -w, b, mask, *BLOCK, "masked"))
+    out = torch.vmap(lambda g, x: ops.masked_linear_dw(g, x, mask, *BLOCK, "masked", None), in_dims=(1, 1))(gy, x)
+    assert torch.equal(out[2], ops.masked_linear_dw(gy[:, 2], x[:, 2], mask, *BLOCK, "masked"))
+    out = torch.vmap(lambda g: ops.masked_linear_dx(g, w, mask, *BLOCK, "masked"), in_dims=1)(gy)
+    assert torch.equal(out[3], ops.masked_linear_dx(gy[:, 3], w, mask, *BLOCK, "masked"))
+    out = torch.vmap(lambda w: ops.block_index(w, torch.tensor(3), torch.tensor(0), *BLOCK, "fro", "lowest", 0))(ws)
+    assert torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize(("mode", "flag"), CASES)
+def test_function_transforms_are_right_and_never_zero(tensors, mode, flag):
+    x, w, b, gy, mask = (t.detach() for t in tensors)
+
+    def f(x, w, b):
+        return ops.linear(x, w, b, mask, BLOCK, mode, flag)
+
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    f(*leaves).backward(gy)
+    grads = torch.func.vjp(f, x, w, b)[1](gy)
+    assert all(torch.allclose(a, t.grad) for a, t in zip(grads, leaves, strict=True))
+    per_sample = torch.vmap(torch.func.grad(lambda w, x, g: (f(x, w, b) * g).sum()), in_dims=(None, 0, 0))(w, x, gy)
+    assert torch.allclose(per_sample.sum(0), leaves[1].grad)
+    directions = [torch.randn_like(t) for t in (x, w, b)]
+    tangent = torch.func.jvp(f, (x, w, b), tuple(directions))[1]
+    pairing = sum((d * t.grad).sum() for d, t in zip(directions, leaves, strict=True))
+    assert torch.allclose((tangent * gy).sum(), pairing)  # <gy, J v> = <J^T gy, v>
+    with forward_ad.dual_level():
+        dual = f(*(forward_ad.make_dual(t, d) for t, d in zip((x, w, b), directions, strict=True)))
+        assert torch.allclose(forward_ad.unpack_dual(dual).tangent, tangent)
+
+
+@pytest.mark.parametrize(("mode", "flag"), CASES)
+def test_flops_are_the_useful_ones(tensors, mode, flag):
+    x, w, b, gy, mask = tensors
+    kept = int(kept_elements(mask, w.shape, BLOCK))
+    dense_dw = mode in ("ste", "unmasked") or flag is not None and bool(flag)
+    with FlopCounterMode(display=False) as counter:
+        ops.linear(x, w, b, mask, BLOCK, mode, flag).backward(gy)
+    counts = {str(k): v for k, v in counter.get_flop_counts()["Global"].items()}
+    tokens = 10
+    assert counts["fxmask.masked_linear"] == 2 * tokens * kept
+    assert counts["fxmask.masked_linear_dx"] == 2 * tokens * (w.numel() if mode == "unmasked" else kept)
+    assert counts["fxmask.masked_linear_dw"] == 2 * tokens * (w.numel() if dense_dw else kept)
+    assert set(counts) == {"fxmask.masked_linear", "fxmask.masked_linear_dx", "fxmask.masked_linear_dw"}  # the bodies are not counted again
+
+
+def test_flops_of_a_meta_mask_are_the_upper_bound():
+    x, w, mask = torch.empty(10, 30, device="meta"), torch.empty(20, 30, device="meta"), torch.ones(2, 4, dtype=torch.bool, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        ops.linear(x, w, None, mask, BLOCK, "masked")
+    assert counter.get_total_flops() == 2 * 10 * 20 * 30
+
+
+def test_nothing_is_saved_that_no_gradient_needs(tensors):
+    x, w, b, _, mask = tensors
+    y = ops.masked_linear(x, w.detach(), b, mask, *BLOCK, "masked")
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None]
+    assert not any(t.data_ptr() == x.data_ptr() for t in saved)
+
+
+@pytest.mark.parametrize("call", [
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x[..., :5], w, b, m, *BLOCK, "masked"), id="x"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m[:1], *BLOCK, "masked"), id="mask"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m.int(), *BLOCK, "masked"), id="mask-dtype"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear_dx(x, w, m, *BLOCK, "masked"), id="dx"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear_dw(gy[:1], x, m, *BLOCK, "masked"), id="dw"),
+])  # fmt: skip
+def test_shapes_that_do_not_fit(tensors, call):
+    with pytest.raises(ShapeError, match=r"expected .*, got "):
+        call(*tensors)
