@@ -79,15 +79,15 @@ def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, se
     Raises:
         DataMissing: the files or a package are not here.
     """
+    if name not in ("digits", "cifar10", "folder"):
+        raise ValueError(f"data: expected digits, cifar10 or folder, got {name!r}.")
     if name == "digits":
         return in_memory(name, *digits(), batch=batch, seed=seed, augment=False)
     if root is None:
         raise DataMissing(f"--data {name} needs --root, the folder where the images lie.")
     if name == "cifar10":
         return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True)
-    if name == "folder":
-        return folder(root, batch=batch, image=image, seed=seed, workers=workers)
-    raise ValueError(f"data: expected digits, cifar10 or folder, got {name!r}.")
+    return folder(root, batch=batch, image=image, seed=seed, workers=workers)
 
 
 def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, augment: bool) -> Data:

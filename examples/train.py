@@ -27,6 +27,7 @@ from resmlp import PRESETS, ResMLP
 from thesis.config import parse
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from tracking import ActiveBlocks, CsvLog, MaskTracker
 
 import fxmask
@@ -51,9 +52,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
     p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio from 0: linear or cubic, such as cubic:1000 or cubic:5ep")
     p.add_argument("--epochs", type=int, default=20)
-    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--batch", type=int, default=32)
     p.add_argument("--opt", choices=tuple(OPTIMISERS), default="adamw")
-    p.add_argument("--lr", type=float, default=3e-3)
+    p.add_argument("--lr", type=float, default=5e-3)
     p.add_argument("--min-lr", type=float, default=1e-5, help="end of the cosine")
     p.add_argument("--warmup", type=float, default=0.0, metavar="EPOCHS", help="linear warm-up from lr / 10")
     p.add_argument("--weight-decay", type=float, default=0.0)
@@ -111,18 +112,19 @@ def build(args: argparse.Namespace, data: Data) -> nn.Module:
     return model
 
 
-def learning_rate(args: argparse.Namespace, step: int, per_epoch: int) -> float:
-    """Linear warm-up from lr / 10, then a cosine down to min_lr at the last step."""
-    warm, total = args.warmup * per_epoch, args.epochs * per_epoch
-    if step < warm:
-        return args.lr * (0.1 + 0.9 * step / warm)
-    low = min(args.min_lr, args.lr)
-    return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+def learning_rate(step: int, total: int, lr: float, min_lr: float = 1e-5, warmup: float = 0.0) -> float:
+    """Rate of one of `total` steps: a linear warm-up from lr / 10 over the first `warmup` steps, then a cosine down to min_lr."""
+    if step < warmup:
+        return lr * (0.1 + 0.9 * step / warmup)
+    low = min(min_lr, lr)
+    return low + (lr - low) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-def train_step(model: nn.Module, optimiser: torch.optim.Optimizer, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def train_step(model: nn.Module, optimiser: Optimizer, lr: float, batch: Batch, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """One optimiser step; returns the mean loss and the number of right answers, both left on the device."""
     images, labels = batch
+    for group in optimiser.param_groups:
+        group["lr"] = lr
     logits = model(images)
     loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
     optimiser.zero_grad(set_to_none=True)
@@ -165,10 +167,9 @@ def fit(model: nn.Module, tracker: MaskTracker, data: Data, args: argparse.Names
         loss_sum, right = torch.zeros((), device=args.device), torch.zeros((), dtype=torch.int64, device=args.device)
         model.train()
         for images, labels in progress(data.train(epoch), data.steps, f"epoch {epoch}"):
-            for group in optimiser.param_groups:
-                group["lr"] = learning_rate(args, step, data.steps)
+            lr = learning_rate(step, args.epochs * data.steps, args.lr, args.min_lr, args.warmup * data.steps)
             tracker.before_step()
-            loss, hits = train_step(model, optimiser, (images.to(args.device), labels.to(args.device)), args.smoothing)
+            loss, hits = train_step(model, optimiser, lr, (images.to(args.device), labels.to(args.device)), args.smoothing)
             tracker.after_step()
             n, step = n + len(labels), step + 1
             loss_sum, right = loss_sum + loss * len(labels), right + hits

@@ -96,7 +96,7 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense)
     if ctx.needs_input_grad[2]:
-        gb = gy.reshape(-1, gy.shape[-1]).sum(0)
+        gb = gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
     return gx, gw, gb, None, None, None, None, None
 
 
@@ -183,6 +183,18 @@ def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
 masked_linear_dw.register_autograd(_dw_backward, setup_context=_save_dw)
 
 
+def _transformed() -> bool:
+    """Whether a function transform or forward-mode AD is active, which cannot see into a custom op."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
+    """The mask as modules ask for it: `block_index`, or its aten form under function transforms."""
+    if _transformed():
+        return reference.block_index(w, keep, step, block, criterion, ties, stream)
+    return block_index(w, keep, step, block[0], block[1], criterion, ties, stream)
+
+
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None
 ) -> Tensor:
@@ -190,7 +202,7 @@ def linear(
 
     `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get `reference.composite`.
     """
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if _transformed():
         return reference.composite(x, w, bias, mask, block, backward, dense)
     return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense)
 

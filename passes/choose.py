@@ -73,7 +73,7 @@ def choose(found: list[Candidate], config: WeightMask, include: Patterns, exclud
                 chosen = None if change is False else config.replace(change, f"overrides[{pattern!r}]")
         if not reason and chosen is None:
             reason = "overrides: False"
-        if not reason and c.skip and not (chosen is not None and chosen.read == "weight"):
+        if not reason and c.skip and not isinstance(c.module, Site) and not (chosen is not None and chosen.read == "weight"):
             reason = c.skip
             warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
         if reason:

@@ -31,7 +31,8 @@ def _frozen(node: Node) -> str:
         return "drawn always"
     stochastic_depth = getattr(node.target, "__name__", "") == "stochastic_depth"  # torchvision's, a leaf of its models
     if node.target in _DROPOUTS or node.target in _ATEN or stochastic_depth:
-        place = {"rrelu": 3}.get(getattr(node.target, "__name__", ""), 3 if stochastic_depth else 2)
-        training = node.args[place] if len(node.args) > place else node.kwargs.get("training", True)
-        return f"as in {'train' if training else 'eval'}" if isinstance(training, bool) else ""
+        place = 3 if stochastic_depth or node.target is F.rrelu else 2
+        training = node.args[place] if len(node.args) > place else node.kwargs.get("training", node.kwargs.get("train", True))
+        p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p")
+        return f"as in {'train' if training else 'eval'}" if isinstance(training, bool) and p != 0 else ""
     return ""

@@ -14,12 +14,14 @@ import train
 from tracking import COLUMNS
 
 ROOT = Path(__file__).parents[2]
-THESIS = "ResMLP2 @ XPatch = masked 0.5 (16, 16); XChannel1 = masked 0.75 (16, 16); XChannel2 = sparse 0.25 (32, 32);"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+THESIS = "ResMLP2 @ XPatch = masked 0.5 (16, 16); XChannel1 = masked 0.75 (16, 16); XChannel2 = sparse 0.25 (16, 16);"
+MASKED = ("--epochs", "4", "--config", THESIS, "--lr", "0.01", "--seed", "3")
 
 
 def run(out: Path, *options: str) -> list[dict[str, str]]:
     """Train in this process; the rows of log.csv."""
-    assert train.main(["--out", str(out), "--threads", str(torch.get_num_threads()), *options]) == 0
+    assert train.main(["--out", str(out), *options]) == 0
     return plots.read_csv(out / "log.csv")
 
 
@@ -27,18 +29,18 @@ def run(out: Path, *options: str) -> list[dict[str, str]]:
 def masked(tmp_path_factory):
     """A masked run of four epochs: its folder and its rows."""
     out = tmp_path_factory.mktemp("masked")
-    return out, run(out, "--epochs", "4", "--config", THESIS, "--seed", "3")
+    return out, run(out, *MASKED)
 
 
 def test_learns(masked):
     rows = masked[1]
-    assert float(rows[-1]["top1"]) > 85
+    assert float(rows[-1]["top1"]) > 60  # guessing: 10
     assert float(rows[-1]["top5"]) > float(rows[-1]["top1"])
     assert float(rows[-1]["train_loss"]) < 0.5 * float(rows[0]["train_loss"])
 
 
 def test_same_numbers_twice(masked, tmp_path):
-    again = run(tmp_path, "--epochs", "4", "--config", THESIS, "--seed", "3")
+    again = run(tmp_path, *MASKED)
     for row, other in zip(masked[1], again, strict=True):
         assert {k: v for k, v in row.items() if k != "seconds"} == {k: v for k, v in other.items() if k != "seconds"}
     assert (masked[0] / "active_blocks.csv").read_text() == (tmp_path / "active_blocks.csv").read_text()
@@ -49,15 +51,15 @@ def test_csv(masked):
     assert tuple(rows[0]) == COLUMNS
     assert [row["epoch"] for row in rows] == ["1", "2", "3", "4"]
     # elements of XPatch, XChannel1, XChannel2 and what is masked of them: no ragged blocks here
-    expected = (0.5 * 64 * 64 + 0.75 * 64 * 256 + 0.25 * 64 * 256) / (64 * 64 + 2 * 64 * 256)
+    expected = (0.5 * 64 * 64 + 0.75 * 128 * 32 + 0.25 * 32 * 128) / (64 * 64 + 2 * 128 * 32)
     assert float(rows[0]["ratio_achieved"]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_active_blocks(masked):
     rows = plots.read_csv(masked[0] / "active_blocks.csv")
-    steps = 23  # 1,437 images in batches of 64
+    steps = 45  # 1,437 images in batches of 32
     for epoch in (1, 4):
-        for layer, blocks, kept in (("XPatch", 16, 8), ("XChannel1", 64, 16), ("XChannel2", 16, 12)):
+        for layer, blocks, kept in (("XPatch", 16, 8), ("XChannel1", 16, 4), ("XChannel2", 16, 12)):
             counts = [int(r["active_steps"]) for r in rows if (int(r["epoch"]), r["layer"]) == (epoch, layer)]
             assert len(counts) == blocks
             assert sum(counts) == kept * steps * epoch
@@ -79,15 +81,14 @@ def test_dense_run_has_no_masks(tmp_path):
 def test_start_and_schedule_count_steps(tmp_path):
     options = ("--epochs", "4", "--batch", "500", "--ratio", "0.8", "--start", "1ep", "--schedule", "linear:2ep")
     achieved = [float(row["ratio_achieved"]) for row in run(tmp_path, *options)]
-    # the masks of the evaluation after each epoch: the ramp starts from 0 after the first; whole blocks of 16 x 16 come close to 0.8
+    # the masks of the evaluation after each epoch: the ramp starts from 0 after the first; halfway it is at 0.4, in whole blocks
     assert achieved[0] == 0.0
-    assert 0.3 < achieved[1] < 0.45
-    assert achieved[2] == achieved[3] == pytest.approx(0.8, abs=0.02)
+    assert achieved[1] == pytest.approx(6 / 16)
+    assert achieved[2] == achieved[3] == pytest.approx(0.75)  # 12 of 16 blocks: 13 would be more than 0.8
 
 
 def test_learning_rate():
-    args = train.arguments(["--epochs", "10", "--warmup", "2", "--lr", "0.1", "--min-lr", "0.001"])
-    rates = [train.learning_rate(args, step, 5) for step in range(50)]
+    rates = [train.learning_rate(step, 50, lr=0.1, min_lr=0.001, warmup=10) for step in range(50)]
     assert rates[0] == pytest.approx(0.01)
     assert max(rates) == rates[10] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -129,7 +130,7 @@ def test_missing_data_ends_with_a_message(tmp_path):
     """As a user sees it: exit status 2, no traceback, what to do."""
     missing = tmp_path / "nonexistent"
     command = [sys.executable, "examples/train.py", "--data", "cifar10", "--root", str(missing), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"expected the folder {missing / 'cifar-10-batches-py'}" in done.stderr
     assert "fix: unpack" in done.stderr

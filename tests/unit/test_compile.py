@@ -1,0 +1,120 @@
+"""torch.compile of a masked model: one graph, equal to eager, no recompile while masks and ratios move."""
+
+import pytest
+import torch
+from resmlp import PRESETS, ResMLP
+from sample_models import Residual, mlp
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fxmask
+
+
+def train(model, call, steps, counter=None):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses, frames = [], []
+    for _ in range(steps):
+        x = torch.randn(8, *shape_of(model))
+        optimizer.zero_grad()
+        loss = call(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        fxmask.step(model)
+        losses.append(loss.item())
+        frames.append(counter.frame_count if counter else 0)
+    return losses, frames
+
+
+def shape_of(model):
+    return {Residual: (32, 32), ResMLP: (1, 8, 8)}.get(type(model), (64,))
+
+
+OPTIONS = {
+    "cubic": dict(ratio=0.9, schedule=fxmask.Schedule("cubic", steps=15), start=2),
+    "cached": dict(ratio=0.8, schedule=fxmask.Schedule("linear", steps=15), refresh=3),
+    "rigl": dict(ratio=0.8, backward="rigl", schedule=fxmask.Schedule(steps=10)),
+    "random": dict(ratio=0.5, criterion="random"),
+    "unmasked": dict(ratio=0.5, backward="unmasked"),
+}
+
+
+def resmlp():
+    torch.manual_seed(0)
+    return ResMLP(PRESETS["digits"])
+
+
+CASES = [(name, make, "aot_eager") for name in OPTIONS for make in (mlp, Residual)] + [("cubic", mlp, "inductor"), ("cubic", resmlp, "inductor")]
+
+
+@pytest.mark.parametrize(("name", "make", "backend"), CASES, ids=["-".join((n, m.__name__, b)) for n, m, b in CASES])
+def test_training_equals_eager_without_recompiles(name, make, backend):
+    torch._dynamo.reset()
+    eager, model = (fxmask.apply(make(), **OPTIONS[name]) for _ in range(2))
+    for m in (eager, model):
+        fxmask.step(m, 0)
+    counter = CompileCounterWithBackend(backend)
+    losses, frames = train(model, torch.compile(model, backend=counter, fullgraph=True), 20, counter)
+    expected, _ = train(eager, eager, 20)
+    assert frames == [1] * 20
+    assert losses == pytest.approx(expected, rel=1e-5)
+    flips = [int((a != b).sum()) for a, b in zip(fxmask.masks(model).values(), fxmask.masks(eager).values(), strict=True)]
+    assert sum(flips) == 0
+    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
+
+
+def test_masks_do_move_in_that_training():
+    model = fxmask.apply(mlp(), **OPTIONS["cubic"])
+    fxmask.step(model, 0)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    kept, sets = [], []
+    for _ in range(20):
+        train(model, compiled, 1)
+        masks = fxmask.masks(model)
+        kept.append(int(masks["0.weight"].sum()))
+        sets.append(masks["0.weight"])
+    assert kept[0] == 24 and kept[-1] == 3 and len(set(kept)) > 8
+
+
+def test_dense_inside_a_compiled_model():
+    torch._dynamo.reset()
+    model = fxmask.apply(mlp(), ratio=0.8)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, x = torch.compile(model, backend=counter, fullgraph=True), torch.randn(2, 64)
+    compiled(x)
+    with fxmask.dense(model):
+        assert torch.equal(compiled(x), mlp()(x))
+    assert torch.equal(compiled(x), model(x))
+    assert counter.frame_count == 1
+
+
+def test_varying_batch_is_one_graph_more():
+    torch._dynamo.reset()
+    model = fxmask.apply(mlp(), ratio=0.8)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for n in (2, 3, 4, 5):
+        x = torch.randn(n, 64)
+        assert torch.allclose(compiled(x), model(x), atol=1e-6)
+    assert counter.frame_count == 2
+
+
+def test_export_of_a_masked_model_keeps_the_op():
+    model, x = fxmask.apply(mlp(), ratio=0.8), torch.randn(2, 64)
+    program = torch.export.export(model, (x,))
+    targets = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert targets.count("fxmask.masked_linear.default") == 2
+    assert torch.equal(program.module()(x), model(x))
+
+
+def test_functional_calls_and_transforms_of_a_masked_module():
+    model = fxmask.apply(mlp(), ratio=0.8)
+    x, params = torch.randn(5, 64), {k: v.detach() for k, v in model.named_parameters()}
+
+    def loss(p, x):
+        return torch.func.functional_call(model, p, (x,)).square().sum()
+
+    grads = torch.func.grad(loss)(params, x)
+    loss(dict(model.named_parameters()), x).backward()
+    assert all(torch.allclose(grads[k], p.grad, atol=1e-4) for k, p in model.named_parameters())
+    per_sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+    assert torch.allclose(per_sample["0.weight"].sum(0), grads["0.weight"], atol=1e-4)

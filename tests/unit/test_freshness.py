@@ -1,0 +1,149 @@
+"""A mask is a function of the weight: whoever writes it, the next mask is the new weight's."""
+
+import pytest
+import torch
+from sample_models import best_blocks, mlp
+from torch import fx
+
+import fxmask
+
+BLOCK, RATIO = (16, 16), 0.7
+
+
+def flip(model):
+    """A gradient that makes one SGD step move the weakest block to the top."""
+    for name in ("0.weight", "2.weight"):
+        w = model.get_parameter(name)
+        mask = best_blocks(w, BLOCK, RATIO).repeat_interleave(16, 0).repeat_interleave(16, 1)
+        w.grad = torch.where(mask, w.detach(), -100 * w.detach())
+
+
+def optimizers():
+    for kind in ("SGD", "Adam", "AdamW", "Adagrad"):
+        for how in ("foreach", "fused", "forloop"):
+            options = dict(foreach=how == "foreach") | (dict(fused=True) if how == "fused" else {})
+            yield pytest.param(kind, options, id=f"{kind}-{how}")
+
+
+def check(model, old):
+    """The next forward uses the new weights' best blocks, and some of them are new."""
+    for name, mask in fxmask.masks(model).items():
+        assert torch.equal(mask, best_blocks(model.get_parameter(name), BLOCK, RATIO)), name
+    assert any(not torch.equal(mask, old[name]) for name, mask in fxmask.masks(model).items())
+    x = torch.randn(3, 64)
+    dense = mlp()
+    dense.load_state_dict(model.state_dict())
+    for name in ("0.weight", "2.weight"):
+        w = dense.get_parameter(name)
+        mask = best_blocks(w, BLOCK, RATIO).repeat_interleave(16, 0).repeat_interleave(16, 1)
+        w.data.mul_(mask)
+    assert torch.equal(model(x), dense(x))
+
+
+def masked(form, **options):
+    model = mlp() if form == "module" else fx.symbolic_trace(mlp())
+    return fxmask.apply(model, ratio=RATIO, block=BLOCK, **options)
+
+
+FORMS = pytest.mark.parametrize("form", ["module", "graph"])
+
+
+@FORMS
+@pytest.mark.parametrize("stepping", [False, True], ids=["no-steps", "stepped"])
+@pytest.mark.parametrize(("kind", "options"), list(optimizers()))
+def test_optimizer_steps(form, kind, options, stepping):
+    model = masked(form, refresh=1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, **options)
+    for _ in range(3):
+        old = fxmask.masks(model)
+        flip(model)
+        optimizer.step()
+        if stepping:
+            fxmask.step(model)
+    check(model, old if kind == "SGD" else {n: ~m for n, m in old.items()})
+
+
+@pytest.mark.slow
+@FORMS
+def test_a_compiled_optimizer_step(form):
+    model = masked(form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    old = fxmask.masks(model)
+    flip(model)
+    torch.compile(optimizer.step, fullgraph=False)()
+    check(model, old)
+
+
+def reverse(w):
+    return w.flip(0).flip(1)
+
+
+WAYS = {
+    "load_state_dict": lambda m: m.load_state_dict({k: reverse(v) if v.dim() == 2 else v for k, v in m.state_dict().items()}),
+    "load-assign": lambda m: m.load_state_dict({k: reverse(v) if v.dim() == 2 else v for k, v in m.state_dict().items()}, assign=True),
+    "data-write": lambda m: [p.data.copy_(reverse(p.data)) for p in m.parameters() if p.dim() == 2],
+    "data-set": lambda m: [setattr(p, "data", reverse(p.data)) for p in m.parameters() if p.dim() == 2],
+    "no-grad": lambda m: [p.copy_(reverse(p)) for p in m.parameters() if p.dim() == 2],
+    "numpy": lambda m: [p.detach().numpy().__setitem__(slice(None), reverse(p.detach()).numpy().copy()) for p in m.parameters() if p.dim() == 2],
+}
+
+
+@FORMS
+@pytest.mark.parametrize("stepping", [False, True], ids=["no-steps", "stepped"])
+@pytest.mark.parametrize("way", WAYS)
+def test_other_writes(form, way, stepping):
+    model = masked(form)
+    if stepping:
+        fxmask.step(model)
+    old = fxmask.masks(model)
+    model(torch.randn(2, 64))
+    with torch.no_grad():
+        WAYS[way](model)
+    check(model, old)
+
+
+@FORMS
+def test_a_cached_mask_follows_load_state_dict_refresh_and_its_steps(form):
+    for way in ("load_state_dict", "refresh", "step"):
+        model = masked(form, refresh=2)
+        fxmask.step(model, 0)
+        old = fxmask.masks(model)
+        with torch.no_grad():
+            WAYS["load_state_dict" if way == "load_state_dict" else "data-write"](model)
+        if way == "refresh":
+            fxmask.refresh(model)
+        elif way == "step":
+            fxmask.step(model)
+            assert all(torch.equal(m, old[n]) for n, m in fxmask.masks(model).items())  # built at steps 0 and 2
+            fxmask.step(model)
+        check(model, old)
+
+
+def test_accumulation_counts_one_step():
+    model = masked("module", schedule=fxmask.Schedule("linear", steps=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fxmask.step(model, 0)
+    ratios = []
+    for _ in range(5):
+        seen = set()
+        for _ in range(4):
+            model(torch.randn(2, 64)).sum().backward()
+            seen.add(tuple(int(m.sum()) for m in fxmask.masks(model).values()))
+        assert len(seen) == 1
+        optimizer.step()
+        optimizer.zero_grad()
+        ratios.append(fxmask.explain(model).rows[0]["target_ratio"])
+        fxmask.step(model)
+    assert ratios == pytest.approx([0, 0.175, 0.35, 0.525, 0.7])
+    assert fxmask.explain(model).rows[0]["step"] == 5
+
+
+def test_activation_checkpointing_recomputes_with_the_same_mask():
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(4, 64, requires_grad=True)
+    for reentrant in (False, True):
+        plain, ours = masked("module"), masked("module")
+        plain(x).square().sum().backward()
+        checkpoint(ours, x, use_reentrant=reentrant).square().sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))

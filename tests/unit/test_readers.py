@@ -1,0 +1,94 @@
+"""Layers whose owner reads `.weight` instead of calling them would be silently dense; they are not."""
+
+import copy
+
+import pytest
+import torch
+from sample_models import with_zeros
+from torch import nn
+
+import fxmask
+from fxmask.errors import UnsupportedError
+
+
+def attention():
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(32, 4, batch_first=True)
+
+
+def layer():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+
+
+def encoder():
+    return nn.TransformerEncoder(layer(), 2)
+
+
+def run(m, x):
+    return m(x, x, x)[0] if isinstance(m, nn.MultiheadAttention) else m(x)
+
+
+MODELS = {"attention": attention, "layer": layer, "encoder": encoder}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+def test_train_eval_and_fast_path_are_all_masked(make, backward):
+    dense = make()
+    model = fxmask.apply(copy.deepcopy(dense), ratio=0.75, backward=backward)
+    names = list(fxmask.masks(model))
+    assert len(names) == sum(isinstance(m, nn.Linear) for m in dense.modules())
+    expected, x = with_zeros(dense, names, (16, 16), 0.75), torch.randn(2, 5, 32)
+    for mode in (True, False):
+        y, e = run(model.train(mode), x), run(expected.train(mode), x)
+        assert torch.equal(y, e)
+    with torch.no_grad():  # the fused inference path
+        assert torch.allclose(run(model, x), run(expected, x), atol=1e-6)
+        assert not torch.allclose(run(model, x), run(dense.eval(), x), atol=1e-3)
+    run(model.train(), x).square().sum().backward()
+    run(expected.train(), x).square().sum().backward()
+    for name, p in model.named_parameters():
+        if name in names:
+            mask = fxmask.masks(model)[name].repeat_interleave(16, 0).repeat_interleave(16, 1)
+            assert torch.allclose(p.grad[mask], expected.get_parameter(name).grad[mask], atol=1e-5)
+            assert (p.grad[~mask] == 0).all() == (backward == "masked")
+            if backward == "ste":
+                assert torch.allclose(p.grad, expected.get_parameter(name).grad, atol=1e-5)
+
+
+def test_padding_masks_and_nested_tensors():
+    model = fxmask.apply(encoder(), ratio=0.75).eval()
+    expected = with_zeros(encoder(), list(fxmask.masks(model)), (16, 16), 0.75).eval()
+    x, pad = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), pytest.warns(UserWarning, match="nested tensors"):
+        y, e = model(x, src_key_padding_mask=pad), expected(x, src_key_padding_mask=pad)
+    assert torch.allclose(y[~pad], e[~pad], atol=1e-6)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_copies_checkpoints_and_restore(make):
+    dense, x = make(), torch.randn(2, 5, 32)
+    y = run(dense, x)
+    model = fxmask.apply(copy.deepcopy(dense), ratio=0.75)
+    assert list(model.state_dict()) == list(dense.state_dict())
+    other = copy.deepcopy(model)
+    assert torch.equal(run(other, x), run(model, x))
+    torch.optim.SGD(model.parameters(), 0.1)
+    with fxmask.dense(model):
+        assert torch.equal(run(model, x), y)
+    assert torch.equal(run(fxmask.restore(model), x), y)
+    assert [type(m) for m in model.modules()] == [type(m) for m in dense.modules()]
+
+
+def test_compiled_fullgraph():
+    model, x = fxmask.apply(layer(), ratio=0.75), torch.randn(2, 5, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), model(x), atol=1e-6)
+
+
+def test_unmasked_needs_the_call():
+    model = attention()
+    with pytest.raises(UnsupportedError, match=r"(?s)reads its weight and never calls it.*out_proj.*overrides=\{'out_proj': dict\(backward='ste'\)\}"):
+        fxmask.apply(model, backward="unmasked")
+    fxmask.apply(model, backward="unmasked", overrides={"out_proj": dict(backward="ste")})

@@ -1,0 +1,54 @@
+"""fxmask.explain and the Report it returns."""
+
+import csv
+import json
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import fx
+
+import fxmask
+from fxmask.errors import ConfigError
+
+
+def test_a_row_for_every_linear():
+    report = fxmask.explain(fxmask.apply(mlp(), ratio=0.7, block=(32, 32)))
+    assert [r["name"] for r in report.rows] == ["0", "2", "4"]
+    first = report.rows[0]
+    assert first["masked"] and first["target_ratio"] == 0.7
+    assert first["achieved_ratio"] == pytest.approx(1 - 2 / 6)  # ceil(6 * 0.3) = 2 blocks of 6
+    assert (first["impl"], first["mask_age"], first["flips"]) == ("reference", None, None)
+    assert report.summary["masked"] == 2
+    assert report.summary["of them in kept blocks"] == 2 * 2 * 1024 + 640
+
+
+def test_ragged_edges_count_what_they_hold():
+    model = torch.nn.Sequential(torch.nn.Linear(20, 20, bias=False))
+    torch.nn.init.zeros_(model[0].weight).detach()[16:, 16:] = 1  # the best block is the 4x4 corner
+    row = fxmask.explain(fxmask.apply(model, ratio=0.75)).rows[0]
+    assert row["achieved_ratio"] == pytest.approx(1 - 16 / 400)
+    assert row["target_ratio"] == 0.75
+
+
+@pytest.mark.parametrize("form", ["module", "graph"])
+def test_it_prints_and_saves(form, tmp_path):
+    model = fxmask.apply(mlp() if form == "module" else fx.symbolic_trace(mlp()))
+    report = fxmask.explain(model)
+    assert "default exclusion: min(out, in) = 10 < 16" in str(report)
+    assert "saves no time" in str(report)
+    rows = list(csv.DictReader(report.save(tmp_path / "r.csv").read_text().splitlines()))
+    assert {r["name"] for r in rows} == {"0", "2", "4"}
+    data = json.loads(report.save(tmp_path / "r.json").read_text())
+    assert data == report.to_dict()
+    assert report.save(tmp_path / "r.md").read_text().startswith("| name")
+    assert "<table>" in report.save(tmp_path / "r.html").read_text()
+    assert r"\begin{tabular}" in report.save(tmp_path / "r.tex").read_text()
+    with pytest.raises(ConfigError, match=r"expected a path that ends in .csv, .json, .md, .html, .tex, got 'r.xls'"):
+        report.save(tmp_path / "r.xls")
+
+
+def test_an_unmasked_model_says_so():
+    report = fxmask.explain(mlp())
+    assert {r["reason"] for r in report.rows} == {"fxmask.apply has not seen it"}
+    assert not any(r["masked"] for r in report.rows)

@@ -1,0 +1,109 @@
+"""Checkpoints and copies: dense to masked and back, deepcopy, pickle, torch.save."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import nn
+from torch.nn.utils import prune
+
+import fxmask
+
+
+class Wide(nn.Linear):
+    """A subclass without a forward of its own."""
+
+    extra = 3
+
+
+def subclassed():
+    torch.manual_seed(0)
+    return nn.Sequential(Wide(64, 32), nn.Linear(32, 32))
+
+
+def saved(m):
+    buffer = io.BytesIO()
+    torch.save(m, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIERS = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved}
+
+
+def test_dense_checkpoints_fit_masked_models_and_back():
+    dense, model = mlp(seed=1), fxmask.apply(mlp(seed=2), ratio=0.8, refresh=2)
+    assert model.load_state_dict(dense.state_dict(), strict=True).missing_keys == []
+    reference = fxmask.apply(mlp(seed=1), ratio=0.8)
+    assert all(torch.equal(a, b) for a, b in zip(fxmask.masks(model).values(), fxmask.masks(reference).values(), strict=True))
+    back = mlp(seed=3)
+    back.load_state_dict(model.state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), dense.state_dict().values(), strict=True))
+    torch.save(model.state_dict(), buffer := io.BytesIO())
+    buffer.seek(0)
+    assert list(torch.load(buffer, weights_only=True)) == list(dense.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, dict(refresh=2), dict(backward="rigl"), dict(criterion="random", seed=3)], ids=str)
+@pytest.mark.parametrize("make", [mlp, subclassed], ids=["mlp", "subclass"])
+@pytest.mark.parametrize("copier", COPIERS)
+def test_copies(copier, make, options):
+    model = fxmask.apply(make(), ratio=0.75, **options)
+    fxmask.step(model, 3)
+    other = COPIERS[copier](model)
+    x = torch.randn(2, 64)
+    assert torch.equal(model(x), other(x))
+    assert [type(m) for m in model.modules()] == [type(m) for m in other.modules()]
+    assert not {id(t) for t in (*model.parameters(), *model.buffers())} & {id(t) for t in (*other.parameters(), *other.buffers())}
+    for m in (model, other):
+        m[0].weight.data.copy_(m[0].weight.data.flip(0))
+        fxmask.step(m)
+    assert torch.equal(model(x), other(x))
+    assert [r["step"] for r in fxmask.explain(other).rows if r["masked"]] == [4] * 2
+    fxmask.restore(other)
+    assert [type(m) for m in other.modules()] == [type(m) for m in make().modules()]
+    if make is subclassed:
+        assert other[0].extra == 3
+
+
+def test_weight_norm_and_pruned_linears():
+    torch.manual_seed(0)
+    x = torch.randn(2, 64)
+    for wrap in (lambda m: nn.utils.parametrizations.weight_norm(m), lambda m: prune.random_unstructured(m, "weight", 0.3)):
+        model = nn.Sequential(wrap(nn.Linear(64, 64)))
+        weight, keys, cls = model[0].weight.detach().clone(), list(model.state_dict()), type(model[0])
+        fxmask.apply(model, ratio=0.75)
+        mask = fxmask.masks(model)["0.weight"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+        assert torch.equal(model(x), nn.functional.linear(x, weight * mask, model[0].bias))
+        model(x).square().sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        assert list(model.state_dict()) == keys
+        fxmask.restore(model)
+        assert type(model[0]) is cls
+
+
+def test_an_optimizer_built_before_apply_resumes():
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 64), torch.randn(16, 10)
+
+    def train(model, optimizer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    fxmask.apply(model, ratio=0.7)
+    train(model, optimizer, 3)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 3)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.7)
+    other = torch.optim.Adam(fresh.parameters(), 0.01)
+    fresh.load_state_dict(state[0])
+    other.load_state_dict(state[1])
+    train(fresh, other, 3)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))

@@ -1,0 +1,204 @@
+"""What counts optimiser steps: start, refresh, schedules, rigl; and fxmask.dense."""
+
+import pytest
+import torch
+from sample_models import best_blocks, mlp
+from torch import fx
+
+import fxmask
+from fxmask.errors import ConfigError, StateError
+from fxmask.kernels.grid import keep_count
+
+FORMS = pytest.mark.parametrize("form", ["module", "graph"])
+NEEDY = [dict(start=3), dict(refresh=2), dict(schedule=fxmask.Schedule(steps=5)), dict(backward="rigl")]
+
+
+def masked(form="module", **options):
+    return fxmask.apply(mlp() if form == "module" else fx.symbolic_trace(mlp()), **options)
+
+
+def kept(model):
+    return [int(m.sum()) for m in fxmask.masks(model).values()]
+
+
+@FORMS
+@pytest.mark.parametrize("options", NEEDY, ids=lambda o: next(iter(o)))
+def test_training_without_a_step_source_raises(form, options):
+    model, x = masked(form, **options), torch.randn(2, 64)
+    with pytest.raises(StateError, match=r"(?s)expected a step source before training, got none.*0.weight.*fxmask.step\(model, 0\)"):
+        model(x)
+    model.eval()
+    model(x)
+    fxmask.step(model.train(), 0)
+    model(x)
+    assert {r["step"] for r in fxmask.explain(model).rows if r["masked"]} == {0}
+
+
+@FORMS
+def test_without_moving_options_no_steps_are_needed(form):
+    for options in ({}, dict(refresh=0), dict(criterion="random"), dict(schedule="constant")):
+        masked(form, **options)(torch.randn(2, 64))
+
+
+@FORMS
+def test_start(form):
+    model = masked(form, start=3, ratio=0.7)
+    for step in range(5):
+        fxmask.step(model, 1 if step else 0)
+        expected = 24 if step < 3 else keep_count(24, 0.7)
+        assert kept(model) == [expected] * 2
+    x = torch.randn(2, 64)
+    other = masked(form, start=3, ratio=0.7)
+    fxmask.step(other, 0)
+    assert torch.equal(other(x), mlp()(x))  # bitwise dense before
+
+
+@FORMS
+def test_start_with_a_cached_mask(form):
+    model = masked(form, start=2, refresh=2, ratio=0.5)
+    fxmask.step(model, 0)
+    built = []
+    for _ in range(6):
+        built.append(kept(model)[0])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(p.flip(0))
+        fxmask.step(model)
+    assert built == [24, 24, 12, 12, 12, 12]
+    rows = [r for r in fxmask.explain(model).rows if r["masked"]]
+    assert [(r["step"], r["mask_age"]) for r in rows] == [(6, 0)] * 2
+    assert all(r["flips"] >= 12 for r in rows)
+    fxmask.step(model)
+    assert fxmask.explain(model).rows[0]["mask_age"] == 1
+
+
+@FORMS
+@pytest.mark.parametrize("kind", ["constant", "linear", "cubic"])
+def test_schedules(form, kind):
+    schedule = fxmask.Schedule(kind, steps=10, initial=0.1)
+    model = masked(form, ratio=0.9, schedule=schedule, start=2)
+    fxmask.step(model, 0)
+    for step in range(15):
+        t = min(max(step - 2, 0) / 10, 1)
+        ratio = {"constant": 0.9, "linear": 0.1 + 0.8 * t, "cubic": 0.9 - 0.8 * (1 - t) ** 3}[kind] if step >= 2 else 0
+        assert kept(model) == [keep_count(24, ratio)] * 2, step
+        fxmask.step(model)
+
+
+def test_a_long_step_equals_many():
+    for options in (dict(refresh=3, schedule=fxmask.Schedule("linear", steps=7)), dict(start=4)):
+        a, b = masked(**options), masked(**options)
+        fxmask.step(a, 9)
+        for _ in range(9):
+            fxmask.step(b)
+        assert all(torch.equal(p, q) for p, q in zip(fxmask.masks(a).values(), fxmask.masks(b).values(), strict=True))
+
+
+@FORMS
+def test_rigl_is_dense_on_every_tth_step(form):
+    config = fxmask.WeightMask(ratio=0.75, backward="rigl", dense_every=3)
+    model = fxmask.apply(mlp() if form == "module" else fx.symbolic_trace(mlp()), config)
+    fxmask.step(model, 0)
+    x, dense_steps = torch.randn(4, 64), []
+    for step in range(9):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        grad = model.get_parameter("0.weight").grad
+        mask = fxmask.masks(model)["0.weight"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+        assert grad[mask].abs().sum() > 0
+        if grad[~mask].abs().sum() > 0:
+            dense_steps.append(step)
+        fxmask.step(model)
+    assert dense_steps == [2, 5, 8]
+
+
+def test_random_masks_move_with_steps_alone_and_differ_by_layer_and_seed():
+    model = masked(criterion="random")
+    first = fxmask.masks(model)
+    assert all(torch.equal(m, first[n]) for n, m in fxmask.masks(model).items())
+    assert not torch.equal(first["0.weight"].flatten(), first["2.weight"].flatten())
+    assert not torch.equal(first["0.weight"], fxmask.masks(masked(criterion="random", seed=1))["0.weight"])
+    assert torch.equal(first["0.weight"], fxmask.masks(masked(criterion="random"))["0.weight"])
+    fxmask.step(model)
+    assert not torch.equal(first["0.weight"], fxmask.masks(model)["0.weight"])
+    static = masked(criterion="random", refresh=0)
+    fxmask.step(static, 5)
+    fxmask.refresh(static)
+    assert torch.equal(first["0.weight"], fxmask.masks(static)["0.weight"])
+
+
+@FORMS
+@pytest.mark.parametrize("refresh", [0, 1, 2])
+def test_dense(form, refresh):
+    model, x = masked(form, ratio=0.8, refresh=refresh), torch.randn(3, 64)
+    fxmask.step(model, 0)
+    before, y, masks = model(x), mlp()(x), fxmask.masks(model)
+    with fxmask.dense(model) as same:
+        assert same is model
+        assert torch.equal(model(x), y)
+        assert all(m.all() for m in fxmask.masks(model).values())
+        assert {r["target_ratio"] for r in fxmask.explain(model).rows if r["masked"]} == {0.0}
+        loss = model(x).square().sum()
+        for call in (fxmask.step, fxmask.refresh):
+            with pytest.raises(StateError, match=r"inside fxmask.dense"):
+                call(model)
+        with pytest.raises(StateError, match=r"fxmask.dense inside fxmask.dense"), fxmask.dense(model):
+            pass
+    loss.backward()  # after the block: the forward's masks count
+    plain = mlp()
+    plain(x).square().sum().backward()
+    assert torch.equal(model.get_parameter("0.weight").grad, plain[0].weight.grad)
+    assert torch.equal(model(x), before)
+    assert all(torch.equal(m, masks[n]) for n, m in fxmask.masks(model).items())
+    with pytest.raises(KeyError), fxmask.dense(model):
+        raise KeyError
+    assert torch.equal(model(x), before)
+
+
+def test_two_forwards_before_one_backward_and_a_step_between():
+    model, x = masked(refresh=2, ratio=0.7), torch.randn(3, 64)
+    fxmask.step(model, 0)
+    old = fxmask.masks(model)["0.weight"]
+    loss = model(x).sum() + model(-x).sum()
+    with torch.no_grad():
+        model[2].weight.data = model[2].weight.data.clone()
+    fxmask.step(model, 2)
+    loss.backward()
+    grad = model[0].weight.grad
+    assert (grad[~old.repeat_interleave(16, 0).repeat_interleave(16, 1)] == 0).all()
+
+
+@pytest.mark.parametrize("n", [-1, 1.0, True, "1"])
+def test_bad_steps(n):
+    with pytest.raises(ConfigError, match="an int of at least 0"):
+        fxmask.step(masked(), n)
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    (dict(kind="cosine"), "unknown schedule: expected one of constant, linear, cubic, got 'cosine'"),
+    (dict(steps=0), "Schedule.steps counts optimiser steps: expected an int of at least 1, got 0"),
+    (dict(initial=1.0), "got 1.0"),
+])  # fmt: skip
+def test_bad_schedules(options, text):
+    with pytest.raises(ConfigError) as e:
+        fxmask.Schedule(**options)
+    assert text in str(e.value)
+
+
+def test_ties_keep_is_the_literal_option():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    torch.nn.init.constant_(model[0].weight, 0.1)
+    assert kept(fxmask.apply(model, fxmask.WeightMask(ratio=0.9, ties="keep"))) == [16]
+    assert kept(fxmask.apply(fxmask.restore(model), ratio=0.9)) == [2]
+
+
+@pytest.mark.parametrize("device_move", [lambda m: m.to(torch.float64), lambda m: m.half().float(), lambda m: m.to_empty(device="cpu")], ids=["double", "half", "to_empty"])
+def test_moves_keep_the_count_of_blocks(device_move):
+    model = masked(ratio=0.7, schedule=fxmask.Schedule("linear", steps=4))
+    fxmask.step(model, 3)
+    expected = kept(model)
+    moved = device_move(model)
+    moved.load_state_dict(mlp().state_dict())
+    assert kept(moved) == expected
+    name = "0.weight"
+    assert torch.equal(fxmask.masks(moved)[name], best_blocks(moved.get_parameter(name), (16, 16), 0.525))
