@@ -6,13 +6,13 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .masking import apply as apply
-from .masking import restore as restore
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
 from .inspection import explain as explain
 from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
+from .masking import apply as apply
+from .masking import restore as restore
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
 from .report import Report as Report

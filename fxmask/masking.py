@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
@@ -18,14 +17,15 @@ from .passes.choose import Decision, Patterns, choose
 from .passes.config import Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
-from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import CONTAINER, MaskWeights, RestoreLinears, graph_sites
 from .sites import REASONS, any_masked
 from .swap import swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
-DEFAULT_RATIO, DEFAULT_BLOCK = float("0.5"), tuple([16, 16])  # objects of their own: identity tells a default from the same value typed by a user
+# objects of their own: identity tells a default from the same value typed by a user
+DEFAULT_RATIO: float = float("0.5")
+DEFAULT_BLOCK: tuple[int, int] = (int("16"), 16)
 
 
 def apply(
@@ -40,7 +40,7 @@ def apply(
     schedule: Schedule | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
-    overrides: Mapping[str | type[nn.Module] | Callable[..., bool], Mapping[str, Any] | bool] | None = None,
+    overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
     impl: str = "auto",
     seed: int = 0,
 ) -> M:
@@ -111,7 +111,7 @@ def _check_model(model: object) -> None:
         raise ConfigError(f"fxmask.apply: expected an nn.Module, got {type(model).__name__}.")
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     for name, m in model.named_modules():
-        compiled = isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None  # type: ignore[attr-defined]
+        compiled = isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
         what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
         what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
         what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")

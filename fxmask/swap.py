@@ -22,6 +22,8 @@ from .passes.site import Site
 class MaskedLinear(Site):
     """Forward of a masked Linear: x (..., K) -> (..., N). Mixed into a subclass of the layer's own class, never constructed."""
 
+    _fxmask_base: type[nn.Module]  # of the class: what it was before
+
     def forward(self, x: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
         mask = state.forward_mask(self, weight)
@@ -43,14 +45,14 @@ class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`: the read gives W∘M (N, K), with the gradient of the backward mode."""
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         try:
             return _masked_weight(self)
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
 
     def forward(self, x: Tensor) -> Tensor:
-        base = type(self)._fxmask_base  # type: ignore[attr-defined]
+        base = type(self)._fxmask_base
         return MaskedLinear.forward(self, x) if base.forward is nn.Linear.forward else base.forward(self, x)
 
 
@@ -71,10 +73,14 @@ def raw_weight(m: nn.Module) -> Tensor:
 
 
 @cache
-def masked_class(base: type[nn.Module], read: bool) -> type[nn.Module]:
-    """The masked subclass of a Linear class."""
+def _masked_class(base: Any, read: bool) -> Any:
     mixin = ReadWeight if read else MaskedLinear
     return type(f"Masked{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__})
+
+
+def masked_class(base: type[nn.Module], read: bool) -> type[MaskedLinear]:
+    """The masked subclass of a Linear class, made once."""
+    return _masked_class(base, read)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
 
 
 def _rebuild_class(base: type[nn.Module], read: bool) -> nn.Module:

@@ -46,7 +46,7 @@ def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
     """One pattern or a sequence of them, checked; None stays None."""
     if patterns is None:
         return None
-    listed = list(patterns) if isinstance(patterns, (list, tuple, set, frozenset)) else [patterns]
+    listed: list[Any] = list(patterns) if isinstance(patterns, (list, tuple, set, frozenset)) else [patterns]
     for p in listed:
         if isinstance(p, str) and p.startswith("re:"):
             try:

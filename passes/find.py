@@ -53,7 +53,8 @@ def find(model: nn.Module) -> list[Candidate]:
 
 
 def _module_candidate(name: str, m: nn.Module, problem: str, read: bool) -> Candidate:
-    weight = m.weight if isinstance(getattr(m, "weight", None), Tensor) else torch.empty(0, 0)
+    attr = getattr(m, "weight", None)
+    weight = attr if isinstance(attr, Tensor) else torch.empty(0, 0)
     own = isinstance(m, nn.Linear) and type(m).forward is not nn.Linear.forward
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
     types = tuple(t.__name__ for t in type(m).__mro__)

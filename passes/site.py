@@ -8,6 +8,7 @@ that start with `_fxmask_`; what acts on it are functions, so that no method of 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -36,7 +37,7 @@ class Site(nn.Module):
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         sync(self)  # to_empty leaves garbage in buffers, and the host knows their values
         return result

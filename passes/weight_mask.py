@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
-from .find import LINEARS, bias_arg, input_arg, weight_arg
+from .find import bias_arg, input_arg, weight_arg
 from .infra import Pass
 from .site import GraphSite
 

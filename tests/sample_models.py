@@ -2,6 +2,7 @@
 
 import copy
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import nn
 def mlp(seed=0, sizes=(64, 96, 64, 10)):
     torch.manual_seed(seed)
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.GELU()]
     return nn.Sequential(*layers[:-1])
 

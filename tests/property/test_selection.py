@@ -115,7 +115,10 @@ def test_dtypes_round_to_float32_first(dtype):
     assert torch.equal(block_keys(w, (16, 16), "fro"), block_keys(w.float(), (16, 16), "fro"))
 
 
-@pytest.mark.parametrize(("criterion", "norm"), [("l1", lambda b: b.abs().sum()), ("linf", lambda b: b.abs().max()), ("spectral", lambda b: torch.linalg.svdvals(b)[0])])
+NORMS = {"l1": lambda b: b.abs().sum(), "linf": lambda b: b.abs().max(), "spectral": lambda b: torch.linalg.svdvals(b)[0]}
+
+
+@pytest.mark.parametrize(("criterion", "norm"), NORMS.items(), ids=NORMS)
 @pytest.mark.parametrize("scale", [1e-40, 1.0, 1e36])
 def test_other_norms_rank_as_defined(criterion, norm, scale):
     w = weight(64, 48, scale, 4)

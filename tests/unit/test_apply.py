@@ -274,7 +274,7 @@ def test_configs_together_with_options():
             fxmask.apply(mlp(), mask, **options)
     with pytest.raises(ConfigError, match="expected one WeightMask, got 2"):
         fxmask.apply(mlp(), mask, mask)
-    with pytest.raises(ConfigError, match="config: expected a fxmask.WeightMask, got 0.5"):
+    with pytest.raises(ConfigError, match=r"config: expected a fxmask.WeightMask, got 0\.5"):
         fxmask.apply(mlp(), 0.5)
 
 
@@ -296,7 +296,7 @@ def test_a_dtensor_weight(tmp_path):
     try:
         model = nn.Sequential(nn.Linear(32, 32))
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, init_device_mesh("cpu", (1,))))
-        with pytest.raises(UnsupportedError, match="its weight is a DTensor; call fxmask.apply before sharding"):
+        with pytest.raises(UnsupportedError, match=r"its weight is a DTensor; call fxmask\.apply before sharding"):
             fxmask.apply(model)
     finally:
         torch.distributed.destroy_process_group()

@@ -141,7 +141,7 @@ def test_function_transforms_are_right_and_never_zero(tensors, mode, flag):
 def test_flops_are_the_useful_ones(tensors, mode, flag):
     x, w, b, gy, mask = tensors
     kept = int(kept_elements(mask, w.shape, BLOCK))
-    dense_dw = mode in ("ste", "unmasked") or flag is not None and bool(flag)
+    dense_dw = mode in ("ste", "unmasked") or (flag is not None and bool(flag))
     with FlopCounterMode(display=False) as counter:
         ops.linear(x, w, b, mask, BLOCK, mode, flag).backward(gy)
     counts = {str(k): v for k, v in counter.get_flop_counts()["Global"].items()}

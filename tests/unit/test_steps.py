@@ -192,7 +192,10 @@ def test_ties_keep_is_the_literal_option():
     assert kept(fxmask.apply(fxmask.restore(model), ratio=0.9)) == [2]
 
 
-@pytest.mark.parametrize("device_move", [lambda m: m.to(torch.float64), lambda m: m.half().float(), lambda m: m.to_empty(device="cpu")], ids=["double", "half", "to_empty"])
+MOVES = {"double": lambda m: m.to(torch.float64), "half": lambda m: m.half().float(), "to_empty": lambda m: m.to_empty(device="cpu")}
+
+
+@pytest.mark.parametrize("device_move", MOVES.values(), ids=MOVES)
 def test_moves_keep_the_count_of_blocks(device_move):
     model = masked(ratio=0.7, schedule=fxmask.Schedule("linear", steps=4))
     fxmask.step(model, 3)
