@@ -20,7 +20,7 @@ from .passes.infra import run_passes
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import CONTAINER, MaskWeights, RestoreLinears, graph_sites
 from .sites import REASONS, any_masked
-from .swap import swap, unswap
+from .swap import MaskedLinear, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
 # objects of their own: identity tells a default from the same value typed by a user
@@ -81,9 +81,16 @@ def apply(
 
 
 def restore(model: M) -> M:
-    """Make a masked model dense again, in place and bit for bit; return it. Raises StateError where nothing is masked."""
+    """Make a masked model dense again, in place and bit for bit; return it.
+
+    Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
+    """
     if not any_masked(model):
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
+    for name, m in model.named_modules():
+        if isinstance(m, MaskedLinear) and not is_own_class(m):
+            what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
+            raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
     _unmask(model)
     for m in model.modules():
         m.__dict__.pop(REASONS, None)

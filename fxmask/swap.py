@@ -38,6 +38,8 @@ class MaskedLinear(Site):
         state.rebuild(self, raw_weight(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_own_class(self):
+            return super().__reduce_ex__(protocol)
         return _rebuild_class, (type(self)._fxmask_base, issubclass(type(self), ReadWeight)), self.__getstate__()
 
 
@@ -81,6 +83,11 @@ def _masked_class(base: Any, read: bool) -> Any:
 def masked_class(base: type[nn.Module], read: bool) -> type[MaskedLinear]:
     """The masked subclass of a Linear class, made once."""
     return _masked_class(base, read)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
+
+
+def is_own_class(m: MaskedLinear) -> bool:
+    """Whether nobody has changed the class since `swap`, as parametrisations and fully_shard do."""
+    return type(m) is masked_class(m._fxmask_base, isinstance(m, ReadWeight))
 
 
 def _rebuild_class(base: type[nn.Module], read: bool) -> nn.Module:

@@ -85,6 +85,19 @@ def test_weight_norm_and_pruned_linears():
         assert type(model[0]) is cls
 
 
+def test_a_class_changed_after_apply_is_not_broken_by_restore():
+    model, x = fxmask.apply(mlp(), ratio=0.7), torch.randn(2, 64)
+    nn.utils.parametrizations.weight_norm(model[0])
+    y = model(x)
+    assert fxmask.masks(model)["0.weight"].sum() == 8
+    with pytest.raises(fxmask.FxMaskError, match=r"the class of 0 was changed after fxmask.apply \(to ParametrizedMaskedLinear\)"):
+        fxmask.restore(model)
+    assert torch.equal(model(x), y)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    fxmask.restore(model)
+    assert type(model[0]) is nn.Linear
+
+
 def test_an_optimizer_built_before_apply_resumes():
     torch.manual_seed(1)
     x, y = torch.randn(16, 64), torch.randn(16, 10)
