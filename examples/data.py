@@ -173,7 +173,7 @@ def folder(root: Path, *, batch: int, image: int, seed: int, workers: int) -> Da
 
 def decoded(dataset: object, stats: tuple[tuple[float, ...], tuple[float, ...]]) -> Pixels:
     """Every image of an ImageFolder, decoded once."""
-    images, labels = zip(*dataset, strict=True)  # type: ignore[call-overload]
+    images, labels = zip(*dataset, strict=True)  # type: ignore[misc]
     return colour(torch.stack(images), list(labels), stats)
 
 

@@ -50,6 +50,8 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 def accuracy_figure(rows: list[dict[str, str]]) -> Figure:
     """Figure 6.5 from the rows of log.csv."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(6.0, 3.6)
     left = figure.subplots()
     right = left.twinx()
@@ -59,7 +61,7 @@ def accuracy_figure(rows: list[dict[str, str]]) -> Figure:
     left.set_xlabel("epoch")
     left.set_ylabel("top-1 accuracy on the test images (%)", color="tab:green")
     right.set_ylabel("training loss", color="tab:blue")
-    left.xaxis.get_major_locator().set_params(integer=True)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

@@ -15,8 +15,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tracking import ActiveBlocks, CsvLog, MaskTracker
 
 import fxmask
 
-OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+OPTIMISERS: dict[str, Callable[..., Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
 DEFAULT_MODEL = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
 
 
@@ -106,9 +107,9 @@ def build(args: argparse.Namespace, data: Data) -> nn.Module:
         # as in the thesis, patch embedding and head stay dense
         masks = {"ratio": 0.5 if args.ratio is None else args.ratio, "block": tuple(args.block or (16, 16)), "include": "blocks.*"}
     if masks:
-        common = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed}
-        timing = {"start": steps(args.start, data.steps), "schedule": schedule(args.schedule, data.steps)}
-        fxmask.apply(model, **common, **timing, **masks)
+        masks |= {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed}
+        masks |= {"start": steps(args.start, data.steps), "schedule": schedule(args.schedule, data.steps)}
+        fxmask.apply(model, **masks)
     return model
 
 

@@ -18,8 +18,8 @@ from .grid import to_blocks
 
 CRITERIA = ("fro", "spectral", "l1", "linf", "random")
 KEY_NAN, KEY_INF = 0x7FFFFFFF, 0x7F800000
-_MANTISSA = 21  # bits of the sum kept below its leading bit; with 10 bits of exponent the key fills an int32
-_OFFSET = 320  # makes the smallest exponent positive: float32 squares reach 2 ** -298
+MANTISSA = 21  # bits of the sum kept below its leading bit; with 10 bits of exponent the key fills an int32
+OFFSET = 320  # makes the smallest exponent positive: float32 squares reach 2 ** -298
 
 
 def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor | None = None, stream: int = 0) -> Tensor:
@@ -60,18 +60,23 @@ def _scale(b: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return b * torch.exp2(half.float()) * torch.exp2((-exponent - half).float()), exponent
 
 
+def sum_shift(elements: int) -> int:
+    """Fixed-point bits of a term: 44, or fewer in blocks so large that the sum would reach 2 ** 62."""
+    return min(44, 62 - max(1, elements - 1).bit_length())
+
+
 def _sum_keys(b: Tensor, squared: bool) -> Tensor:
     """Order-free key of the sum of |b| or of b ** 2 over the last axis: (exponent + 320) << 21 | the 21 bits below the leading one."""
     u, exponent = _scale(b, (-1,))
     term = u * u if squared else u.abs()  # the float32 product must not be fused with what follows
-    shift = min(44, 62 - max(1, b.shape[-1] - 1).bit_length())  # so that the sum stays below 2 ** 62 for blocks of any size
+    shift = sum_shift(b.shape[-1])
     total = (term * 2.0**shift).to(torch.int64).sum(-1)
     lead = torch.frexp(total.double()).exponent.long() - 1
     lead = lead - ((total >> lead.clamp(min=0)) == 0).long()  # rounding to double may carry into the next power of two
-    below, above = (lead - _MANTISSA).clamp(min=0), (_MANTISSA - lead).clamp(min=0)
-    mantissa = ((total >> below) << above) & ((1 << _MANTISSA) - 1)
+    below, above = (lead - MANTISSA).clamp(min=0), (MANTISSA - lead).clamp(min=0)
+    mantissa = ((total >> below) << above) & ((1 << MANTISSA) - 1)
     e = exponent.squeeze(-1).long()
-    key = ((lead + 44 - shift + (2 * e if squared else e) + _OFFSET) << _MANTISSA) | mantissa
+    key = ((lead + 44 - shift + (2 * e if squared else e) + OFFSET) << MANTISSA) | mantissa
     return torch.where(total == 0, 0, key)
 
 

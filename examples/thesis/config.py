@@ -180,8 +180,7 @@ class _Parser:
             self.take(pattern)
         self.need(r"(?=;)|\Z", "';' after the item")
         return self.error(
-            "'compressed' layers are not weight masks and cannot be built from this string. For a weight mask use 'masked R (h, w)', "
-            "rebuilt as the weights move, or 'sparse R (h, w)', drawn once; to prune the activations that are saved for the backward "
-            "pass, use fxmask.ActivationPruning(ratio, block) in Python.",
+            "'compressed' layers are not weight masks and are not supported. Use 'masked R (h, w)', a mask by magnitude that is rebuilt as the "
+            "weights move, or 'sparse R (h, w)', a random mask that is drawn once; or leave the layer out, and it stays dense.",
             position,
         )

@@ -1,0 +1,91 @@
+"""Strip lists: which blocks a tile of the list matmul must visit, in plain PyTorch.
+
+The output's feature axis is cut into strips of `strip` features; along the reduction axis the mask is cut into units of at most `step` features, one step of
+the matmul taking `per_step` of them. A strip's list holds the units in which any of its blocks is kept, ascending, as `bits << 16 | unit`: bit g says that block
+g of the strip is kept there. Lists have full capacity and a zero tail of at least one step, so that shapes are static, nothing is read back to the host, and
+the matmul may load one step ahead. For dX the same is built over the transposed mask.
+
+| tensor | shape | what |
+| --- | --- | --- |
+| entries | [strips, capacity] int32 | the lists |
+| counts | [strips] int32 | real entries of each list |
+| order | [strips] int32 | strips, longest list first, ties to the lower index |
+
+Why lists of unions and not of blocks: a tile's matmul instruction wants 128 features at once, more than a small block has (`DESIGN.md`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LISTED = (16, 32, 64, 128)  # block sizes that the list matmul takes, in either direction
+
+
+class Layout(NamedTuple):
+    """Static numbers of one direction's lists. `rows` and `cols` count blocks along the strip axis and the reduction axis."""
+
+    rows: int
+    cols: int
+    row_block: int  # features of a block along the strip axis
+    col_block: int  # and along the reduction axis
+    strip: int = 128  # features of a strip
+    step: int = 64  # features that one step of the matmul takes along the reduction axis
+
+    @property
+    def unit(self) -> int:
+        """Features of a list entry along the reduction axis."""
+        return min(self.col_block, self.step)
+
+    @property
+    def units(self) -> int:
+        """Units along the reduction axis, block edges included."""
+        return self.cols * (self.col_block // self.unit)
+
+    @property
+    def per_step(self) -> int:
+        """Entries that one step takes."""
+        return self.step // self.unit
+
+    @property
+    def group(self) -> int:
+        """Blocks of a strip along the strip axis; 1 where a block is at least as wide as the strip."""
+        return max(1, self.strip // self.row_block)
+
+    @property
+    def strips(self) -> int:
+        return -(-self.rows * self.row_block // self.strip)
+
+    @property
+    def capacity(self) -> int:
+        """Entries of a list, with a whole step of zeros behind the last one."""
+        return (-(-self.units // self.per_step) + 1) * self.per_step
+
+
+def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = 128, step: int = 64) -> Layout:
+    """Lists of the forward (strips of out_features) or, transposed, of dX (strips of in_features)."""
+    rows, cols = grid[::-1] if transposed else grid
+    row_block, col_block = block[::-1] if transposed else block
+    return Layout(rows, cols, row_block, col_block, strip, step)
+
+
+def strip_lists(mask: Tensor, lay: Layout, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists of a mask bool [NB, KB]: (entries, counts, order), see the module. No host sync, fixed shapes."""
+    m = mask.t() if transposed else mask
+    wide = lay.col_block // lay.unit
+    units = m.repeat_interleave(wide, 1) if wide > 1 else m  # [rows, units]
+    first = torch.arange(lay.strips, device=m.device) * lay.strip // lay.row_block  # first block of each strip
+    bits = torch.zeros(lay.strips, lay.units, dtype=torch.int32, device=m.device)
+    for g in range(lay.group):
+        row = first + g
+        there = units[row.clamp(max=lay.rows - 1)] & (row < lay.rows)[:, None]
+        bits |= there.int() << g
+    kept = bits != 0
+    counts = kept.sum(1, dtype=torch.int32)
+    place = torch.where(kept, kept.cumsum(1) - 1, lay.capacity)  # what is not kept falls behind the list, and is cut off
+    entries = torch.zeros(lay.strips, lay.capacity + 1, dtype=torch.int32, device=m.device)
+    entries.scatter_(1, place, bits << 16 | torch.arange(lay.units, dtype=torch.int32, device=m.device))
+    order = torch.sort(counts, descending=True, stable=True).indices.int()
+    return entries[:, :-1].contiguous(), counts, order

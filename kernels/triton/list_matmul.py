@@ -1,0 +1,150 @@
+"""List matmul (DSD): y = x (W∘M)^T + bias, and dX = dY (W∘M) over the transposed lists, from W as it lies in memory.
+
+One program computes a tile of [BM tokens, BN features]. Tokens are on the M side of the tensor-core instruction, so that blocks of 16 and 32 rows cost no more
+than their width. The program walks its strip's list (`kernels.lists`): a step takes UNIT features of the reduction axis, P list entries; a block that is not
+kept is never loaded, by the load's predicate.
+
+Two rules keep the software pipeline at full depth: the dot is never under a branch, and the list entries are carried from the step before, since an index that
+is loaded in the loop consumes its stages.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activate(v, ACT: tl.constexpr):
+    if ACT == "relu":
+        v = tl.maximum(v, 0.0)
+    elif ACT == "silu":
+        v = v * tl.sigmoid(v)
+    elif ACT == "gelu":
+        v = 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+    return v
+
+
+@triton.jit
+def list_matmul_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    entries_ptr,
+    counts_ptr,
+    order_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_w,
+    capacity,
+    strips,
+    tiles_m,
+    XM: tl.constexpr,
+    WM: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    UNIT_W: tl.constexpr,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y[m, n] = act(sum over listed k of x[m, k] * w[n, k] + bias[n]).
+
+    Grid:     (tiles_m * strips,): groups of GROUP token tiles; within a group strips by falling length, then token tiles
+    Tensors:  x [M, K] rows stride_x * XM apart; y [M, N] contiguous; all of one dtype (fp16, bf16, fp32), bias [N];
+              w: W_ROWS: [N, K], rows (the strip axis) stride_w * WM apart (forward); else [K, N], rows (the reduction axis) stride_w * WM apart (dX)
+              entries [strips, capacity] i32, counts [strips] i32, order [strips] i32
+    Strides:  in units of XM and WM, so that their divisibility is known when 16 does not divide them
+    Accumulates in fp32. N and K may be ragged (RAGGED: K), M any. An empty list stores bias or zeros.
+    """
+    STEP: tl.constexpr = UNIT_W * P
+    pid = tl.program_id(0)
+    per_group = GROUP * strips
+    group = pid // per_group
+    inside = pid % per_group
+    size = tl.minimum(tiles_m - group * GROUP, GROUP)
+    strip = tl.load(order_ptr + inside // size)
+    tile = group * GROUP + inside % size
+
+    rm = tile * BM + tl.arange(0, BM)
+    rn = strip * BN + tl.arange(0, BN)
+    kk = tl.arange(0, STEP)
+    x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * (stride_x * XM)
+    rnc = tl.where(rn < N, rn, 0)
+    if W_ROWS:
+        w_base = w_ptr + rnc.to(tl.int64)[None, :] * (stride_w * WM)
+    else:
+        w_base = w_ptr + rn[None, :]
+    sub = tl.arange(0, BN) // ROW_BLOCK
+    which = kk // UNIT_W
+    inner = kk % UNIT_W
+
+    count = tl.load(counts_ptr + strip)
+    steps = (count + P - 1) // P
+    at = entries_ptr + strip.to(tl.int64) * capacity
+    e0 = tl.load(at)
+    e1 = e0
+    e2 = e0
+    e3 = e0
+    if P >= 2:
+        e1 = tl.load(at + 1)
+    if P == 4:
+        e2 = tl.load(at + 2)
+        e3 = tl.load(at + 3)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for t in range(0, steps):
+        if P == 1:
+            e = tl.full((STEP,), 0, tl.int32) + e0
+        elif P == 2:
+            e = tl.where(which == 0, e0, e1)
+        else:
+            e = tl.where(which < 2, tl.where(which == 0, e0, e1), tl.where(which == 2, e2, e3))
+        k = (e & 0xFFFF) * UNIT_W + inner
+        k = tl.max_contiguous(tl.multiple_of(k, UNIT_W), UNIT_W)
+        if W_ROWS:
+            w_at = w_base + k[:, None]
+        else:
+            w_at = w_base + k.to(tl.int64)[:, None] * (stride_w * WM)
+        bits = e >> 16
+        if RAGGED:
+            x = tl.load(x_rows + k[None, :], mask=k[None, :] < K, other=0.0)
+        else:
+            x = tl.load(x_rows + k[None, :])
+        if BITS:
+            kept = ((bits[:, None] >> sub[None, :]) & 1) != 0
+            if RAGGED:
+                kept = kept & (k[:, None] < K)
+            if not W_ROWS:
+                kept = kept & (rn[None, :] < N)
+            w = tl.load(w_at, mask=kept, other=0.0)
+        elif RAGGED:
+            if W_ROWS:
+                w = tl.load(w_at, mask=k[:, None] < K, other=0.0)
+            else:
+                w = tl.load(w_at, mask=(k[:, None] < K) & (rn[None, :] < N), other=0.0)
+        elif W_ROWS:
+            w = tl.load(w_at)
+        else:
+            w = tl.load(w_at, mask=rn[None, :] < N, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        nxt = at + (t + 1) * P
+        e0 = tl.load(nxt)
+        if P >= 2:
+            e1 = tl.load(nxt + 1)
+        if P == 4:
+            e2 = tl.load(nxt + 2)
+            e3 = tl.load(nxt + 3)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
+    acc = _activate(acc, ACT)
+    y_at = y_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(rm[:, None] < M) & (rn[None, :] < N))

@@ -1,0 +1,95 @@
+"""Sampled matmul (SDD): dW = dY^T X, only the kept blocks.
+
+One program computes a tile of BN out_features (a strip of the forward's lists) by Q list entries, gathered: entries of the union list stand side by side, so
+that small blocks fill a tile too. It loops over a share of the tokens; shares go to a float32 workspace and are added in order by `sum_splits_kernel`, so that
+the result has the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sampled_matmul_kernel(
+    gy_ptr,
+    x_ptr,
+    out_ptr,
+    entries_ptr,
+    counts_ptr,
+    order_ptr,
+    M,
+    N,
+    K,
+    stride_g,
+    stride_x,
+    capacity,
+    tiles,
+    share,
+    split_stride,
+    GM: tl.constexpr,
+    XM: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    UNIT_W: tl.constexpr,
+    Q: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[n, k] = sum over this split's tokens m of gy[m, n] * x[m, k], for kept blocks; nothing else is written.
+
+    Grid:     (strips * tiles, splits); a program beyond its list's end does nothing
+    Tensors:  gy [M, N] rows stride_g * GM apart, x [M, K] rows stride_x * XM apart, one dtype; out [splits, N, K] contiguous; lists of the forward
+    Tokens:   split s takes [s * share, (s + 1) * share); share is a multiple of BT
+    """
+    BC: tl.constexpr = UNIT_W * Q
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    strip = tl.load(order_ptr + pid // tiles)
+    first = (pid % tiles) * Q
+    count = tl.load(counts_ptr + strip)
+    if first < count:
+        rn = strip * BN + tl.arange(0, BN)
+        cc = tl.arange(0, BC)
+        slot = first + cc // UNIT_W
+        e = tl.load(entries_ptr + strip.to(tl.int64) * capacity + slot, mask=slot < count, other=0)
+        k = (e & 0xFFFF) * UNIT_W + cc % UNIT_W
+        k = tl.max_contiguous(tl.multiple_of(k, UNIT_W), UNIT_W)
+        kept = (((e >> 16)[None, :] >> (tl.arange(0, BN) // ROW_BLOCK)[:, None]) & 1) != 0
+        kept = kept & (rn[:, None] < N) & (k[None, :] < K)
+        tt = tl.arange(0, BT)
+        begin = split * share
+        end = tl.minimum(begin + share, M)
+        acc = tl.zeros((BN, BC), tl.float32)
+        for t in range(begin, end, BT):
+            m = t + tt
+            live = (m < end)[:, None]
+            rows = m.to(tl.int64)[:, None]
+            g = tl.load(gy_ptr + rows * (stride_g * GM) + rn[None, :], mask=live & (rn[None, :] < N), other=0.0)
+            x = tl.load(x_ptr + rows * (stride_x * XM) + k[None, :], mask=live & (k[None, :] < K), other=0.0)
+            acc = tl.dot(tl.trans(g), x, acc, input_precision=PRECISION)
+        at = out_ptr + split * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
+        if ACCUMULATE:
+            acc += tl.load(at, mask=kept, other=0.0).to(tl.float32)
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def sum_splits_kernel(parts_ptr, out_ptr, mask_ptr, N, K, KB, split_stride, splits, BH: tl.constexpr, BW: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """out[n, k] = sum of parts[s, n, k] over s, in order, for kept blocks.
+
+    Grid: (cdiv(N, TN), cdiv(K, TK)). parts [splits, N, K] fp32, out [N, K], mask [NB, KB] bool in blocks of BH x BW.
+    """
+    r = tl.program_id(0) * TN + tl.arange(0, TN)
+    c = tl.program_id(1) * TK + tl.arange(0, TK)
+    inside = (r[:, None] < N) & (c[None, :] < K)
+    kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
+    at = r.to(tl.int64)[:, None] * K + c[None, :]
+    acc = tl.zeros((TN, TK), tl.float32)
+    for s in range(0, splits):
+        acc += tl.load(parts_ptr + s * split_stride + at, mask=kept, other=0.0)
+    if ACCUMULATE:
+        acc += tl.load(out_ptr + at, mask=kept, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=kept)
