@@ -16,7 +16,7 @@ READY := $(if $(filter command line,$(origin PY)),,$(STAMP))
 # torch takes every core by default and slows down on a shared machine
 export OMP_NUM_THREADS ?= 2
 
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo test test-all lint gpu clean
 

@@ -47,7 +47,7 @@ def explain(model: nn.Module) -> Report:
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
         kept += row.pop("kept") or 0
-    notes = ["reference: multiplies by the masked weight and saves no time; at 16x16 and 50 % a GPU can skip next to nothing, 64x64 from 70 % up pays."]
+    notes = ["impl reference multiplies by the masked weight and saves no time; at 16x16 and 50 % a GPU can skip next to nothing, 64x64 from 70 % up pays."]
     summary = {"linears": len(rows), "masked": sum(r["masked"] for r in rows), "weight elements in linears": total, "of them in kept blocks": kept}
     return Report("fxmask.explain", rows, notes if any(r["masked"] for r in rows) else [], summary)
 
@@ -83,8 +83,8 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         final_ratio=c.ratio,
         achieved_ratio=None if kept is None else 1 - kept / elements,
         backward=c.backward,
-        impl="reference",
-        why="the only implementation of this version" if c.impl == "auto" else "asked for",
+        impl="reference" if c.impl == "auto" else c.impl,
+        why="no recorded run shows a faster one" if c.impl == "auto" else "asked for",
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),

@@ -34,9 +34,10 @@ class Report:
         return list(dict.fromkeys(k for row in self.rows for k in row))
 
     def table(self, tablefmt: str = "simple") -> str:
-        """The rows as text in one of tabulate's formats."""
-        cells = [[_text(row.get(c)) for c in self.columns] for row in self.rows]
-        return tabulate(cells, headers=self.columns, tablefmt=tablefmt, disable_numparse=True)
+        """The rows as text in one of tabulate's formats, without columns that hold nothing."""
+        shown = [c for c in self.columns if any(row.get(c) is not None for row in self.rows)]
+        cells = [[_text(row.get(c)) for c in shown] for row in self.rows]
+        return tabulate(cells, headers=shown, tablefmt=tablefmt, disable_numparse=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Title, rows, summary and notes as plain Python data."""

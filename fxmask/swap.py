@@ -27,7 +27,7 @@ class MaskedLinear(Site):
     def forward(self, x: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
         mask = state.forward_mask(self, weight)
-        return ops.linear(x, weight, self.bias, mask, c.block, c.backward, self._fxmask_dense)  # type: ignore[arg-type]
+        return ops.linear(x, weight, self.bias, mask, c.block, c.backward, self._fxmask_dense, c.impl)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         c = self._fxmask_config

@@ -82,10 +82,10 @@ def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, rows: 
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear_dx, get_raw=True)
-def _dx_flop(gy: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, **kwargs: Any) -> int:
+def _dx_flop(gy: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, *rest: Any, **kwargs: Any) -> int:
     return _flop(gy, (w.shape[0], w.shape[1]), None if backward == "unmasked" else mask, (rows, cols))
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear_dw, get_raw=True)
-def _dw_flop(gy: Tensor, x: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, **kwargs: Any) -> int:
+def _dw_flop(gy: Tensor, x: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, *rest: Any, **kwargs: Any) -> int:
     return _flop(gy, (gy.shape[-1], x.shape[-1]), reference.gradient_mask(mask, dense, backward), (rows, cols))

@@ -1,8 +1,8 @@
 """The ops `torch.ops.fxmask.*`: schemas, shape checks, fakes and gradients; no Triton is imported here.
 
 `block_index` builds the mask, apart from the matmuls, so that a graph shows both and a mask can outlive a step. The matmul ops are opaque to the compiler:
-their backward is made of `masked_linear_dx` and `masked_linear_dw`, which are differentiable themselves. The bodies are the plain-PyTorch forms of
-`kernels.reference`; faster implementations join behind the same ops. Autocast, vmap and FLOP formulas are in `kernels.op_rules`.
+their backward is made of `masked_linear_dx` and `masked_linear_dw`, which are differentiable themselves. The bodies run the form that
+`kernels.dispatch` chooses: `kernels.reference`, or the same functions by Triton. Autocast, vmap and FLOP formulas are in `kernels.op_rules`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .errors import ShapeError
+from .dispatch import triton_ops, use_triton
+from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape
 
 
@@ -34,21 +35,24 @@ def _check_features(name: str, t: Tensor, expected: int) -> None:
 
 
 @torch.library.custom_op("fxmask::block_index", mutates_args=())
-def block_index(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int) -> Tensor:
+def block_index(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int, impl: str = "auto") -> Tensor:
     """Mask of the `keep` best blocks of `w`.
 
     Args:
         w: weight (N, K), floating. keep, step: 0-d int64 on the device of `w`; `step` and `stream` drive `criterion="random"` alone.
         criterion: see `kernels.score.CRITERIA`. ties: `lowest` (exactly `keep` blocks) or `keep` (all that tie with the last one).
 
+        impl: see `kernels.dispatch`.
+
     Returns: bool (ceil(N / block_rows), ceil(K / block_cols)), True = kept.
     Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
     """
-    return reference.block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream)
+    form = triton_ops() if use_triton(impl, w) else reference
+    return form.block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream)
 
 
 @block_index.register_fake
-def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int) -> Tensor:
+def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int, impl: str = "auto") -> Tensor:
     return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
 
 
@@ -57,13 +61,22 @@ def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, c
 
 @torch.library.custom_op("fxmask::masked_linear", mutates_args=())
 def masked_linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    mask: Tensor,
+    block_rows: int,
+    block_cols: int,
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """y = x (W∘M)^T + bias.
 
     Args:
         x: (..., K); w: (N, K); bias: (N) or None; all of one floating dtype (autocast casts them). mask: bool (NB, KB), True = kept.
         backward: `masked`, `ste`, `unmasked` or `rigl`, see `kernels.reference`. dense: 0-d bool, for `rigl`: dW is dense where it is set.
+        impl: see `kernels.dispatch`.
 
     Returns: (..., N), contiguous, dtype of `x`. Raises: ShapeError.
     Differentiable: x, w, bias; twice, too.
@@ -71,33 +84,44 @@ def masked_linear(
     """
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
-    return reference.masked_linear(x, w, bias, mask, (block_rows, block_cols)).contiguous()
+    form = triton_ops() if use_triton(impl, x) else reference
+    return form.masked_linear(x, w, bias, mask, (block_rows, block_cols)).contiguous()
 
 
 @masked_linear.register_fake
-def _(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None) -> Tensor:
+def _(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    mask: Tensor,
+    block_rows: int,
+    block_cols: int,
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, bias, mask, *config, dense = inputs
+    x, w, bias, mask, rows, cols, backward, dense, impl = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_w else None, w if needs_x else None, mask, dense)
-    ctx.config = tuple(config)
+    ctx.config, ctx.impl = (rows, cols, backward), impl
 
 
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, mask, dense = ctx.saved_tensors
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
-        gx = masked_linear_dx(gy, w, mask, *ctx.config)
+        gx = masked_linear_dx(gy, w, mask, *ctx.config, ctx.impl)
     if ctx.needs_input_grad[1]:
-        gw = masked_linear_dw(gy, x, mask, *ctx.config, dense)
+        gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl)
     if ctx.needs_input_grad[2]:
         gb = gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
-    return gx, gw, gb, None, None, None, None, None
+    return gx, gw, gb, None, None, None, None, None, None
 
 
 masked_linear.register_autograd(_linear_backward, setup_context=_save_linear)
@@ -106,35 +130,36 @@ masked_linear.register_autograd(_linear_backward, setup_context=_save_linear)
 
 
 @torch.library.custom_op("fxmask::masked_linear_dx", mutates_args=())
-def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str) -> Tensor:
+def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, impl: str = "auto") -> Tensor:
     """Gradient of `masked_linear` with respect to x: dY (W∘M), or dY W in mode `unmasked`.
 
     gy (..., N), w (N, K), mask bool (NB, KB) -> (..., K) contiguous. Differentiable: gy, w. Cost: as `masked_linear`. Raises: ShapeError.
     """
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("gy", gy, w.shape[0])
-    return reference.masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward).contiguous()
+    form = triton_ops() if use_triton(impl, gy) else reference
+    return form.masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward).contiguous()
 
 
 @masked_linear_dx.register_fake
-def _(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str) -> Tensor:
+def _(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, impl: str = "auto") -> Tensor:
     return gy.new_empty((*gy.shape[:-1], w.shape[1]))
 
 
 def _save_dx(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, w, mask, *config = inputs
+    gy, w, mask, *config, impl = inputs
     ctx.save_for_backward(gy, w, mask)
-    ctx.config = tuple(config)
+    ctx.config, ctx.impl = tuple(config), impl
 
 
 def _dx_backward(ctx: Any, ggx: Tensor) -> tuple[Tensor | None, ...]:
     gy, w, mask = ctx.saved_tensors
     ggy = gw = None
     if ctx.needs_input_grad[0]:
-        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config)
+        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config, None, ctx.impl)
     if ctx.needs_input_grad[1]:
-        gw = masked_linear_dw(gy, ggx, mask, *ctx.config)
-    return ggy, gw, None, None, None, None
+        gw = masked_linear_dw(gy, ggx, mask, *ctx.config, None, ctx.impl)
+    return ggy, gw, None, None, None, None, None
 
 
 masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
@@ -144,7 +169,7 @@ masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
 
 @torch.library.custom_op("fxmask::masked_linear_dw", mutates_args=())
 def masked_linear_dw(
-    gy: Tensor, x: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None
+    gy: Tensor, x: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
     """Gradient of `masked_linear` with respect to w: (dY^T X)∘M; all of dY^T X in modes `ste` and `unmasked`, and in `rigl` where `dense` is set.
 
@@ -154,18 +179,21 @@ def masked_linear_dw(
     _check_mask(mask, (gy.shape[-1], x.shape[-1]), (block_rows, block_cols))
     if gy.shape[:-1] != x.shape[:-1]:
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
-    return reference.masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward).contiguous()
+    form = triton_ops() if use_triton(impl, x) else reference
+    return form.masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward).contiguous()
 
 
 @masked_linear_dw.register_fake
-def _(gy: Tensor, x: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None) -> Tensor:
+def _(
+    gy: Tensor, x: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     return gy.new_empty((gy.shape[-1], x.shape[-1]))
 
 
 def _save_dw(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, x, mask, *config, dense = inputs
+    gy, x, mask, *config, dense, impl = inputs
     ctx.save_for_backward(gy, x, mask, dense)
-    ctx.config = tuple(config)
+    ctx.config, ctx.impl = tuple(config), impl
 
 
 def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,37 +202,40 @@ def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
     wanted = reference.gradient_mask(mask, dense, backward)
     ggy = gx = None
     if ctx.needs_input_grad[0]:
-        ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked")
+        ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked", None, ctx.impl)
     if ctx.needs_input_grad[1]:
-        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked")
-    return ggy, gx, None, None, None, None, None
+        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", ctx.impl)
+    return ggy, gx, None, None, None, None, None, None
 
 
 masked_linear_dw.register_autograd(_dw_backward, setup_context=_save_dw)
 
 
-def _transformed() -> bool:
+def _transformed(impl: str) -> bool:
     """Whether a function transform or forward-mode AD is active, which cannot see into a custom op."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    active = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if active and impl == "triton":
+        raise UnsupportedError("impl='triton' inside torch.func or forward-mode AD: those cannot see into a kernel; use impl='auto'.")
+    return active
 
 
-def index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
+def index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, impl: str = "auto") -> Tensor:
     """The mask as modules ask for it: `block_index`, or its aten form under function transforms."""
-    if _transformed():
+    if _transformed(impl):
         return reference.block_index(w, keep, step, block, criterion, ties, stream)
-    return block_index(w, keep, step, block[0], block[1], criterion, ties, stream)
+    return block_index(w, keep, step, block[0], block[1], criterion, ties, stream, impl)
 
 
 def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None
+    x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
     """The masked linear as modules call it: `masked_linear`, or its aten form where PyTorch cannot differentiate a custom op.
 
     `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get `reference.composite`.
     """
-    if _transformed():
+    if _transformed(impl):
         return reference.composite(x, w, bias, mask, block, backward, dense)
-    return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense)
+    return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl)
 
 
 from . import op_rules as op_rules  # noqa: E402  (the rules name the ops, so they can only be registered now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError, UnsupportedError
 from ..kernels.grid import check_block, keep_count, ratio_units
 from ..kernels.reference import MODES
@@ -12,8 +13,6 @@ from ..kernels.score import CRITERIA
 from ..kernels.select import TIES
 
 SCHEDULES = ("constant", "linear", "cubic")
-IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
-AVAILABLE = ("auto", "reference")  # what this version can run; an explicit request for another one raises
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -95,8 +94,7 @@ class WeightMask:
         one_of("ties", self.ties, TIES)
         one_of("read", self.read, ("call", "weight"))
         one_of("impl", self.impl, IMPLEMENTATIONS)
-        if self.impl not in AVAILABLE:
-            raise UnsupportedError(f"impl={self.impl!r} is not in this version: expected one of {', '.join(AVAILABLE)}.")
+        check_available(self.impl)
         at_least("refresh", self.refresh, 0)
         at_least("start", self.start, 0)
         at_least("dense_every", self.dense_every, 1)

@@ -88,7 +88,7 @@ def sync(site: Site) -> None:
 def build(site: Site, weight: Tensor) -> Tensor:
     """The mask of a weight (N, K) as it is now: bool (NB, KB)."""
     c = site._fxmask_config
-    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream)
+    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
 
 
 @torch.no_grad()

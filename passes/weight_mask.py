@@ -113,8 +113,10 @@ def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -
                 mask = graph.call_module(target, (w,))
                 mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
             args = [input_arg(node), w, b, mask, *c.block, c.backward]
-            if site._fxmask_dense is not None:
-                args.append(graph.get_attr(f"{target}._fxmask_dense"))
+            if site._fxmask_dense is not None or c.impl != "auto":
+                args.append(None if site._fxmask_dense is None else graph.get_attr(f"{target}._fxmask_dense"))
+            if c.impl != "auto":
+                args.append(c.impl)
             new = graph.call_function(MASKED_LINEAR, tuple(args))
         _replace(gm, node, new)
         site.origins.append(origin)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
+
+import triton
 
 from ..errors import UnsupportedError
 from ..grid import grid_shape
@@ -63,8 +65,11 @@ def listed(block: tuple[int, int]) -> bool:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    if all(grid):
-        LAUNCHES[kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__] += 1
+    if not all(grid):
+        return  # nothing to do, and an empty grid is no legal launch
+    LAUNCHES[kernel.fn.__name__] += 1
+    first = args[0]
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():  # Triton launches on the current device
         kernel[grid](*args, **constants)
 
 

@@ -101,7 +101,7 @@ def list_matmul_kernel(
         e2 = tl.load(at + 2)
         e3 = tl.load(at + 3)
     acc = tl.zeros((BM, BN), tl.float32)
-    for t in range(0, steps):
+    for t in range(steps):
         if P == 1:
             e = tl.full((STEP,), 0, tl.int32) + e0
         elif P == 2:

@@ -88,7 +88,7 @@ def sum_splits_kernel(parts_ptr, out_ptr, mask_ptr, N, K, KB, split_stride, spli
     kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
     at = r.to(tl.int64)[:, None] * K + c[None, :]
     acc = tl.zeros((TN, TK), tl.float32)
-    for s in range(0, splits):
+    for s in range(splits):
         acc += tl.load(parts_ptr + s * split_stride + at, mask=kept, other=0.0)
     if ACCUMULATE:
         acc += tl.load(out_ptr + at, mask=kept, other=0.0).to(tl.float32)

@@ -1,0 +1,253 @@
+"""What each Triton kernel costs, in closed form: FLOP, and bytes by operand. Pure integer arithmetic; `tests/interpreter/test_traffic.py` compares it with a trace.
+
+Three FLOP and byte counts that must not be confused:
+
+| count | what |
+| --- | --- |
+| useful FLOP | 2 a token and kept weight element; what the mask leaves of the mathematics |
+| issued FLOP | what the tensor cores do: whole tiles, whole steps, ragged edges and masked blocks inside a union included |
+| requested bytes (`reads`, `writes`) | every element that a load or store asks for with a true predicate, once a program: what programs ask of the L2 cache |
+| compulsory bytes (`reads_min`, `writes_min`) | every byte that the result depends on, or that is part of it, once: the least that any schedule moves |
+
+Only products count as FLOP. Operands are named like the kernels' parameters. Symbols below: b bytes an element of the floating operands, M tokens, T = ⌈M / BM⌉
+token tiles; `across` and `along` are the features on the strip axis and on the reduction axis: out and in for the forward and dW, in and out for dX; s a strip,
+S their number, c_s its entries, P entries a step, U features an entry, f_s = Σ over its entries of the features that exist (fewer than U at a ragged edge).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .grid import grid_shape, kept_elements
+from .lists import Layout, layout, strip_lists as build_lists
+
+INDEX = 4  # bytes of an entry, a count, a rank, a key
+PARTIAL = 4  # bytes of an element of the float32 workspace
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOP and bytes of one launch, or of several: costs add up, operand by operand."""
+
+    flop_useful: int = 0
+    flop_issued: int = 0
+    reads: dict[str, int] = field(default_factory=dict)
+    writes: dict[str, int] = field(default_factory=dict)
+    reads_min: dict[str, int] = field(default_factory=dict)
+    writes_min: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_req(self) -> int:
+        """Requested bytes of all operands, both directions."""
+        return sum(self.reads.values()) + sum(self.writes.values())
+
+    @property
+    def bytes_min(self) -> int:
+        """Compulsory bytes of all operands, both directions."""
+        return sum(self.reads_min.values()) + sum(self.writes_min.values())
+
+    def __add__(self, other: Cost) -> Cost:
+        def merged(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+            total = Counter(a)
+            total.update(b)
+            return dict(total)
+
+        return Cost(
+            self.flop_useful + other.flop_useful, self.flop_issued + other.flop_issued,
+            merged(self.reads, other.reads), merged(self.writes, other.writes),
+            merged(self.reads_min, other.reads_min), merged(self.writes_min, other.writes_min),
+        )  # fmt: skip
+
+
+# ---- what a mask's lists hold ----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The numbers of one direction's lists that the costs depend on. `lists_of` reads them from a mask; a planner may estimate them."""
+
+    layout: Layout
+    transposed: bool  # dX
+    across: int  # features on the strip axis
+    along: int  # features on the reduction axis
+    counts: tuple[int, ...]  # c_s
+    features: tuple[int, ...]  # f_s
+    kept: int  # weight elements in kept blocks
+    kept_rows: int  # the same with whole blocks on the strip axis, as if the last block row were not ragged
+    used_across: int  # features on the strip axis whose blocks are not all masked
+    used_along: int  # and on the reduction axis
+
+    def steps(self, entries: int) -> int:
+        """Σ_s ⌈c_s / entries⌉: steps, or tiles, that take `entries` of a list at a time."""
+        return sum(_cdiv(c, entries) for c in self.counts)
+
+    def gathered(self, entries: int) -> int:
+        """Σ over those steps of the features on the reduction axis that are loaded; an empty place of the last step loads unit 0."""
+        empty = self.steps(entries) * entries - sum(self.counts)
+        return sum(self.features) + empty * min(self.layout.unit, self.along)
+
+
+def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = 128, step: int = 64) -> Lists:
+    """Exact numbers of a mask bool (NB, KB) of a weight `shape` (N, K). Reads the mask back: on a GPU a host sync."""
+    mask = mask.detach().cpu()
+    lay = layout(grid_shape(shape, block), block, transposed, strip, step)
+    entries, counts, _ = build_lists(mask, lay, transposed)
+    m = mask.t() if transposed else mask
+    across, along = shape[::-1] if transposed else shape
+    filled = entries.new_tensor(range(lay.capacity)) < counts[:, None]
+    features = ((along - (entries & 0xFFFF) * lay.unit).clamp(0, lay.unit) * filled).sum(1)
+    return Lists(
+        lay, transposed, across, along, tuple(counts.tolist()), tuple(features.tolist()),
+        kept=int(kept_elements(mask, shape, block)),
+        kept_rows=int(kept_elements(m, (lay.rows * lay.row_block, along), (lay.row_block, lay.col_block))),
+        used_across=int(kept_elements(m.any(1)[:, None], (across, 1), (lay.row_block, 1))),
+        used_along=int(kept_elements(m.any(0)[None, :], (1, along), (1, lay.col_block))),
+    )  # fmt: skip
+
+
+# ---- matmuls ---------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def list_matmul(lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, bias: bool = False) -> Cost:
+    """The list matmul: forward, or dX over transposed lists. One program a token tile and strip, n_s = ⌈c_s / P⌉ steps each.
+
+    Useful FLOP   2 M kept
+    Issued FLOP   2 T BM BN P U Σ n_s
+    Requested B   x        b T BM (Σ f_s + empty places * min(U, along)); tokens behind the last one repeat a real one
+                  w        b T kept; forward: whole block rows, since rows behind the last one repeat a real one
+                  bias     b T across
+                  y        b M across, written
+                  entries  4 T P Σ (n_s + 1), one step ahead
+                  counts, order   4 T S each
+    Compulsory B  b M (features of kept columns) + b kept + b across (bias) + 4 (Σ c_s + 2 S), and b M across written
+    """
+    lay, live = lists.layout, min(tokens, 1)
+    tiles = _cdiv(tokens, tile_tokens)
+    steps = lists.steps(lay.per_step)
+    reads = {
+        "x": itemsize * tiles * tile_tokens * lists.gathered(lay.per_step),
+        "w": itemsize * tiles * (lists.kept if lists.transposed else lists.kept_rows),
+        "entries": INDEX * tiles * lay.per_step * (steps + lay.strips),
+        "counts": INDEX * tiles * lay.strips,
+        "order": INDEX * tiles * lay.strips,
+    }
+    least = {
+        "x": itemsize * tokens * lists.used_along,
+        "w": itemsize * live * lists.kept,
+        "entries": INDEX * live * sum(lists.counts),
+        "counts": INDEX * live * lay.strips,
+        "order": INDEX * live * lay.strips,
+    }
+    if bias:
+        reads["bias"] = itemsize * tiles * lists.across
+        least["bias"] = itemsize * live * lists.across
+    y = {"y": itemsize * tokens * lists.across}
+    issued = 2 * tiles * tile_tokens * lay.strip * lay.per_step * lay.unit * steps
+    return Cost(2 * tokens * lists.kept, issued, reads, y, least, dict(y))
+
+
+def sampled_matmul(lists: Lists, tokens: int, itemsize: int, *, splits: int = 1, tile_tokens: int, tile_features: int = 128, accumulate: bool = False) -> Cost:
+    """dW of the kept blocks, over the forward's lists. A program: one strip, Q = tile_features / U entries, one split; n_s = ⌈c_s / Q⌉ programs have work.
+
+    Useful FLOP   2 M kept
+    Issued FLOP   2 BN Q U BT ⌈M / BT⌉ Σ n_s, with BT = tile_tokens
+    Requested B   gy       b M Σ n_s (features of strip s)
+                  x        b M (Σ f_s + empty places * min(U, along))
+                  out      written: b kept; with splits, whose sums go to a float32 workspace: 4 splits kept. Read too, b kept, where accumulated without splits
+                  entries  4 splits U Σ c_s: each feature asks for its entry
+                  counts, order   4 splits S ⌈units / Q⌉ each
+    Compulsory B  b M (features of kept rows) + b M (features of kept columns) + 4 (Σ c_s + 2 S), and the same for out
+    The zeros outside kept blocks are `zero_fill`; the sum of the splits is `sum_splits`.
+    """
+    lay = lists.layout
+    q = max(1, tile_features // lay.unit)
+    tiles = lists.steps(q)
+    programs = splits * lay.strips * _cdiv(lay.units, q)
+    widths = (max(0, min(lay.strip, lists.across - s * lay.strip)) for s in range(lay.strips))
+    reads = {
+        "gy": itemsize * tokens * sum(_cdiv(c, q) * width for c, width in zip(lists.counts, widths, strict=True)),
+        "x": itemsize * tokens * lists.gathered(q),
+        "entries": INDEX * splits * lay.unit * sum(lists.counts),
+        "counts": INDEX * programs,
+        "order": INDEX * programs,
+    }
+    least = {
+        "gy": itemsize * tokens * lists.used_across,
+        "x": itemsize * tokens * lists.used_along,
+        "entries": INDEX * sum(lists.counts),
+        "counts": INDEX * lay.strips,
+        "order": INDEX * lay.strips,
+    }
+    if accumulate and splits == 1:
+        reads["out"] = least["out"] = itemsize * lists.kept
+    out = {"out": (itemsize if splits == 1 else PARTIAL * splits) * lists.kept}
+    issued = 2 * lay.strip * q * lay.unit * tile_tokens * _cdiv(tokens, tile_tokens) * tiles
+    return Cost(2 * tokens * lists.kept, issued, reads, out, least, dict(out))
+
+
+def sum_splits(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int, *, splits: int, accumulate: bool = False) -> Cost:
+    """The sum of dW's splits, for the kept elements.
+
+    Requested B   parts 4 splits kept; mask N K, one byte an element; out b kept written, and read where accumulated
+    Compulsory B  the same with the mask once, NB KB
+    """
+    (nb, kb), (n, k) = grid_shape(shape, block), shape
+    reads = {"parts": PARTIAL * splits * kept, "mask": n * k}
+    if accumulate:
+        reads["out"] = itemsize * kept
+    out = {"out": itemsize * kept}
+    return Cost(reads=reads, writes=out, reads_min=reads | {"mask": nb * kb}, writes_min=dict(out))
+
+
+def zero_fill(shape: tuple[int, int], itemsize: int) -> Cost:
+    """The zeros under a new dense dW, which torch writes: b N K."""
+    out = {"out": itemsize * shape[0] * shape[1]}
+    return Cost(writes=out, writes_min=dict(out))
+
+
+# ---- element-wise and metadata ---------------------------------------------------------------------------------------------------------------------------
+
+
+def mask_cast(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int, out_itemsize: int) -> Cost:
+    """W∘M in another dtype. Requested B: w b kept, mask N K, out b' N K written. Compulsory: the mask once, NB KB."""
+    (nb, kb), (n, k) = grid_shape(shape, block), shape
+    reads, out = {"w": itemsize * kept, "mask": n * k}, {"out": out_itemsize * n * k}
+    return Cost(reads=reads, writes=out, reads_min=reads | {"mask": nb * kb}, writes_min=dict(out))
+
+
+def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) -> Cost:
+    """Scores. Requested and compulsory B: w b N K, key 4 NB KB written."""
+    nb, kb = grid_shape(shape, block)
+    reads, keys = {"w": itemsize * shape[0] * shape[1]}, {"key": INDEX * nb * kb}
+    return Cost(reads=reads, writes=keys, reads_min=dict(reads), writes_min=dict(keys))
+
+
+def select(blocks: int, keep_itemsize: int = 8) -> Cost:
+    """Selection among `blocks` keys by one program. Requested and compulsory B: key 4 blocks, keep one scalar, mask blocks written."""
+    reads, mask = {"key": INDEX * blocks, "keep": keep_itemsize * min(blocks, 1)}, {"mask": blocks}
+    return Cost(reads=reads, writes=mask, reads_min=dict(reads), writes_min=dict(mask))
+
+
+def strip_lists(lay: Layout) -> Cost:
+    """The lists of one direction; the same for every mask, since lists have full capacity.
+
+    Requested B   mask: units * rows, or units * S where a block is wider than a strip; entries 4 S capacity and counts 4 S written
+    Compulsory B  the mask once, rows * cols
+    """
+    written = {"entries": INDEX * lay.strips * lay.capacity, "counts": INDEX * lay.strips}
+    return Cost(reads={"mask": lay.units * max(lay.rows, lay.strips)}, writes=written, reads_min={"mask": lay.rows * lay.cols}, writes_min=dict(written))
+
+
+def order(strips: int, chunk: int = 64) -> Cost:
+    """The order of the strips; each program ranks `chunk` of them against all. Requested B: counts 4 S (1 + ⌈S / chunk⌉), order 4 S written."""
+    ranks = {"order": INDEX * strips}
+    return Cost(
+        reads={"counts": INDEX * strips * (1 + _cdiv(strips, chunk))}, writes=ranks, reads_min={"counts": INDEX * strips}, writes_min=dict(ranks)
+    )

@@ -1,0 +1,207 @@
+"""Every matmul kernel against the reference, through the ops: values, gradients, launches, and no dense matmul where blocks are skipped."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxmask.errors import UnsupportedError
+from fxmask.kernels import ops, reference
+from fxmask.kernels.grid import grid_shape
+from fxmask.kernels.triton import launch
+
+MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the multiply-adds of aten matmuls."""
+
+    def __init__(self):
+        super().__init__()
+        self.macs = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in MATMULS:
+            a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            self.macs += math.prod(a.shape) * b.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch):
+    """Memory that a kernel should write holds NaN (or the largest int) before."""
+    real = torch.empty
+
+    def poisoned(*args, **kwargs):
+        t = real(*args, **kwargs)
+        return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(True if t.dtype == torch.bool else torch.iinfo(t.dtype).max)
+
+    monkeypatch.setattr(launch.torch, "empty", poisoned)
+
+
+def error_budget(exact, low, dtype):
+    """Twice the error of plain PyTorch in the same precision, and a rounding of the largest value."""
+    return 2 * (low.double() - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+
+
+def close(got, exact, low, dtype, what):
+    assert got.dtype == dtype and not got.isnan().any(), what
+    error = (got.double() - exact).abs().max() if exact.numel() else 0
+    assert error <= (error_budget(exact, low, dtype) if exact.numel() else 0), (what, error)
+
+
+SHAPES = [(37, 64, 96), (1, 100, 70), (130, 128, 192), (65, 40, 200), (16, 257, 130)]
+SQUARE = [(16, 16), (32, 32), (64, 64), (128, 128)]
+WIDE = [(16, 128), (128, 16), (32, 64), (64, 32)]
+OTHER = [(1, 1), (1, 4), (8, 8), (3, 5), (48, 16), (2, 128)]
+RATIOS = [0.0, 0.5, 0.9, 0.99]
+CASES = [(s, b, r) for i, s in enumerate(SHAPES) for j, b in enumerate(SQUARE + WIDE + OTHER) for k, r in enumerate(RATIOS) if (i + j + k) % 2 == 0 or b in SQUARE]
+
+
+def make(shape, block, ratio, dtype, seed=0, contiguous=True):
+    m, n, k = shape
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=g).to(dtype)
+    if not contiguous:
+        x = torch.randn(k, m, generator=g).to(dtype).t() if seed % 2 else torch.randn(m, k + 5, generator=g).to(dtype)[:, :k]
+    w, b, gy = torch.randn(n, k, generator=g).to(dtype), torch.randn(n, generator=g).to(dtype), torch.randn(m, n, generator=g).to(dtype)
+    nb, kb = grid_shape((n, k), block)
+    keep = max(1, math.ceil(nb * kb * (1 - ratio)))
+    mask = torch.zeros(nb * kb, dtype=torch.bool)
+    mask[torch.randperm(nb * kb, generator=g)[:keep]] = True
+    return x, w, b, gy, mask.reshape(nb, kb)
+
+
+def run(impl, x, w, b, gy, mask, block, backward="masked", dense=None):
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    b = None if b is None else b.detach().requires_grad_()
+    y = ops.masked_linear(x, w, b, mask, *block, backward, dense, impl)
+    return [y.detach(), *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], gy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(("shape", "block", "ratio"), CASES, ids=["M{}-N{}-K{}-b{}x{}-r{}".format(*s, *b, r) for s, b, r in CASES])
+def test_forward_dx_dw_against_the_reference(shape, block, ratio, dtype):
+    index = CASES.index((shape, block, ratio))
+    x, w, b, gy, mask = make(shape, block, ratio, dtype, index, contiguous=index % 3 != 0)
+    b = b if index % 2 else None
+    launch.LAUNCHES.clear()
+    with Matmuls() as dense:
+        got = run("triton", x, w, b, gy, mask, block)
+    exact = run("reference", *(None if t is None else t.double() for t in (x, w, b, gy)), mask, block)
+    low = run("reference", x, w, b, gy, mask, block)
+    for what, g, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=False):
+        close(g, e, q, dtype, what)
+    if launch.listed(block):
+        assert launch.LAUNCHES["list_matmul_kernel"] == 2 and launch.LAUNCHES["sampled_matmul_kernel"] == 1
+        assert dense.macs == 0
+    else:
+        assert launch.LAUNCHES["mask_cast_kernel"] == 3
+    kept = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: w.shape[0], : w.shape[1]]
+    assert (got[2][~kept] == 0).all()  # exact zeros
+
+
+def test_there_are_enough_cases():
+    assert 2 * len(CASES) >= 200
+
+
+@pytest.mark.parametrize("backward", ["ste", "unmasked", "rigl"])
+@pytest.mark.parametrize("flag", [False, True])
+def test_other_modes(backward, flag):
+    x, w, b, gy, mask = make((37, 64, 96), (16, 32), 0.7, torch.float32)
+    dense = torch.tensor(flag) if backward == "rigl" else None
+    got, expected = (run(impl, x, w, b, gy, mask, (16, 32), backward, dense) for impl in ("triton", "reference"))
+    assert all(torch.allclose(g, e, atol=1e-4) for g, e in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (3, 0, 40), (40,), (2, 3, 40)])
+def test_leading_axes_and_no_tokens(shape):
+    x, w, mask = torch.randn(shape, requires_grad=True), torch.randn(24, 40, requires_grad=True), torch.tensor([[True, False, True], [False, True, False]])
+    y = ops.linear(x, w, None, mask, (16, 16), "masked", impl="triton")
+    assert torch.allclose(y, ops.linear(x, w, None, mask, (16, 16), "masked"), atol=1e-5)
+    y.sum().backward()
+    assert x.grad.shape == x.shape and w.grad.shape == w.shape and not w.grad.isnan().any()
+
+
+def test_empty_strips_write_bias_or_zeros():
+    x, w, b, gy, _ = make((20, 300, 64), (16, 16), 0.5, torch.float32)
+    mask = torch.zeros(19, 4, dtype=torch.bool)
+    mask[0, 0] = True
+    y, dx, dw, _ = run("triton", x, w, b, gy, mask, (16, 16))
+    assert torch.equal(y[:, 16:], b[16:].expand(20, -1))
+    assert (dx[:, 16:] == 0).all() and (dw[16:] == 0).all()
+    assert (run("triton", x, w, None, gy, mask, (16, 16))[0][:, 16:] == 0).all()
+
+
+def test_what_is_masked_is_not_multiplied():
+    """A skipped block contributes nothing; a masked block in a union that is visited gives 0 * Inf where X is not finite, and only there."""
+    x, w, b, gy, mask = make((20, 64, 64), (16, 16), 0.6, torch.float32)
+    w[~mask.repeat_interleave(16, 0).repeat_interleave(16, 1)] = float("nan")
+    assert all(t.isfinite().all() for t in run("triton", x, w, b, gy, mask, (16, 16)))
+    x[3, 7] = float("inf")
+    y = run("triton", x, w, b, gy, mask, (16, 16))[0]
+    kept_only = reference.masked_linear(x[:, :16], w[:, :16], None, mask[:, :1], (16, 16))
+    must = ~kept_only.isfinite() & mask[:, 0].repeat_interleave(16)
+    assert (~y.isfinite() >= must).all() and y[[i for i in range(20) if i != 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("act", ["relu", "silu", "gelu"])
+def test_activations_in_the_epilogue(act):
+    x, w, b, _, mask = make((37, 64, 96), (32, 32), 0.5, torch.float32)
+    y = launch.list_matmul(x, w, b, mask, (32, 32), False, act)
+    assert torch.allclose(y, getattr(torch.nn.functional, act)(reference.masked_linear(x, w, b, mask, (32, 32))), atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_split_tokens_and_accumulation(splits):
+    x, w, _, gy, mask = make((301, 100, 90), (32, 16), 0.5, torch.float32)
+    expected = reference.masked_linear_dw(gy, x, mask, None, (32, 16), "masked")
+    got = launch.sampled_matmul(gy, x, mask, (32, 16), splits=splits)
+    assert torch.allclose(got, expected, atol=1e-3)
+    assert torch.equal(got, launch.sampled_matmul(gy, x, mask, (32, 16), splits=splits))
+    start = torch.randn_like(w)
+    added = launch.sampled_matmul(gy, x, mask, (32, 16), out=start.clone(), splits=splits)
+    kept = mask.repeat_interleave(32, 0).repeat_interleave(16, 1)[:100, :90]
+    assert torch.allclose(added, start + expected, atol=1e-3) and torch.equal(added[~kept], start[~kept])
+
+
+def test_through_a_model():
+    import fxmask
+
+    torch.manual_seed(0)
+    make_model = lambda: torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64))  # noqa: E731
+    reference_model = make_model()
+    model = make_model()
+    model.load_state_dict(reference_model.state_dict())
+    fxmask.apply(model, ratio=0.7, impl="triton")
+    fxmask.apply(reference_model, ratio=0.7, impl="reference")
+    x = torch.randn(5, 64)
+    assert torch.allclose(model(x), reference_model(x), atol=1e-5)
+    for m in (model, reference_model):
+        m(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, q.grad, atol=1e-3) for p, q in zip(model.parameters(), reference_model.parameters(), strict=True))
+    assert {r["impl"] for r in fxmask.explain(model).rows} == {"triton"}
+    traced = fxmask.apply(torch.fx.symbolic_trace(make_model()), ratio=0.7, impl="triton")
+    traced.load_state_dict(model.state_dict())
+    assert torch.equal(traced(x), model(x))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_opcheck_of_the_triton_form():
+    x, w, b, _, mask = make((7, 40, 24), (16, 16), 0.5, torch.float32)
+    torch.library.opcheck(ops.masked_linear, (x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), mask, 16, 16, "masked", None, "triton"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_unsupported_dtypes_raise(dtype):
+    x = torch.ones(2, 16, dtype=dtype)
+    with pytest.raises(UnsupportedError, match=r"impl='triton' cannot run on dtype .* use impl='auto' or impl='reference'"):
+        ops.masked_linear(x, torch.ones(16, 16, dtype=dtype), None, torch.ones(1, 1, dtype=torch.bool), 16, 16, "masked", None, "triton")
+
+
+def test_function_transforms_raise_instead_of_falling_back():
+    x, w, mask = torch.ones(2, 16), torch.ones(16, 16), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match=r"impl='triton' inside torch\.func"):
+        torch.func.grad(lambda x: ops.linear(x, w, None, mask, (16, 16), "masked", impl="triton").sum())(x)

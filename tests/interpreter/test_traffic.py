@@ -1,0 +1,190 @@
+"""The bytes and FLOP that the kernels move and issue, recorded, are those of `kernels.cost`, operand by operand and byte for byte."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from interpreter.trace import recording
+from triton.runtime.errors import InterpreterError
+
+from fxmask.kernels import cost
+from fxmask.kernels.grid import expand_mask, grid_shape, keep_count, kept_elements
+from fxmask.kernels.lists import layout
+from fxmask.kernels.triton import launch
+
+FP16, FP32 = torch.float16, torch.float32
+
+# (M, N, K), block, ratio, dtype, bias, what else: `holes` empties a strip in both directions, `gaps` puts 5 elements between rows, `none` masks everything
+CASES = [
+    *(((70, 160, 128), (b, b), r, FP16, r > 0.6, "") for b in (16, 32, 64, 128) for r in (0.0, 0.5, 0.9, 0.99)),  # ragged M, ragged last strip
+    *(((70, 160, 72), (b, b), r, FP32, r < 0.6, "") for b in (16, 32, 64, 128) for r in (0.0, 0.5, 0.9)),
+    *(((40, 150, 170), b, r, FP16, True, "") for b in ((16, 64), (64, 16), (128, 32), (32, 128)) for r in (0.5, 0.9)),  # rectangular, all of it ragged
+    *(((40, 150, 100), b, 0.7, FP32, False, "gaps") for b in ((16, 128), (128, 16), (64, 32), (32, 64))),
+    ((130, 256, 192), (128, 128), 0.5, FP16, True, ""),  # the last unit of 64 is all edge
+    ((65, 192, 192), (128, 128), 0.5, FP32, True, "gaps"),
+    ((130, 192, 320), (64, 128), 0.5, FP16, False, "gaps"),
+    ((1, 100, 200), (16, 16), 0.9, FP16, True, ""),
+    ((1, 16, 16), (16, 16), 0.0, FP32, True, ""),
+    ((5, 7, 9), (16, 32), 0.0, FP16, True, "gaps"),  # less than a block
+    ((40, 300, 290), (16, 32), 0.8, FP16, True, "holes"),
+    ((40, 300, 290), (64, 64), 0.5, FP32, False, "holes"),
+    ((40, 130, 130), (32, 32), 0.5, FP16, True, "none"),
+    ((0, 64, 64), (16, 16), 0.5, FP16, True, ""),
+]
+ODD_BLOCKS = [((0, 9, 33), (1, 1), 0.5), ((0, 40, 130), (3, 5), 0.9), ((0, 16, 200), (2, 128), 0.0), ((0, 37, 41), (8, 8), 0.99)]
+NAMES = ["M{}-N{}-K{}-b{}x{}-r{}-{}-{}{}".format(*s, *b, r, str(d)[-7:], "bias" * h, e) for s, b, r, d, h, e in CASES]
+case = pytest.mark.parametrize(("shape", "block", "ratio", "dtype", "has_bias", "extra"), CASES, ids=NAMES)
+
+
+def make_mask(shape, block, ratio, extra):
+    nb, kb = grid_shape(shape, block)
+    chosen = torch.randperm(nb * kb, generator=torch.Generator().manual_seed(sum(shape)))[: keep_count(nb * kb, ratio)]
+    mask = torch.zeros(nb * kb, dtype=torch.bool).index_fill(0, chosen, True).reshape(nb, kb)
+    if extra == "holes":
+        mask[: 128 // block[0]] = False
+        mask[:, 128 // block[1] : 256 // block[1]] = False
+    return mask & (extra != "none")
+
+
+def make(rows, cols, dtype, extra):
+    t = torch.randn(rows, cols + 5 * (extra == "gaps"), generator=torch.Generator().manual_seed(rows + cols)).to(dtype)
+    return t[:, :cols]
+
+
+def recorded(function, *args, **named):
+    with recording() as launches:
+        function(*args, **named)
+    return {entry.kernel.removesuffix("_kernel"): entry for entry in launches}
+
+
+def agrees(entry, expected, also_reads=()):
+    """Requested bytes to the byte, issued FLOP, and distinct bytes equal to the compulsory ones; of `also_reads` a kernel may touch more."""
+    zero = dict.fromkeys(entry.operands, 0)
+    assert {n: o.bytes_read for n, o in entry.operands.items()} == zero | expected.reads
+    assert {n: o.bytes_written for n, o in entry.operands.items()} == zero | expected.writes
+    assert {n: o.distinct_written for n, o in entry.operands.items()} == zero | expected.writes_min
+    for name, operand in entry.operands.items():
+        least = expected.reads_min.get(name, 0)
+        assert operand.distinct_read == least or (name in also_reads and operand.distinct_read > least), name
+    assert entry.flop == expected.flop_issued
+    assert expected.flop_useful <= expected.flop_issued
+    assert expected.bytes_min <= expected.bytes_req
+
+
+def lists_agree(entries, lists):
+    agrees(entries["strip_lists"], cost.strip_lists(lists.layout))
+    agrees(entries["order"], cost.order(lists.layout.strips))
+
+
+@case
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])
+def test_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed):
+    m, n, k = shape
+    mask, w = make_mask((n, k), block, ratio, extra), make(n, k, dtype, extra)
+    x, bias = make(m, n if transposed else k, dtype, extra), make(1, n, dtype, "")[0] if has_bias and not transposed else None
+    entries = recorded(launch.list_matmul, x, w, bias, mask, block, transposed)
+    tile = launch.tile_for(dtype)
+    lists = cost.lists_of(mask, (n, k), block, transposed, tile.strip, tile.step)
+    expected = cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, bias=bias is not None)
+    lists_agree(entries, lists)
+    kept = expand_mask(mask, (n, k), block)
+    assert expected.flop_useful == 2 * m * int(kept.sum())
+    if m == 0:
+        assert "list_matmul" not in entries and expected.bytes_req == expected.bytes_min == expected.flop_issued == 0
+        return
+    entry = entries["list_matmul"]
+    # entries: one step ahead; x: an empty place of a step's last entries loads unit 0
+    agrees(entry, expected, also_reads=("entries", "x") if lists.layout.per_step > 1 else ("entries",))
+    assert not entry.operands["w"].reads[~kept].any(), "a masked element of W was loaded"
+    assert (entry.operands["y"].writes == 1).all()
+
+
+@case
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits):
+    (m, n, k), accumulate = shape, has_bias  # about half of the cases have either
+    mask, gy, x = make_mask((n, k), block, ratio, extra), make(m, n, dtype, extra), make(m, k, dtype, extra)
+    entries = recorded(launch.sampled_matmul, gy, x, mask, block, torch.zeros(n, k, dtype=dtype) if accumulate else None, splits)
+    entry = entries["sampled_matmul"]
+    lists = cost.lists_of(mask, (n, k), block, False, launch.tile_for(dtype).strip)
+    constants = entry.scalars
+    expected = cost.sampled_matmul(
+        lists, m, dtype.itemsize, splits=splits, tile_tokens=constants["BT"], tile_features=constants["UNIT_W"] * constants["Q"], accumulate=accumulate
+    )
+    lists_agree(entries, lists)
+    agrees(entry, expected, also_reads=("gy", "x"))  # a tile reads its strip of gy whole
+    kept = expand_mask(mask, (n, k), block)
+    written = entry.operands["out"].writes.reshape(-1, n, k)
+    assert torch.equal(written, kept.long().expand(splits, n, k))
+    assert ("sum_splits" in entries) == (splits > 1)
+    if splits > 1:
+        total = entries["sum_splits"]
+        agrees(total, cost.sum_splits((n, k), block, int(kept.sum()), dtype.itemsize, splits=splits, accumulate=accumulate))
+        assert torch.equal(total.operands["out"].writes, kept.long())
+
+
+@pytest.mark.parametrize(("shape", "block", "ratio", "extra"), [(s, b, r, e) for s, b, r, _, _, e in CASES] + [(*odd, "") for odd in ODD_BLOCKS])
+@pytest.mark.parametrize(("source", "target"), [(FP32, FP16), (FP16, FP16)], ids=["cast", "mask"])
+def test_mask_cast(shape, block, ratio, extra, source, target):
+    mask, w = make_mask(shape[1:], block, ratio, extra), make(*shape[1:], source, extra)
+    entry = recorded(launch.mask_cast, w, mask, block, target)["mask_cast"]
+    agrees(entry, cost.mask_cast(shape[1:], block, int(kept_elements(mask, shape[1:], block)), source.itemsize, target.itemsize))
+    assert torch.equal(entry.operands["w"].reads, expand_mask(mask, shape[1:], block).long()), "a masked element of W was loaded"
+
+
+@case
+def test_metadata(shape, block, ratio, dtype, has_bias, extra):
+    _, n, k = shape
+    nb, kb = grid_shape((n, k), block)
+    w = make(n, k, dtype, extra)
+    agrees(recorded(launch.block_keys, w, block)["block_keys"], cost.block_keys((n, k), block, dtype.itemsize))
+    keys, keep = torch.arange(nb * kb, dtype=torch.int32).reshape(nb, kb), torch.tensor(keep_count(nb * kb, ratio))
+    agrees(recorded(launch.select, keys, keep)["select"], cost.select(nb * kb))
+
+
+@pytest.mark.parametrize("tile", [launch.Tile(32, 64, 32, 4, 2), launch.Tile(16, 256, 64, 4, 2)], ids=["strip-below-a-block", "strip-of-16-blocks"])
+@pytest.mark.parametrize("block", [(128, 128), (16, 16), (32, 128)])
+def test_other_tiles(monkeypatch, tile, block):
+    monkeypatch.setattr(launch, "tile_for", lambda *_: tile)
+    for transposed in (False, True):
+        test_list_matmul((70, 300, 200), block, 0.7, FP16, True, "", transposed)
+    test_sampled_matmul((70, 300, 200), block, 0.7, FP16, True, "", 3)
+
+
+def test_order_over_more_strips_than_a_chunk():
+    lay = layout((130, 2), (128, 64), False)
+    entries = recorded(launch.strip_lists, torch.rand(130, 2) < 0.5, lay, False)
+    agrees(entries["strip_lists"], cost.strip_lists(lay))
+    agrees(entries["order"], cost.order(130))
+
+
+def test_costs_add_up_by_operand():
+    a, b = cost.select(10), cost.mask_cast((4, 6), (2, 2), 8, 4, 2)
+    both = sum([a, b], cost.Cost())
+    assert both.reads == {"key": 40, "keep": 8, "w": 32, "mask": 24} and both.writes == {"mask": 10, "out": 48}
+    assert both.bytes_req == a.bytes_req + b.bytes_req and both.bytes_min == both.bytes_req - 24 + 6
+    assert cost.zero_fill((4, 6), 2).bytes_req == 48
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, n, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(y_ptr + i, tl.load(x_ptr + i), mask=i < n)
+
+
+def test_the_recorder_sees_a_stray_access():
+    x, y = torch.arange(16.0), torch.zeros(16)
+    with recording() as launches:
+        copy_kernel[(1,)](x, y, 8, SIZE=16)
+        assert launches[0].operands["x"].bytes_read == 64 and launches[0].operands["y"].bytes_written == 32 and y[7] == 7
+        with pytest.raises(InterpreterError, match="copy_kernel: a load of 16 elements is not within one operand"):
+            copy_kernel[(1,)](x[:12], y, 8, SIZE=16)
+        with pytest.raises(InterpreterError, match="StrayAccess"):  # every second element is no part of the operand
+            copy_kernel[(1,)](x, torch.zeros(16, 2)[:, 0], 8, SIZE=16)
+
+
+def test_in_place_is_read_by_the_first_name_and_written_by_the_last():
+    w, mask = torch.randn(4, 6), torch.tensor([[True, False]])
+    entry = recorded(launch.mask_cast, w, mask, (4, 3), FP32, w)["mask_cast"]
+    agrees(entry, cost.mask_cast((4, 6), (4, 3), 12, 4, 4))
+    assert (w[:, 3:] == 0).all() and (w[:, :3] != 0).all()
