@@ -19,11 +19,12 @@ from .sites import REASONS, required_sites, sites, values_of
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """The masks of the next forward.
 
-    Returns: {parameter's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}; all True before `start` and inside `fxmask.dense`.
+    Returns: {parameter's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}; all True before `start` and inside `fxmask.dense`. A weight
+    that a graph computes has a mask only while the graph runs, and is left out; `explain` has its row.
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
-    found = [(name, site, values_of(name, weight, "fxmask.masks")) for name, site, weight in required_sites(model, "fxmask.masks")]
-    return {name: state.current_mask(site, weight) for name, site, weight in found}
+    found = [t for t in required_sites(model, "fxmask.masks") if t[2] is not None]
+    return {name: state.current_mask(site, values_of(name, weight, "fxmask.masks")) for name, site, weight in found}
 
 
 def explain(model: nn.Module) -> Report:
@@ -42,7 +43,6 @@ def explain(model: nn.Module) -> Report:
             rows.append(_row(c.name, c.weight, reasons.get(c.name, "fxmask.apply has not seen it")))
         else:
             rows.append(_masked_row(c.name, *entry))
-    rows += [_masked_row(name.removesuffix(".weight"), *entry) for name, entry in masked.items()]  # rewritten calls are no linears any more
     for row in rows:
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
@@ -81,7 +81,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         blocks=nb * kb,
         target_ratio=0.0 if site._fxmask_is_dense else c.ratio_at(site._fxmask_step),
         final_ratio=c.ratio,
-        achieved_ratio=None if kept is None else 1 - kept / elements,
+        achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
         backward=c.backward,
         impl="reference" if c.impl == "auto" else c.impl,
         why="no recorded run shows a faster one" if c.impl == "auto" else "asked for",

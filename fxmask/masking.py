@@ -12,15 +12,17 @@ from torch import nn
 
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
+from .loads import unwatch_loads, watch_loads
 from .passes import site as state
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
+from .passes.site import Site, graph_sites
 from .passes.trace_check import frozen_randomness
-from .passes.weight_mask import CONTAINER, MaskWeights, RestoreLinears, graph_sites
+from .passes.weight_mask import MaskWeights, RestoreLinears
 from .sites import REASONS, any_masked
-from .swap import MaskedLinear, is_own_class, swap, unswap
+from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
 # objects of their own: identity tells a default from the same value typed by a user
@@ -48,7 +50,7 @@ def apply(
 
     `apply(model, ratio=0.5, block=(16, 16))` is short for `apply(model, WeightMask(ratio=0.5, block=(16, 16)))`; the options are those of `WeightMask`.
     An nn.Module's Linears change their class; a GraphModule's linear calls become `torch.ops.fxmask.masked_linear` nodes. Parameters, state_dict keys,
-    hooks and optimisers stay valid in both.
+    the hooks that a Linear has, and optimisers stay valid in both.
 
     Args:
         model: any nn.Module, or a GraphModule of `fx.symbolic_trace` or `torch.export.export(...).module()`.
@@ -70,13 +72,9 @@ def apply(
     _check_model(model)
     decisions = choose(find(model), config, include, exclude, overrides)
     _warn_of_graphs(model)
-    try:
-        _change(model, decisions)
-    except BaseException:
-        _undo(model, decisions)
-        raise
-    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
     _warn_if_dense(decisions)
+    _change(model, decisions)
+    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
     return model
 
 
@@ -87,6 +85,8 @@ def restore(model: M) -> M:
     """
     if not any_masked(model):
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
+    if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
+        raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
         if isinstance(m, MaskedLinear) and not is_own_class(m):
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
@@ -136,45 +136,41 @@ def _stream_names(model: nn.Module, decisions: list[Decision]) -> dict[int, str]
 
 
 def _change(model: nn.Module, decisions: list[Decision]) -> None:
+    """Mask what was chosen; where that fails, change back what was changed. Masks that were there before stay."""
     streams = _stream_names(model, decisions)
-    for d in decisions:
-        c = d.candidate
-        if d.config is not None and c.host is None and c.module is not None:
-            swap(c.module, d.config, c.param_name, streams[id(c.weight)])
-    for _, gm in graph_modules(model):
-        if any(r.modified for r in run_passes(gm, [MaskWeights(decisions, streams)])):
+    owners = [c.owner for d in decisions if (c := d.candidate).owner is not None and not isinstance(c.owner, WeightReader)]
+    rewrite = MaskWeights(decisions, streams)
+    try:
+        for d in decisions:
+            c = d.candidate
+            if d.config is not None and c.host is None and c.module is not None:
+                swap(c.module, d.config, c.param_name, streams[id(c.weight)], c.owner)
+        for _, gm in graph_modules(model):
+            run_passes(gm, [rewrite])
+        for _, gm in graph_modules(model):
+            watch_loads(gm)
             for site, weight in graph_sites(gm):
-                if weight is not None and site._fxmask_config.start == 0:
-                    state.rebuild(site, weight)
-            gm.register_load_state_dict_post_hook(_rebuild_after_load)
-
-
-def _rebuild_after_load(gm: nn.Module, incompatible: object) -> None:
-    """A graph's masks do not own their weights, so the graph module tells them of new ones."""
-    for site, weight in graph_sites(gm):  # type: ignore[arg-type]
-        if weight is not None:
-            state.rebuild(site, weight)
+                if weight is not None and any(site is made for made in rewrite.made):
+                    state.rebuild(site, weight, first=True)
+    except BaseException:
+        for d in decisions:
+            if d.config is not None and d.candidate.host is None and d.candidate.module is not None:
+                unswap(d.candidate.module)
+        for m in owners:
+            unswap(m)
+        for _, gm in graph_modules(model):
+            run_passes(gm, [RestoreLinears(rewrite.made)])
+            unwatch_loads(gm)
+            watch_loads(gm)
+        raise
 
 
 def _unmask(model: nn.Module) -> None:
     for _, gm in graph_modules(model):
-        if hasattr(gm, CONTAINER):
-            run_passes(gm, [RestoreLinears()])
-            hooks = gm._load_state_dict_post_hooks
-            for key in [k for k, hook in hooks.items() if hook is _rebuild_after_load]:
-                del hooks[key]
+        unwatch_loads(gm)
+        run_passes(gm, [RestoreLinears()])
     for m in list(model.modules()):
         unswap(m)
-
-
-def _undo(model: nn.Module, decisions: list[Decision]) -> None:
-    """After a failure half-way: whatever had been changed is changed back. Masked layers that were there before are not among the decisions."""
-    for d in decisions:
-        if d.candidate.host is None and d.candidate.module is not None and d.config is not None:
-            unswap(d.candidate.module)
-    hosts = {id(d.candidate.host): d.candidate.host for d in decisions if d.config is not None and d.candidate.host is not None}
-    for gm in hosts.values():
-        _unmask(gm)
 
 
 def _warn_of_graphs(model: nn.Module) -> None:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .kernels.errors import StateError, UnsupportedError, message
-from .passes.site import Site
-from .passes.weight_mask import graph_sites
-from .swap import MaskedLinear, raw_weight
+from .loads import watch_loads
+from .passes.site import Site, graph_sites
+from .passes.weights import peek_weight
+from .swap import MaskedLinear
 
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 
@@ -20,8 +21,9 @@ def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
     for prefix, m in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         if isinstance(m, MaskedLinear):
-            yield f"{dot}weight", m, raw_weight(m)
+            yield f"{dot}weight", m, peek_weight(m)
         elif isinstance(m, GraphModule):
+            watch_loads(m)  # pickling a graph module loses the hooks of its root
             for site, weight in graph_sites(m):
                 yield dot + site._fxmask_name, site, weight
 
@@ -41,7 +43,7 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
 
 
 def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
-    """The weight, where it has values; UnsupportedError for a meta tensor and for one that a graph computes."""
+    """The weight, where it has values; UnsupportedError for a meta tensor, and where a graph computes it."""
     if weight is None:
         what = f"{caller} needs the weight's values: expected a parameter, but this graph computes the weight."
         raise UnsupportedError(message(what, name, "call fxmask.apply on the nn.Module instead of its trace."))

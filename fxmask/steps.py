@@ -30,8 +30,12 @@ def step(model: nn.Module, n: int = 1) -> None:
     if type(n) is not int or n < 0:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
     _not_inside_dense(model, "fxmask.step")
-    for name, site, weight in required_sites(model, "fxmask.step"):
-        state.advance(site, n, values_of(name, weight, "fxmask.step") if site._fxmask_config.cached else weight)  # type: ignore[arg-type]
+    found = required_sites(model, "fxmask.step")
+    for name, site, weight in found:
+        if site._fxmask_config.cached:
+            values_of(name, weight, "fxmask.step")  # raises before anything has moved
+    for _, site, weight in found:
+        state.advance(site, n, weight)
 
 
 def refresh(model: nn.Module) -> None:
@@ -40,8 +44,8 @@ def refresh(model: nn.Module) -> None:
     Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights.
     """
     _not_inside_dense(model, "fxmask.refresh")
-    found = [(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in required_sites(model, "fxmask.refresh")]
-    for site, weight in found:
+    found = [t for t in required_sites(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
+    for site, weight in [(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in found]:
         state.rebuild(site, weight)
 
 
@@ -49,22 +53,24 @@ def refresh(model: nn.Module) -> None:
 def dense(model: nn.Module) -> Iterator[nn.Module]:
     """Context manager: inside, every block is kept, so that the model computes what its dense weights say (a teacher, an evaluation, a bisection).
 
-    Nothing recompiles: only device scalars change. A nested use of the same model is an error. Raises: StateError.
+    Nothing recompiles: only device scalars change. A nested use of the same model is an error, and so is copying or restoring it inside. A forward under
+    activation checkpointing runs again in the backward, so its backward belongs inside, too. Raises: StateError.
     """
     found = required_sites(model, "fxmask.dense")
     _not_inside_dense(model, "fxmask.dense")
-    saved = [None if site._fxmask_mask is None else site._fxmask_mask.clone() for _, site, _ in found]
     for _, site, _ in found:
         site._fxmask_is_dense = True
         state.sync(site)
         if site._fxmask_mask is not None:
+            site._fxmask_saved = site._fxmask_mask.clone()
             site._fxmask_mask.fill_(True)
     try:
         yield model
     finally:
         with torch.no_grad():
-            for (_, site, _), mask in zip(found, saved, strict=True):
+            for _, site, _ in found:
                 site._fxmask_is_dense = False
                 state.sync(site)
-                if mask is not None and site._fxmask_mask is not None:
-                    site._fxmask_mask.copy_(mask)
+                if site._fxmask_saved is not None and site._fxmask_mask is not None:
+                    site._fxmask_mask.copy_(site._fxmask_saved)
+                site._fxmask_saved = None

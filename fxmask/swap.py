@@ -1,7 +1,8 @@
 """Masked forms of nn.Linear by class swap: the same object, Parameters, keys and hooks, another forward.
 
-A swapped class is made once for each base class, so that subclasses and parametrised Linears keep what they add. Where the owner of a layer reads
-`.weight` and never calls it (nn.MultiheadAttention's out_proj), the class has a `weight` property that gives W∘M; the Parameter stays in `_parameters`.
+A swapped class is made once for each base class, so that subclasses and parametrised Linears keep what they add. Where the owner of a layer reads `.weight`
+and never calls it (nn.MultiheadAttention's out_proj), the owner's class is swapped too: while its forward runs, `.weight` of that layer is W∘M, and at any
+other time it is the Parameter, so that initialisers, optimisers and surgery see what they expect.
 """
 
 from __future__ import annotations
@@ -9,104 +10,136 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .kernels import ops, reference
-from .kernels.grid import expand_mask
+from .kernels.errors import UnsupportedError, message
 from .passes import site as state
 from .passes.config import WeightMask
 from .passes.site import Site
+from .passes.weights import peek_weight, raw_weight
 
 
 class MaskedLinear(Site):
-    """Forward of a masked Linear: x (..., K) -> (..., N). Mixed into a subclass of the layer's own class, never constructed."""
+    """Forward of a masked Linear: input (..., K) -> (..., N). Mixed into a subclass of the layer's own class, never constructed."""
 
     _fxmask_base: type[nn.Module]  # of the class: what it was before
+    _fxmask_class: type[nn.Module]  # the class that `swap` made
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
+        if isinstance(input, state.Proxy):
+            state.refuse_tracing(self)
         mask = state.forward_mask(self, weight)
-        return ops.linear(x, weight, self.bias, mask, c.block, c.backward, self._fxmask_dense, c.impl)  # type: ignore[arg-type]
+        return ops.linear(input, weight, self.bias, mask, c.block, c.backward, state.dense_flag(self), c.impl)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         c = self._fxmask_config
         return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}"
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        state.rebuild(self, raw_weight(self))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
-        return _rebuild_class, (type(self)._fxmask_base, issubclass(type(self), ReadWeight)), self.__getstate__()
+        return _rebuild_class, (self._fxmask_base, ReadWeight if isinstance(self, ReadWeight) else MaskedLinear), self.__getstate__()
 
 
 class ReadWeight(MaskedLinear):
-    """A masked Linear whose owner reads `.weight`: the read gives W∘M (N, K), with the gradient of the backward mode."""
+    """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
+
+    _fxmask_reading: int  # owners whose forward is running
 
     @property
     def weight(self) -> Tensor:
+        if not self.__dict__.get("_fxmask_reading"):
+            return self._parameters["weight"]  # type: ignore[return-value]
         try:
-            return _masked_weight(self)
+            c, w = self._fxmask_config, raw_weight(self)
+            mask = state.forward_mask(self, w)
+            return reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, state.dense_flag(self), c.backward))
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
 
-    def forward(self, x: Tensor) -> Tensor:
-        base = type(self)._fxmask_base
-        return MaskedLinear.forward(self, x) if base.forward is nn.Linear.forward else base.forward(self, x)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._fxmask_base.forward is nn.Linear.forward:
+            return MaskedLinear.forward(self, *args, **kwargs)
+        self._fxmask_reading += 1  # a forward of its own is its own reader
+        try:
+            return self._fxmask_base.forward(self, *args, **kwargs)
+        finally:
+            self._fxmask_reading -= 1
 
 
-def _masked_weight(m: ReadWeight) -> Tensor:
-    c, w = m._fxmask_config, raw_weight(m)
-    mask = state.forward_mask(m, w)
-    wanted = reference.gradient_mask(mask, m._fxmask_dense, c.backward)
-    if wanted is mask:
-        return reference.masked(w, mask, c.block)
-    reached = w if wanted is None else reference.masked(w, wanted, c.block)
-    return reached - torch.where(expand_mask(mask, w.shape, c.block), 0, reached).detach()
+class WeightReader(nn.Module):
+    """Mixin of a module that reads the `.weight` of masked Linears in its forward."""
 
+    _fxmask_base: type[nn.Module]
+    _fxmask_class: type[nn.Module]
 
-def raw_weight(m: nn.Module) -> Tensor:
-    """The dense weight (N, K) of a masked Linear; a parametrised one computes it."""
-    weight = m._parameters.get("weight")
-    return m.weight if weight is None else weight  # type: ignore[return-value]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        read = [m for m in self.modules() if isinstance(m, ReadWeight)]
+        for m in read:
+            if not is_own_class(m):
+                what = f"the class of a masked layer was changed after fxmask.apply (to {type(m).__name__}), and its owner would read it dense."
+                raise UnsupportedError(message(what, m._fxmask_name, "change it before fxmask.apply."))
+            m._fxmask_reading += 1
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for m in read:
+                m._fxmask_reading -= 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not self._fxmask_class:
+            return super().__reduce_ex__(protocol)
+        return _rebuild_class, (self._fxmask_base, WeightReader), self.__dict__.copy()
 
 
 @cache
-def _masked_class(base: Any, read: bool) -> Any:
-    mixin = ReadWeight if read else MaskedLinear
-    return type(f"Masked{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__})
+def _masked_class(base: Any, mixin: Any) -> Any:
+    cls: Any = type(f"Masked{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__})
+    cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
+    return cls
 
 
-def masked_class(base: type[nn.Module], read: bool) -> type[MaskedLinear]:
-    """The masked subclass of a Linear class, made once."""
-    return _masked_class(base, read)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
+def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+    """The masked subclass of a class, made once."""
+    return _masked_class(base, mixin)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
 
 
 def is_own_class(m: MaskedLinear) -> bool:
     """Whether nobody has changed the class since `swap`, as parametrisations and fully_shard do."""
-    return type(m) is masked_class(m._fxmask_base, isinstance(m, ReadWeight))
+    return type(m) is m._fxmask_class
 
 
-def _rebuild_class(base: type[nn.Module], read: bool) -> nn.Module:
-    cls = masked_class(base, read)
+def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
+    cls = masked_class(base, mixin)
     return cls.__new__(cls)
 
 
-def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str) -> None:
-    """Make a Linear a masked one, in place."""
-    weight = raw_weight(m)
-    m.__class__ = masked_class(type(m), config.read == "weight")
-    assert isinstance(m, Site)
+def _after_load(m: nn.Module, incompatible: object) -> None:
+    if isinstance(m, MaskedLinear):
+        state.after_load(m, peek_weight(m))
+
+
+def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owner: nn.Module | None) -> None:
+    """Make a Linear a masked one, in place, and its owner a reader where it is read."""
+    weight = peek_weight(m)
+    m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else MaskedLinear)
+    assert isinstance(m, MaskedLinear)
     state.install(m, config, name, weight, stream_name)
-    if config.start == 0:
-        state.rebuild(m, weight)
+    if isinstance(m, ReadWeight):
+        m._fxmask_reading = 0
+        if owner is not None and owner is not m and not isinstance(owner, WeightReader):
+            owner.__class__ = masked_class(type(owner), WeightReader)
+    m.register_load_state_dict_post_hook(_after_load)
+    state.rebuild(m, weight, first=True)
 
 
 def unswap(m: nn.Module) -> None:
-    """Make a masked Linear what it was, in place; harmless where `swap` failed half-way."""
-    if isinstance(m, Site):
-        m.__class__ = type(m)._fxmask_base  # type: ignore[attr-defined]
+    """Make a masked Linear, or a reader of one, what it was, in place; harmless where `swap` failed half-way."""
+    if isinstance(m, (MaskedLinear, WeightReader)):
+        m.__class__ = m._fxmask_base  # type: ignore[assignment]
         state.uninstall(m)
+        hooks = m._load_state_dict_post_hooks
+        for key in [k for k, hook in hooks.items() if hook is _after_load]:
+            del hooks[key]

@@ -1,6 +1,6 @@
-"""What each Triton kernel costs, in closed form: FLOP, and bytes by operand. Pure integer arithmetic; `tests/interpreter/test_traffic.py` compares it with a trace.
+"""What each Triton kernel costs, in closed form: FLOP, and bytes by operand. `tests/interpreter/test_traffic.py` compares it with a recorded trace.
 
-Three FLOP and byte counts that must not be confused:
+Four counts that must not be confused, all exact integers:
 
 | count | what |
 | --- | --- |
@@ -19,10 +19,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from .grid import grid_shape, kept_elements
-from .lists import Layout, layout, strip_lists as build_lists
+from .lists import Layout, layout
+from .lists import strip_lists as build_lists
 
 INDEX = 4  # bytes of an entry, a count, a rank, a key
 PARTIAL = 4  # bytes of an element of the float32 workspace
@@ -101,7 +103,7 @@ def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], trans
     entries, counts, _ = build_lists(mask, lay, transposed)
     m = mask.t() if transposed else mask
     across, along = shape[::-1] if transposed else shape
-    filled = entries.new_tensor(range(lay.capacity)) < counts[:, None]
+    filled = torch.arange(lay.capacity) < counts[:, None]
     features = ((along - (entries & 0xFFFF) * lay.unit).clamp(0, lay.unit) * filled).sum(1)
     return Lists(
         lay, transposed, across, along, tuple(counts.tolist()), tuple(features.tolist()),

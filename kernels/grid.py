@@ -5,7 +5,7 @@ Everything here is integer arithmetic on shapes, or views of tensors; no score, 
 
 from __future__ import annotations
 
-import math
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,11 @@ RATIO_UNIT = 10**9  # ratios are read as the nearest multiple of 1 / RATIO_UNIT,
 
 def check_block(block: object) -> tuple[int, int]:
     """Return `block` as (rows, cols) = (out_features, in_features); raise ConfigError unless it is two positive ints."""
-    ok = isinstance(block, (tuple, list)) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
-    if not ok:
-        raise ConfigError(f"block must be two positive ints (out_features, in_features): expected e.g. (16, 16), got {block!r}.")
-    return block[0], block[1]  # type: ignore[index]
+    if isinstance(block, (tuple, list)) and len(block) == 2 and not any(isinstance(b, bool) for b in block):
+        rows, cols = (b.__index__() if hasattr(b, "__index__") else 0 for b in block)
+        if 0 < rows < 2**31 and 0 < cols < 2**31:
+            return rows, cols
+    raise ConfigError(f"block must be two positive ints (out_features, in_features): expected e.g. (16, 16), got {block!r}.")
 
 
 def ratio_units(ratio: object) -> int:
@@ -29,10 +30,11 @@ def ratio_units(ratio: object) -> int:
 
     Cost: none. A ratio that rounds to 1 keeps nothing and is refused as well.
     """
-    number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-    if not number or not math.isfinite(ratio) or not 0 <= ratio < 1 or round(ratio * RATIO_UNIT) >= RATIO_UNIT:  # type: ignore[operator,arg-type]
-        raise ConfigError(f"ratio is the fraction of blocks that are masked (sparsity): expected a finite number in [0, 1), got {ratio!r}.")
-    return round(ratio * RATIO_UNIT)  # type: ignore[operator]
+    if isinstance(ratio, Real) and not isinstance(ratio, bool) and 0 <= ratio < 1:  # type: ignore[operator]  # numpy's scalars are Real, too
+        units = round(float(ratio) * RATIO_UNIT)
+        if units < RATIO_UNIT:
+            return units
+    raise ConfigError(f"ratio is the fraction of blocks that are masked (sparsity): expected a finite number in [0, 1), got {ratio!r}.")
 
 
 def grid_shape(shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> tuple[int, int]:
@@ -50,9 +52,17 @@ def keep_count(n_blocks: int, ratio: float) -> int:
     return max(1, -(-n_blocks * (RATIO_UNIT - ratio_units(ratio)) // RATIO_UNIT))
 
 
+def _clipped(block: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+    """A block of at most the weight's size: the same grid, without padding up to the block."""
+    return min(block[0], max(1, shape[0])), min(block[1], max(1, shape[1]))
+
+
 def to_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
-    """View or copy of `w` (N, K) as (NB, KB, bh * bw), ragged edges padded with zeros. Same dtype and device; differentiable."""
-    (nb, kb), (bh, bw) = grid_shape(w.shape, block), block
+    """View or copy of `w` (N, K) as (NB, KB, bh * bw), ragged edges padded with zeros. Same dtype and device; differentiable.
+
+    A block that is larger than the weight is cut to it first.
+    """
+    (nb, kb), (bh, bw) = grid_shape(w.shape, block), _clipped(block, w.shape)
     pad_rows, pad_cols = nb * bh - w.shape[0], kb * bw - w.shape[1]
     if pad_rows or pad_cols:
         w = F.pad(w, (0, pad_cols, 0, pad_rows))
@@ -61,7 +71,7 @@ def to_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
 
 def expand_mask(mask: Tensor, shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> Tensor:
     """Block mask [NB, KB] bool -> element mask of `shape` (N, K) bool. No host sync, no gradient."""
-    (nb, kb), (bh, bw) = mask.shape, block
+    (nb, kb), (bh, bw) = mask.shape, _clipped(block, shape)
     full = mask[:, None, :, None].expand(nb, bh, kb, bw).reshape(nb * bh, kb * bw)
     return full[: shape[0], : shape[1]]
 

@@ -1,9 +1,9 @@
 """Strip lists: which blocks a tile of the list matmul must visit, in plain PyTorch.
 
 The output's feature axis is cut into strips of `strip` features; along the reduction axis the mask is cut into units of at most `step` features, one step of
-the matmul taking `per_step` of them. A strip's list holds the units in which any of its blocks is kept, ascending, as `bits << 16 | unit`: bit g says that block
-g of the strip is kept there. Lists have full capacity and a zero tail of at least one step, so that shapes are static, nothing is read back to the host, and
-the matmul may load one step ahead. For dX the same is built over the transposed mask.
+the matmul taking `per_step` of them. A strip's list holds the units in which any of its blocks is kept, ascending, as `bits << 16 | unit`: bit g says that
+block g of the strip is kept there. Lists have full capacity and a zero tail of at least one step, so that shapes are static, nothing is read back to the
+host, and the matmul may load one step ahead. For dX the same is built over the transposed mask.
 
 | tensor | shape | what |
 | --- | --- | --- |

@@ -116,7 +116,7 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, mask, dense = ctx.saved_tensors
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
-        gx = masked_linear_dx(gy, w, mask, *ctx.config, ctx.impl)
+        gx = masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl)
     if ctx.needs_input_grad[1]:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl)
     if ctx.needs_input_grad[2]:
@@ -130,10 +130,13 @@ masked_linear.register_autograd(_linear_backward, setup_context=_save_linear)
 
 
 @torch.library.custom_op("fxmask::masked_linear_dx", mutates_args=())
-def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, impl: str = "auto") -> Tensor:
+def masked_linear_dx(
+    gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     """Gradient of `masked_linear` with respect to x: dY (W∘M), or dY W in mode `unmasked`.
 
-    gy (..., N), w (N, K), mask bool (NB, KB) -> (..., K) contiguous. Differentiable: gy, w. Cost: as `masked_linear`. Raises: ShapeError.
+    gy (..., N), w (N, K), mask bool (NB, KB) -> (..., K) contiguous. Differentiable: gy, w (there `dense` counts).
+    Cost: as `masked_linear`. Raises: ShapeError.
     """
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("gy", gy, w.shape[0])
@@ -142,24 +145,26 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block
 
 
 @masked_linear_dx.register_fake
-def _(gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, impl: str = "auto") -> Tensor:
+def _(
+    gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     return gy.new_empty((*gy.shape[:-1], w.shape[1]))
 
 
 def _save_dx(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, w, mask, *config, impl = inputs
-    ctx.save_for_backward(gy, w, mask)
+    gy, w, mask, *config, dense, impl = inputs
+    ctx.save_for_backward(gy, w, mask, dense)
     ctx.config, ctx.impl = tuple(config), impl
 
 
 def _dx_backward(ctx: Any, ggx: Tensor) -> tuple[Tensor | None, ...]:
-    gy, w, mask = ctx.saved_tensors
+    gy, w, mask, dense = ctx.saved_tensors
     ggy = gw = None
     if ctx.needs_input_grad[0]:
-        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config, None, ctx.impl)
+        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config, dense, ctx.impl)
     if ctx.needs_input_grad[1]:
-        gw = masked_linear_dw(gy, ggx, mask, *ctx.config, None, ctx.impl)
-    return ggy, gw, None, None, None, None, None
+        gw = masked_linear_dw(gy, ggx, mask, *ctx.config, dense, ctx.impl)
+    return ggy, gw, None, None, None, None, None, None
 
 
 masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
@@ -204,7 +209,7 @@ def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked", None, ctx.impl)
     if ctx.needs_input_grad[1]:
-        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", ctx.impl)
+        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", None, ctx.impl)
     return ggy, gx, None, None, None, None, None, None
 
 
@@ -231,9 +236,10 @@ def linear(
 ) -> Tensor:
     """The masked linear as modules call it: `masked_linear`, or its aten form where PyTorch cannot differentiate a custom op.
 
-    `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get `reference.composite`.
+    `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get
+    `reference.composite`, and so do nested tensors.
     """
-    if _transformed(impl):
+    if _transformed(impl) or x.is_nested:
         return reference.composite(x, w, bias, mask, block, backward, dense)
     return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl)
 

@@ -62,11 +62,17 @@ def composite(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tu
 
     Costs one dense matmul more in mode `unmasked`. Same values as `masked_linear`.
     """
+    if backward == "unmasked":  # the gradients of the dense layer, with the value of the masked one; full - full is an exact zero
+        full = F.linear(x, w)
+        return F.linear(x.detach(), masked(w, mask, block).detach(), bias) + (full - full.detach())
+    return F.linear(x, straight_through(w, mask, block, gradient_mask(mask, dense, backward)), bias)
+
+
+def straight_through(w: Tensor, mask: Tensor, block: tuple[int, int], wanted: Tensor | None) -> Tensor:
+    """W∘M whose gradient reaches the blocks in `wanted` (all where it is None), masked or not; of finite masked elements, exactly."""
+    if wanted is mask:
+        return masked(w, mask, block)
     kept = expand_mask(mask, w.shape, block)
-    wanted = gradient_mask(mask, dense, backward)
-    reached = w if wanted is None else torch.where(expand_mask(wanted, w.shape, block), w, 0)  # where the gradient goes
-    weight = reached - torch.where(kept, 0, reached).detach()  # the value is W∘M: w - 0 and w - w are exact
-    if backward != "unmasked":
-        return F.linear(x, weight, bias)
-    full = F.linear(x, w.detach())
-    return F.linear(x.detach(), weight, bias) + (full - full.detach())
+    reached = w if wanted is None else masked(w, wanted, block)
+    zero = torch.where(kept | ~torch.isfinite(reached), 0, reached)  # Inf - Inf would be NaN
+    return torch.where(kept, reached, zero - zero.detach())

@@ -44,7 +44,7 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     elif criterion == "linf":
         keys = clean.abs().amax(-1).view(torch.int32)  # the bits of non-negative floats sort like the floats
     elif criterion == "spectral":
-        keys = _spectral_keys(clean, block)
+        keys = _spectral_keys(clean.unflatten(-1, (-1, min(block[1], max(1, w.shape[1])))))
     elif criterion == "random":
         keys = _random_keys(b.shape[:2], w.device, step, stream)
     else:
@@ -80,10 +80,13 @@ def _sum_keys(b: Tensor, squared: bool) -> Tensor:
     return torch.where(total == 0, 0, key)
 
 
-def _spectral_keys(b: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest singular value of each block, as float32 bits; the weight is scaled as a whole, so any magnitude ranks like any other."""
-    u, _ = _scale(b, (0, 1, 2))
-    return torch.linalg.matrix_norm(u.unflatten(-1, block), ord=2).clamp(min=0).view(torch.int32)
+def _spectral_keys(b: Tensor) -> Tensor:
+    """Largest singular value of each block [NB, KB, bh, bw], as float32 bits.
+
+    The weight is scaled as a whole: its magnitude does not matter, but blocks 2^126 times smaller than the largest element count as zero.
+    """
+    u, _ = _scale(b, (0, 1, 2, 3))
+    return torch.linalg.matrix_norm(u, ord=2).clamp(min=0).view(torch.int32)
 
 
 def _mix(h: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import nn
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .config import WeightMask
 from .find import Candidate
-from .site import Site
 
 Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
 Patterns = Pattern | Sequence[Pattern] | None
@@ -32,13 +31,16 @@ class Decision:
 
 
 def matches(pattern: Pattern, c: Candidate) -> bool:
-    """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear."""
+    """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear.
+
+    A linear call in a graph that no module makes is shown to callables as an nn.Linear of its shape, on the meta device.
+    """
     if isinstance(pattern, str):
         if pattern.startswith("re:"):
             return re.search(pattern[3:], c.name) is not None
         return c.name == pattern or fnmatch.fnmatchcase(c.name, pattern)
     if isinstance(pattern, type):
-        return isinstance(c.module, pattern) if c.module is not None else pattern.__name__ in c.type_names
+        return issubclass(pattern, nn.Module) and pattern in c.types
     return bool(pattern(c.module, c.name))
 
 
@@ -73,12 +75,13 @@ def choose(found: list[Candidate], config: WeightMask, include: Patterns, exclud
                 chosen = None if change is False else config.replace(change, f"overrides[{pattern!r}]")
         if not reason and chosen is None:
             reason = "overrides: False"
-        if not reason and c.skip and not isinstance(c.module, Site) and not (chosen is not None and chosen.read == "weight"):
+        if not reason and c.skip and not (c.owner is c.module and chosen is not None and chosen.read == "weight"):
             reason = c.skip
-            warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
+            if not c.quiet:
+                warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
         if reason:
             chosen = None
-        elif c.read and chosen is not None:
+        elif c.owner is not None and not c.masked and chosen is not None:
             chosen = _as_reader(c, chosen)
         decisions.append(Decision(c, chosen, reason or "selected"))
     _check_selected(decisions)
@@ -94,7 +97,7 @@ def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Patter
         return ""  # an exact name lifts the default exclusions
     if c.tied_embedding:
         return "default exclusion: weight tied to an Embedding"
-    if not c.problem and min(c.weight.shape) < SMALLEST:
+    if not c.problem and c.weight.dim() == 2 and min(c.weight.shape) < SMALLEST:
         return f"default exclusion: min(out, in) = {min(c.weight.shape)} < {SMALLEST}"
     if LORA_PARTS & set(c.name.split(".")):
         return "default exclusion: LoRA factor"
@@ -110,6 +113,8 @@ def _as_reader(c: Candidate, config: WeightMask) -> WeightMask:
 
 
 def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError(f"overrides: expected a dict of pattern to options, got {overrides!r}.")
     changes = dict(overrides or {})
     as_patterns("overrides", list(changes))
     for pattern, change in changes.items():
@@ -136,10 +141,11 @@ def _check_selected(decisions: list[Decision]) -> None:
         where = c.name or "the model itself"
         if c.problem:
             raise UnsupportedError(message(f"cannot mask {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
-        if isinstance(c.module, Site):
+        if c.masked:
             raise StateError(message(f"{where!r} is masked already: expected a dense layer.", where, "call fxmask.restore(model) first."))
-        if c.module is not None and not c.nodes and d.config.read == "weight" and "weight" not in c.module._parameters:
-            raise UnsupportedError(message(f"cannot mask {where!r}: it is read by its owner, and parametrised.", where, f"exclude={c.name!r}."))
+        if d.config.read == "weight" and (c.module is None or c.nodes or "weight" not in c.module._parameters):
+            what = f"cannot mask {where!r} by read='weight': expected a module with a plain weight parameter."
+            raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))
         if d.config.cached and c.weight.is_meta:
             what = f"a cached mask (refresh={d.config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
             raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
@@ -147,6 +153,6 @@ def _check_selected(decisions: list[Decision]) -> None:
             what = f"a cached mask (refresh={d.config.refresh}) needs the parameter, and this graph computes the weight."
             raise UnsupportedError(message(what, where, "use refresh=1 for it."))
         other = seen.setdefault(id(c.weight), d)
-        if other.config != d.config:
+        if other.config is None or dataclasses.replace(other.config, read="call") != dataclasses.replace(d.config, read="call"):
             what = f"one weight would be masked twice, differently: {other.candidate.name!r} and {where!r} share it."
             raise ConfigError(message(what, where, "give both the same options, or exclude both."))

@@ -100,12 +100,14 @@ class WeightMask:
         at_least("dense_every", self.dense_every, 1)
         if type(self.seed) is not int:
             raise ConfigError(f"seed: expected an int, got {self.seed!r}.")
-        if self.schedule in SCHEDULES and self.schedule != "constant":
+        if isinstance(self.schedule, str) and self.schedule in SCHEDULES and self.schedule != "constant":
             raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
-        if self.schedule == "constant":
+        if isinstance(self.schedule, str) and self.schedule == "constant":
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule, got {self.schedule!r}.")
+        if self.refresh == 0 and self.schedule is not None and self.schedule.kind != "constant":
+            raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
         if self.read == "weight" and self.backward == "unmasked":
             raise UnsupportedError(
                 "backward='unmasked' needs the call of the layer, and read='weight' has none: expected masked, ste or rigl for this layer."

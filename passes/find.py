@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .site import Site, graph_sites
+from .weights import peek_weight
+
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
+EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
+IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
 
 
 @dataclasses.dataclass
@@ -24,41 +31,74 @@ class Candidate:
     name: str
     param_name: str
     weight: Tensor
-    module: nn.Module | None = None
-    called: list[nn.Module] = dataclasses.field(default_factory=list)  # modules whose calls are in `nodes`
+    module: nn.Module | None = None  # of a call in a graph: a stand-in of the same shape, for patterns
     host: GraphModule | None = None
     nodes: list[Node] = dataclasses.field(default_factory=list)
     weight_path: str | None = None
-    type_names: tuple[str, ...] = ()
+    types: tuple[type, ...] = ()
     problem: str = ""  # why it cannot be masked at all; an error if it is selected
     skip: str = ""  # why it is left dense, with a warning; read='weight' lifts it
-    read: bool = False  # its owner reads .weight instead of calling it
+    quiet: bool = False  # what no user takes for a Linear: skipped without a warning
+    masked: bool = False  # already
+    owner: nn.Module | None = None  # reads .weight instead of calling it
     tied_embedding: bool = False
 
 
 def find(model: nn.Module) -> list[Candidate]:
-    """All linears of a model, modules first, in the model's order."""
+    """All linears of a model, in the model's order, then those of its graphs."""
+    graphs = list(graph_modules(model))
+    outside = _used_outside(model, graphs)
+    in_graphs = [c for prefix, gm in graphs for c in _in_graph(prefix, gm, outside)]
+    called = {id(gm.get_submodule(str(n.target))) for _, gm in graphs for n in gm.graph.nodes if n.op == "call_module"} - outside
+    owned = {id(w): site for _, gm in graphs for site, w in graph_sites(gm) if w is not None}
     readers, found = _weight_readers(model), []
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    graph_sites = [c for prefix, gm in graph_modules(model) for c in _in_graph(prefix, gm)]
-    called = {id(m) for c in graph_sites for m in c.called}
     for name, m in model.named_modules():
         problem = _module_problem(m)
-        if (isinstance(m, nn.Linear) or problem) and id(m) not in called:
-            found.append(_module_candidate(name, m, problem, id(m) in readers))
-    found += graph_sites
+        if (isinstance(m, nn.Linear) or problem) and not (id(m) in called and is_plain(m)):
+            c = _module_candidate(name, m, problem, readers.get(id(m)))
+            c.masked = c.masked or id(c.weight) in owned
+            found.append(c)
+        elif isinstance(m, nn.MultiheadAttention) and m.in_proj_weight is not None:
+            path = _join(name, "in_proj_weight")
+            found.append(Candidate(path, path, m.in_proj_weight, skip=IN_PROJ, quiet=True))
+    found += in_graphs
+    named = {c.param_name for c in found}
+    for prefix, gm in graphs:  # calls that were rewritten are linears no more
+        for site, weight in graph_sites(gm):
+            path = _join(prefix, site._fxmask_name)
+            if path not in named:
+                shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
+                found.append(Candidate(path.removesuffix(".weight"), path, shown, masked=True))
+    embeddings = _embedding_weights(model, graphs)
     for c in found:
         c.tied_embedding = id(c.weight) in embeddings
     return found
 
 
-def _module_candidate(name: str, m: nn.Module, problem: str, read: bool) -> Candidate:
-    attr = getattr(m, "weight", None)
-    weight = attr if isinstance(attr, Tensor) else torch.empty(0, 0)
-    own = isinstance(m, nn.Linear) and type(m).forward is not nn.Linear.forward
+def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
+    """Every GraphModule inside a model, with its path."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))
+
+
+def is_plain(m: nn.Module) -> bool:
+    """Whether replacing the call of a Linear by an op loses nothing: no hooks, no subclass, no parametrisation, no forward of its own."""
+    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    return type(m) is nn.Linear and not any(hooks) and "weight" in m._parameters and "forward" not in m.__dict__
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _module_candidate(name: str, m: nn.Module, problem: str, owner: nn.Module | None) -> Candidate:
+    linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
+    weight = peek_weight(m) if linear else torch.empty(0, 0)
+    own = linear and not isinstance(m, Site) and (type(m).forward is not nn.Linear.forward or type(m).__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
-    types = tuple(t.__name__ for t in type(m).__mro__)
-    return Candidate(name, _join(name, "weight"), weight, m, type_names=types, problem=problem, skip=skip, read=read)
+    if "forward" in m.__dict__:
+        skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
+    new = Candidate(name, _join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip, masked=isinstance(m, Site))
+    new.owner = owner or (m if own else None)
+    return new
 
 
 def _module_problem(m: nn.Module) -> str:
@@ -67,10 +107,12 @@ def _module_problem(m: nn.Module) -> str:
         return "its weight is not initialised yet; run one forward first"
     if "quantized" in type(m).__module__ and "Linear" in type(m).__name__ and not isinstance(m, nn.Linear):
         return "its weight is quantised; mask the float model first, then quantise"
-    return _weight_problem(m.weight) if isinstance(m, nn.Linear) else ""
+    return _weight_problem(peek_weight(m)) if isinstance(m, nn.Linear) else ""
 
 
 def _weight_problem(w: Tensor) -> str:
+    if w.is_complex():
+        return f"its weight is complex ({w.dtype}), and masks are for real weights"
     if w.is_quantized or not w.is_floating_point() or w.element_size() == 1:
         return f"its weight is quantised ({w.dtype}); mask the float model first, then quantise"
     if is_traceable_wrapper_subclass(w):
@@ -78,111 +120,119 @@ def _weight_problem(w: Tensor) -> str:
     return ""
 
 
-def _weight_readers(model: nn.Module) -> set[int]:
+def _weight_readers(model: nn.Module) -> dict[int, nn.Module]:
     """Linears whose owner reads `.weight`: nn.MultiheadAttention never calls out_proj, and the encoder layer's fast path calls neither linear."""
-    found = set()
+    found: dict[int, nn.Module] = {}
     for m in model.modules():
         if isinstance(m, nn.MultiheadAttention):
-            found.add(id(m.out_proj))
+            found[id(m.out_proj)] = m
         elif isinstance(m, nn.TransformerEncoderLayer):
-            found |= {id(m.linear1), id(m.linear2)}
+            found[id(m.linear1)] = found[id(m.linear2)] = m
+    return found
+
+
+def _embedding_weights(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
+    """Weights that are looked up as tables, by modules or by calls in graphs."""
+    found = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    for _, gm in graphs:
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node.target in EMBEDDINGS:
+                found |= {id(resolve(gm, str(a.target))) for a in node.all_input_nodes if a.op == "get_attr"}
     return found
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _in_graph(prefix: str, gm: GraphModule) -> list[Candidate]:
-    """Linear calls of one graph, grouped by their weight."""
-    by_key: dict[object, Candidate] = {}
+def _used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
+    """Linears of a graph that the model also holds elsewhere, where they may be called: their class is swapped, which both callers see."""
+    prefixes = [prefix for prefix, _ in graphs]
+    inside = {id(m) for _, gm in graphs for m in gm.modules()}
+    paths = ((name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear) and id(m) in inside)
+    return {id(m) for name, m in paths if not any(name == p or p == "" or name.startswith(p + ".") for p in prefixes)}
+
+
+def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate]:
+    """Linear calls of one graph, grouped by weight and name."""
+    by_key: dict[Any, Candidate] = {}
     for node in gm.graph.nodes:
         if node.op == "call_module":
-            m = gm.get_submodule(str(node.target))
-            if not isinstance(m, nn.Linear) or not is_plain(m):
+            m, target = gm.get_submodule(str(node.target)), str(node.target)
+            if not isinstance(m, nn.Linear) or not is_plain(m) or id(m) in outside:
                 continue  # its class is swapped, which keeps hooks and parametrisations
-            key: object = id(m.weight)
-            path = f"{node.target}.weight"
-            types = tuple(t.__name__ for t in type(m).__mro__)
-            new = Candidate(_join(prefix, str(node.target)), _join(prefix, path), m.weight, m, host=gm, weight_path=path, type_names=types)
+            path, problem = f"{target}.weight", _weight_problem(m.weight)
+            new = Candidate(_join(prefix, target), _join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
+            key: Any = (id(m.weight), target)
         elif node.op == "call_function" and node.target in LINEARS:
-            arg = weight_arg(node)
-            key, new = _function_candidate(prefix, gm, node, arg)
+            key, new = _function_candidate(prefix, gm, node)
         else:
             continue
-        candidate = by_key.setdefault(key, new)
-        candidate.nodes.append(node)
-        if node.op == "call_module":
-            candidate.called.append(gm.get_submodule(str(node.target)))
+        by_key.setdefault(key, new).nodes.append(node)
     return list(by_key.values())
 
 
-def _function_candidate(prefix: str, gm: GraphModule, node: Node, arg: object) -> tuple[object, Candidate]:
+def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
-    types = _stack_types(node)
+    arg = weight_arg(node)
+    owner, types = _stack(node)
     if isinstance(arg, Node) and arg.op == "get_attr":
         path = str(arg.target)
-        weight = _resolve(gm, path)
+        weight = resolve(gm, path)
         name = path.removesuffix(".weight") if path != "weight" else ""
-        problem, skip = _weight_problem(weight), "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
-        return id(weight), Candidate(
-            _join(prefix, name), _join(prefix, path), weight, None, host=gm, weight_path=path, type_names=types, problem=problem, skip=skip
-        )
-    value = arg.meta.get("val", arg.meta.get("example_value")) if isinstance(arg, Node) else None
-    name = _owner(node) or node.name
-    problem = "" if isinstance(value, Tensor) else "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
-    weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
-    return arg, Candidate(_join(prefix, name), _join(prefix, f"{name}.weight"), weight, None, host=gm, type_names=types, problem=problem)
+        new = Candidate(_join(prefix, name), _join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=_weight_problem(weight))
+        new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
+        key: Any = id(weight)
+    else:
+        value = arg.meta.get("val", arg.meta.get("example_value")) if isinstance(arg, Node) else None
+        name = owner or node.name
+        weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
+        new = Candidate(_join(prefix, name), _join(prefix, f"{name}.weight"), weight, host=gm, types=types)
+        if not isinstance(value, Tensor):
+            new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
+        key = arg
+    if not new.problem and weight.dim() != 2:
+        new.skip = f"its weight has {weight.dim()} axes"
+    elif not new.problem:
+        new.module = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], device="meta")  # for patterns that look at a module
+        new.types = (*types, *nn.Linear.__mro__) if nn.Linear not in types else types
+    return key, new
 
 
-def is_plain(m: nn.Linear) -> bool:
-    """Whether replacing the call of a Linear by an op loses nothing: no hooks, no subclass, no parametrisation."""
-    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return type(m) is nn.Linear and not any(hooks) and "weight" in m._parameters
-
-
-def weight_arg(node: Node) -> object:
+def weight_arg(node: Node) -> Any:
     """The weight of a linear call, positional or by keyword."""
     return node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
 
 
-def bias_arg(node: Node) -> object:
+def bias_arg(node: Node) -> Any:
     """The bias of a linear call, or None."""
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
 
 
-def input_arg(node: Node) -> object:
+def input_arg(node: Node) -> Any:
     """The input of a linear call, or of the call of a Linear module."""
     return node.args[0] if node.args else node.kwargs["input"]
 
 
-def _stack(node: Node) -> tuple[str, object] | None:
+def _stack(node: Node) -> tuple[str, tuple[type, ...]]:
+    """Path and classes of the module that made a call, as far as the trace recorded them."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1] if stack else None
+    if not stack:
+        return "", ()
+    path, cls = stack[-1]
+    if isinstance(cls, str):  # torch.export keeps the class by name
+        module, _, leaf = cls.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), leaf)
+        except (ImportError, AttributeError, ValueError):
+            cls = None
+    return path.removeprefix("L['self']").lstrip("."), cls.__mro__ if isinstance(cls, type) else ()
 
 
-def _owner(node: Node) -> str:
-    last = _stack(node)
-    return "" if last is None else last[0].removeprefix("L['self']").lstrip(".")
-
-
-def _stack_types(node: Node) -> tuple[str, ...]:
-    """Class names of the module that made a call, as far as the trace recorded them."""
-    last = _stack(node)
-    if last is None:
-        return ()
-    cls = last[1]
-    return tuple(t.__name__ for t in cls.__mro__) if isinstance(cls, type) else (str(cls).rpartition(".")[2],)
-
-
-def _resolve(gm: GraphModule, path: str) -> Tensor:
+def resolve(gm: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
     owner, _, leaf = path.rpartition(".")
     return getattr(gm.get_submodule(owner), leaf)
 
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
-    """Every GraphModule inside a model, with its path."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))

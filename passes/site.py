@@ -1,23 +1,31 @@
 """The state of one masked weight: its configuration, its step, and the device scalars and mask that the forward reads.
 
-The forward reads nothing from the host that moves: the number of kept blocks, the step and a cached mask are non-persistent buffers, rewritten between
-optimiser steps. So a schedule recompiles nothing, and `state_dict` keys stay what they were. The state lives on the masked module itself, in attributes
-that start with `_fxmask_`; what acts on it are functions, so that no method of a user's class is shadowed.
+The forward reads nothing from the host that moves: the number of kept blocks, the step and a cached mask are tensors, rewritten between optimiser steps. So a
+schedule recompiles nothing. They are plain attributes and no buffers: a buffer would be averaged by EMA, broadcast by DDP and listed by whoever walks buffers.
+The state lives on the masked module itself, in attributes that start with `_fxmask_`; what acts on it are functions, so that no method of a user's class is
+shadowed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch.fx import GraphModule, Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..kernels import ops
-from ..kernels.errors import StateError, UnsupportedError, message
+from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import grid_shape
 from .config import WeightMask
+
+STATE = ("keep", "count", "dense", "mask", "flips")  # the tensors among the attributes
 
 
 class Site(nn.Module):
@@ -31,6 +39,7 @@ class Site(nn.Module):
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_is_dense: bool  # inside fxmask.dense
+    _fxmask_saved: Tensor | None  # inside fxmask.dense: the cached mask that comes back
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
     _fxmask_count: Tensor  # 0-d int64, the step as random masks see it
     _fxmask_dense: Tensor | None  # 0-d bool, rigl: dW is dense now
@@ -39,8 +48,17 @@ class Site(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        sync(self)  # to_empty leaves garbage in buffers, and the host knows their values
+        for name in STATE:
+            value = getattr(self, f"_fxmask_{name}")
+            setattr(self, f"_fxmask_{name}", None if value is None else fn(value))
+        sync(self)  # to_empty leaves garbage, and the host knows the values
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._fxmask_is_dense:
+            what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
+            raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
+        return self.__dict__.copy()
 
 
 def stream_of(seed: int, name: str) -> int:
@@ -50,28 +68,29 @@ def stream_of(seed: int, name: str) -> int:
 
 def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
-    device = weight.device
     site._fxmask_config, site._fxmask_name = config, name
     site._fxmask_grid = grid_shape(weight.shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = False
-    count = torch.zeros((), dtype=torch.int64, device=device)
-    buffers = {
-        "keep": count,
-        "count": count.clone(),
-        "dense": torch.zeros((), dtype=torch.bool, device=device) if config.backward == "rigl" else None,
-        "mask": torch.ones(site._fxmask_grid, dtype=torch.bool, device=device) if config.cached else None,
-        "flips": count.clone() if config.cached else None,
-    }
-    for what, value in buffers.items():
-        site.register_buffer(f"_fxmask_{what}", value, persistent=False)
+    site._fxmask_saved = None
+    place_on(site, weight.device)
+
+
+@torch.inference_mode(False)  # tensors made inside inference_mode could never be rewritten
+def place_on(site: Site, device: torch.device) -> None:
+    """Make the state's tensors on a device, as after `install`."""
+    config = site._fxmask_config
+    site._fxmask_keep, site._fxmask_count = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+    site._fxmask_dense = torch.zeros((), dtype=torch.bool, device=device) if config.backward == "rigl" else None
+    site._fxmask_mask = torch.ones(site._fxmask_grid, dtype=torch.bool, device=device) if config.cached else None
+    site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
     sync(site)
 
 
 def uninstall(site: nn.Module) -> None:
     """Remove every attribute that `install` made."""
-    for name in [n for n in (*site._buffers, *site.__dict__) if n.startswith("_fxmask_")]:
+    for name in [n for n in site.__dict__ if n.startswith("_fxmask_")]:
         delattr(site, name)
 
 
@@ -88,54 +107,93 @@ def sync(site: Site) -> None:
 def build(site: Site, weight: Tensor) -> Tensor:
     """The mask of a weight (N, K) as it is now: bool (NB, KB)."""
     c = site._fxmask_config
+    if site._fxmask_keep.device != weight.device:
+        what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
+        raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
     return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
 
 
 @torch.no_grad()
-def rebuild(site: Site, weight: Tensor) -> None:
+def rebuild(site: Site, weight: Tensor, first: bool = False) -> None:
     """Rewrite a cached mask from the weight, and count the blocks that changed place. Nothing to do where every forward builds its own."""
-    if site._fxmask_mask is None or site._fxmask_flips is None:
+    if site._fxmask_mask is None or site._fxmask_flips is None or site._fxmask_step < site._fxmask_config.start:
         return
+    dense, site._fxmask_is_dense = site._fxmask_is_dense, False
+    sync(site)
     mask = build(site, weight.detach())
-    site._fxmask_flips += (mask != site._fxmask_mask).sum()
-    site._fxmask_mask.copy_(mask)
+    site._fxmask_is_dense = dense
+    sync(site)
+    target = site._fxmask_saved if dense and site._fxmask_saved is not None else site._fxmask_mask
+    if not first:
+        site._fxmask_flips += (mask != target).sum()
+    target.copy_(mask)
     site._fxmask_built = site._fxmask_step
 
 
-def advance(site: Site, n: int, weight: Tensor) -> None:
-    """Take `n` optimiser steps; 0 only announces that steps will come."""
+def after_load(site: Site, weight: Tensor) -> None:
+    """New weights were loaded: follow them to their device, and rewrite a cached mask."""
+    if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
+        place_on(site, weight.device)
+    if not weight.is_meta:
+        rebuild(site, weight)
+
+
+def advance(site: Site, n: int, weight: Tensor | None) -> None:
+    """Take `n` optimiser steps; 0 only announces that steps will come. The weight is needed for a cached mask only."""
     c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
     site._fxmask_announced = True
     site._fxmask_step = now
     sync(site)
-    if n and c.cached and now >= c.start:
+    if n and c.cached and now >= c.start and weight is not None:
         due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
         if due or before < c.start:
-            rebuild(site, weight)
+            rebuild(site, weight, first=before < c.start)
 
 
 def current_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask of the next forward, cached or not: bool (NB, KB)."""
     if site._fxmask_mask is None:
         return build(site, weight)
-    return site._fxmask_mask.clone()  # the backward may come after a step has rewritten the buffer
+    return site._fxmask_mask.clone()  # the backward may come after a step has rewritten it
+
+
+def dense_flag(site: Site) -> Tensor | None:
+    """The flag of `rigl`, 0-d bool, as the backward of this forward will need it."""
+    return None if site._fxmask_dense is None else site._fxmask_dense.clone()
 
 
 def forward_mask(site: Site, weight: Tensor) -> Tensor:
-    """The mask, for a forward; StateError where training counts steps and nobody does."""
-    if site.training and not site._fxmask_announced and site._fxmask_config.needs_steps:
-        raise StateError(
-            message(
-                "start, schedule, refresh > 1 and backward='rigl' count optimiser steps: expected a step source before training, got none.",
-                site._fxmask_name,
-                "call fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step().",
-            )
-        )
+    """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
+    c = site._fxmask_config
+    if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
+        refuse_tracing(site)
+    if c.needs_steps and not site._fxmask_announced:
+        _nobody_counts(site)
     return current_mask(site, weight)
 
 
+def refuse_tracing(site: Site) -> None:
+    """Raise UnsupportedError: a symbolic trace of a masked model."""
+    what = "fx.symbolic_trace of a masked model would freeze its masks: expected a dense model."
+    raise UnsupportedError(message(what, site._fxmask_name, "trace the dense model first, then call fxmask.apply on the trace; or use torch.export."))
+
+
+def _nobody_counts(site: Site) -> None:
+    c = site._fxmask_config
+    fix = "call fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
+    if site.training:
+        what = "start, schedule, refresh > 1 and backward='rigl' count optimiser steps: expected a step source before training, got none."
+        raise StateError(message(what, site._fxmask_name, fix))
+    if c.ratio_at(0) != c.ratio and not site._fxmask_is_dense and not torch.compiler.is_compiling():
+        what = f"a masked model is evaluated at ratio {c.ratio_at(0)}, not {c.ratio}: start or schedule count steps, none was told (fxmask.step)."
+        warnings.warn(what, FxMaskWarning, stacklevel=4)
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------------------------------------------
+
+
 class GraphSite(Site):
-    """The mask of a weight inside an FX graph: called with the weight, it gives the mask that the masked_linear node takes.
+    """The mask of a weight inside an FX graph: called with the weight, it gives the mask that the masked_linear node takes, and the flag of `rigl`.
 
     `weight_path` is the parameter's path in the GraphModule, None for a weight that the graph computes. `origins` says what the calls were, in graph order:
     `module:<path>`, `functional` or `aten`.
@@ -147,8 +205,8 @@ class GraphSite(Site):
         self.origins: list[str] = []
         install(self, config, name, weight, stream_name)
 
-    def forward(self, weight: Tensor) -> Tensor:
-        """weight (N, K) -> mask bool (NB, KB)."""
+    def forward(self, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """weight (N, K) -> mask bool (NB, KB); with backward="rigl": (mask, 0-d bool)."""
         if forward_ad._current_level >= 0:
             raise UnsupportedError(
                 message(
@@ -157,8 +215,23 @@ class GraphSite(Site):
                     "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too.",
                 )
             )
-        return forward_mask(self, weight)
+        mask, dense = forward_mask(self, weight), dense_flag(self)
+        return mask if dense is None else (mask, dense)
 
     def extra_repr(self) -> str:
         c = self._fxmask_config
         return f"{self._fxmask_name}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}"
+
+
+def containers(gm: GraphModule) -> list[tuple[str, nn.Module]]:
+    """The submodules of a graph module that hold its masks: one, by whatever name was free."""
+    return [(name, m) for name, m in gm.named_children() if any(isinstance(c, GraphSite) for c in m.children())]
+
+
+def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
+    """The masks of one graph, each with its weight (None where the graph computes it)."""
+    for _, container in containers(gm):
+        for site in container.children():
+            if isinstance(site, GraphSite):
+                owner, _, leaf = (site.weight_path or "").rpartition(".")
+                yield site, getattr(gm.get_submodule(owner), leaf) if site.weight_path else None

@@ -10,29 +10,30 @@ Parameters stay where they are, so that state_dict keys, optimisers and tied wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
 from .find import bias_arg, input_arg, weight_arg
 from .infra import Pass
-from .site import GraphSite
+from .site import GraphSite, containers, graph_sites
 
 CONTAINER = "fxmask_sites"
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 
 
 class MaskWeights(Pass):
-    """Rewrites the linear calls that `decisions` select in one graph."""
+    """Rewrites the linear calls that `decisions` select in one graph. `made` lists the masks, also where the pass fails half-way."""
 
     def __init__(self, decisions: list[Decision], stream_names: dict[int, str]) -> None:
         self.decisions, self.stream_names = decisions, stream_names
+        self.made: list[GraphSite] = []
 
     def run(self, gm: GraphModule) -> list[str]:
         names = []
@@ -41,65 +42,71 @@ class MaskWeights(Pass):
             if c.host is not gm or d.config is None:
                 continue
             stream = self.stream_names.get(id(c.weight), c.param_name)
-            local = c.weight_path or c.param_name  # a name inside this graph module, whatever holds it
-            site = GraphSite(d.config, local, c.weight, c.weight_path, stream)
-            target = _add_site(gm, local.removesuffix(".weight"), site)
-            _rewrite(gm, c.nodes, target, site)
+            local = c.weight_path or f"{c.nodes[0].name}.weight"  # a name inside this graph module, whatever holds it
+            site = GraphSite(d.config, local, c.weight, c.weight_path, stream).train(gm.training)
+            self.made.append(site)
+            _rewrite(gm, c.nodes, _add_site(gm, local.removesuffix(".weight"), site), site)
             names.append(c.name)
         return names
 
 
 class RestoreLinears(Pass):
-    """Turns every masked linear of a graph back into the call that it was."""
+    """Turns masked linears of a graph back into the calls that they were: all, or those of some masks."""
+
+    def __init__(self, only: list[GraphSite] | None = None) -> None:
+        self.only = None if only is None else {id(s) for s in only}
 
     def run(self, gm: GraphModule) -> list[str]:
+        chosen = {id(s): list(s.origins) for s, _ in graph_sites(gm) if self.only is None or id(s) in self.only}
         names = []
-        origins = {id(site): list(site.origins) for site, _ in graph_sites(gm)}
         for node in gm.graph.find_nodes(op="call_function", target=MASKED_LINEAR):
             x, w, b, mask, *rest = node.args
-            site = gm.get_submodule(str(mask.target)) if mask.op == "call_module" else None
-            if not isinstance(site, GraphSite):
+            call = mask.args[0] if mask.target is operator.getitem else mask
+            site = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
+            if not isinstance(site, GraphSite) or id(site) not in chosen:
                 continue
-            origin = origins[id(site)].pop(0) if origins[id(site)] else "functional"  # a call that was copied has none
+            origin = chosen[id(site)].pop(0) if chosen[id(site)] else "functional"  # a call that somebody copied has none
             with gm.graph.inserting_before(node):
                 if origin.startswith("module:"):
                     new = gm.graph.call_module(origin.removeprefix("module:"), (x,))
                 else:
                     new = gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, b))
             _replace(gm, node, new)
-            for left in (rest[3] if len(rest) > 3 else None, mask, b, w):
-                if isinstance(left, Node) and not left.users and left.op in ("get_attr", "call_module"):
+            for left in dict.fromkeys((rest[3] if len(rest) > 3 else None, mask, call, b, w)):
+                if isinstance(left, Node) and not left.users and (left.op in ("get_attr", "call_module") or left.target is operator.getitem):
                     gm.graph.erase_node(left)
             names.append(site._fxmask_name)
-        if hasattr(gm, CONTAINER):
-            delattr(gm, CONTAINER)
+        for name, container in containers(gm):
+            for key, site in list(container.named_children()):
+                if id(site) in chosen:
+                    delattr(container, key)
+            if not any(container.children()):
+                delattr(gm, name)
         return names
 
 
-def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
-    """The masks of one graph, each with its weight (None where the graph computes it)."""
-    container = getattr(gm, CONTAINER, None)
-    for site in container.children() if isinstance(container, nn.Module) else ():
-        if isinstance(site, GraphSite):
-            owner, _, leaf = (site.weight_path or "").rpartition(".")
-            yield site, getattr(gm.get_submodule(owner), leaf) if site.weight_path else None
-
-
 def _add_site(gm: GraphModule, name: str, site: GraphSite) -> str:
-    if not hasattr(gm, CONTAINER):
-        gm.add_module(CONTAINER, nn.Module())
-    container = gm.get_submodule(CONTAINER)
-    key = base = name.replace(".", "_") or "root"
-    number = 1
-    while hasattr(container, key):
-        key, number = f"{base}_{number}", number + 1
+    found = containers(gm)
+    holder = found[0][0] if found else _free_name(gm, CONTAINER)
+    if not found:
+        gm.add_module(holder, nn.Module().train(gm.training))
+    container = gm.get_submodule(holder)
+    key = _free_name(container, name.replace(".", "_") or "root")
     container.add_module(key, site)
-    return f"{CONTAINER}.{key}"
+    return f"{holder}.{key}"
+
+
+def _free_name(m: nn.Module, base: str) -> str:
+    name, number = base, 1
+    while hasattr(m, name):
+        name, number = f"{base}_{number}", number + 1
+    return name
 
 
 def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -> None:
     graph, c = gm.graph, site._fxmask_config
     mask: Node | None = None
+    dense: Node | None = None
     for node in nodes:
         with graph.inserting_before(node):
             if node.op == "call_module":
@@ -112,9 +119,12 @@ def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -
             if mask is None:  # one weight, one mask, however often the graph uses it
                 mask = graph.call_module(target, (w,))
                 mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                if site._fxmask_dense is not None:  # the site gives two things
+                    pair = mask
+                    mask, dense = (graph.call_function(operator.getitem, (pair, i)) for i in range(2))
             args = [input_arg(node), w, b, mask, *c.block, c.backward]
-            if site._fxmask_dense is not None or c.impl != "auto":
-                args.append(None if site._fxmask_dense is None else graph.get_attr(f"{target}._fxmask_dense"))
+            if dense is not None or c.impl != "auto":
+                args.append(dense)
             if c.impl != "auto":
                 args.append(c.impl)
             new = graph.call_function(MASKED_LINEAR, tuple(args))

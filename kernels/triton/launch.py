@@ -98,9 +98,8 @@ def block_keys(w: Tensor, block: tuple[int, int]) -> Tensor:
     keys = torch.empty(nb, kb, dtype=torch.int32, device=w.device)
     tn, tk = max(bh, min(16, 4096 // max(bw, 16))), max(bw, 64)
     grid = (triton.cdiv(w.shape[0], tn), triton.cdiv(w.shape[1], tk))
-    _launch(
-        block_keys_kernel, grid, w, keys, *w.shape, kb, w.stride(0), SHIFT=sum_shift(bh * bw), **KEY_CONSTANTS, BH=bh, BW=bw, TN=tn, TK=tk, num_warps=8, enable_fp_fusion=False
-    )  # fmt: skip
+    constants = dict(KEY_CONSTANTS, SHIFT=sum_shift(bh * bw), BH=bh, BW=bw, TN=tn, TK=tk)
+    _launch(block_keys_kernel, grid, w, keys, *w.shape, kb, w.stride(0), **constants, num_warps=8, enable_fp_fusion=False)
     return keys
 
 
@@ -121,8 +120,8 @@ def strip_lists(mask: Tensor, lay: Layout, transposed: bool) -> tuple[Tensor, Te
     order = torch.empty_like(counts)
     wide, size = lay.col_block // lay.unit, _pow2(lay.capacity)
     _launch(
-        strip_lists_kernel, (lay.strips,), m.view(torch.int8) if m.is_contiguous() else mask.view(torch.int8), entries, counts, lay.rows, lay.units, *m.stride(),
-        lay.capacity, STRIP=lay.strip, ROW_BLOCK=lay.row_block, WIDE=wide, G=lay.group, CH=size,
+        strip_lists_kernel, (lay.strips,), mask.view(torch.int8), entries, counts, lay.rows, lay.units, *m.stride(), lay.capacity,
+        STRIP=lay.strip, ROW_BLOCK=lay.row_block, WIDE=wide, G=lay.group, CH=size,
     )  # fmt: skip
     chunk, step = min(64, _pow2(lay.strips)), min(64, _pow2(lay.strips))
     _launch(order_kernel, (triton.cdiv(lay.strips, chunk),), counts, order, lay.strips, CH=chunk, STEP=step)
@@ -132,7 +131,9 @@ def strip_lists(mask: Tensor, lay: Layout, transposed: bool) -> tuple[Tensor, Te
 # ---- matmuls ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def list_matmul(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], transposed: bool, act: str = "none", tf32: bool = False) -> Tensor:
+def list_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], transposed: bool, act: str = "none", tf32: bool = False
+) -> Tensor:
     """y = act(x (W∘M)^T + bias), or x (W∘M) where `transposed` (dX): x [M, K] -> y [M, N], in x's dtype."""
     tile = tile_for(x.dtype, tf32)
     lay = layout((mask.shape[0], mask.shape[1]), block, transposed, tile.strip, tile.step)

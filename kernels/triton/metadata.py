@@ -121,7 +121,10 @@ def strip_lists_kernel(
     G: tl.constexpr,
     CH: tl.constexpr,
 ):
-    """Lists of one direction, see kernels.lists. Grid: (strips,). mask bool, block (i, j) at i * stride_row + j * stride_col; CH >= capacity, a power of two."""
+    """Lists of one direction, see kernels.lists. Grid: (strips,). mask bool, block (i, j) at i * stride_row + j * stride_col.
+
+    CH >= capacity, a power of two.
+    """
     strip = tl.program_id(0)
     j = tl.arange(0, CH)
     bits = tl.zeros((CH,), tl.int32)

@@ -77,7 +77,21 @@ def sampled_matmul_kernel(
 
 
 @triton.jit
-def sum_splits_kernel(parts_ptr, out_ptr, mask_ptr, N, K, KB, split_stride, splits, BH: tl.constexpr, BW: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, ACCUMULATE: tl.constexpr):
+def sum_splits_kernel(
+    parts_ptr,
+    out_ptr,
+    mask_ptr,
+    N,
+    K,
+    KB,
+    split_stride,
+    splits,
+    BH: tl.constexpr,
+    BW: tl.constexpr,
+    TN: tl.constexpr,
+    TK: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
     """out[n, k] = sum of parts[s, n, k] over s, in order, for kept blocks.
 
     Grid: (cdiv(N, TN), cdiv(K, TK)). parts [splits, N, K] fp32, out [N, K], mask [NB, KB] bool in blocks of BH x BW.

@@ -56,7 +56,8 @@ SQUARE = [(16, 16), (32, 32), (64, 64), (128, 128)]
 WIDE = [(16, 128), (128, 16), (32, 64), (64, 32)]
 OTHER = [(1, 1), (1, 4), (8, 8), (3, 5), (48, 16), (2, 128)]
 RATIOS = [0.0, 0.5, 0.9, 0.99]
-CASES = [(s, b, r) for i, s in enumerate(SHAPES) for j, b in enumerate(SQUARE + WIDE + OTHER) for k, r in enumerate(RATIOS) if (i + j + k) % 2 == 0 or b in SQUARE]
+BLOCKS = SQUARE + WIDE + OTHER
+CASES = [(s, b, r) for i, s in enumerate(SHAPES) for j, b in enumerate(BLOCKS) for k, r in enumerate(RATIOS) if (i + j + k) % 3 == 0 or b in SQUARE]
 
 
 def make(shape, block, ratio, dtype, seed=0, contiguous=True):
@@ -134,6 +135,7 @@ def test_empty_strips_write_bias_or_zeros():
     assert (run("triton", x, w, None, gy, mask, (16, 16))[0][:, 16:] == 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_what_is_masked_is_not_multiplied():
     """A skipped block contributes nothing; a masked block in a union that is visited gives 0 * Inf where X is not finite, and only there."""
     x, w, b, gy, mask = make((20, 64, 64), (16, 16), 0.6, torch.float32)

@@ -101,15 +101,16 @@ class Launch:
             if at is not None:
                 self.operands[name].count(at, store)
                 return
-        near = {name: int(addresses.min()) - o.tensor.data_ptr() for name, o in self.operands.items()}
-        raise StrayAccess(f"{self.kernel}: a {'store' if store else 'load'} of {addresses.size} elements is not within one operand; first byte from each: {near}")
+        what = f"{self.kernel}: a {'store' if store else 'load'} of {addresses.size} elements is not within one operand"
+        raise StrayAccess(f"{what}; first byte from each: { {name: int(addresses.min()) - o.tensor.data_ptr() for name, o in self.operands.items()} }")
 
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Record every launch of the block."""
     launches: list[Launch] = []
-    arguments, load, store, dot = GridExecutor._init_args_hst, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store, InterpreterBuilder.create_dot
+    arguments = GridExecutor._init_args_hst
+    load, store, dot = (getattr(InterpreterBuilder, f"create_{name}") for name in ("masked_load", "masked_store", "dot"))
 
     def begin(self: Any, args: Any, kwargs: Any) -> Any:
         args_hst, kwargs_hst = arguments(self, args, kwargs)  # these are the tensors that the kernel sees

@@ -25,11 +25,11 @@ def optimizers():
             yield pytest.param(kind, options, id=f"{kind}-{how}")
 
 
-def check(model, old):
+def check(model, old, flipped=True):
     """The next forward uses the new weights' best blocks, and some of them are new."""
     for name, mask in fxmask.masks(model).items():
         assert torch.equal(mask, best_blocks(model.get_parameter(name), BLOCK, RATIO)), name
-    assert any(not torch.equal(mask, old[name]) for name, mask in fxmask.masks(model).items())
+    assert not flipped or any(not torch.equal(mask, old[name]) for name, mask in fxmask.masks(model).items())
     x = torch.randn(3, 64)
     dense = mlp()
     dense.load_state_dict(model.state_dict())
@@ -54,13 +54,13 @@ FORMS = pytest.mark.parametrize("form", ["module", "graph"])
 def test_optimizer_steps(form, kind, options, stepping):
     model = masked(form, refresh=1)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05, **options)
-    for _ in range(3):
+    for i in range(3):
         old = fxmask.masks(model)
         flip(model)
         optimizer.step()
         if stepping:
             fxmask.step(model)
-    check(model, old if kind == "SGD" else {n: ~m for n, m in old.items()})
+        check(model, old, flipped=kind == "SGD" or i == 0)  # the momenta of the others need a step or two to turn
 
 
 @pytest.mark.slow

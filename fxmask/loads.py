@@ -1,0 +1,47 @@
+"""Loading weights into a masked graph: its masks do not own their weights, so the owners tell them of new ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from .passes import site as state
+from .passes.site import GraphSite, graph_sites
+
+
+def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:
+    state.after_load(site, getattr(owner, leaf))
+
+
+def _graph_loaded(gm: nn.Module, incompatible: object) -> None:
+    for site, weight in graph_sites(gm):  # type: ignore[arg-type]
+        if weight is not None and "." not in (site.weight_path or ""):
+            state.after_load(site, weight)
+
+
+def _is_ours(hook: Any) -> bool:
+    return hook is _graph_loaded or (isinstance(hook, partial) and hook.func is _owner_loaded)
+
+
+def watch_loads(gm: GraphModule) -> None:
+    """Follow `load_state_dict` of a graph module, or of the submodules that hold its weights. Calling it again changes nothing."""
+    watched = [hook.args[0] for m in gm.modules() for hook in m._load_state_dict_post_hooks.values() if isinstance(hook, partial) and _is_ours(hook)]
+    for site, weight in graph_sites(gm):
+        owner, _, leaf = (site.weight_path or "").rpartition(".")
+        if weight is None or any(site is w for w in watched):
+            continue
+        if owner:
+            gm.get_submodule(owner).register_load_state_dict_post_hook(partial(_owner_loaded, site, leaf))
+        elif _graph_loaded not in gm._load_state_dict_post_hooks.values():  # a hook on the root that held the root could not be pickled
+            gm.register_load_state_dict_post_hook(_graph_loaded)
+
+
+def unwatch_loads(gm: GraphModule) -> None:
+    """Remove what `watch_loads` registered."""
+    for m in gm.modules():
+        hooks = m._load_state_dict_post_hooks
+        for key in [k for k, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]

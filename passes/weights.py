@@ -1,0 +1,46 @@
+"""The dense weight of a linear, whatever stands in front of it: read without side effects where it is only looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+def raw_weight(m: nn.Module) -> Tensor:
+    """The dense weight (N, K) as a forward uses it; a parametrised one computes it, gradient included."""
+    weight = m._parameters.get("weight")
+    if weight is not None:
+        return weight
+    return m.weight  # type: ignore[return-value]
+
+
+def peek_weight(m: nn.Module) -> Tensor:
+    """The dense weight as the next forward will see it, for looking: no power iteration is run, and weights that a forward hook computes are computed."""
+    weight = m._parameters.get("weight")
+    if weight is not None:
+        return weight
+    if parametrize.is_parametrized(m, "weight"):
+        with _at_rest(m.get_submodule("parametrizations")):
+            return m.weight  # type: ignore[return-value]
+    for hook in m._forward_pre_hooks.values():  # old-style weight_norm and pruning write .weight before each forward
+        if type(hook).__name__ == "WeightNorm":
+            return hook.compute_weight(m)  # type: ignore[attr-defined]
+        if hasattr(hook, "apply_mask"):
+            return hook.apply_mask(m)
+    return m.weight  # type: ignore[return-value]
+
+
+@contextmanager
+def _at_rest(m: nn.Module) -> Iterator[None]:
+    """Inside, a parametrisation is in eval mode: spectral_norm iterates in training only."""
+    modes = [(c, c.training) for c in m.modules()]
+    try:
+        for c, _ in modes:
+            c.training = False
+        yield
+    finally:
+        for c, mode in modes:
+            c.training = mode

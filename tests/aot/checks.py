@@ -1,0 +1,79 @@
+"""What a configuration must show: no spills, shared memory that fits, the architecture's tensor-core instruction, the pipeline at full depth, wide copies.
+
+The exceptions are few and pinned to what they do reach, so that they cannot grow unseen:
+  float32 without TF32 has no tensor-core instruction, and so one buffer less on sm_90 and sm_100;
+  dW on sm_80 transposes an operand through registers, which leaves one operand with buffers;
+  TF32 wants the reduction axis contiguous, which W in dX and both operands of dW do not have: they are copied 4 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from artefacts import Facts
+from record import Config
+
+KIB = 1024
+SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # bytes that one program may have
+TENSOR_CORE = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
+MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def matmul_operands(config: Config) -> list[str]:
+    return ["x_ptr", "w_ptr"] if config.name == "list_matmul_kernel" else ["gy_ptr", "x_ptr"]
+
+
+def is_ieee(config: Config) -> bool:
+    return config.pointer("x_ptr") == "fp32" and config.constant("PRECISION") == "ieee"
+
+
+def is_dw(config: Config) -> bool:
+    return config.name == "sampled_matmul_kernel"
+
+
+def widths(config: Config) -> set[int]:
+    """Bytes of the copies that row strides allow; 16 is the most that an instruction takes."""
+    size = ITEMSIZE[config.pointer("x_ptr")]
+    divisors = ("GM", "XM") if is_dw(config) else ("XM", "WM")
+    return {min(16, config.constant(name) * size) for name in divisors}
+
+
+def check_matmul(facts: Facts, config: Config) -> list[str]:
+    wrong: list[str] = []
+    stages, hopper_or_later = config.options["num_stages"], config.arch in (90, 100)
+    ieee, tf32 = is_ieee(config), config.pointer("x_ptr") == "fp32" and not is_ieee(config)
+
+    expected = {} if ieee else {TENSOR_CORE[config.arch // 10]}
+    if set(facts.instructions) != set(expected):
+        wrong.append(f"instructions {facts.instructions}, expected {sorted(expected) or 'no tensor core'}")
+
+    depth = stages if hopper_or_later and not ieee else stages - 1
+    operands = 1 if is_dw(config) and not hopper_or_later and config.arch < 120 and not config.pointer("x_ptr") == "fp32" else 2
+    if [n for n, _ in facts.buffers] != [depth] * operands:
+        wrong.append(f"buffers {facts.buffers}, expected {operands} operands {depth} deep")
+
+    allowed = widths(config)
+    transposed = is_dw(config) or not config.constant("W_ROWS")
+    if tf32 and transposed:
+        allowed |= {4}
+    if not facts.copies or not set(facts.copies) <= allowed:
+        wrong.append(f"cp.async of {facts.copies or 'nothing'}, expected bytes in {sorted(allowed)}")
+
+    if facts.register_operands:
+        wrong.append(f"{facts.register_operands} wgmma with an operand in registers")
+    if config.arch == 90 and not ieee and max(facts.waits, default=0) < 1:
+        wrong.append(f"wgmma waits {facts.waits}: none leaves one running")
+    return wrong
+
+
+def failures(facts: Facts, config: Config) -> list[str]:
+    """What is wrong, a sentence each; empty where nothing is."""
+    wrong = []
+    if facts.spills:
+        wrong.append(f"{facts.spills} spill loads and stores")
+    if facts.shared > SHARED_LIMIT[config.arch]:
+        wrong.append(f"{facts.shared} bytes of shared memory, sm_{config.arch} has {SHARED_LIMIT[config.arch]}")
+    if not config.options["enable_fp_fusion"] and facts.fused:
+        wrong.append(f"{facts.fused} fused multiply-adds in a kernel whose bits must equal the reference's")
+    if config.name in MATMULS:
+        wrong += check_matmul(facts, config)
+    return wrong
