@@ -12,7 +12,7 @@ from torch import Tensor
 
 import triton
 
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from ..grid import grid_shape
 from ..lists import LISTED, Layout, layout
 from ..score import KEY_INF, KEY_NAN, MANTISSA, OFFSET, sum_shift
@@ -187,6 +187,8 @@ def sampled_matmul(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int], 
 def mask_cast(w: Tensor, mask: Tensor, block: tuple[int, int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """W∘M in `dtype`, in one pass over W; any block. In place where `out` is `w`."""
     w = rows_of(w)
+    if out is not None and not out.is_contiguous():
+        raise ShapeError(f"mask_cast writes contiguous rows: expected a contiguous `out`, got strides {out.stride()}.")
     result = torch.empty(w.shape, dtype=dtype, device=w.device) if out is None else out
     grid = (triton.cdiv(w.shape[0], 16), triton.cdiv(w.shape[1], 128))
     _launch(mask_cast_kernel, grid, w, mask.view(torch.int8), result, *w.shape, mask.shape[1], w.stride(0), BH=block[0], BW=block[1], TN=16, TK=128)

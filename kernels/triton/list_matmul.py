@@ -79,7 +79,7 @@ def list_matmul_kernel(
     rn = strip * BN + tl.arange(0, BN)
     kk = tl.arange(0, STEP)
     x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * (stride_x * XM)
-    rnc = tl.where(rn < N, rn, 0)
+    rnc = tl.minimum(rn, N - 1)  # rows past the end repeat the last one, which is in the same block
     if W_ROWS:
         w_base = w_ptr + rnc.to(tl.int64)[None, :] * (stride_w * WM)
     else:

@@ -70,7 +70,7 @@ def sampled_matmul_kernel(
             g = tl.load(gy_ptr + rows * (stride_g * GM) + rn[None, :], mask=live & (rn[None, :] < N), other=0.0)
             x = tl.load(x_ptr + rows * (stride_x * XM) + k[None, :], mask=live & (k[None, :] < K), other=0.0)
             acc = tl.dot(tl.trans(g), x, acc, input_precision=PRECISION)
-        at = out_ptr + split * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
+        at = out_ptr + split.to(tl.int64) * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
         if ACCUMULATE:
             acc += tl.load(at, mask=kept, other=0.0).to(tl.float32)
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=kept)
@@ -102,8 +102,10 @@ def sum_splits_kernel(
     kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
     at = r.to(tl.int64)[:, None] * K + c[None, :]
     acc = tl.zeros((TN, TK), tl.float32)
-    for s in range(splits):
-        acc += tl.load(parts_ptr + s * split_stride + at, mask=kept, other=0.0)
+    part = parts_ptr + at
+    for _ in range(splits):
+        acc += tl.load(part, mask=kept, other=0.0)
+        part += split_stride
     if ACCUMULATE:
         acc += tl.load(out_ptr + at, mask=kept, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=kept)

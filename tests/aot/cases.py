@@ -1,6 +1,6 @@
 """Every configuration that the launchers can launch: their arguments, over the axes that reach the compiled code.
 
-The whole product is some thousand compilations. By default a subset runs in which every pair of values of two axes occurs for each op (so every block in every
+The whole product is thousands of compilations. By default a subset runs in which every pair of values of two axes occurs for each op (so every block in every
 dtype, every block at every edge, and so on); `--all` runs the product.
 """
 
@@ -95,21 +95,33 @@ def select(blocks: int) -> None:
     launch.select(meta(blocks, dtype=torch.int32), meta(1, dtype=torch.int64))
 
 
-def strip_lists(block: tuple[int, int], features: int, transposed: bool, step: int) -> None:
+def strip_lists(step: int, block: tuple[int, int], features: int, transposed: bool) -> None:
     e = Edge(features, features)
     lay = launch.layout(tuple(mask_of(e, block).shape), block, transposed, step=step)
     launch.strip_lists(mask_of(e, block), lay, transposed)
 
 
-AXES: list[tuple[Callable[..., None], tuple[list[Any], ...]]] = [
+SQUARES = [(b, b) for b in LISTED]
+Op = Callable[..., None]
+Case = tuple[Any, ...]
+AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (forward, (list(PRECISIONS), BLOCKS, list(EDGES), [False, True], ["none", "relu", "silu", "gelu"], list(TOKENS))),
     (dx, (list(PRECISIONS), BLOCKS, list(EDGES), list(TOKENS))),
     (dw, (list(PRECISIONS), BLOCKS, list(EDGES), list(TARGETS), list(TOKENS))),
-    (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], BLOCKS + SMALL_BLOCKS, list(EDGES))),
-    (block_keys, ([FP32, BF16, FP16], BLOCKS, list(EDGES))),
+    (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
+    (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
     (select, ([1, 30, 100, 1000, 4096, launch.SELECT_MAX],)),
-    (strip_lists, (BLOCKS, [64, 1000, 4096, 14336, 65536], [False, True], [64, 32, 16])),
-]  # fmt: skip
+    (strip_lists, ([64, 32, 16], BLOCKS, [1000, 14336, 131072], [False, True])),
+]
+SMOKE: list[tuple[Op, Case]] = [
+    (forward, ("bf16", (32, 32), "even", True, "gelu", 4096)),
+    (forward, ("tf32", (64, 64), "ragged4", False, "none", 4096)),
+    (dx, ("bf16", (16, 16), "ragged8", 4096)),
+    (dw, ("bf16", (128, 128), "even", "split", 4096)),
+    (block_keys, (BF16, (16, 16), "even")),
+    (select, (1000,)),
+    (mask_cast, ((FP32, BF16), (2, 4), "even")),
+]
 
 
 def pairwise(axes: tuple[list[Any], ...]) -> Iterator[tuple[Any, ...]]:
@@ -125,26 +137,33 @@ def pairwise(axes: tuple[list[Any], ...]) -> Iterator[tuple[Any, ...]]:
                 yield tuple(axis[i] for axis, i in zip(axes, case, strict=True))
 
 
-def describe(op: Callable[..., None], case: tuple[Any, ...]) -> str:
+def cases_of(selection: str) -> Iterator[tuple[Op, Case]]:
+    """`smoke`: a launch of each kind. `pairs`: see the module. `all`: the product."""
+    if selection == "smoke":
+        yield from SMOKE
+        return
+    for op, axes in AXES:
+        for case in itertools.product(*axes) if selection == "all" or len(axes) == 1 else pairwise(axes):
+            yield op, case
+
+
+def describe(op: Op, case: Case) -> str:
     def word(value: Any) -> str:
-        if isinstance(value, tuple):
-            return "x".join(map(word, value))
-        return str(value).removeprefix("torch.")
+        return "x".join(map(word, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
 
     names = op.__code__.co_varnames
     return " ".join([op.__name__, *(name if value is True else word(value) for name, value in zip(names, case, strict=False) if value is not False)])
 
 
-def enumerate_configs(arch: int, everything: bool = False) -> list[Config]:
+def enumerate_configs(arch: int, selection: str) -> list[Config]:
     """The configurations for an architecture, each once."""
     found: dict[tuple[str, str], Config] = {}
-    for op, axes in AXES:
-        for case in itertools.product(*axes) if everything or len(axes) == 1 else pairwise(axes):
-            with recording() as calls:
-                op(*case)
-            for call in calls:
-                config = configure(call, arch, describe(op, case))
-                found.setdefault(config.key, config)
+    for op, case in cases_of(selection):
+        with recording() as calls:
+            op(*case)
+        for call in calls:
+            config = configure(call, arch, describe(op, case))
+            found.setdefault(config.key, config)
     return list(found.values())
 
 
