@@ -9,12 +9,11 @@ The exceptions are few and pinned to what they do reach, so that they cannot gro
 from __future__ import annotations
 
 from artefacts import Facts
-from record import Config
+from record import MATMULS, Config
 
 KIB = 1024
 SHARED_LIMIT = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # bytes that one program may have
 TENSOR_CORE = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.sync"}
-MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -47,7 +46,7 @@ def check_matmul(facts: Facts, config: Config) -> list[str]:
         wrong.append(f"instructions {facts.instructions}, expected {sorted(expected) or 'no tensor core'}")
 
     depth = stages if hopper_or_later and not ieee else stages - 1
-    operands = 1 if is_dw(config) and not hopper_or_later and config.arch < 120 and not config.pointer("x_ptr") == "fp32" else 2
+    operands = 1 if is_dw(config) and config.arch < 90 and config.pointer("x_ptr") != "fp32" else 2
     if [n for n, _ in facts.buffers] != [depth] * operands:
         wrong.append(f"buffers {facts.buffers}, expected {operands} operands {depth} deep")
 

@@ -17,6 +17,9 @@ from triton.runtime.jit import create_function_from_signature
 from fxmask.kernels.triton import launch
 
 
+MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
+
+
 class Config(NamedTuple):
     """One kernel as it would be compiled for one architecture."""
 
@@ -36,6 +39,13 @@ class Config(NamedTuple):
     def key(self) -> tuple[str, str]:
         """The same for two launches that share a binary."""
         return self.name, repr((self.arch, self.signature, self.constants, self.attrs, sorted(self.options.items(), key=lambda item: item[0])))
+
+    @property
+    def short_key(self) -> tuple[str, str]:
+        """The same for two launches that differ only in what is known of their ints."""
+        types = [self.signature[name] for name in self.kernel.arg_names if self.signature[name].startswith("*")]
+        constants = [self.constants[(i,)] for i in self.kernel.constexprs]
+        return self.name, repr((self.arch, types, constants, self.options["num_warps"]))
 
     def constant(self, name: str) -> Any:
         return self.constants[(self.kernel.arg_names.index(name),)]
