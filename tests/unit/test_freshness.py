@@ -63,7 +63,6 @@ def test_optimizer_steps(form, kind, options, stepping):
         check(model, old, flipped=kind == "SGD" or i == 0)  # the momenta of the others need a step or two to turn
 
 
-@pytest.mark.slow
 @FORMS
 def test_a_compiled_optimizer_step(form):
     model = masked(form)
