@@ -66,7 +66,7 @@ def test_the_best_blocks_by_exact_arithmetic(n, k, block, ratio, scale, seed):
 def test_the_same_mask_in_every_order_of_summation(n, k, block, ratio, scale, criterion, seed):
     w = weight(n, k, scale, seed)
     blocks = to_blocks(w, block)
-    (nb, kb), elements = grid_shape(w.shape, block), block[0] * block[1]
+    (nb, kb), elements = grid_shape(w.shape, block), blocks.shape[-1]
     shuffled = blocks[..., torch.randperm(elements, generator=torch.Generator().manual_seed(seed))]
     keys = block_keys(w, block, criterion)
     again = block_keys(shuffled.reshape(nb * kb, elements), (1, elements), criterion).reshape(nb, kb)
