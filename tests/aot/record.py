@@ -16,7 +16,6 @@ from triton.runtime.jit import create_function_from_signature
 
 from fxmask.kernels.triton import launch
 
-
 MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
 
 

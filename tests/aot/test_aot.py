@@ -1,0 +1,81 @@
+"""Compilation for GPUs that are not there: `make aot` in a process of its own, and the checks on what a broken kernel compiles to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def aot(*args: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = str(root)
+    return subprocess.run([sys.executable, str(ROOT / "tests" / "aot"), *args], cwd=root, env=environ, text=True, capture_output=True)
+
+
+def test_one_launch_of_each_op_on_sm90():
+    done = aot("--smoke", "--arch", "90")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failed" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_configuration():
+    done = aot()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What the compiler is known to lose the pipeline over, and what is then seen on sm_90. The old text must be in the kernel once.
+CARRIED = "nxt = at + (t + 1) * P\n        e0 = tl.load(nxt)"
+DOT = "acc = tl.dot(x, w, acc, input_precision=PRECISION)"
+BREAKS = {
+    "index loaded in the loop": (
+        "list_matmul",
+        {"    for t in range(steps):\n": "    for t in range(steps):\n        e0 = tl.load(at + t * P)\n", CARRIED: CARRIED.replace("e0 = tl.load(nxt)", "pass")},
+        "forward bf16 64x64 even none 4096",
+        "expected 2 operands 3 deep",
+    ),
+    "branch around the dot": (
+        "list_matmul",
+        {DOT: f"if (e0 >> 16) != 0:\n            {DOT}"},
+        "forward bf16 64x64 even none 4096",
+        "cp.async of nothing",
+    ),
+    "operand from registers": (
+        "list_matmul",
+        {DOT: DOT.replace("(x, w", "(tl.where(x > 0, x, 0.0), w")},
+        "forward bf16 64x64 even none 4096",
+        "with an operand in registers",
+    ),
+    "strides of unknown divisibility": (
+        "list_matmul",
+        {"(stride_x * XM)": "stride_x"},
+        "forward bf16 64x64 ragged8 none 4096",
+        "cp.async of",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_lost_pipeline_fails(tmp_path, name):
+    kernel, edits, only, message = BREAKS[name]
+    for folder in ("fxmask", "passes", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "kernels" / "triton" / f"{kernel}.py"
+    source = path.read_text()
+    for old, new in edits.items():
+        assert source.count(old) == 1, f"{path.name} has {old!r} {source.count(old)} times: adapt this test"
+        source = source.replace(old, new)
+    path.write_text(source)
+    done = aot("--arch", "90", "--case", only, root=tmp_path)
+    assert done.returncode == 1 and message in done.stdout, done.stdout + done.stderr
