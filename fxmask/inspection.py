@@ -24,7 +24,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
     found = [t for t in required_sites(model, "fxmask.masks") if t[2] is not None]
-    return {name: state.current_mask(site, values_of(name, weight, "fxmask.masks")) for name, site, weight in found}
+    return {name: state.current_mask(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}
 
 
 def explain(model: nn.Module) -> Report:

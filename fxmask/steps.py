@@ -62,8 +62,8 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
         site._fxmask_is_dense = True
         state.sync(site)
         if site._fxmask_mask is not None:
-            site._fxmask_saved = site._fxmask_mask.clone()
-            site._fxmask_mask.fill_(True)
+            site._fxmask_saved = site._fxmask_mask
+            site._fxmask_mask = torch.ones_like(site._fxmask_mask)
     try:
         yield model
     finally:
@@ -71,6 +71,5 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
             for _, site, _ in found:
                 site._fxmask_is_dense = False
                 state.sync(site)
-                if site._fxmask_saved is not None and site._fxmask_mask is not None:
-                    site._fxmask_mask.copy_(site._fxmask_saved)
-                site._fxmask_saved = None
+                if site._fxmask_saved is not None:
+                    site._fxmask_mask, site._fxmask_saved = site._fxmask_saved, None

@@ -100,8 +100,8 @@ def sync(site: Site) -> None:
     config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
     site._fxmask_keep.fill_(nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb))
     site._fxmask_count.fill_(step if config.refresh else 0)
-    if site._fxmask_dense is not None:
-        site._fxmask_dense.fill_((step - config.start + 1) % config.dense_every == 0)
+    if site._fxmask_dense is not None:  # a new tensor: a backward that is still to come holds the old one
+        site._fxmask_dense = torch.full_like(site._fxmask_dense, (step - config.start + 1) % config.dense_every == 0)
 
 
 def build(site: Site, weight: Tensor) -> Tensor:
@@ -115,7 +115,10 @@ def build(site: Site, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rebuild(site: Site, weight: Tensor, first: bool = False) -> None:
-    """Rewrite a cached mask from the weight, and count the blocks that changed place. Nothing to do where every forward builds its own."""
+    """Replace a cached mask by the weight's, and count the blocks that changed place. Nothing to do where every forward builds its own.
+
+    The old mask is not overwritten: a backward that is still to come holds it.
+    """
     if site._fxmask_mask is None or site._fxmask_flips is None or site._fxmask_step < site._fxmask_config.start:
         return
     dense, site._fxmask_is_dense = site._fxmask_is_dense, False
@@ -123,10 +126,13 @@ def rebuild(site: Site, weight: Tensor, first: bool = False) -> None:
     mask = build(site, weight.detach())
     site._fxmask_is_dense = dense
     sync(site)
-    target = site._fxmask_saved if dense and site._fxmask_saved is not None else site._fxmask_mask
+    old = site._fxmask_saved if dense and site._fxmask_saved is not None else site._fxmask_mask
     if not first:
-        site._fxmask_flips += (mask != target).sum()
-    target.copy_(mask)
+        site._fxmask_flips = site._fxmask_flips + torch.ne(mask, old).sum()
+    if old is site._fxmask_saved:  # inside fxmask.dense the mask waits until its end
+        site._fxmask_saved = mask
+    else:
+        site._fxmask_mask = mask
     site._fxmask_built = site._fxmask_step
 
 
@@ -154,12 +160,12 @@ def current_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask of the next forward, cached or not: bool (NB, KB)."""
     if site._fxmask_mask is None:
         return build(site, weight)
-    return site._fxmask_mask.clone()  # the backward may come after a step has rewritten it
+    return site._fxmask_mask
 
 
 def dense_flag(site: Site) -> Tensor | None:
     """The flag of `rigl`, 0-d bool, as the backward of this forward will need it."""
-    return None if site._fxmask_dense is None else site._fxmask_dense.clone()
+    return site._fxmask_dense
 
 
 def forward_mask(site: Site, weight: Tensor) -> Tensor:

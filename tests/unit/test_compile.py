@@ -62,6 +62,21 @@ def test_training_equals_eager_without_recompiles(name, make, backend):
     assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("options", [dict(refresh=1), dict(refresh=2), dict(backward="rigl"), dict(schedule=fxmask.Schedule(steps=3))], ids=str)
+def test_a_step_between_forward_and_backward(options):
+    torch._dynamo.reset()
+    eager, model = (fxmask.apply(mlp(), ratio=0.7, **options) for _ in range(2))
+    x, grads = torch.randn(3, 64), []
+    for m, call in ((eager, eager), (model, torch.compile(model, backend="aot_eager", fullgraph=True))):
+        fxmask.step(m, 0)
+        loss = call(x).square().sum()
+        fxmask.step(m, 2)
+        with fxmask.dense(m):
+            loss.backward()
+        grads.append([p.grad for p in m.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True))
+
+
 def test_masks_do_move_in_that_training():
     model = fxmask.apply(mlp(), **OPTIONS["cubic"])
     fxmask.step(model, 0)
