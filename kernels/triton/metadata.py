@@ -20,10 +20,9 @@ def _leading_bit(v):
     """Position of the leading one of a positive int64; 0 for 0."""
     p = tl.zeros_like(v).to(tl.int32)
     for i in tl.static_range(6):
-        step: tl.constexpr = 32 >> i
-        high = (v >> step) != 0
-        p = tl.where(high, p + step, p)
-        v = tl.where(high, v >> step, v)
+        high = (v >> (32 >> i)) != 0
+        p = tl.where(high, p + (32 >> i), p)
+        v = tl.where(high, v >> (32 >> i), v)
     return p
 
 
