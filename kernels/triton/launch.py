@@ -145,7 +145,8 @@ def list_matmul(
     nm, km, xm, wm = (_divisor(i) for i in (n, k, x.stride(0), w.stride(0)))
     _launch(
         list_matmul_kernel, (tiles * lay.strips,), x, w, bias, y, entries, counts, order, m, n // nm, k // km, x.stride(0) // xm, w.stride(0) // wm,
-        lay.capacity, lay.strips, tiles, NM=nm, KM=km, XM=xm, WM=wm, W_ROWS=not transposed, BM=tile.tokens, BN=tile.strip, ROW_BLOCK=min(lay.row_block, tile.strip),
+        lay.capacity, lay.strips, tiles, NM=nm, KM=km, XM=xm, WM=wm, W_ROWS=not transposed, BM=tile.tokens, BN=tile.strip,
+        ROW_BLOCK=min(lay.row_block, tile.strip),
         UNIT_W=lay.unit, P=lay.per_step, BITS=lay.group > 1 or lay.per_step > 1, RAGGED=lay.units * lay.unit != k, HAS_BIAS=bias is not None, ACT=act,
         GROUP=max(1, TOKEN_GROUP // tile.tokens), PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

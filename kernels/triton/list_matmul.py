@@ -65,8 +65,8 @@ def list_matmul_kernel(
     Tensors:  x [M, K] rows stride_x * XM apart; y [M, N] contiguous; all of one dtype (fp16, bf16, fp32), bias [N];
               w: W_ROWS: [N, K], rows (the strip axis) stride_w * WM apart (forward); else [K, N], rows (the reduction axis) stride_w * WM apart (dX)
               entries [strips, capacity] i32, counts [strips] i32, order [strips] i32
-    Sizes:    N, K and the row strides come in units of NM, KM, XM and WM, so that their divisibility is known where 16 does not divide them; a mask or an address
-              of unknown divisibility would be loaded element by element, without the pipeline
+    Sizes:    N, K and the row strides come in units of NM, KM, XM and WM, so that their divisibility is known where 16 does not divide them; behind a mask
+              or an address of unknown divisibility, elements would be loaded one by one, without the pipeline
     Accumulates in fp32. N and K may be ragged (RAGGED: K), M any. An empty list stores bias or zeros.
     """
     STEP: tl.constexpr = UNIT_W * P
