@@ -63,7 +63,8 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
         state.sync(site)
         if site._fxmask_mask is not None:
             site._fxmask_saved = site._fxmask_mask
-            site._fxmask_mask = torch.ones_like(site._fxmask_mask)
+            with torch.inference_mode(False):
+                site._fxmask_mask = torch.ones_like(site._fxmask_mask)
     try:
         yield model
     finally:

@@ -7,9 +7,11 @@ other time it is the Parameter, so that initialisers, optimisers and surgery see
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .kernels import ops, reference
@@ -43,15 +45,37 @@ class MaskedLinear(Site):
         return _rebuild_class, (self._fxmask_base, ReadWeight if isinstance(self, ReadWeight) else MaskedLinear), self.__getstate__()
 
 
+_EAGER = threading.local()  # .readers: {id of a layer: owners whose forward runs in this thread}
+
+
+def _is_read(m: ReadWeight) -> bool:
+    if torch.compiler.is_compiling():
+        return m._fxmask_reading > 0
+    return getattr(_EAGER, "readers", {}).get(id(m), 0) > 0
+
+
+def _count_readers(layers: list[ReadWeight], change: int) -> None:
+    """Note that an owner's forward begins (1) or ends (-1); other threads may run the same model."""
+    for m in layers:
+        if torch.compiler.is_compiling():
+            m._fxmask_reading += change
+        else:
+            readers = _EAGER.__dict__.setdefault("readers", {})
+            readers[id(m)] = readers.get(id(m), 0) + change
+
+
 class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
-    _fxmask_reading: int  # owners whose forward is running
+    _fxmask_reading: int  # owners whose forward is being traced by the compiler; eager forwards are counted by thread
 
     @property
     def weight(self) -> Tensor:
-        if not self.__dict__.get("_fxmask_reading"):
-            return self._parameters["weight"]  # type: ignore[return-value]
+        if not _is_read(self):
+            parameter = self._parameters.get("weight")
+            if parameter is None:
+                raise AttributeError(f"{type(self).__name__} has no weight")
+            return parameter
         try:
             c, w = self._fxmask_config, raw_weight(self)
             mask = state.forward_mask(self, w)
@@ -62,11 +86,11 @@ class ReadWeight(MaskedLinear):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._fxmask_base.forward is nn.Linear.forward:
             return MaskedLinear.forward(self, *args, **kwargs)
-        self._fxmask_reading += 1  # a forward of its own is its own reader
+        _count_readers([self], 1)  # a forward of its own is its own reader
         try:
             return self._fxmask_base.forward(self, *args, **kwargs)
         finally:
-            self._fxmask_reading -= 1
+            _count_readers([self], -1)
 
 
 class WeightReader(nn.Module):
@@ -81,12 +105,11 @@ class WeightReader(nn.Module):
             if not is_own_class(m):
                 what = f"the class of a masked layer was changed after fxmask.apply (to {type(m).__name__}), and its owner would read it dense."
                 raise UnsupportedError(message(what, m._fxmask_name, "change it before fxmask.apply."))
-            m._fxmask_reading += 1
+        _count_readers(read, 1)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for m in read:
-                m._fxmask_reading -= 1
+            _count_readers(read, -1)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not self._fxmask_class:

@@ -39,6 +39,7 @@ class Site(nn.Module):
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_is_dense: bool  # inside fxmask.dense
+    _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_saved: Tensor | None  # inside fxmask.dense: the cached mask that comes back
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
     _fxmask_count: Tensor  # 0-d int64, the step as random masks see it
@@ -48,10 +49,12 @@ class Site(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
+        self._fxmask_lost = self._fxmask_lost or (self._fxmask_keep.is_meta and self._fxmask_mask is not None)
+        device = fn(torch.empty(0, device=self._fxmask_keep.device)).device  # the state follows the device, and no change of dtype
         for name in STATE:
             value = getattr(self, f"_fxmask_{name}")
-            setattr(self, f"_fxmask_{name}", None if value is None else fn(value))
-        sync(self)  # to_empty leaves garbage, and the host knows the values
+            setattr(self, f"_fxmask_{name}", None if value is None else _moved(value, device))
+        sync(self)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,6 +62,11 @@ class Site(nn.Module):
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
         return self.__dict__.copy()
+
+
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """A state tensor on another device; from the meta device come zeros, which the caller must replace."""
+    return torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
 
 
 def stream_of(seed: int, name: str) -> int:
@@ -72,7 +80,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_grid = grid_shape(weight.shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
-    site._fxmask_announced = site._fxmask_is_dense = False
+    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = False
     site._fxmask_saved = None
     place_on(site, weight.device)
 
@@ -94,6 +102,7 @@ def uninstall(site: nn.Module) -> None:
         delattr(site, name)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def sync(site: Site) -> None:
     """Write the device scalars from the host's step; no transfer, no host sync."""
@@ -113,6 +122,7 @@ def build(site: Site, weight: Tensor) -> Tensor:
     return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def rebuild(site: Site, weight: Tensor, first: bool = False) -> None:
     """Replace a cached mask by the weight's, and count the blocks that changed place. Nothing to do where every forward builds its own.
@@ -134,12 +144,14 @@ def rebuild(site: Site, weight: Tensor, first: bool = False) -> None:
     else:
         site._fxmask_mask = mask
     site._fxmask_built = site._fxmask_step
+    site._fxmask_lost = False
 
 
 def after_load(site: Site, weight: Tensor) -> None:
     """New weights were loaded: follow them to their device, and rewrite a cached mask."""
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         place_on(site, weight.device)
+        site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
     if not weight.is_meta:
         rebuild(site, weight)
 
@@ -175,6 +187,9 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         refuse_tracing(site)
     if c.needs_steps and not site._fxmask_announced:
         _nobody_counts(site)
+    if site._fxmask_lost:
+        what = "a cached mask was lost on the meta device: expected weights to be loaded or the mask to be rebuilt since."
+        raise StateError(message(what, site._fxmask_name, "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them."))
     return current_mask(site, weight)
 
 

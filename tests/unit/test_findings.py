@@ -423,3 +423,67 @@ def test_a_masked_inf_is_nothing_in_the_aten_form_too(mode):
 def test_flips_start_at_zero():
     model = fxmask.apply(mlp(), ratio=0.7, refresh=0)
     assert [r["flips"] for r in fxmask.explain(model).rows if r["masked"]] == [0, 0]
+
+
+def test_readers_in_many_threads():
+    from concurrent.futures import ThreadPoolExecutor
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model, x = fxmask.apply(nn.TransformerEncoder(layer, 2), ratio=0.75).eval(), torch.randn(2, 5, 32)
+    with torch.no_grad():
+        expected = model(x)
+
+    def run(_):
+        with torch.no_grad():
+            return torch.equal(model(x), expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(200)))
+    assert run(0)
+    assert all(isinstance(m.weight, nn.Parameter) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.parametrize("options", [dict(backward="rigl"), dict(refresh=2), dict(refresh=0)], ids=str)
+def test_state_made_in_inference_mode_can_be_trained_with(options):
+    model = fxmask.apply(mlp(), ratio=0.7, **options)
+    fxmask.step(model, 0)
+    with torch.inference_mode():
+        with fxmask.dense(model):
+            model(X)
+        model.to("cpu")
+        fxmask.step(model, 2)
+        model.load_state_dict(mlp(seed=4).state_dict())
+    model(X).sum().backward()
+
+
+@pytest.mark.parametrize("refresh", [0, 2])
+def test_a_mask_that_was_lost_on_meta_is_not_used(refresh):
+    model = fxmask.apply(mlp(), ratio=0.75, refresh=refresh)
+    fxmask.step(model, 0)
+    model.to("meta").to_empty(device="cpu")
+    with pytest.raises(StateError, match="a cached mask was lost on the meta device"):
+        model(X)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), mlp().parameters(), strict=True):
+            p.copy_(q)
+    fxmask.refresh(model)
+    assert [int(m.sum()) for m in fxmask.masks(model).values()] == [6, 6]
+    model(X)
+
+
+def test_a_change_of_dtype_leaves_the_masks_alone():
+    model = fxmask.apply(mlp(), refresh=2).type(torch.float64)
+    fxmask.step(model, 0)
+    assert all(m.dtype == torch.bool for m in fxmask.masks(model).values())
+    model(X.double())
+
+
+def test_the_parameter_of_a_read_layer_can_be_replaced():
+    model = fxmask.apply(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), ratio=0.5)
+    del model.linear1.weight
+    with pytest.raises(AttributeError):
+        _ = model.linear1.weight
+    model.linear1.weight = nn.Parameter(torch.randn(64, 32))
+    model(torch.randn(2, 5, 32)).sum().backward()
+    assert model.linear1.weight.grad is not None
