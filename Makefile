@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 2
 
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-all lint gpu clean
+.PHONY: help demo test test-all aot lint gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,13 +32,16 @@ test: $(READY)  ## the tests, but for the slow ones
 test-all: $(READY)  ## the tests, slow ones included
 	@$(PY) -m pytest -m "not gpu"
 
+# with another Triton: make aot AOT_PYTHON=/path/to/python; fewer: make aot AOT_ARGS="--arch 90 --only forward"
+aot: $(if $(AOT_PYTHON),,$(READY))  ## compile the kernels for sm_80, sm_90 and sm_100, without a GPU, and check what came out
+	@PYTHONPATH=. $(or $(AOT_PYTHON),$(PY)) tests/aot $(AOT_ARGS)
+
 lint: $(READY)  ## ruff and mypy
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 
-gpu: $(READY)  ## the tests that need a CUDA device
-	@$(PY) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: expected a CUDA device, got none (torch ' + torch.__version__ + '). Run it on a machine with a GPU and a CUDA build of torch.')"
-	@$(PY) -m pytest -m gpu
+gpu: $(READY)  ## tests and benchmarks on a CUDA device, stage by stage; ARGS="--stages tests,quick --out DIR"
+	@$(PY) -m fxmask.bench.gpu $(ARGS)
 
 clean:  ## remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from .kernels.errors import ConfigError
 
 FORMATS = {".csv": "csv", ".json": "json", ".md": "github", ".html": "html", ".tex": "latex"}
@@ -35,6 +33,8 @@ class Report:
 
     def table(self, tablefmt: str = "simple") -> str:
         """The rows as text in one of tabulate's formats, without columns that hold nothing."""
+        from tabulate import tabulate  # here, so that kernels and benchmarks do without it
+
         shown = [c for c in self.columns if any(row.get(c) is not None for row in self.rows)]
         cells = [[_text(row.get(c)) for c in shown] for row in self.rows]
         return tabulate(cells, headers=shown, tablefmt=tablefmt, disable_numparse=True)

@@ -1,0 +1,115 @@
+"""What the stages of `fxmask.bench.gpu` run in their own processes: precompile, a tiny case of a kernel for a memory checker, ceilings.
+
+`tiny` runs on a CPU as well, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+from ..errors import UnsupportedError
+from ..kernels import ops
+from ..kernels.dispatch import triton_ops
+from .cells import Cell, make_cells
+from .clock import flush_buffer, time_cuda
+from .driver import CEILINGS, check_device
+from .inputs import make_inputs, make_mask
+from .providers import REGISTRY
+
+PRECOMPILED = 40
+
+
+def precompile(threads: int = 16, dtype: str = "bf16") -> int:
+    """Compile what the benchmark will launch, by launching it once, in threads; Triton's cache on disk keeps it for the stages that follow."""
+    device = check_device("cuda")
+    cells: dict[tuple[str, str, str, int], Cell] = {}
+    for c in make_cells("cuda", dtype, providers=("fxmask_triton",), masks=("random",)):
+        if c.op != "step":
+            cells.setdefault((c.op, c.phase, c.shape, c.block[0]), c)  # the real shape: Triton specialises on what divides it
+    wanted = list(cells.values())[:PRECOMPILED]
+    torch.zeros(1, device=device)  # the context, before the threads
+
+    def one(cell: Cell) -> str:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            REGISTRY[cell.provider](make_inputs(cell, device))()
+            torch.cuda.current_stream().synchronize()
+        return cell.name
+
+    begin, failed = time.monotonic(), 0
+    with ThreadPoolExecutor(threads) as pool:
+        jobs = {pool.submit(one, c): c for c in wanted}
+        again = [jobs[job] for job in as_completed(jobs) if job.exception() is not None]
+    for cell in again:  # alone: a failure may be the threads', and this one's words are the compiler's
+        try:
+            one(cell)
+        except Exception as e:
+            failed += 1
+            print(f"{cell.name}: {e!r}"[:400])
+    print(f"compiled {len(wanted) - failed} of {len(wanted)} configurations in {time.monotonic() - begin:.1f} s")
+    return 1 if failed else 0
+
+
+def tiny(kernel: str) -> int:
+    """One small ragged case of a kernel."""
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    block = (3, 5) if kernel == "mask_cast" else (16, 32)
+    x, w, gy = (torch.randn(r, c, device=device).half() for r, c in ((70, 200), (150, 200), (70, 150)))
+    mask = make_mask((-(-150 // block[0]), -(-200 // block[1])), 0.6, "random", 0).to(device)
+    keep, step = torch.tensor(int(mask.sum()), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    args = (mask, *block, "masked", None, "triton")
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "list_matmul": lambda: ops.masked_linear(x, w, None, *args),
+        "list_matmul_dx": lambda: ops.masked_linear_dx(gy, w, *args),
+        "sampled_matmul": lambda: ops.masked_linear_dw(gy, x, *args),
+        "mask_cast": lambda: ops.masked_linear(x, w, None, *args),
+        "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
+    }
+    out = calls[kernel]()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    launched = {k: n for k, n in triton_ops().launch.LAUNCHES.items() if n}
+    print(f"{kernel}: {tuple(out.shape)} {launched}")
+    return 0 if launched else 1
+
+
+def ceilings(out: Path) -> int:
+    """What this GPU reaches: a large bf16 matmul through cuBLAS, and a copy of 4 GB, bytes read plus bytes written."""
+    device = check_device("cuda")
+    flush = flush_buffer(device)
+    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    matmul = time_cuda(lambda: (a @ b,), flush, 50).warm[1]
+    free = torch.cuda.mem_get_info(device)[0]
+    source = torch.empty(min(4 << 30, free // 4), dtype=torch.int8, device=device).random_(0, 100)
+    target = torch.empty_like(source)
+    copy = time_cuda(lambda: (target.copy_(source),), flush, 30).warm[1]
+    found = {"flops_per_s": 2 * 8192**3 / matmul * 1e3, "bytes_per_s": 2 * source.numel() / copy * 1e3}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / CEILINGS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"cuBLAS bf16 8192^3: {found['flops_per_s'] / 1e12:.0f} TFLOP/s ({matmul:.3f} ms); copy: {found['bytes_per_s'] / 1e12:.2f} TB/s")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
+    sub = p.add_subparsers(dest="stage", required=True)
+    sub.add_parser("precompile")
+    sub.add_parser("tiny").add_argument("kernel", choices=("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata"))
+    sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
+    a = p.parse_args(argv)
+    try:
+        return tiny(a.kernel) if a.stage == "tiny" else ceilings(a.out) if a.stage == "ceilings" else precompile()
+    except UnsupportedError as e:
+        print(f"fxmask: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""No time for a wrong result: every provider is compared with float64 before it is timed.
+
+The budget is twice the error of masked-dense in the same precision, and a rounding of the largest value. Masks and lists must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import lists, reference
+from . import providers
+from .inputs import Inputs
+
+
+class Verdict(NamedTuple):
+    """`passed`, the largest error of all outputs against float64, and masked-dense's own; None for masks and lists."""
+
+    passed: bool
+    max_err: float | None
+    base_err: float | None
+    why: str = ""
+
+
+def dense_of(t: Tensor) -> Tensor:
+    return t.to_dense() if t.layout == torch.sparse_bsr else t
+
+
+def plain_outputs(i: Inputs, dtype: torch.dtype) -> list[Tensor]:
+    """The outputs of a matmul op by plain PyTorch in `dtype`, on the device. `dense` has a mask of one kept block, the whole weight."""
+    block = i.block if i.block[0] else (i.cell.N, i.cell.K)
+    w, x, gy = (t.to(dtype) for t in (i.w, i.x, i.gy))
+    made = {
+        "forward": lambda: reference.masked_linear(x, w, None, i.mask, block),
+        "dx": lambda: reference.masked_linear_dx(gy, w, i.mask, block, "masked"),
+        "dw": lambda: reference.masked_linear_dw(gy, x, i.mask, None, block, "masked"),
+    }
+    return [made[name]() for name in {"step": ("forward", "dx", "dw")}.get(i.cell.op, (i.cell.op,))]
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
+
+
+def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
+    """Compare the outputs with float64, and with plain PyTorch in the same precision."""
+    exact = plain_outputs(i, torch.float64)
+    baseline = plain_outputs(i, i.w.dtype)
+    worst, base, why = 0.0, 0.0, ""
+    if len(outputs) != len(exact):
+        return Verdict(False, None, None, f"expected {len(exact)} outputs, got {len(outputs)}")
+    for got, want, low in zip(outputs, exact, baseline, strict=True):
+        got = dense_of(got)
+        if got.shape != want.shape:
+            return Verdict(False, None, None, f"expected shape {tuple(want.shape)}, got {tuple(got.shape)}")
+        low_err = _largest(low.double() - want)
+        err = _largest(got.double() - want)
+        budget = 2 * low_err + torch.finfo(i.w.dtype).eps * _largest(want)
+        if not err <= budget:  # also where err is NaN
+            why = why or f"error {err:.3g} over the budget {budget:.3g}"
+        worst, base = max(worst, err if err == err else float("inf")), max(base, low_err)
+    return Verdict(not why, worst, base, why)
+
+
+def check_metadata(i: Inputs, outputs: tuple[Tensor, ...]) -> Verdict:
+    """Compare masks or lists with their plain form on the CPU, bit by bit."""
+    if i.cell.phase == "block_index":
+        keep, step = i.keep.cpu(), i.step.cpu()
+        expected: tuple[Tensor, ...] = (reference.block_index(i.w.cpu(), keep, step, i.block, "fro", "lowest", 0),)
+    else:
+        mask, both = i.mask.cpu(), providers.list_layouts(i)
+        expected = tuple(t for lay, transposed in both for t in lists.strip_lists(mask, lay, transposed))
+    same = [torch.equal(got.cpu(), want) for got, want in zip(outputs, expected, strict=True)]
+    return Verdict(all(same), None, None, "" if all(same) else f"differs from the CPU's in output {same.index(False)}")
+
+
+def check(i: Inputs, call: providers.Call) -> Verdict:
+    """Run a provider once and judge its outputs."""
+    return check_metadata(i, call()) if i.cell.op == "metadata" else check_matmul(i, call())

@@ -1,0 +1,149 @@
+"""The project's goals for a GPU beside what a csv says: goal / measured / bound, a line each. What was not measured says so; a miss is printed, not hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .compare import usable
+from .summary import crossovers
+from .table import Row, number
+
+NOT_MEASURED = "not measured"
+LLM, WIDE = ("8192", "4096", "4096"), ("8192", "14336", "4096")  # M, N, K
+VIT_FC1, VIT_FC2 = ("25088", "1536", "384"), ("25088", "384", "1536")
+RATIOS = ("0.5", "0.7", "0.8", "0.9")
+FORWARD = {"128": (1.4, 2.3, 3.2, 5.5), "64": (1.0, 1.5, 2.1, 4.2), "32": (1.0, 1.0, 1.35, 2.5), "16": (1.0, 1.0, 1.0, 1.45)}
+DW = {"128": (1.3, 1.8, 2.5, 4.2), "64": (1.0, 1.3, 1.8, 3.0)}
+STEP = {"128": (1.3, 2.0, 2.8, 4.8), "64": (1.0, 1.4, 2.0, 3.7)}
+CROSSOVER = {"128": 0.30, "64": 0.50, "32": 0.70, "16": 0.83}
+REFRESH_US = {"128": 60, "64": 60, "32": 90, "16": 130}
+ANCHORS = {"64": 1.3, "32": 2.0, "16": 2.0}
+
+
+def _pick(rows: Sequence[Row], **wanted: str) -> list[Row]:
+    return [r for r in rows if all(r[c] == v for c, v in wanted.items())]
+
+
+def _at(rows: Sequence[Row], op: str, shape: tuple[str, str, str], block: str, ratio: str, provider: str = "fxmask_triton") -> Row | None:
+    m, n, k = shape
+    found = [r for r in _pick(rows, op=op, M=m, N=n, K=k, block_n=block, ratio=ratio, provider=provider, mask="random") if usable(r)]
+    return found[-1] if found else None
+
+
+def bound(row: Row | None, ceilings: Mapping[str, float]) -> str:
+    """Which of the measured ceilings is nearest: the tensor cores for what is issued, or memory; and what the programs ask of the L2 cache."""
+    ms = number(row, "ms_p50") if row else None
+    if row is None or not ms:
+        return "-"
+    flops, size, asked = (number(row, c) for c in ("flop_issued", "bytes_min", "bytes_req"))
+    l2 = f", L2 asked for {asked / ms / 1e9:.1f} TB/s" if asked else ""
+    if not ceilings.get("flops_per_s") or not ceilings.get("bytes_per_s"):
+        return f"ceilings not measured{l2}"
+    parts = {"MMA": 1e3 * (flops or 0) / ceilings["flops_per_s"], "HBM": 1e3 * (size or 0) / ceilings["bytes_per_s"]}
+    name = max(parts, key=lambda p: parts[p])
+    return f"{name} {100 * parts[name] / ms:.0f} %{l2}"
+
+
+def _factors(name: str, rows: Sequence[Row], op: str, shape: tuple[str, str, str], block: str, goal: Sequence[float], ceilings: Mapping[str, float]) -> str:
+    """A goal that is a factor over the faster baseline at each ratio. A step's has the refresh of every tenth step in it."""
+    found = [_at(rows, op, shape, block, r) for r in RATIOS]
+    measured = []
+    for row in found:
+        x, own, with_refresh = (number(row, c) if row else None for c in ("x_best", "ms_p50", "ms_refresh_10"))
+        if op == "step":
+            x = x * own / with_refresh if x and own and with_refresh else None
+        measured.append("-" if x is None else f"{x:.2f}")
+    text = "/".join(measured) if any(m != "-" for m in measured) else NOT_MEASURED
+    hit = "".join("-" if m == "-" else "+" if float(m) >= g else "!" for m, g in zip(measured, goal, strict=True))
+    nearest = next((row for row in reversed(found) if row is not None), None)
+    size = f"{shape[0]}x{shape[2]}->{shape[1]}"
+    return f"{name} {op} {size} b{block} >= {'/'.join(f'{g:g}' for g in goal)} at 50/70/80/90 % / {text} [{hit}] / {bound(nearest, ceilings)}"
+
+
+def _exact(rows: Sequence[Row], stages: Mapping[str, str]) -> list[str]:
+    masks = [r for r in rows if r["op"] == "metadata" and r["provider"] == "fxmask_triton"]
+    same = sum(r["gate"] == "pass" for r in masks)
+    one = f"{same} of {len(masks)} masks and lists equal to the CPU's" if masks else NOT_MEASURED
+    tests = {k: stages.get(k, NOT_MEASURED) for k in ("tests", "graphs")}
+    pairs = [(number(r, "max_err"), number(r, "base_err"), r) for r in rows if r["provider"] == "fxmask_triton" and r["op"] != "metadata"]
+    known = [(e / b, r) for e, b, r in pairs if e is not None and b]
+    worst = max(known, key=lambda t: t[0], default=None)
+    three = NOT_MEASURED if worst is None else f"{worst[0]:.2f}x over {len(known)} cells, worst {worst[1]['op']} b{worst[1]['block_n']}"
+    return [
+        f"1 masks exact, equal to the CPU's to the bit / {one}; GPU tests: {tests['tests']} / -",
+        f"2 no sync, one graph of forward, backward and refresh / GPU tests: {tests['graphs']} / -",
+        f"3 error <= 1.5x that of masked-dense / {three} / -",
+    ]
+
+
+def _metadata(rows: Sequence[Row], ceilings: Mapping[str, float]) -> list[str]:
+    out = []
+    for block, goal in REFRESH_US.items():
+        same = _pick(rows, op="metadata", provider="fxmask_triton", N="14336", K="4096", block_n=block)
+        parts = [[r for r in same if r["phase"] == phase and usable(r)] for phase in ("block_index", "lists")]
+        if all(parts):
+            us = 1e3 * sum(number(p[-1], "ms_p50") or 0 for p in parts)
+            out.append(f"4 refresh 14336x4096 b{block} <= {goal} us / {us:.0f} us [{'+' if us <= goal else '!'}] / {bound(parts[0][-1], ceilings)}")
+        else:
+            out.append(f"4 refresh 14336x4096 b{block} <= {goal} us / {NOT_MEASURED} / -")
+    return out
+
+
+def _memory_bound(rows: Sequence[Row], ceilings: Mapping[str, float]) -> list[str]:
+    out = []
+    for name, shape, goal in (("fc1", VIT_FC1, 1.8), ("fc2", VIT_FC2, 1.45)):
+        for block in ("128", "64"):
+            row = _at(rows, "forward", shape, block, "0.7")
+            x, roof = (number(row, c) if row else None for c in ("x_best", "roof_pct"))
+            seen = NOT_MEASURED if x is None else f"{x:.2f}x, {'?' if roof is None else f'{roof:.0f}'} % of the roof [{'+' if x >= goal else '!'}]"
+            out.append(f"7 ViT {name} b{block} at 70 % >= {goal}x and 80 % of the memory roof / {seen} / {bound(row, ceilings)}")
+    return out
+
+
+def _crossovers(rows: Sequence[Row]) -> list[str]:
+    found = [c for c in crossovers(rows) if c["provider"] == "fxmask_triton" and c["op"] == "forward" and c["mask"] == "random"]
+    out = []
+    for block, goal in CROSSOVER.items():
+        own = [c for c in found if c["block_n"] == block and (c["M"], c["N"], c["K"]) in (LLM, WIDE)]
+        seen = ", ".join("never" if c["wins_from"] is None else f"from {c['wins_from']:g}" for c in own) or NOT_MEASURED
+        out.append(f"8 crossover forward b{block} <= {100 * goal:.0f} % (ratios measured: 50 to 90 %) / {seen} / -")
+    return out
+
+
+def _floor(rows: Sequence[Row]) -> str:
+    worst: tuple[float, Row] | None = None
+    count = 0
+    for row in rows:
+        if row["provider"] == "fxmask_auto" and usable(row):
+            base = _at(rows, row["op"], (row["M"], row["N"], row["K"]), row["block_n"], row["ratio"], "masked_dense")
+            own, dense = number(row, "ms_p50"), number(base, "ms_p50") if base else None
+            if own and dense:
+                count += 1
+                worst = max(worst or (0.0, row), (own / dense, row), key=lambda t: t[0])
+    seen = NOT_MEASURED if worst is None else f"{worst[0]:.2f}x its time at most, over {count} cells [{'+' if worst[0] <= 1.03 else '!'}]"
+    return f"9 impl='auto' within 3 % of masked-dense / {seen} / -"
+
+
+def _anchors(rows: Sequence[Row]) -> list[str]:
+    goals = [("forward", b, g, ("torch_bsr", "torch_bsr_s4")) for b, g in ANCHORS.items()] + [("dw", b, 5.0, ("torch_sampled",)) for b in ("64", "32", "16")]
+    out = []
+    for op, block, goal, providers in goals:
+        factors = []
+        for row in _pick(rows, op=op, block_n=block, provider="fxmask_triton", mask="random"):
+            others = [_at(rows, op, (row["M"], row["N"], row["K"]), block, row["ratio"], p) for p in providers]
+            times = [t for t in (number(o, "ms_p50") if o else None for o in others) if t]
+            own = number(row, "ms_p50")
+            if own and times and usable(row):
+                factors.append(min(times) / own)
+        seen = f"{min(factors):.2f} to {max(factors):.2f}x over {len(factors)} cells [{'+' if min(factors) >= goal else '!'}]" if factors else NOT_MEASURED
+        out.append(f"10 {op} b{block} >= {goal}x torch's {providers[0].removeprefix('torch_')} (the faster setting) / {seen} / -")
+    return out
+
+
+def goal_lines(rows: Sequence[Row], stages: Mapping[str, str], ceilings: Mapping[str, float]) -> list[str]:
+    """Goals 1 to 10, `+` reached, `!` missed, `-` not measured; `stages` are the GPU driver's statuses."""
+    out = _exact(rows, stages) + _metadata(rows, ceilings)
+    out += [_factors("5", rows, "forward", shape, b, g, ceilings) for shape in (LLM, WIDE) for b, g in FORWARD.items()]
+    out += [_factors("6", rows, "dw", shape, b, g, ceilings) for shape in (LLM, WIDE) for b, g in DW.items()]
+    out += [_factors("6", rows, "step", shape, b, g, ceilings) for shape in (LLM, WIDE) for b, g in STEP.items()]
+    return out + _memory_bound(rows, ceilings) + _crossovers(rows) + [_floor(rows)] + _anchors(rows)

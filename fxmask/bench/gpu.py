@@ -1,0 +1,121 @@
+"""The run on a GPU, `make gpu`: stages in subprocesses with their own limits, then the goals. `python -m fxmask.bench.gpu --stages tests,quick --out DIR`.
+
+Needs torch, Triton, numpy and pytest, no installation and no network. The whole takes about 20 minutes on an H200; `--time-limit` and `--stages` divide it, and
+a second run goes on with the cells that the csv lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError, FxMaskError
+from .command import names
+from .compare import MACHINE
+from .driver import CSV, read_ceilings
+from .goals import goal_lines
+from .stages import LOG, ROOT, Result, Stage, python, run_stages
+from .table import Table
+
+KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata")
+TESTS = {"tests": ("test_numbers.py", "test_metadata.py"), "graphs": ("test_graphs.py", "test_training.py"), "limits": ("test_limits.py", "test_compile.py")}
+# pytest as it comes, without the plugins and options that pyproject.toml asks for
+INI = """[pytest]
+addopts = --import-mode=importlib
+pythonpath = {root} {root}/tests {root}/examples
+markers =
+    gpu: needs a CUDA device
+    slow: takes more than a few seconds
+"""
+
+
+def _again(stage: Stage) -> list[Stage]:
+    """A failed stage once more with the toolkit's own ptxas, where there is one: the one in Triton's wheels has miscompiled Hopper kernels."""
+    ptxas = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
+    return [replace(stage, name="ptxas", env={"TRITON_PTXAS_PATH": ptxas}, after_failure_of=stage.name)] if ptxas else []
+
+
+def _pytest(name: str, ini: Path, limit_s: float) -> Stage:
+    folder = ROOT / "tests" / "gpu"
+    files = [str(folder / f) for f in TESTS[name]]
+    command = python("-m", "pytest", "-c", str(ini), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "-rfE", "--tb=short", "-m", "gpu", *files)
+    return Stage(name, command, limit_s, "" if folder.is_dir() else "tests/gpu is only in a checkout")
+
+
+def make_stages(out: Path, ini: Path, full_s: float = 450) -> list[Stage]:
+    """All stages, in order."""
+    part = ("-m", "fxmask.bench.device_stages")
+    bench = ("-m", "fxmask", "bench", "--device", "cuda", "--out", str(out))
+    sanitizer = shutil.which("compute-sanitizer")
+    missing = "" if sanitizer else "compute-sanitizer is not on the PATH"
+    tests = _pytest("tests", ini, 240)
+    tool = [sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+    return [
+        Stage("versions", python("-m", "fxmask", "env"), 60),
+        Stage("precompile", python(*part, "precompile"), 90),
+        *(Stage(f"memcheck-{k}", [*tool, *python(*part, "tiny", k)], 60, missing) for k in KERNELS),
+        tests,
+        *_again(tests),
+        _pytest("graphs", ini, 90),
+        _pytest("limits", ini, 120),
+        Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
+        Stage("metadata", python(*bench, "--cells", "metadata*", "--time-limit", "80"), 100),
+        Stage("quick", python(*bench, "--quick", "--time-limit", "150"), 180),
+        Stage("full", python(*bench, "--time-limit", str(full_s)), full_s + 30),
+    ]
+
+
+def chosen(stages: Sequence[Stage], wanted: str) -> list[Stage]:
+    """The stages whose name, or its part before the hyphen, is asked for; all where nothing is."""
+    asked = names(wanted)
+    known = {s.name for s in stages} | {s.name.partition("-")[0] for s in stages}
+    if set(asked) - known:
+        order = dict.fromkeys(s.name.partition("-")[0] for s in stages)
+        raise ConfigError(f"unknown stage: expected some of {', '.join(order)}, got {', '.join(sorted(set(asked) - known))}.")
+    return [s for s in stages if not asked or {s.name, s.name.partition("-")[0]} & set(asked)]
+
+
+def summary(results: Sequence[Result], out: Path) -> list[str]:
+    """The closing table: stages, then goals."""
+    lines = ["", "stage        status   seconds"]
+    lines += [f"{r.name:12} {r.status:8} {r.seconds:7.1f}  {'' if r.status == 'ok' else r.last}".rstrip() for r in results]
+    lines += ["", "goal / measured / bound"]
+    rows = Table(out / CSV).rows
+    same = [r for r in rows if all(r[c] == rows[-1][c] for c in (*MACHINE, "dtype"))]  # the sources, machine and dtype that were measured last
+    lines += goal_lines(same, {r.name: r.status for r in results}, read_ceilings(out))
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m fxmask.bench.gpu", description="Tests and benchmarks on a GPU, stage by stage.")
+    p.add_argument("--stages", default="", metavar="NAMES", help="versions, precompile, memcheck, tests, graphs, limits, ceilings, metadata, quick, full")
+    p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"{CSV}, {LOG} and stages.json are written there")
+    p.add_argument("--time-limit", type=float, default=None, metavar="S", help="of the whole run")
+    a = p.parse_args(argv)
+    if not torch.cuda.is_available():
+        where = "Run it on a machine with a GPU and a CUDA build of torch."
+        print(f"make gpu: expected a CUDA device, got none (torch {torch.__version__}). {where}", file=sys.stderr)
+        return 1
+    out = a.out.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        ini = Path(folder) / "pytest.ini"
+        ini.write_text(INI.format(root=ROOT), encoding="utf-8")
+        try:
+            stages = chosen(make_stages(out, ini), a.stages)
+        except FxMaskError as e:
+            print(f"fxmask: {e}", file=sys.stderr)
+            return 2
+        results = run_stages(stages, out, a.time_limit)
+    print("\n".join(summary(results, out)))
+    return 1 if any(r.status in ("failed", "timeout") for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

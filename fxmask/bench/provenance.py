@@ -1,0 +1,135 @@
+"""Where a row comes from: versions, commit, a hash of the sources, device, clocks. Everything optional is empty where it is unknown."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..errors import UnsupportedError
+from ..kernels import grid
+from ..kernels.dispatch import triton_ops
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# what must agree for a row to count as measured already
+SAME = ("fxmask", "source", "device", "driver", "torch", "triton", "ptxas")
+
+
+def utc() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _git(*args: str) -> str:
+    try:
+        done = subprocess.run(["git", *args], cwd=PACKAGE, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@cache
+def commit() -> tuple[str, str]:
+    """(sha, dirty as 0 or 1) of the checkout that holds this file; empty outside of one, or where git does not know the file."""
+    if not _git("ls-files", "__init__.py"):
+        return "", ""
+    return _git("rev-parse", "--short=12", "HEAD"), str(int(bool(_git("status", "--porcelain", "--untracked-files=no"))))
+
+
+@cache
+def source_hash() -> str:
+    """Hash of the sources that are timed, those of `kernels`: says more than a commit where a tree is dirty or was copied."""
+    h, folder = hashlib.sha256(), Path(grid.__file__).resolve().parent
+    for path in sorted(folder.rglob("*.py")):
+        h.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return h.hexdigest()[:12]
+
+
+def _triton() -> tuple[str, str]:
+    """Versions of Triton and of the ptxas that it would run."""
+    try:
+        triton: Any = triton_ops().launch.triton
+    except (UnsupportedError, AttributeError):
+        return "", ""
+    try:
+        tool = triton.knobs.nvidia.ptxas
+        return triton.__version__, str(getattr(tool, "version", ""))
+    except Exception:  # no such tool, or another way to ask for it in this version
+        return triton.__version__, ""
+
+
+@cache
+def _nvml() -> Any:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, no driver
+        return None
+    return pynvml
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    try:  # NVML counts all GPUs, torch those that are visible
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(index)
+    except Exception:
+        return nvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """Power limit in W, SM clock in MHz and temperature in °C, now; empty texts without NVML."""
+    names = {"power_limit_w": "", "sm_clock_mhz": "", "temperature_c": ""}
+    nvml = _nvml() if device.type == "cuda" else None
+    if nvml is None:
+        return names
+    try:
+        h = _handle(nvml, device.index or 0)
+        names["power_limit_w"] = f"{nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000:.0f}"
+        names["sm_clock_mhz"] = str(nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM))
+        names["temperature_c"] = str(nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU))
+    except Exception:  # a virtual machine may refuse any of them
+        pass
+    return names
+
+
+def _driver() -> str:
+    nvml = _nvml()
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
+    except Exception:
+        return ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def provenance(device: torch.device) -> dict[str, str]:
+    """The columns that all rows of a run share."""
+    sha, dirty = commit()
+    triton, ptxas = _triton()
+    cuda = device.type == "cuda"
+    return {
+        "fxmask": __version__,
+        "git_sha": sha,
+        "dirty": dirty,
+        "source": source_hash(),
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
+        "driver": _driver() if cuda else "",
+        "torch": torch.__version__,
+        "triton": triton,
+        "ptxas": ptxas,
+        "python": platform.python_version(),
+        "threads": "" if cuda else str(torch.get_num_threads()),
+    }

@@ -1,0 +1,109 @@
+"""Stages: subprocesses with their own time limits. One that fails or hangs does not end the run; what is known is written after each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout; in an installation the folder of packages
+LOG, RESULTS = "log.txt", "stages.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command and how long it may take. `skip`: why it cannot run here, empty where it can. `after_failure_of`: runs only where that stage failed."""
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    skip: str = ""
+    env: Mapping[str, str] | None = None
+    after_failure_of: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`status`: ok, failed, timeout or skipped. `last`: the last line that the stage printed, or why it was skipped."""
+
+    name: str
+    status: str
+    seconds: float = 0.0
+    code: int | None = None
+    last: str = ""
+
+
+def python(*args: str) -> list[str]:
+    """A command of this interpreter."""
+    return [sys.executable, *args]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process' environment, with fxmask importable from where this file lies."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a stage and what it started: it has a process group of its own."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, how)
+        try:
+            process.wait(timeout=5)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run_stage(stage: Stage, out: Path, limit_s: float | None = None) -> Result:
+    """Run one stage, its output appended to the log, for at most the smaller of both limits."""
+    if stage.skip:
+        return Result(stage.name, "skipped", last=stage.skip)
+    limit = stage.limit_s if limit_s is None else min(stage.limit_s, limit_s)
+    if limit <= 0:
+        return Result(stage.name, "skipped", last="no time left (--time-limit)")
+    begin, log = time.monotonic(), out / LOG
+    with log.open("ab") as f:
+        f.write(f"\n==== {stage.name} (at most {limit:.0f} s)\n".encode())
+        f.flush()
+        start = f.tell()
+        try:
+            process = subprocess.Popen(list(stage.command), cwd=ROOT, env=environment(stage.env), stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as e:
+            return Result(stage.name, "failed", last=f"{type(e).__name__}: {e}")
+        try:
+            code: int | None = process.wait(timeout=limit)
+            status = "ok" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            code, status = None, "timeout"
+        finally:
+            if process.poll() is None:
+                _end(process)
+    with log.open("rb") as f:
+        f.seek(start)
+        lines = f.read().decode(errors="replace").strip().splitlines()
+    return Result(stage.name, status, round(time.monotonic() - begin, 1), code, lines[-1][:200] if lines else "")
+
+
+def run_stages(stages: Sequence[Stage], out: Path, time_limit: float | None = None, say: Callable[[str], None] = print) -> list[Result]:
+    """Run them all, in order, within `time_limit` seconds together; results are written as they come."""
+    out.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    results: list[Result] = []
+    for stage in stages:
+        if stage.after_failure_of and not any(r.name == stage.after_failure_of and r.status == "failed" for r in results):
+            continue
+        left = None if time_limit is None else time_limit - (time.monotonic() - begin)
+        result = run_stage(stage, out, left)
+        results.append(result)
+        (out / RESULTS).write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
+        say(f"{result.name:12} {result.status:8} {result.seconds:6.1f} s  {result.last}")
+    return results

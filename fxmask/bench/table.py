@@ -1,0 +1,87 @@
+"""The csv: its columns, appending row by row, and what is in it already. `examples/results/README.md` says what each column means."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from .cells import Cell
+from .provenance import SAME
+
+WHERE = ("fxmask", "git_sha", "dirty", "source", "utc", "device", "driver", "torch", "triton", "ptxas", "python", "threads")
+STATE = ("power_limit_w", "sm_clock_mhz", "sm_clock_mhz_after", "temperature_c", "temperature_c_after", "load", "verdict")
+WHAT = ("op", "phase", "provider", "M", "N", "K", "dtype", "block_n", "block_k", "ratio", "density", "mask", "mask_seed")
+TIMES = ("how", "ms_p50", "ms_p10", "ms_p90", "cold_ms_p50", "cold_ms_p10", "cold_ms_p90", "cpu_ms_p50")
+REFRESH = ("metadata_ms", "ms_refresh_1", "ms_refresh_10", "ms_refresh_100")
+COSTS = ("flop_useful", "flop_issued", "bytes_min", "bytes_req", "t_min_us", "roof_pct")
+RIGHT = ("max_err", "base_err", "gate")
+AGAINST = ("x_dense", "x_best", "cold_x_dense", "cold_x_best")
+COLUMNS = WHERE + STATE + WHAT + TIMES + REFRESH + COSTS + RIGHT + AGAINST
+
+BUSY = "none: load"  # how a verdict begins where the machine had other work
+
+Row = dict[str, str]
+
+
+def text(value: Any) -> str:
+    """A cell of the csv; None is empty."""
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def number(row: Row, column: str) -> float | None:
+    """A column as a number, None where it is empty."""
+    value = row.get(column, "")
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return None
+
+
+def what(cell: Cell, density: float | None = None) -> Row:
+    """The columns that name a cell."""
+    values = (cell.op, cell.phase, cell.provider, cell.M, cell.N, cell.K, cell.dtype, *cell.block, cell.ratio, density, cell.mask, cell.seed)
+    return {name: text(value) for name, value in zip(WHAT, values, strict=True)}
+
+
+def key(row: Row) -> tuple[str, ...]:
+    """What makes two rows the same measurement: the cell, the sources and the machine."""
+    return tuple(row.get(c, "") for c in (*WHAT, *SAME) if c != "density")
+
+
+class Table:
+    """A csv file that grows. Rows are flushed as they come, so that a killed run keeps what it had."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = read(path) if path.exists() and path.stat().st_size else []
+        self.keys = {key(row) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
+
+    def __contains__(self, row: Row) -> bool:
+        return key(row) in self.keys
+
+    def append(self, row: Row) -> None:
+        """Write one row; missing columns are empty."""
+        full = {c: row.get(c, "") for c in COLUMNS}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        held = self.path.read_bytes() if self.path.exists() else b""
+        new = not held
+        with self.path.open("a", newline="", encoding="utf-8") as f:
+            if held and not held.endswith(b"\n"):
+                f.write("\n")  # a killed run left half a line
+            writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(full)
+        self.rows.append(full)
+        self.keys.add(key(full))
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a csv of this version's columns; a line that was cut off is dropped. ConfigError for another file."""
+    with path.open(newline="", encoding="utf-8") as f:
+        reader = csv.DictReader(f)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another --out.")
+        return [row for row in reader if None not in row and all(v is not None for v in row.values())]

@@ -1,0 +1,41 @@
+"""The command `fxmask`, also `python -m fxmask`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from .bench import command
+from .bench.provenance import clocks, provenance
+from .errors import FxMaskError
+
+
+def env(_: argparse.Namespace) -> int:
+    """Print versions, devices and clocks: what a report of a problem should carry."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    for name, value in {**provenance(device), **clocks(device), "cuda": torch.version.cuda or "none"}.items():
+        print(f"{name:14} {value or '-'}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="fxmask", description="Block-sparse masks for PyTorch models: measure, and say what is installed.")
+    sub = p.add_subparsers(dest="command", required=True)
+    bench = sub.add_parser("bench", help="time the masked linear against dense, masked-dense and torch's block-sparse kernels")
+    command.add_options(bench)
+    bench.set_defaults(run=command.main)
+    sub.add_parser("env", help="print versions, devices and clocks").set_defaults(run=env)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 where all went well, 1 where a result was wrong, 2 for a request that cannot be served."""
+    a = parser().parse_args(argv)
+    try:
+        return int(a.run(a))
+    except FxMaskError as e:
+        print(f"fxmask: {e}", file=sys.stderr)
+        return 2

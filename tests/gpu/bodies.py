@@ -1,0 +1,141 @@
+"""Bodies of the GPU tests of numbers and metadata, each for any device: the tests run them on CUDA, `rehearse.py` on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+
+import torch
+
+from fxmask.kernels import lists, ops, reference
+from fxmask.kernels.grid import grid_shape, keep_count
+from fxmask.kernels.triton import launch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+
+
+@contextmanager
+def poisoned():
+    """Memory that a kernel should write holds NaN, or the largest int, before."""
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        t = real(*args, **kwargs)
+        return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(True if t.dtype == torch.bool else torch.iinfo(t.dtype).max)
+
+    launch.torch.empty = empty
+    try:
+        yield
+    finally:
+        launch.torch.empty = real
+
+
+@contextmanager
+def tf32(on):
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def make(device, shape, block, ratio, dtype, gap=0, seed=0):
+    """x, w, bias, gy and a mask with the exact number of kept blocks; `gap` elements between the rows of x."""
+    m, n, k = shape
+    g = torch.Generator().manual_seed(seed)
+    x, w, b, gy = (torch.randn(s, generator=g).to(dtype).to(device) for s in ((m, k + gap), (n, k), (n,), (m, n)))
+    nb, kb = grid_shape((n, k), block)
+    chosen = torch.randperm(nb * kb, generator=g)[: keep_count(nb * kb, ratio)]
+    mask = torch.zeros(nb * kb, dtype=torch.bool).index_fill(0, chosen, True).reshape(nb, kb)
+    return x[:, :k], w, b, gy, mask.to(device)
+
+
+def forward_and_gradients(impl, x, w, b, gy, mask, block):
+    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+    y = ops.masked_linear(x, w, b, mask, *block, "masked", None, impl)
+    return [y.detach(), *torch.autograd.grad(y, (x, w, b), gy)]
+
+
+def assert_close(got, exact, low, what):
+    """At most twice the error of plain PyTorch in the same precision, and a rounding of the largest value."""
+    assert got.dtype == low.dtype and got.device == low.device, what
+    assert not got.isnan().any(), f"{what}: something was not written"
+    budget = 2 * (low.double() - exact).abs().max() + torch.finfo(low.dtype).eps * exact.abs().max()
+    error = (got.double() - exact).abs().max()
+    assert error <= budget, f"{what}: error {error:.3g}, budget {budget:.3g}"
+
+
+def check_numbers(device, shape, block, ratio, precision, gap=0):
+    """Forward, dX, dW and db against float64, outputs poisoned before; masked blocks of dW are exact zeros."""
+    args = make(device, shape, block, ratio, DTYPES[precision], gap)
+    x, w, b, gy, mask = args
+    launch.LAUNCHES.clear()
+    with tf32(precision == "tf32"):
+        with poisoned():
+            got = forward_and_gradients("triton", *args, block)
+        low = forward_and_gradients("reference", *args, block)
+    exact = forward_and_gradients("reference", *(t.double() for t in (x, w, b, gy)), mask, block)
+    for what, g, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=True):
+        assert_close(g, e, q, what)
+    assert launch.LAUNCHES["list_matmul_kernel" if launch.listed(block) else "mask_cast_kernel"] >= 2
+    assert (reference.masked(got[2], ~mask, block) == 0).all()
+
+
+def check_repeats(device, shape, block, ratio, precision, times=5):
+    """The same bits in every run."""
+    args = make(device, shape, block, ratio, DTYPES[precision])
+    first = forward_and_gradients("triton", *args, block)
+    for _ in range(times):
+        assert all(torch.equal(a, b) for a, b in zip(first, forward_and_gradients("triton", *args, block), strict=True))
+
+
+def check_mask(device, w, block, ratio):
+    """The mask is the CPU's, to the bit, and exact in its number; twice."""
+    nb, kb = grid_shape(w.shape, block)
+    keep = keep_count(nb * kb, ratio)
+    count, zero = torch.tensor(keep), torch.tensor(0)
+    expected = reference.block_index(w, count, zero, block, "fro", "lowest", 0)
+    for _ in range(2):
+        with poisoned():
+            got = ops.block_index(w.to(device), count.to(device), zero.to(device), *block, "fro", "lowest", 0, "triton")
+        assert got.device.type == torch.device(device).type and int(got.sum()) == keep
+        assert torch.equal(got.cpu(), expected)
+
+
+def check_lists(device, mask, block, step=64):
+    for transposed in (False, True):
+        lay = lists.layout(tuple(mask.shape), block, transposed, step=step)
+        with poisoned():
+            got = launch.strip_lists(mask.to(device), lay, transposed)
+        for g, e in zip(got, lists.strip_lists(mask, lay, transposed), strict=True):
+            assert torch.equal(g.cpu(), e)
+
+
+def check_many_elements(device, tokens, wide, narrow, dtype, sample=300):
+    """Tensors of tokens * wide elements in every role: y and gy of a wide output, x and dx of a wide input. The last rows are compared."""
+    block = (64, 64)
+    for n, k in ((wide, narrow), (narrow, wide)):
+        w = torch.randn(n, k, device=device).to(dtype)
+        mask = torch.rand(grid_shape((n, k), block), device=device) < 0.3
+        mask[0, 0] = True
+        x = torch.randn(tokens, k, device=device, dtype=dtype)
+        y = ops.masked_linear(x, w, None, mask, *block, "masked", None, "triton")
+        for rows in (slice(0, sample), slice(tokens - sample, None)):
+            low = reference.masked_linear(x[rows], w, None, mask, block)
+            assert_close(y[rows], reference.masked_linear(x[rows].double(), w.double(), None, mask, block), low, f"y {n}x{k}")
+        dx = ops.masked_linear_dx(y, w, mask, *block, "masked", None, "triton")  # y stands for its gradient
+        last = slice(tokens - sample, None)
+        low = reference.masked_linear_dx(y[last], w, mask, block, "masked")
+        assert_close(dx[last], reference.masked_linear_dx(y[last].double(), w.double(), mask, block, "masked"), low, f"dx {n}x{k}")
+        del dx
+        y[: tokens - sample] = 0  # so that dW depends on the last rows alone
+        dw = ops.masked_linear_dw(y, x, mask, *block, "masked", None, "triton")
+        low = reference.masked_linear_dw(y[last], x[last], mask, None, block, "masked")
+        assert_close(dw, reference.masked_linear_dw(y[last].double(), x[last].double(), mask, None, block, "masked"), low, f"dw {n}x{k}")
+        del x, y, dw
+
+
+def tokens_beyond(limit, wide):
+    """Tokens with which tokens * wide exceeds `limit`."""
+    return math.ceil(limit / wide) + 137

@@ -1,0 +1,111 @@
+"""Bodies of the GPU tests that train a model, each for any device; see `bodies.py`."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import torch
+from torch import nn
+
+import fxmask
+
+
+def model_pair(device, dtype=torch.float32, width=64, **options):
+    """The same masked model twice: by Triton, and by the reference."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)).to(device, dtype)
+    options = {"ratio": 0.7, "block": (16, 16), **options}
+    return tuple(fxmask.apply(copy.deepcopy(dense), impl=impl, **options) for impl in ("triton", "reference"))
+
+
+def train_step(model, x, gy):
+    """Forward, backward, and the rebuilding of cached masks."""
+    y = model(x)
+    y.backward(gy)
+    fxmask.refresh(model)
+    return y
+
+
+def assert_same_training(model, other, y, other_y, tolerance):
+    assert torch.allclose(y.float(), other_y.float(), atol=tolerance, rtol=tolerance)
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        scale = q.grad.float().abs().max()
+        assert (p.grad.float() - q.grad.float()).abs().max() <= tolerance * scale, name
+    masks, others = fxmask.masks(model), fxmask.masks(other)
+    assert all(torch.equal(masks[name].cpu(), others[name].cpu()) for name in masks)
+
+
+def check_training(device, dtype=torch.float32, tolerance=1e-3, tokens=33, **options):
+    """One step by Triton equals one by the reference; returns the Triton model."""
+    model, other = model_pair(device, dtype, **options)
+    x, gy = (torch.randn(tokens, 64, device=device, dtype=dtype) for _ in range(2))
+    assert_same_training(model, other, train_step(model, x, gy), train_step(other, x, gy), tolerance)
+    return model
+
+
+def check_optimiser_steps(device, during, steps=3, **options):
+    """Steps of an optimiser with `fxmask.step`, inside the context manager `during` from the second on; the masks move on."""
+    model, _ = model_pair(device, **options)
+    fxmask.step(model, 0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.randn(32, 64, device=device) for _ in range(steps + 1)]
+
+    def one(x):
+        optimiser.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        optimiser.step()
+        fxmask.step(model)
+
+    one(data[0])  # compiles kernels, makes workspaces
+    with during():
+        for x in data[1:]:
+            one(x)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def check_backward_thread(device, expect_other):
+    """The backward's kernels run on autograd's thread for the device: where was the gradient made?"""
+    model, _ = model_pair(device)
+    seen = []
+    x = torch.randn(9, 64, device=device, requires_grad=True)
+    x.register_hook(lambda g: seen.append(threading.get_ident()))
+    model(x).sum().backward()
+    assert x.grad.isfinite().all() and len(seen) == 1
+    assert (seen[0] != threading.get_ident()) == expect_other
+
+
+def check_compiled(device, backend):
+    """torch.compile takes the whole graph, forward and backward, and computes the same."""
+    model, other = model_pair(device)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x, gy = torch.randn(33, 64, device=device), torch.randn(33, 64, device=device)
+    assert_same_training(model, other, train_step(compiled, x, gy), train_step(other, x, gy), 1e-3)
+
+
+def check_autocast(device, dtype):
+    """Inside autocast the kernels get its dtype, and float32 parameters get float32 gradients."""
+    model, other = model_pair(device)
+    x = torch.randn(33, 64, device=device)
+    with torch.autocast(torch.device(device).type, dtype):
+        y, z = model(x), other(x)
+    assert y.dtype == z.dtype == dtype
+    for out in (y, z):
+        out.float().square().sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert_same_training(model, other, y, z, 0.05)
+
+
+def check_usable_after(device, fail):
+    """`fail(model)` raises out of memory; then the model computes what it did before."""
+    model, _ = model_pair(device)
+    x = torch.randn(33, 64, device=device)
+    before = model(x).detach()
+    masks = {k: v.clone() for k, v in fxmask.masks(model).items()}
+    fail(model)
+    assert torch.equal(model(x), before)
+    assert all(torch.equal(v, masks[k]) for k, v in fxmask.masks(model).items())
+    model(x).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+

@@ -1,0 +1,217 @@
+"""`fxmask bench` on the CPU, with tiny shapes."""
+
+import csv
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxmask.bench import cells, clock, costs, gate, inputs, providers, table
+from fxmask.bench.driver import CSV, Run, check_device, read_ceilings, run_cells
+from fxmask.cli import main
+from fxmask.errors import ConfigError, UnsupportedError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = ("40x32->48",)
+
+
+def some_cells(only="*/b64x64/r0.8/*", **options):
+    return cells.make_cells("cpu", "fp32", quick=True, only=only, shapes=TINY, **options)
+
+
+def make_run(out, **options):
+    said = []
+    return Run(CPU, out, sample_s=0.0, **{"load": lambda: 0.0, "say": said.append, **options}), said
+
+
+def test_rows_are_complete(tmp_path):
+    run, _ = make_run(tmp_path)
+    assert run_cells(run, some_cells()) == 0
+    rows = table.read(tmp_path / CSV)
+    assert {r["op"] for r in rows} == set(cells.OPS)
+    always = {"fxmask", "source", "utc", "device", "torch", "python", "load", *table.WHAT, "how", "ms_p50", "ms_p10", "ms_p90", "cpu_ms_p50", "bytes_min"}
+    for row in rows:
+        if row["gate"] == "skip":  # a build of torch without BSR matmuls
+            assert row["provider"] in cells.ANCHORS
+            continue
+        assert (row["gate"], row["verdict"]) == ("pass", "ok")
+        assert not {c for c in always if not row[c]}
+        assert float(row["ms_p10"]) <= float(row["ms_p50"]) <= float(row["ms_p90"])
+        if row["op"] != "metadata":
+            assert row["max_err"] and row["base_err"] and row["x_dense"] and row["flop_useful"]
+            assert row["provider"] == "dense" or row["x_best"]
+    own = next(r for r in rows if r["provider"] == "fxmask_reference" and r["op"] == "step")
+    metadata = next(r for r in rows if r["phase"] == "block_index")
+    assert own["metadata_ms"] == metadata["ms_p50"]
+    assert float(own["ms_refresh_10"]) == pytest.approx(float(own["ms_p50"]) + float(metadata["ms_p50"]) / 10, rel=1e-4)
+
+
+def test_a_second_run_goes_on(tmp_path):
+    chosen = some_cells()
+    first, _ = make_run(tmp_path)
+    run_cells(first, chosen[:4])
+    with (tmp_path / CSV).open("a") as f:
+        f.write("0.1.0,half a li")  # killed while it wrote
+    second, said = make_run(tmp_path)
+    run_cells(second, chosen)
+    assert f"4 of {len(chosen)} cells" in said[0] and len(said) == len(chosen) - 3
+    keys = [table.key(r) for r in table.read(tmp_path / CSV)]
+    assert len(keys) == len(set(keys)) == len(chosen)
+    third, said = make_run(tmp_path)
+    third.shared["source"] = "other kernels"
+    run_cells(third, chosen[:2])
+    assert len(said) == 2  # measured again: another provenance
+
+
+def test_a_wrong_provider_gets_no_time(tmp_path):
+    def wrong(i):
+        call = providers.REGISTRY["fxmask_reference"](i)
+        return lambda: tuple(t * 1.001 if t.is_floating_point() else ~t for t in call())
+
+    def unwritten(i):
+        return lambda: (torch.full((i.cell.M, i.cell.N), float("nan")),)
+
+    def raises(i):
+        raise ValueError("no such kernel")
+
+    for name, bad in (("wrong", wrong), ("unwritten", unwritten), ("raises", raises)):
+        run, _ = make_run(tmp_path / name, registry={**providers.REGISTRY, "fxmask_reference": bad})
+        run_cells(run, some_cells("forward/*/b64x64/r0.8/*"))
+        rows = {r["provider"]: r for r in run.table.rows}
+        row = rows["fxmask_reference"]
+        assert row["gate"] == "fail" and not row["ms_p50"] and row["verdict"].startswith("none: ")
+        assert rows["masked_dense"]["gate"] == "pass"
+    run, _ = make_run(tmp_path / "metadata", registry={**providers.REGISTRY, "fxmask_reference": wrong})
+    run_cells(run, some_cells("metadata.block_index*"))
+    assert {r["gate"] for r in run.table.rows} == {"fail"}
+
+
+def test_a_busy_machine_gives_no_verdict(tmp_path):
+    run, _ = make_run(tmp_path, load=lambda: 1e3)
+    run_cells(run, some_cells("forward/*/b64x64/r0.8/*"))
+    assert all(r["verdict"].startswith("none: load 1000.0 on ") and not r["x_dense"] for r in run.table.rows if r["gate"] == "pass")
+    quiet, said = make_run(tmp_path)
+    run_cells(quiet, some_cells("forward/*/b64x64/r0.8/*"))
+    assert len(said) >= 4 and quiet.table.rows[-1]["verdict"] == "ok"  # measured again
+
+
+def test_time_limit(tmp_path):
+    def slow(i):
+        time.sleep(0.1)
+        return providers.masked_dense(i)
+
+    chosen = some_cells("forward/*,step/*", providers=("masked_dense",), masks=("random",))
+    run, said = make_run(tmp_path, time_limit=0.35, registry={"masked_dense": slow})
+    left = run_cells(run, chosen)
+    assert 0 < left < len(chosen) and "stopped by the time limit" in said[-1]
+    assert len(table.read(tmp_path / CSV)) == len(chosen) - left
+
+
+def test_command_line(tmp_path, capsys):
+    args = ["bench", "--device", "cpu", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b128x128/*", "--out", str(tmp_path), "--sample-s", "0"]
+    assert main(args) == 0
+    assert "crossover" in capsys.readouterr().out
+    assert main([*args, "--list"]) == 0
+    assert "forward/40x32->48/fp32/b128x128/r0.8/random/fxmask_reference" in capsys.readouterr().out
+    refused = {"--cells": ("nothing/*", "leaves nothing"), "--providers": ("cublas", "unknown provider"), "--shapes": ("12", "a shape is TOKENSxIN")}
+    for option, (value, words) in refused.items():
+        assert main([*args, option, value]) == 2
+        assert words in capsys.readouterr().err
+    for bad in (["bench", "--fast"], ["bench", "--device", "tpu"], ["profile"], []):
+        with pytest.raises(SystemExit) as e:
+            main(bad)
+        assert e.value.code == 2
+
+
+def test_env_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "fxmask", "env"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.search(rf"^torch +{re.escape(torch.__version__)}$", done.stdout, re.MULTILINE)
+    assert re.search(r"^fxmask +\S", done.stdout, re.MULTILINE) and re.search(r"^source +[0-9a-f]{12}$", done.stdout, re.MULTILINE)
+
+
+def test_another_csv_is_refused(tmp_path):
+    (tmp_path / CSV).write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"expected a csv with this version's columns"):
+        make_run(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device():
+    with pytest.raises(UnsupportedError, match=r"expected a CUDA device, got none"):
+        check_device("cuda")
+
+
+# ---- cells, masks, costs ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_cells_of_a_gpu_come_in_order_of_value():
+    full, quick = cells.make_cells("cuda", "bf16"), cells.make_cells("cuda", "bf16", quick=True)
+    assert set(quick) <= set(full) and len(full) == len(set(full))
+    assert {c.shape for c in full} == set(cells.CUDA_SHAPES) and len({c.shape for c in quick}) == 2
+    assert {c.block[0] for c in quick} == {0, 64, 128} and {c.block[0] for c in full} == {0, 16, 32, 64, 128}
+    place = {c: i for i, c in enumerate(full)}
+    assert next(c for c in full if c.op != "metadata").group == f"forward/{cells.CUDA_SHAPES[0]}/bf16/b0x0/r0/-"
+    refreshes = {(c.shape, c.block): place[c] for c in reversed(full) if c.phase == "lists" and c.provider == "fxmask_triton"}
+    for c in full:  # baselines and metadata first, so that every row can be compared
+        if c.provider not in ("dense", "masked_dense") and c.op != "metadata":
+            assert max(place[c.dense()], place[c.by("masked_dense")], refreshes[c.shape, c.block]) < place[c]
+
+
+@pytest.mark.parametrize("kind", cells.MASKS)
+def test_masks_are_exact(kind):
+    mask = inputs.make_mask((24, 40), 0.7, kind, 0)
+    assert int(mask.sum()) == 288 and torch.equal(mask, inputs.make_mask((24, 40), 0.7, kind, 0))
+    spread = mask.float().mean(1).std()
+    assert (spread > 0.2) == (kind == "rows")
+
+
+@pytest.mark.parametrize("shape", ["25088x384->1536", "8192x4096->4096", "1024x1024->1024", "4096x96->80"])
+@pytest.mark.parametrize("block", cells.BLOCKS)
+def test_costs_count_the_launched_splits(shape, block, monkeypatch):
+    from fxmask.kernels.dispatch import triton_ops
+
+    launch = pytest.importorskip("triton") and triton_ops().launch
+    (m, n, k), grids = cells.parse_shape(shape), []
+    monkeypatch.setattr(launch, "_launch", lambda kernel, grid, *a, **c: grids.append((kernel.fn.__name__, grid)))
+    tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((m, n), (m, k))]
+    mask = torch.empty(-(-n // block), -(-k // block), device="meta", dtype=torch.bool)
+    launch.sampled_matmul(*tensors, mask, (block, block))
+    (programs, splits) = dict(grids)["sampled_matmul_kernel"]
+    lay = launch.layout(tuple(mask.shape), (block, block), False, 128, costs.DW_STEP)
+    tiles = -(-lay.units // (costs.DW_FEATURES // lay.unit))
+    assert (programs, splits) == (lay.strips * tiles, costs.splits_of(lay.strips, tiles, m))
+
+
+def test_costs_of_the_kernels():
+    pytest.importorskip("triton")
+    for op in ("forward", "dx", "dw", "step"):
+        i = inputs.make_inputs(cells.Cell(op, "-", 256, 128, 256, "bf16", (64, 64), 0.5, "random", 0, "fxmask_triton"), CPU)
+        found = costs.cost_of(i)
+        assert found["flop_useful"] == 2 * 256 * 64 * 256 * (3 if op == "step" else 1)
+        assert found["flop_issued"] >= found["flop_useful"] and found["bytes_req"] >= found["bytes_min"] > 0
+
+
+def test_gate_of_lists():
+    i = inputs.make_inputs(cells.Cell("metadata", "lists", 1, 96, 64, "fp32", (16, 16), 0.5, "random", 0, "fxmask_reference"), CPU)
+    call = providers.REGISTRY["fxmask_reference"](i)
+    assert gate.check(i, call).passed
+    assert not gate.check(i, lambda: tuple(t + 1 for t in call())).passed
+
+
+def test_percentiles():
+    assert clock.percentiles([float(n) for n in range(101)]) == (10, 50, 90)
+
+
+def test_ceilings_are_optional(tmp_path):
+    assert read_ceilings(tmp_path) == {}
+    (tmp_path / "ceilings.json").write_text('{"flops_per_s": 7.8e14, "bytes_per_s": 4.3e12}')
+    run, _ = make_run(tmp_path)
+    run_cells(run, some_cells("forward/*/b64x64/r0.8/*", providers=("dense",)))
+    with (tmp_path / CSV).open(newline="") as f:
+        row = next(csv.DictReader(f))
+    assert float(row["t_min_us"]) == pytest.approx(1e6 * int(row["bytes_min"]) / 4.3e12, rel=1e-4) and float(row["roof_pct"]) > 0

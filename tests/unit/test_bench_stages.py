@@ -1,0 +1,73 @@
+"""The machinery of the GPU run, with dummy stages."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxmask.bench import gpu
+from fxmask.bench.stages import LOG, RESULTS, Stage, python, run_stages
+from fxmask.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_stages_survive_failures(tmp_path):
+    # a stage that hangs, with a child that would outlive it and that ignores a polite end
+    hang = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('hanging'); time.sleep(60)"
+    stages = [
+        Stage("first", python("-c", "print('one'); print('two')"), 20),
+        Stage("broken", python("-c", "raise SystemExit(3)"), 20),
+        Stage("again", python("-c", "print('retried')"), 20, after_failure_of="broken"),
+        Stage("never", python("-c", "print('no')"), 20, after_failure_of="first"),
+        Stage("hanging", python("-c", hang), 1.0),
+        Stage("absent", ["/no/such/program"], 20),
+        Stage("elsewhere", python("-c", "pass"), 20, skip="no tool"),
+        Stage("last", python("-c", "import os; print(os.environ['MORE'])"), 20, env={"MORE": "more"}),
+    ]
+    begin = time.monotonic()
+    results = {r.name: r for r in run_stages(stages, tmp_path, say=lambda line: None)}
+    assert time.monotonic() - begin < 40
+    assert {n: r.status for n, r in results.items()} == {
+        "first": "ok", "broken": "failed", "again": "ok", "hanging": "timeout", "absent": "failed", "elsewhere": "skipped", "last": "ok"
+    }  # fmt: skip
+    assert results["first"].last == "two" and results["broken"].code == 3 and results["last"].last == "more" and results["hanging"].last == "hanging"
+    assert [r["name"] for r in json.loads((tmp_path / RESULTS).read_text())] == list(results)
+    assert "==== hanging" in (tmp_path / LOG).read_text()
+    assert "failed" in "\n".join(gpu.summary(list(results.values()), tmp_path))
+
+
+def test_stages_share_a_time_limit(tmp_path):
+    stages = [Stage("slow", python("-c", "import time; time.sleep(30)"), 20), Stage("late", python("-c", "pass"), 20)]
+    results = run_stages(stages, tmp_path, time_limit=0.5, say=lambda line: None)
+    assert [r.status for r in results] == ["timeout", "skipped"] and "--time-limit" in results[1].last
+
+
+def test_stages_can_be_chosen(tmp_path):
+    stages = gpu.make_stages(tmp_path, tmp_path / "pytest.ini")
+    assert [s.name for s in gpu.chosen(stages, "quick,tests")] == ["tests", "quick"]
+    assert {s.name.partition("-")[0] for s in gpu.chosen(stages, "memcheck")} == {"memcheck"}
+    assert gpu.chosen(stages, "") == stages
+    with pytest.raises(ConfigError, match=r"unknown stage: expected some of versions, .* got nonsense"):
+        gpu.chosen(stages, "quick,nonsense")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_run_without_a_device(tmp_path, capsys):
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("make gpu: expected a CUDA device, got none (torch ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_bodies_of_the_gpu_tests_run_in_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, ROOT / "tests/gpu/rehearse.py"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert re.search(r"\d+ bodies in", done.stdout)
