@@ -2,7 +2,7 @@
 
 The exceptions are few and pinned to what they do reach, so that they cannot grow unseen:
   float32 without TF32 has no tensor-core instruction, and so one buffer less on sm_90 and sm_100;
-  dW on sm_80 transposes an operand through registers, which leaves one operand with buffers;
+  dW with mma.sync (sm_80, sm_120) transposes an operand through registers, which leaves one operand with buffers;
   TF32 wants the reduction axis contiguous, which W in dX and both operands of dW do not have: they are copied 4 bytes at a time.
 """
 
@@ -38,15 +38,15 @@ def widths(config: Config) -> set[int]:
 
 def check_matmul(facts: Facts, config: Config) -> list[str]:
     wrong: list[str] = []
-    stages, hopper_or_later = config.options["num_stages"], config.arch in (90, 100)
+    stages, async_mma = config.options["num_stages"], config.arch in (90, 100)  # sm_120 has mma.sync only
     ieee, tf32 = is_ieee(config), config.pointer("x_ptr") == "fp32" and not is_ieee(config)
 
     expected = {} if ieee else {TENSOR_CORE[config.arch // 10]}
     if set(facts.instructions) != set(expected):
         wrong.append(f"instructions {facts.instructions}, expected {sorted(expected) or 'no tensor core'}")
 
-    depth = stages if hopper_or_later and not ieee else stages - 1
-    operands = 1 if is_dw(config) and config.arch < 90 and config.pointer("x_ptr") != "fp32" else 2
+    depth = stages if async_mma and not ieee else stages - 1
+    operands = 1 if is_dw(config) and not async_mma and config.pointer("x_ptr") != "fp32" else 2
     if [n for n, _ in facts.buffers] != [depth] * operands:
         wrong.append(f"buffers {facts.buffers}, expected {operands} operands {depth} deep")
 
