@@ -8,18 +8,18 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from .passes import site as state
+from .passes.rebuild import after_load
 from .passes.site import GraphSite, graph_sites
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:
-    state.after_load(site, getattr(owner, leaf))
+    after_load(site, getattr(owner, leaf))
 
 
 def _graph_loaded(gm: nn.Module, incompatible: object) -> None:
     for site, weight in graph_sites(gm):  # type: ignore[arg-type]
         if weight is not None and "." not in (site.weight_path or ""):
-            state.after_load(site, weight)
+            after_load(site, weight)
 
 
 def _is_ours(hook: Any) -> bool:

@@ -13,11 +13,11 @@ from torch import nn
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
-from .passes import site as state
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
+from .passes.rebuild import Job, rebuild
 from .passes.site import Site, graph_sites
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
@@ -151,7 +151,7 @@ def _change(model: nn.Module, decisions: list[Decision]) -> None:
             watch_loads(gm)
             for site, weight in graph_sites(gm):
                 if weight is not None and any(site is made for made in rewrite.made):
-                    state.rebuild(site, weight, first=True)
+                    rebuild([Job(site, weight, first=True)])
     except BaseException:
         for d in decisions:
             if d.config is not None and d.candidate.host is None and d.candidate.module is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .kernels.errors import ConfigError, StateError, message
+from .passes import rebuild
 from .passes import site as state
 from .sites import required_sites, values_of
 
@@ -25,7 +26,8 @@ def step(model: nn.Module, n: int = 1) -> None:
 
     `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing.
-    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`. Cost: three fills a layer, one `block_index` where a mask is due.
+    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`.
+    Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.
     """
     if type(n) is not int or n < 0:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
@@ -34,8 +36,7 @@ def step(model: nn.Module, n: int = 1) -> None:
     for name, site, weight in found:
         if site._fxmask_config.cached:
             values_of(name, weight, "fxmask.step")  # raises before anything has moved
-    for _, site, weight in found:
-        state.advance(site, n, weight)
+    rebuild.advance([(site, weight) for _, site, weight in found], n)
 
 
 def refresh(model: nn.Module) -> None:
@@ -45,8 +46,7 @@ def refresh(model: nn.Module) -> None:
     """
     _not_inside_dense(model, "fxmask.refresh")
     found = [t for t in required_sites(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
-    for site, weight in [(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in found]:
-        state.rebuild(site, weight)
+    rebuild.rebuild([rebuild.Job(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in found])
 
 
 @contextmanager
@@ -62,9 +62,10 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
         site._fxmask_is_dense = True
         state.sync(site)
         if site._fxmask_mask is not None:
-            site._fxmask_saved = site._fxmask_mask
+            site._fxmask_saved = (site._fxmask_mask, site._fxmask_lists)
             with torch.inference_mode(False):
-                site._fxmask_mask = torch.ones_like(site._fxmask_mask)
+                every = torch.ones_like(site._fxmask_mask)
+                rebuild.hold(site, every, state.lists_of(site, every))
     try:
         yield model
     finally:
@@ -73,4 +74,5 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
                 site._fxmask_is_dense = False
                 state.sync(site)
                 if site._fxmask_saved is not None:
-                    site._fxmask_mask, site._fxmask_saved = site._fxmask_saved, None
+                    rebuild.hold(site, *site._fxmask_saved)
+                    site._fxmask_saved = None

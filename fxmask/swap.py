@@ -18,6 +18,7 @@ from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
 from .passes import site as state
 from .passes.config import WeightMask
+from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
 
@@ -33,7 +34,8 @@ class MaskedLinear(Site):
         if isinstance(input, state.Proxy):
             state.refuse_tracing(self)
         mask = state.forward_mask(self, weight)
-        return ops.linear(input, weight, self.bias, mask, c.block, c.backward, state.dense_flag(self), c.impl)  # type: ignore[arg-type]
+        lists = state.forward_lists(self, mask)
+        return ops.linear(input, weight, self.bias, mask, c.block, c.backward, state.dense_flag(self), c.impl, lists)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         c = self._fxmask_config
@@ -141,7 +143,7 @@ def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
     if isinstance(m, MaskedLinear):
-        state.after_load(m, peek_weight(m))
+        after_load(m, peek_weight(m))
 
 
 def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owner: nn.Module | None) -> None:
@@ -155,7 +157,7 @@ def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owner: n
         if owner is not None and owner is not m and not isinstance(owner, WeightReader):
             owner.__class__ = masked_class(type(owner), WeightReader)
     m.register_load_state_dict_post_hook(_after_load)
-    state.rebuild(m, weight, first=True)
+    rebuild([Job(m, weight, first=True)])
 
 
 def unswap(m: nn.Module) -> None:

@@ -11,7 +11,8 @@ Four counts that must not be confused, all exact integers:
 
 Only products count as FLOP. Operands are named like the kernels' parameters. Symbols below: b bytes an element of the floating operands, M tokens, T = ⌈M / BM⌉
 token tiles; `across` and `along` are the features on the strip axis and on the reduction axis: out and in for the forward and dW, in and out for dX; s a strip,
-S their number, c_s its entries, P entries a step, U features an entry, f_s = Σ over its entries of the features that exist (fewer than U at a ragged edge).
+S their number, c_s its entries, U features an entry, f_s = Σ over its entries of the features that exist (fewer than U at a ragged edge); a step takes STEP
+features: P = STEP / U entries, or U / STEP steps take one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import torch
 from torch import Tensor
 
 from .grid import grid_shape, kept_elements
-from .lists import Layout, layout
+from .lists import STEP, STRIP, Layout, layout, pair
 from .lists import strip_lists as build_lists
 
 INDEX = 4  # bytes of an entry, a count, a rank, a key
 PARTIAL = 4  # bytes of an element of the float32 workspace
+BINS = 2048  # of a histogram of the selection
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -96,10 +98,10 @@ class Lists:
         return sum(self.features) + empty * min(self.layout.unit, self.along)
 
 
-def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = 128, step: int = 64) -> Lists:
+def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> Lists:
     """Exact numbers of a mask bool (NB, KB) of a weight `shape` (N, K). Reads the mask back: on a GPU a host sync."""
     mask = mask.detach().cpu()
-    lay = layout(grid_shape(shape, block), block, transposed, strip, step)
+    lay = layout(grid_shape(shape, block), block, transposed, strip)
     entries, counts, _ = build_lists(mask, lay, transposed)
     m = mask.t() if transposed else mask
     across, along = shape[::-1] if transposed else shape
@@ -117,13 +119,17 @@ def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], trans
 # ---- matmuls ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def list_matmul(lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, bias: bool = False) -> Cost:
-    """The list matmul: forward, or dX over transposed lists. One program a token tile and strip, n_s = ⌈c_s / P⌉ steps each.
+def list_matmul(
+    lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, step: int = STEP, bias: bool = False, predicated: bool = False
+) -> Cost:
+    """The list matmul: forward, or dX over transposed lists. One program a token tile and strip, n_s = ⌈c_s / P⌉ U / STEP steps each (U > STEP), or ⌈c_s / P⌉.
+
+    `predicated`: tokens and rows of W behind the last one are left out, as for a transposed input or by TMA, instead of repeating a real one.
 
     Useful FLOP   2 M kept
-    Issued FLOP   2 T BM BN P U Σ n_s
-    Requested B   x        b T BM (Σ f_s + empty places * min(U, along)); tokens behind the last one repeat a real one
-                  w        b T kept; forward: whole block rows, since rows behind the last one repeat a real one
+    Issued FLOP   2 T BM BN STEP Σ n_s
+    Requested B   x        b T BM (Σ f_s + empty places * min(U, along)); tokens behind the last one repeat a real one, or M for T BM (predicated)
+                  w        b T kept; forward, not by TMA: whole block rows, since rows behind the last one repeat a real one
                   bias     b T across
                   y        b M across, written
                   entries  4 T P Σ (n_s + 1), one step ahead
@@ -131,12 +137,12 @@ def list_matmul(lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, b
     Compulsory B  b M (features of kept columns) + b kept + b across (bias) + 4 (Σ c_s + 2 S), and b M across written
     """
     lay, live = lists.layout, min(tokens, 1)
-    tiles = _cdiv(tokens, tile_tokens)
-    steps = lists.steps(lay.per_step)
+    tiles, per_step, parts = _cdiv(tokens, tile_tokens), max(1, step // lay.unit), max(1, lay.unit // step)
+    steps = lists.steps(per_step) * parts
     reads = {
-        "x": itemsize * tiles * tile_tokens * lists.gathered(lay.per_step),
+        "x": itemsize * (tokens if predicated else tiles * tile_tokens) * lists.gathered(per_step),
         "w": itemsize * tiles * (lists.kept if lists.transposed else lists.kept_rows),
-        "entries": INDEX * tiles * lay.per_step * (steps + lay.strips),
+        "entries": INDEX * tiles * per_step * (steps + lay.strips),
         "counts": INDEX * tiles * lay.strips,
         "order": INDEX * tiles * lay.strips,
     }
@@ -151,7 +157,7 @@ def list_matmul(lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, b
         reads["bias"] = itemsize * tiles * lists.across
         least["bias"] = itemsize * live * lists.across
     y = {"y": itemsize * tokens * lists.across}
-    issued = 2 * tiles * tile_tokens * lay.strip * lay.per_step * lay.unit * steps
+    issued = 2 * tiles * tile_tokens * lay.strip * step * steps
     return Cost(2 * tokens * lists.kept, issued, reads, y, least, dict(y))
 
 
@@ -237,19 +243,40 @@ def select(blocks: int, keep_itemsize: int = 8) -> Cost:
     return Cost(reads=reads, writes=mask, reads_min=dict(reads), writes_min=dict(mask))
 
 
-def strip_lists(lay: Layout) -> Cost:
-    """The lists of one direction; the same for every mask, since lists have full capacity.
+def histogram(blocks: int, digit: int, chunk: int, keep_itemsize: int = 8) -> Cost:
+    """One histogram of the selection above 16,384 blocks, ⌈blocks / chunk⌉ programs, each adding 2,048 bins, and reading those of the digits before.
 
-    Requested B   mask: units * rows, or units * S where a block is wider than a strip; entries 4 S capacity and counts 4 S written
-    Compulsory B  the mask once, rows * cols
+    Requested B   key 4 blocks; keep one scalar and bins 8,192 (digit + 1) a program read, 8,192 a program written
     """
-    written = {"entries": INDEX * lay.strips * lay.capacity, "counts": INDEX * lay.strips}
-    return Cost(reads={"mask": lay.units * max(lay.rows, lay.strips)}, writes=written, reads_min={"mask": lay.rows * lay.cols}, writes_min=dict(written))
+    programs = _cdiv(blocks, chunk)
+    reads = {"key": INDEX * blocks, "keep": keep_itemsize * programs, "bins": INDEX * BINS * programs * (digit + 1)}
+    least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": INDEX * BINS * (digit + 1)}
+    return Cost(reads=reads, writes={"bins": INDEX * BINS * programs}, reads_min=least, writes_min={"bins": INDEX * BINS})
 
 
-def order(strips: int, chunk: int = 64) -> Cost:
-    """The order of the strips; each program ranks `chunk` of them against all. Requested B: counts 4 S (1 + ⌈S / chunk⌉), order 4 S written."""
-    ranks = {"order": INDEX * strips}
-    return Cost(
-        reads={"counts": INDEX * strips * (1 + _cdiv(strips, chunk))}, writes=ranks, reads_min={"counts": INDEX * strips}, writes_min=dict(ranks)
-    )
+def write_mask(blocks: int, chunk: int, ties_split: bool, keep_itemsize: int = 8) -> Cost:
+    """The mask of that selection. Where not all blocks that tie at the threshold are kept (`ties_split`), a program also reads the keys before its own."""
+    programs = _cdiv(blocks, chunk)
+    before = chunk * programs * (programs - 1) // 2 if ties_split else 0
+    reads = {"key": INDEX * (blocks + before), "keep": keep_itemsize * programs, "bins": 3 * INDEX * BINS * programs}
+    least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": 3 * INDEX * BINS}
+    return Cost(reads=reads, writes={"mask": blocks}, reads_min=least, writes_min={"mask": blocks})
+
+
+def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
+    """Entries and counts of both directions; the same for every mask, since lists have full capacity.
+
+    Requested B   mask: units * rows, or units * S where a block is wider than a strip, of each direction; lists 4 S (capacity + 1) written
+    Compulsory B  the mask once, NB KB
+    """
+    both = pair(grid, block, strip)
+    lists = {"lists": INDEX * sum(lay.strips * (lay.capacity + 1) for lay in both)}
+    reads = {"mask": sum(lay.units * max(lay.rows, lay.strips) for lay in both)}
+    return Cost(reads=reads, writes=lists, reads_min={"mask": grid[0] * grid[1]}, writes_min=dict(lists))
+
+
+def order(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
+    """The order of the strips of both directions, one program a strip. Requested B: counts 4 S (S + 1), order 4 S written; compulsory 4 S each."""
+    strips = [lay.strips for lay in pair(grid, block, strip)]
+    ranks = {"lists": INDEX * sum(strips)}
+    return Cost(reads={"lists": INDEX * sum(s * (s + 1) for s in strips)}, writes=ranks, reads_min=dict(ranks), writes_min=dict(ranks))

@@ -33,6 +33,11 @@ def use_triton(impl: str, t: Tensor) -> bool:
     return True
 
 
+def runs_triton(impl: str, device: torch.device) -> bool:
+    """Whether `impl` means Triton kernels and they can run on a device."""
+    return impl == "triton" and (device.type == "cuda" or triton_ops().interpreting())
+
+
 def check_available(impl: str) -> None:
     """Raise UnsupportedError where no tensor of this process could use `impl`."""
     if impl not in AVAILABLE:

@@ -3,7 +3,8 @@
 The output's feature axis is cut into strips of `strip` features; along the reduction axis the mask is cut into units of at most `step` features, one step of
 the matmul taking `per_step` of them. A strip's list holds the units in which any of its blocks is kept, ascending, as `bits << 16 | unit`: bit g says that
 block g of the strip is kept there. Lists have full capacity and a zero tail of at least one step, so that shapes are static, nothing is read back to the
-host, and the matmul may load one step ahead. For dX the same is built over the transposed mask.
+host, and the matmul may load one step ahead. For dX the same is built over the transposed mask. Both directions lie behind one another in one int32 tensor
+(`packed`), which depends on the mask and the block alone: forward, dX and dW of any dtype read it, and it can outlive a step.
 
 | tensor | shape | what |
 | --- | --- | --- |
@@ -22,6 +23,12 @@ import torch
 from torch import Tensor
 
 LISTED = (16, 32, 64, 128)  # block sizes that the list matmul takes, in either direction
+STRIP, STEP = 128, 64  # features of a strip, and of a step at most
+
+
+def listed(block: tuple[int, int]) -> bool:
+    """Whether the list matmul takes a block; others are masked and cast, then multiplied densely."""
+    return block[0] in LISTED and block[1] in LISTED
 
 
 class Layout(NamedTuple):
@@ -31,8 +38,8 @@ class Layout(NamedTuple):
     cols: int
     row_block: int  # features of a block along the strip axis
     col_block: int  # and along the reduction axis
-    strip: int = 128  # features of a strip
-    step: int = 64  # features that one step of the matmul takes along the reduction axis
+    strip: int = STRIP  # features of a strip
+    step: int = STEP  # features that one step of the matmul takes at most along the reduction axis
 
     @property
     def unit(self) -> int:
@@ -64,11 +71,49 @@ class Layout(NamedTuple):
         return (-(-self.units // self.per_step) + 1) * self.per_step
 
 
-def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = 128, step: int = 64) -> Layout:
+def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP, step: int = STEP) -> Layout:
     """Lists of the forward (strips of out_features) or, transposed, of dX (strips of in_features)."""
     rows, cols = grid[::-1] if transposed else grid
     row_block, col_block = block[::-1] if transposed else block
     return Layout(rows, cols, row_block, col_block, strip, step)
+
+
+def pair(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> tuple[Layout, Layout]:
+    """Lists of the forward and of dX."""
+    return layout(grid, block, False, strip), layout(grid, block, True, strip)
+
+
+def _sections(lay: Layout) -> tuple[int, int, int]:
+    """Lengths of entries, counts and order in a packed tensor, each up to a multiple of 4 (16 bytes)."""
+    return -(-lay.strips * lay.capacity // 4) * 4, -(-lay.strips // 4) * 4, -(-lay.strips // 4) * 4
+
+
+def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> int:
+    """Length of the packed lists of a mask."""
+    return sum(sum(_sections(lay)) for lay in pair(grid, block, strip))
+
+
+def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> tuple[Tensor, Tensor, Tensor]:
+    """One direction's (entries, counts, order), views into packed lists."""
+    forward, lay = layout(grid, block, False, strip), layout(grid, block, transposed, strip)
+    entries, counts, order = _sections(lay)
+    at = sum(_sections(forward)) if transposed else 0
+    flat = lists[at : at + entries + counts + order]
+    return (
+        flat[: lay.strips * lay.capacity].view(lay.strips, lay.capacity),
+        flat[entries : entries + lay.strips],
+        flat[entries + counts : entries + counts + lay.strips],
+    )
+
+
+def packed(mask: Tensor, block: tuple[int, int], strip: int = STRIP) -> Tensor:
+    """Lists of both directions of a mask bool [NB, KB]: int32 [packed_length], what is between the parts is zero."""
+    grid = (mask.shape[0], mask.shape[1])
+    lists = torch.zeros(packed_length(grid, block, strip), dtype=torch.int32, device=mask.device)
+    for lay, transposed in zip(pair(grid, block, strip), (False, True), strict=True):
+        for part, values in zip(unpack(lists, grid, block, transposed, strip), strip_lists(mask, lay, transposed), strict=True):
+            part.copy_(values)
+    return lists
 
 
 def strip_lists(mask: Tensor, lay: Layout, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,7 @@ ops.masked_linear.register_vmap(_fold_tokens(ops.masked_linear))
 ops.masked_linear_dx.register_vmap(_fold_tokens(ops.masked_linear_dx))
 ops.masked_linear_dw.register_vmap(_always_loop(ops.masked_linear_dw))
 ops.block_index.register_vmap(_always_loop(ops.block_index))
+ops.strip_lists.register_vmap(_always_loop(ops.strip_lists))
 
 # ---- FLOP formulas: useful FLOP, read from the mask itself ---------------------------------------------------------------------------------------------
 

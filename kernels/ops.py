@@ -18,6 +18,8 @@ from . import reference
 from .dispatch import triton_ops, use_triton
 from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape
+from .lists import listed, packed_length
+from .strides import empty_result
 
 
 def _check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> None:
@@ -56,6 +58,28 @@ def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, c
     return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
 
 
+# ---- strip_lists -------------------------------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fxmask::strip_lists", mutates_args=())
+def strip_lists(mask: Tensor, block_rows: int, block_cols: int, impl: str = "auto") -> Tensor:
+    """Lists of the kept blocks, both directions, for kernels that skip the others: int32 [kernels.lists.packed_length].
+
+    mask: bool (NB, KB), True = kept; block sides of `kernels.lists.LISTED`. Differentiable: no. Cost: one read of the mask; no host sync.
+    """
+    return (triton_ops() if _triton_mask(impl, mask) else reference).strip_lists(mask, (block_rows, block_cols))
+
+
+def _triton_mask(impl: str, mask: Tensor) -> bool:
+    return use_triton(impl, mask.new_empty(0, dtype=torch.float32))  # a mask has no floating dtype to object to
+
+
+@strip_lists.register_fake
+def _(mask: Tensor, block_rows: int, block_cols: int, impl: str = "auto") -> Tensor:
+    length = packed_length((mask.shape[0], mask.shape[1]), (block_rows, block_cols))
+    return mask.new_empty(length, dtype=torch.int32)
+
+
 # ---- masked_linear -----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -70,22 +94,24 @@ def masked_linear(
     backward: str,
     dense: Tensor | None = None,
     impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
     """y = x (W∘M)^T + bias.
 
     Args:
         x: (..., K); w: (N, K); bias: (N) or None; all of one floating dtype (autocast casts them). mask: bool (NB, KB), True = kept.
         backward: `masked`, `ste`, `unmasked` or `rigl`, see `kernels.reference`. dense: 0-d bool, for `rigl`: dW is dense where it is set.
-        impl: see `kernels.dispatch`.
+        impl: see `kernels.dispatch`. lists: what `strip_lists` made of the mask; kernels that skip blocks make them anew without.
 
-    Returns: (..., N), contiguous, dtype of `x`. Raises: ShapeError.
+    Returns: (..., N), dtype of `x`; contiguous, but for Triton over an input whose tokens are contiguous, and then they stay so (`kernels.strides`).
+    Raises: ShapeError.
     Differentiable: x, w, bias; twice, too.
     Cost: 2 M useful FLOP a kept weight element; this plain form multiplies by the masked weight and so issues all 2 M N K.
     """
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
     form = triton_ops() if use_triton(impl, x) else reference
-    return form.masked_linear(x, w, bias, mask, (block_rows, block_cols)).contiguous()
+    return form.masked_linear(x, w, bias, mask, (block_rows, block_cols), lists)
 
 
 @masked_linear.register_fake
@@ -99,29 +125,30 @@ def _(
     backward: str,
     dense: Tensor | None = None,
     impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
-    return x.new_empty((*x.shape[:-1], w.shape[0]))
+    return empty_result(x, w.shape[0], (block_rows, block_cols), impl)
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, bias, mask, rows, cols, backward, dense, impl = inputs
+    x, w, bias, mask, rows, cols, backward, dense, impl, lists = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_w else None, w if needs_x else None, mask, dense)
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None, mask, dense, lists)
     ctx.config, ctx.impl = (rows, cols, backward), impl
 
 
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-    x, w, mask, dense = ctx.saved_tensors
+    x, w, mask, dense, lists = ctx.saved_tensors
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
-        gx = masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl)
+        gx = masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
-        gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl)
+        gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[2]:
         gb = gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
-    return gx, gw, gb, None, None, None, None, None, None
+    return gx, gw, gb, *[None] * 7
 
 
 masked_linear.register_autograd(_linear_backward, setup_context=_save_linear)
@@ -131,7 +158,15 @@ masked_linear.register_autograd(_linear_backward, setup_context=_save_linear)
 
 @torch.library.custom_op("fxmask::masked_linear_dx", mutates_args=())
 def masked_linear_dx(
-    gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+    gy: Tensor,
+    w: Tensor,
+    mask: Tensor,
+    block_rows: int,
+    block_cols: int,
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
     """Gradient of `masked_linear` with respect to x: dY (W∘M), or dY W in mode `unmasked`.
 
@@ -141,30 +176,40 @@ def masked_linear_dx(
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("gy", gy, w.shape[0])
     form = triton_ops() if use_triton(impl, gy) else reference
-    return form.masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward).contiguous()
+    return form.masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
 
 
 @masked_linear_dx.register_fake
 def _(
-    gy: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+    gy: Tensor,
+    w: Tensor,
+    mask: Tensor,
+    block_rows: int,
+    block_cols: int,
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
-    return gy.new_empty((*gy.shape[:-1], w.shape[1]))
+    if backward == "unmasked":
+        return gy.new_empty((*gy.shape[:-1], w.shape[1]))
+    return empty_result(gy, w.shape[1], (block_rows, block_cols), impl)
 
 
 def _save_dx(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, w, mask, *config, dense, impl = inputs
-    ctx.save_for_backward(gy, w, mask, dense)
+    gy, w, mask, *config, dense, impl, lists = inputs
+    ctx.save_for_backward(gy, w, mask, dense, lists)
     ctx.config, ctx.impl = tuple(config), impl
 
 
 def _dx_backward(ctx: Any, ggx: Tensor) -> tuple[Tensor | None, ...]:
-    gy, w, mask, dense = ctx.saved_tensors
+    gy, w, mask, dense, lists = ctx.saved_tensors
     ggy = gw = None
     if ctx.needs_input_grad[0]:
-        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config, dense, ctx.impl)
+        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
-        gw = masked_linear_dw(gy, ggx, mask, *ctx.config, dense, ctx.impl)
-    return ggy, gw, None, None, None, None, None, None
+        gw = masked_linear_dw(gy, ggx, mask, *ctx.config, dense, ctx.impl, lists)
+    return ggy, gw, *[None] * 7
 
 
 masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
@@ -174,7 +219,15 @@ masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
 
 @torch.library.custom_op("fxmask::masked_linear_dw", mutates_args=())
 def masked_linear_dw(
-    gy: Tensor, x: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+    gy: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    block_rows: int,
+    block_cols: int,
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
     """Gradient of `masked_linear` with respect to w: (dY^T X)∘M; all of dY^T X in modes `ste` and `unmasked`, and in `rigl` where `dense` is set.
 
@@ -185,32 +238,41 @@ def masked_linear_dw(
     if gy.shape[:-1] != x.shape[:-1]:
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
     form = triton_ops() if use_triton(impl, x) else reference
-    return form.masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward).contiguous()
+    return form.masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward, lists).contiguous()
 
 
 @masked_linear_dw.register_fake
 def _(
-    gy: Tensor, x: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+    gy: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    block_rows: int,
+    block_cols: int,
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
     return gy.new_empty((gy.shape[-1], x.shape[-1]))
 
 
 def _save_dw(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, x, mask, *config, dense, impl = inputs
-    ctx.save_for_backward(gy, x, mask, dense)
+    gy, x, mask, *config, dense, impl, lists = inputs
+    ctx.save_for_backward(gy, x, mask, dense, lists)
     ctx.config, ctx.impl = tuple(config), impl
 
 
 def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
-    gy, x, mask, dense = ctx.saved_tensors
+    gy, x, mask, dense, lists = ctx.saved_tensors
     rows, cols, backward = ctx.config
     wanted = reference.gradient_mask(mask, dense, backward)
+    lists = lists if wanted is mask else None
     ggy = gx = None
     if ctx.needs_input_grad[0]:
-        ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked", None, ctx.impl)
+        ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked", None, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
-        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", None, ctx.impl)
-    return ggy, gx, None, None, None, None, None, None
+        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", None, ctx.impl, lists)
+    return ggy, gx, *[None] * 7
 
 
 masked_linear_dw.register_autograd(_dw_backward, setup_context=_save_dw)
@@ -231,8 +293,23 @@ def index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criteri
     return block_index(w, keep, step, block[0], block[1], criterion, ties, stream, impl)
 
 
+def lists(mask: Tensor, block: tuple[int, int], impl: str) -> Tensor | None:
+    """The lists that the matmuls of `impl` read, made once for forward and backward; None where they read none."""
+    if impl != "triton" or not listed(block) or _transformed(impl):
+        return None
+    return strip_lists(mask, block[0], block[1], impl)
+
+
 def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None, impl: str = "auto"
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    mask: Tensor,
+    block: tuple[int, int],
+    backward: str,
+    dense: Tensor | None = None,
+    impl: str = "auto",
+    lists: Tensor | None = None,
 ) -> Tensor:
     """The masked linear as modules call it: `masked_linear`, or its aten form where PyTorch cannot differentiate a custom op.
 
@@ -241,7 +318,7 @@ def linear(
     """
     if _transformed(impl) or x.is_nested:
         return reference.composite(x, w, bias, mask, block, backward, dense)
-    return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl)
+    return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl, lists)
 
 
 from . import op_rules as op_rules  # noqa: E402  (the rules name the ops, so they can only be registered now)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .grid import expand_mask
+from .lists import packed
 from .score import block_keys
 from .select import select_blocks
 
@@ -26,6 +27,11 @@ MODES = ("masked", "ste", "unmasked", "rigl")
 def block_index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
     """Mask of a weight: scores, then exact selection. See `kernels.score.block_keys` and `kernels.select.select_blocks`."""
     return select_blocks(block_keys(w, block, criterion, step, stream), keep, ties)
+
+
+def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:
+    """Packed lists of a mask, see `kernels.lists`."""
+    return packed(mask, block)
 
 
 def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
@@ -40,17 +46,19 @@ def gradient_mask(mask: Tensor, dense: Tensor | None, backward: str) -> Tensor |
     return mask if dense is None or backward != "rigl" else mask | dense
 
 
-def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int]) -> Tensor:
-    """y = x (W∘M)^T + bias, (..., N)."""
-    return F.linear(x, masked(w, mask, block), bias)
+def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
+    """y = x (W∘M)^T + bias, (..., N), contiguous. `lists`, here and below, serve kernels that skip blocks."""
+    return F.linear(x, masked(w, mask, block), bias).contiguous()
 
 
-def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str) -> Tensor:
+def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None) -> Tensor:
     """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
-    return torch.matmul(gy, w if backward == "unmasked" else masked(w, mask, block))
+    return torch.matmul(gy, w if backward == "unmasked" else masked(w, mask, block)).contiguous()
 
 
-def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str) -> Tensor:
+def masked_linear_dw(
+    gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None
+) -> Tensor:
     """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). Flattened first: a batched product would be B weights large."""
     dw = gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
     wanted = gradient_mask(mask, dense, backward)

@@ -21,11 +21,13 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..kernels import ops
+from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import grid_shape
+from ..kernels.lists import listed
 from .config import WeightMask
 
-STATE = ("keep", "count", "dense", "mask", "flips")  # the tensors among the attributes
+STATE = ("keep", "count", "dense", "mask", "lists", "flips")  # the tensors among the attributes
 
 
 class Site(nn.Module):
@@ -40,11 +42,13 @@ class Site(nn.Module):
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
-    _fxmask_saved: Tensor | None  # inside fxmask.dense: the cached mask that comes back
+    _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
+    _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
     _fxmask_count: Tensor  # 0-d int64, the step as random masks see it
     _fxmask_dense: Tensor | None  # 0-d bool, rigl: dW is dense now
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
+    _fxmask_lists: Tensor | None  # the cached mask's lists, where kernels read them
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -54,7 +58,10 @@ class Site(nn.Module):
         for name in STATE:
             value = getattr(self, f"_fxmask_{name}")
             setattr(self, f"_fxmask_{name}", None if value is None else _moved(value, device))
+        self._fxmask_written = None  # what was moved from the meta device holds zeros
         sync(self)
+        if self._fxmask_mask is not None and self._fxmask_lists is None:  # kernels may run on this device
+            self._fxmask_lists = lists_of(self, self._fxmask_mask)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,6 +99,8 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_keep, site._fxmask_count = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
     site._fxmask_dense = torch.zeros((), dtype=torch.bool, device=device) if config.backward == "rigl" else None
     site._fxmask_mask = torch.ones(site._fxmask_grid, dtype=torch.bool, device=device) if config.cached else None
+    site._fxmask_lists = None if site._fxmask_mask is None else lists_of(site, site._fxmask_mask)
+    site._fxmask_written = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
     sync(site)
 
@@ -104,13 +113,33 @@ def uninstall(site: nn.Module) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def sync(site: Site) -> None:
-    """Write the device scalars from the host's step; no transfer, no host sync."""
-    config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
-    site._fxmask_keep.fill_(nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb))
-    site._fxmask_count.fill_(step if config.refresh else 0)
-    if site._fxmask_dense is not None:  # a new tensor: a backward that is still to come holds the old one
-        site._fxmask_dense = torch.full_like(site._fxmask_dense, (step - config.start + 1) % config.dense_every == 0)
+def sync(*sites: Site) -> None:
+    """Write the device scalars from the host's step, where they change; no transfer, no host sync. Many sites share a launch."""
+    scalars, changes = [], []
+    for site in sites:
+        config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
+        keep = nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb)
+        count = step if config.refresh and config.criterion == "random" else 0
+        flag = (step - config.start + 1) % config.dense_every == 0
+        old = site._fxmask_written
+        if old is None:
+            site._fxmask_keep.fill_(keep)
+            site._fxmask_count.fill_(count)
+        else:
+            moves = [(site._fxmask_keep, keep - old[0]), (site._fxmask_count, count - old[1])]
+            scalars += [t for t, change in moves if change]
+            changes += [change for _, change in moves if change]
+        if site._fxmask_dense is not None and (old is None or flag != old[2]):  # a new tensor: a backward that is still to come holds the old one
+            site._fxmask_dense = torch.full_like(site._fxmask_dense, flag)
+        site._fxmask_written = (keep, count, flag)
+    if scalars:
+        torch._foreach_add_(scalars, changes)
+
+
+def lists_of(site: Site, mask: Tensor) -> Tensor | None:
+    """The lists of a mask that is to be cached; None where no kernel can run on its device, or none reads them."""
+    c = site._fxmask_config
+    return ops.lists(mask, c.block, c.impl) if runs_triton(c.impl, mask.device) else None
 
 
 def build(site: Site, weight: Tensor) -> Tensor:
@@ -122,57 +151,18 @@ def build(site: Site, weight: Tensor) -> Tensor:
     return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def rebuild(site: Site, weight: Tensor, first: bool = False) -> None:
-    """Replace a cached mask by the weight's, and count the blocks that changed place. Nothing to do where every forward builds its own.
-
-    The old mask is not overwritten: a backward that is still to come holds it.
-    """
-    if site._fxmask_mask is None or site._fxmask_flips is None or site._fxmask_step < site._fxmask_config.start:
-        return
-    dense, site._fxmask_is_dense = site._fxmask_is_dense, False
-    sync(site)
-    mask = build(site, weight.detach())
-    site._fxmask_is_dense = dense
-    sync(site)
-    old = site._fxmask_saved if dense and site._fxmask_saved is not None else site._fxmask_mask
-    if not first:
-        site._fxmask_flips = site._fxmask_flips + torch.ne(mask, old).sum()
-    if old is site._fxmask_saved:  # inside fxmask.dense the mask waits until its end
-        site._fxmask_saved = mask
-    else:
-        site._fxmask_mask = mask
-    site._fxmask_built = site._fxmask_step
-    site._fxmask_lost = False
-
-
-def after_load(site: Site, weight: Tensor) -> None:
-    """New weights were loaded: follow them to their device, and rewrite a cached mask."""
-    if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
-        place_on(site, weight.device)
-        site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
-    if not weight.is_meta:
-        rebuild(site, weight)
-
-
-def advance(site: Site, n: int, weight: Tensor | None) -> None:
-    """Take `n` optimiser steps; 0 only announces that steps will come. The weight is needed for a cached mask only."""
-    c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
-    site._fxmask_announced = True
-    site._fxmask_step = now
-    sync(site)
-    if n and c.cached and now >= c.start and weight is not None:
-        due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
-        if due or before < c.start:
-            rebuild(site, weight, first=before < c.start)
-
-
 def current_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask of the next forward, cached or not: bool (NB, KB)."""
     if site._fxmask_mask is None:
         return build(site, weight)
     return site._fxmask_mask
+
+
+def forward_lists(site: Site, mask: Tensor) -> Tensor | None:
+    """The lists of this forward's mask, cached or made now, for forward and backward; None where the implementation reads none."""
+    if site._fxmask_mask is not None and site._fxmask_lists is not None:
+        return site._fxmask_lists
+    return ops.lists(mask, site._fxmask_config.block, site._fxmask_config.impl)
 
 
 def dense_flag(site: Site) -> Tensor | None:
@@ -214,7 +204,7 @@ def _nobody_counts(site: Site) -> None:
 
 
 class GraphSite(Site):
-    """The mask of a weight inside an FX graph: called with the weight, it gives the mask that the masked_linear node takes, and the flag of `rigl`.
+    """The mask of a weight inside an FX graph: called with the weight, it gives what the masked_linear node takes beside it (`outputs`).
 
     `weight_path` is the parameter's path in the GraphModule, None for a weight that the graph computes. `origins` says what the calls were, in graph order:
     `module:<path>`, `functional` or `aten`.
@@ -226,8 +216,14 @@ class GraphSite(Site):
         self.origins: list[str] = []
         install(self, config, name, weight, stream_name)
 
-    def forward(self, weight: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """weight (N, K) -> mask bool (NB, KB); with backward="rigl": (mask, 0-d bool)."""
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What a call gives: the mask, then the flag of `rigl` and the lists, where there are such. A mask alone comes without a tuple."""
+        reads = self._fxmask_config.impl == "triton" and listed(self._fxmask_config.block)
+        return ("mask", *(["dense"] if self._fxmask_dense is not None else []), *(["lists"] if reads else []))
+
+    def forward(self, weight: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """weight (N, K) -> mask bool (NB, KB), or (mask, 0-d bool, lists int32), see `outputs`."""
         if forward_ad._current_level >= 0:
             raise UnsupportedError(
                 message(
@@ -237,7 +233,8 @@ class GraphSite(Site):
                 )
             )
         mask, dense = forward_mask(self, weight), dense_flag(self)
-        return mask if dense is None else (mask, dense)
+        found = [t for t in (mask, dense, forward_lists(self, mask)) if t is not None]
+        return mask if len(found) == 1 else tuple(found)
 
     def extra_repr(self) -> str:
         c = self._fxmask_config

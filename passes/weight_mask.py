@@ -72,7 +72,7 @@ class RestoreLinears(Pass):
                 else:
                     new = gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, b))
             _replace(gm, node, new)
-            for left in dict.fromkeys((rest[3] if len(rest) > 3 else None, mask, call, b, w)):
+            for left in dict.fromkeys((*rest, mask, call, b, w)):
                 if isinstance(left, Node) and not left.users and (left.op in ("get_attr", "call_module") or left.target is operator.getitem):
                     gm.graph.erase_node(left)
             names.append(site._fxmask_name)
@@ -105,8 +105,7 @@ def _free_name(m: nn.Module, base: str) -> str:
 
 def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -> None:
     graph, c = gm.graph, site._fxmask_config
-    mask: Node | None = None
-    dense: Node | None = None
+    given: dict[str, Node] = {}  # what the site gives
     for node in nodes:
         with graph.inserting_before(node):
             if node.op == "call_module":
@@ -116,17 +115,17 @@ def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -
             else:
                 w, b = weight_arg(node), bias_arg(node)
                 origin = "aten" if node.target is torch.ops.aten.linear.default else "functional"
-            if mask is None:  # one weight, one mask, however often the graph uses it
-                mask = graph.call_module(target, (w,))
-                mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
-                if site._fxmask_dense is not None:  # the site gives two things
-                    pair = mask
-                    mask, dense = (graph.call_function(operator.getitem, (pair, i)) for i in range(2))
-            args = [input_arg(node), w, b, mask, *c.block, c.backward]
-            if dense is not None or c.impl != "auto":
-                args.append(dense)
-            if c.impl != "auto":
-                args.append(c.impl)
+            if not given:  # one weight, one mask, however often the graph uses it
+                call = graph.call_module(target, (w,))
+                call.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                several = len(site.outputs) > 1
+                given = {name: graph.call_function(operator.getitem, (call, i)) if several else call for i, name in enumerate(site.outputs)}
+            args = [input_arg(node), w, b, given["mask"], *c.block, c.backward, given.get("dense"), c.impl, given.get("lists")]
+            for default in (None, "auto", None):  # a short graph reads better
+                if len(args) > 7 and args[-1] == default:
+                    args.pop()
+                else:
+                    break
             new = graph.call_function(MASKED_LINEAR, tuple(args))
         _replace(gm, node, new)
         site.origins.append(origin)

@@ -9,8 +9,10 @@
 | clock | timing on CUDA and on a CPU |
 | costs | FLOP and bytes of a cell, from `kernels.cost` |
 | provenance | versions, commit, clocks |
-| table | the csv: columns, appending, resuming |
-| summary, plot | who wins from which ratio on |
-| driver | one run over the cells |
-| stages, gpu, device_stages, goals | the run on a GPU, stage by stage, and the goals that it is compared with |
+| table | a csv: columns, appending, resuming |
+| session, driver | what runs share; one run over the cells |
+| summary | who wins from which ratio on, also as a plot |
+| stages, gpu, device_stages | the run on a GPU, stage by stage |
+| part, probes, probe_kernels, sweeps, refreshes | its stages with a csv of their own: a device's limits, tiles and splits, refreshes |
+| findings, goals | what was found, and the goals that it is compared with |
 """

@@ -49,13 +49,13 @@ def with_baselines(rows: list[Row], cell: Cell, row: Row) -> None:
                 row[f"{prefix}x_best"] = text(min(d, m) / own)
 
 
-def with_refreshes(rows: list[Row], cell: Cell, row: Row, builds_lists: bool) -> None:
-    """The time with the mask's refresh in it, every 1, 10 or 100 steps. Where the call builds its lists itself, a refresh adds the mask alone.
+def with_refreshes(rows: list[Row], cell: Cell, row: Row) -> None:
+    """The time with the mask's refresh in it, every 1, 10 or 100 steps: the mask, and for the kernels the lists of both directions.
 
     Metadata costs the same for every number of tokens, ratio and kind of mask, so any row of the same weight shape and block serves.
     """
     triton = cell.provider == "fxmask_triton"
-    phases = ("block_index", "lists") if triton and not builds_lists else ("block_index",)
+    phases = ("block_index", "lists") if triton else ("block_index",)
     same = {"N": str(cell.N), "K": str(cell.K), "dtype": cell.dtype, "block_n": str(cell.block[0]), "block_k": str(cell.block[1])}
     same["provider"] = "fxmask_triton" if triton else "fxmask_reference"
     add_refreshes(row, [_found(rows, row, {**same, "op": "metadata", "phase": phase}) for phase in phases])

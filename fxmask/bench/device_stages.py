@@ -1,6 +1,7 @@
-"""What the stages of `fxmask.bench.gpu` run in their own processes: precompile, a tiny case of a kernel for a memory checker, ceilings.
+"""What the stages of `fxmask.bench.gpu` run in their own processes: precompile, a tiny case of a kernel for a memory checker, ceilings, and the measurements
+that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata.
 
-`tiny` runs on a CPU as well, in Triton's interpreter.
+All but `precompile` and `ceilings` run on a CPU as well, in Triton's interpreter: the same bodies on tiny sizes, whose rows get no verdict.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from ..kernels import ops
 from ..kernels.dispatch import triton_ops
 from .cells import Cell, make_cells
 from .clock import flush_buffer, time_cuda
-from .driver import CEILINGS, check_device
+from .driver import CEILINGS, Run, check_device, run_cells
 from .inputs import make_inputs, make_mask
+from .part import run_part
+from .probes import BANDWIDTH, TENSORCORE
 from .providers import REGISTRY
+from .refreshes import METADATA
+from .session import Session
+from .sweeps import OPS, sweep
+from .table import key, what
 
 PRECOMPILED = 40
+PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA)}
 
 
 def precompile(threads: int = 16, dtype: str = "bf16") -> int:
@@ -71,11 +79,12 @@ def tiny(kernel: str) -> int:
         "sampled_matmul": lambda: ops.masked_linear_dw(gy, x, *args),
         "mask_cast": lambda: ops.masked_linear(x, w, None, *args),
         "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
+        "group": lambda: triton_ops().refresh_group([w, x], [keep, keep], block)[1][0],
     }
     out = calls[kernel]()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    launched = {k: n for k, n in triton_ops().launch.LAUNCHES.items() if n}
+    launched = {k: n for k, n in triton_ops().launch.device.LAUNCHES.items() if n}
     print(f"{kernel}: {tuple(out.shape)} {launched}")
     return 0 if launched else 1
 
@@ -97,14 +106,38 @@ def ceilings(out: Path) -> int:
     return 0
 
 
+def measure(stage: str, out: Path, quick: bool, time_limit: float | None) -> int:
+    """A stage with a csv of its own; 1 where a cell failed."""
+    rehearsal = not torch.cuda.is_available() and triton_ops().interpreting()
+    device = torch.device("cpu") if rehearsal else check_device("cuda")
+    if stage in PARTS:
+        cells = PARTS[stage].cells(device, quick)
+        rows, left = run_part(Session(device, out, time_limit, 0.0, rehearsal=rehearsal), PARTS[stage], cells)
+    else:
+        cells, settings = sweep(stage, device, quick)
+        run = Run(device, out, time_limit, 0.0, rehearsal=rehearsal, **settings)
+        left, keys = run_cells(run, cells), {key({**run.shared, **what(c)}) for c in cells}
+        rows = [r for r in run.table.rows if key(r) in keys]
+    failed = [r for r in rows if r["gate"] == "fail"]
+    print(f"{stage}.csv: {len(rows) - len(failed)} of {len(cells)} cells, {len(failed)} failed, {left} left", *sorted({r["verdict"] for r in failed})[:1])
+    return 1 if failed else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
     sub = p.add_subparsers(dest="stage", required=True)
     sub.add_parser("precompile")
-    sub.add_parser("tiny").add_argument("kernel", choices=("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata"))
+    sub.add_parser("tiny").add_argument("kernel", choices=("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group"))
     sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
+    for name in (*PARTS, *OPS):
+        q = sub.add_parser(name)
+        q.add_argument("--out", type=Path, required=True)
+        q.add_argument("--quick", action="store_true", help="fewer cells")
+        q.add_argument("--time-limit", type=float, default=None, metavar="S", help="begin no cell that would not end within S seconds")
     a = p.parse_args(argv)
     try:
+        if a.stage in PARTS or a.stage in OPS:
+            return measure(a.stage, a.out, a.quick, a.time_limit)
         return tiny(a.kernel) if a.stage == "tiny" else ceilings(a.out) if a.stage == "ceilings" else precompile()
     except UnsupportedError as e:
         print(f"fxmask: {e}", file=sys.stderr)

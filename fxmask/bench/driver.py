@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,35 +11,30 @@ import torch
 
 from ..errors import UnsupportedError
 from ..kernels.errors import message
-from . import clock, compare, gate, providers
+from . import compare, gate, providers
 from .cells import ANCHORS, Cell
 from .costs import cost_of
 from .inputs import Inputs, make_inputs
-from .provenance import clocks, provenance, utc
-from .table import BUSY, Row, Table, text, what
+from .provenance import utc
+from .session import Session, words
+from .table import Row, Table, text, what
 
 CSV, CEILINGS = "bench.csv", "ceilings.json"
 
 
 @dataclass
-class Run:
-    """A run's settings and what it has found so far."""
+class Run(Session):
+    """A run over the cells of one csv, and what it has found so far."""
 
-    device: torch.device
-    out: Path
-    time_limit: float | None = None
-    sample_s: float = 1.0  # CPU: at most this long a cell
     registry: Mapping[str, providers.Provider] = field(default_factory=lambda: providers.REGISTRY)
-    load: Callable[[], float | None] = clock.load_average
-    say: Callable[[str], None] = print
-    samples: int = clock.SAMPLES
+    costs: Callable[[Inputs], dict[str, int]] = cost_of
+    csv: str = CSV
 
     def __post_init__(self) -> None:
-        self.table = Table(self.out / CSV)
-        self.shared = provenance(self.device)
+        super().__post_init__()
+        self.table = Table(self.out / self.csv)
         self.ceilings = read_ceilings(self.out)
         self.inputs: Inputs | None = None
-        self.flush = clock.flush_buffer(self.device) if self.device.type == "cuda" else None
 
 
 def read_ceilings(out: Path) -> dict[str, float]:
@@ -62,20 +55,15 @@ def check_device(name: str) -> torch.device:
 
 def run_cells(run: Run, cells: list[Cell]) -> int:
     """Measure what the csv lacks, until the time limit; returns how many cells are left."""
-    begin, longest = time.monotonic(), 0.0
     todo = [c for c in cells if {**run.shared, **what(c)} not in run.table]
     if len(todo) < len(cells):
-        run.say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {CSV} already")
-    for n, cell in enumerate(todo):
-        start = time.monotonic()
-        if run.time_limit is not None and start - begin + longest > run.time_limit:
-            run.say(f"stopped by the time limit of {run.time_limit:g} s with {len(todo) - n} of {len(cells)} cells left; the same command goes on from here")
-            return len(todo) - n
-        row = measure(run, cell)
+        run.say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {run.csv} already")
+
+    def done(cell: Cell, row: Row) -> None:
         run.table.append(row)
         run.say(line(row, cell))
-        longest = max(0.9 * longest, time.monotonic() - start)
-    return 0
+
+    return run.over(todo, lambda cell: measure(run, cell), done)
 
 
 def line(row: Row, cell: Cell) -> str:
@@ -100,7 +88,7 @@ def measure(run: Run, cell: Cell) -> Row:
     try:
         i = _inputs(run, cell)
         row |= what(cell, float(i.mask.float().mean()))
-        row |= {k: text(v) for k, v in cost_of(i).items()}
+        row |= {k: text(v) for k, v in run.costs(i).items()}
         with torch.no_grad():
             call = run.registry[cell.provider](i)
             verdict = gate.check(i, call)
@@ -114,30 +102,17 @@ def measure(run: Run, cell: Cell) -> Row:
         torch.cuda.empty_cache()
         return {**row, "gate": "skip", "verdict": "none: out of memory"}
     except Exception as e:  # an anchor may not take a shape; the rows after it still count
-        words = f"none: {type(e).__name__}: {e}".split("\n")[0][:160]
         gate_says = row["gate"] if row["gate"] == "pass" else "skip" if cell.provider in ANCHORS else "fail"
-        return {**row, "gate": gate_says, "verdict": words}
+        return {**row, "gate": gate_says, "verdict": words(e)}
     return row
 
 
 def _time(run: Run, cell: Cell, call: providers.Call, row: Row) -> None:
-    before, load = clocks(run.device), run.load()
-    if run.flush is not None:
-        times = clock.time_cuda(call, run.flush, run.samples)
-    else:
-        times = clock.time_cpu(call, run.sample_s)
-    after, cores = clocks(run.device), os.cpu_count() or 1
-    row |= before | {"sm_clock_mhz_after": after["sm_clock_mhz"], "temperature_c_after": after["temperature_c"], "load": text(load), "how": times.how}
-    for prefix, values in (("", times.warm), ("cold_", times.cold)):
-        if values is not None:
-            row |= {f"{prefix}ms_{p}": text(v) for p, v in zip(("p10", "p50", "p90"), values, strict=True)}
-    row["cpu_ms_p50"] = text(times.cpu)
-    if run.flush is None and load is not None and load > cores:
-        row["verdict"] = f"{BUSY} {load:.1f} on {cores} cores"
+    row |= run.timed(call)
+    if row["verdict"] != "ok":
         return
-    row["verdict"] = "ok"
     compare.roof(run.ceilings, row)
     if cell.op != "metadata":
         compare.with_baselines(run.table.rows, cell, row)
         if cell.provider.startswith("fxmask"):
-            compare.with_refreshes(run.table.rows, cell, row, cell.provider == "fxmask_triton" and bool(providers.builds_lists(call)))
+            compare.with_refreshes(run.table.rows, cell, row)

@@ -17,6 +17,8 @@ DW = {"128": (1.3, 1.8, 2.5, 4.2), "64": (1.0, 1.3, 1.8, 3.0)}
 STEP = {"128": (1.3, 2.0, 2.8, 4.8), "64": (1.0, 1.4, 2.0, 3.7)}
 CROSSOVER = {"128": 0.30, "64": 0.50, "32": 0.70, "16": 0.83}
 REFRESH_US = {"128": 60, "64": 60, "32": 90, "16": 130}
+LAUNCHES = 8
+ROW_BYTES = {"32": 64, "16": 32}  # of a block in 16 bits; a step of the matmul takes 64 features, and so at most 128
 ANCHORS = {"64": 1.3, "32": 2.0, "16": 2.0}
 
 
@@ -31,15 +33,19 @@ def _at(rows: Sequence[Row], op: str, shape: tuple[str, str, str], block: str, r
 
 
 def bound(row: Row | None, ceilings: Mapping[str, float]) -> str:
-    """Which of the measured ceilings is nearest: the tensor cores for what is issued, or memory; and what the programs ask of the L2 cache."""
+    """Which of the measured ceilings is nearest: the tensor cores for what is issued, memory, or the L2 cache in rows of a block's width; and what the programs
+    ask of the L2."""
     ms = number(row, "ms_p50") if row else None
     if row is None or not ms:
         return "-"
     flops, size, asked = (number(row, c) for c in ("flop_issued", "bytes_min", "bytes_req"))
-    l2 = f", L2 asked for {asked / ms / 1e9:.1f} TB/s" if asked else ""
+    rate = ceilings.get(f"l2_bytes_per_s_{ROW_BYTES.get(row['block_k'], 128)}")
+    l2 = f", L2 asked for {asked / ms / 1e9:.1f}{f' of {rate / 1e12:.1f}' if rate else ''} TB/s" if asked else ""
     if not ceilings.get("flops_per_s") or not ceilings.get("bytes_per_s"):
         return f"ceilings not measured{l2}"
     parts = {"MMA": 1e3 * (flops or 0) / ceilings["flops_per_s"], "HBM": 1e3 * (size or 0) / ceilings["bytes_per_s"]}
+    if rate and asked:
+        parts["L2"] = 1e3 * asked / rate
     name = max(parts, key=lambda p: parts[p])
     return f"{name} {100 * parts[name] / ms:.0f} %{l2}"
 
@@ -76,17 +82,31 @@ def _exact(rows: Sequence[Row], stages: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _metadata(rows: Sequence[Row], ceilings: Mapping[str, float]) -> list[str]:
+def _refresh(rows: Sequence[Row], refreshes: Sequence[Row], block: str) -> tuple[float | None, Row | None]:
+    """Microseconds of a bfloat16 layer's refresh: measured as a whole, or else the sum of its two parts in the benchmark."""
+    whole = _pick(refreshes, scope="layer", form="single", N="14336", K="4096", dtype="bf16", block=block)
+    same = _pick(rows, op="metadata", provider="fxmask_triton", N="14336", K="4096", dtype="bf16", block_n=block)
+    parts = [[r for r in same if r["phase"] == phase and usable(r)] for phase in ("block_index", "lists")]
+    row = parts[0][-1] if parts[0] else None
+    if whole:
+        return 1e3 * (number(whole[-1], "ms_p50") or 0), row
+    return (1e3 * sum(number(p[-1], "ms_p50") or 0 for p in parts), row) if all(parts) else (None, None)
+
+
+def _metadata(rows: Sequence[Row], refreshes: Sequence[Row], ceilings: Mapping[str, float]) -> list[str]:
     out = []
     for block, goal in REFRESH_US.items():
-        same = _pick(rows, op="metadata", provider="fxmask_triton", N="14336", K="4096", block_n=block)
-        parts = [[r for r in same if r["phase"] == phase and usable(r)] for phase in ("block_index", "lists")]
-        if all(parts):
-            us = 1e3 * sum(number(p[-1], "ms_p50") or 0 for p in parts)
-            out.append(f"4 refresh 14336x4096 b{block} <= {goal} us / {us:.0f} us [{'+' if us <= goal else '!'}] / {bound(parts[0][-1], ceilings)}")
-        else:
-            out.append(f"4 refresh 14336x4096 b{block} <= {goal} us / {NOT_MEASURED} / -")
-    return out
+        us, row = _refresh(rows, refreshes, block)
+        seen = NOT_MEASURED if us is None else f"{us:.0f} us [{'+' if us <= goal else '!'}]"
+        out.append(f"4 refresh 14336x4096 bf16 b{block} <= {goal} us / {seen} / {bound(row, ceilings)}")
+    groups = _pick(refreshes, scope="model", form="group")
+    most = max((int(number(r, "launches") or 0) for r in groups), default=None)
+    seen = NOT_MEASURED if most is None else f"{most} at most, over {len(groups)} groups [{'+' if most <= LAUNCHES else '!'}]"
+    out.append(f"4 refresh of a whole model <= {LAUNCHES} launches a dtype and block / {seen} / -")
+    shares = [100 * (1 - step / both) for r in rows if usable(r) and r["op"] == "step" and r["provider"] == "fxmask_triton"
+              for step, both in [(number(r, "ms_p50"), number(r, "ms_refresh_10"))] if step and both]  # fmt: skip
+    seen = f"{max(shares):.1f} % at most, over {len(shares)} cells [{'+' if max(shares) <= 3 else '!'}]" if shares else NOT_MEASURED
+    return [*out, f"4 refresh of every 10th step <= 3 % of the time of a layer's step / {seen} / -"]
 
 
 def _memory_bound(rows: Sequence[Row], ceilings: Mapping[str, float]) -> list[str]:
@@ -140,9 +160,9 @@ def _anchors(rows: Sequence[Row]) -> list[str]:
     return out
 
 
-def goal_lines(rows: Sequence[Row], stages: Mapping[str, str], ceilings: Mapping[str, float]) -> list[str]:
-    """Goals 1 to 10, `+` reached, `!` missed, `-` not measured; `stages` are the GPU driver's statuses."""
-    out = _exact(rows, stages) + _metadata(rows, ceilings)
+def goal_lines(rows: Sequence[Row], stages: Mapping[str, str], ceilings: Mapping[str, float], refreshes: Sequence[Row] = ()) -> list[str]:
+    """Goals 1 to 10, `+` reached, `!` missed, `-` not measured; `stages` are the GPU driver's statuses, `refreshes` the rows of its stage `metadata`."""
+    out = _exact(rows, stages) + _metadata(rows, refreshes, ceilings)
     out += [_factors("5", rows, "forward", shape, b, g, ceilings) for shape in (LLM, WIDE) for b, g in FORWARD.items()]
     out += [_factors("6", rows, "dw", shape, b, g, ceilings) for shape in (LLM, WIDE) for b, g in DW.items()]
     out += [_factors("6", rows, "step", shape, b, g, ceilings) for shape in (LLM, WIDE) for b, g in STEP.items()]

@@ -1,7 +1,15 @@
-"""The run on a GPU, `make gpu`: stages in subprocesses with their own limits, then the goals. `python -m fxmask.bench.gpu --stages tests,quick --out DIR`.
+"""The run on a GPU, `make gpu`: stages in subprocesses with their own limits, then what was found and the goals.
 
-Needs torch, Triton, numpy and pytest, no installation and no network. The whole takes about 20 minutes on an H200; `--time-limit` and `--stages` divide it, and
-a second run goes on with the cells that the csv lacks.
+`python -m fxmask.bench.gpu --stages tests,quick --out DIR`. Needs torch, Triton, numpy and pytest, no installation and no network. `--time-limit` and
+`--stages` divide it, and a second run goes on with the cells that the csvs lack.
+
+| stages | what | limit in s, together |
+| --- | --- | --- |
+| versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copy reach | 60 to 240 each |
+| bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
+| tiles, splits | the forward over tiles, dW over shares of the tokens | 180 |
+| metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
+| quick, full | the benchmark: two shapes, and all | 125, 480 |
 """
 
 from __future__ import annotations
@@ -19,13 +27,15 @@ import torch
 from ..errors import ConfigError, FxMaskError
 from .command import names
 from .compare import MACHINE
-from .driver import CSV, read_ceilings
+from .driver import CSV
+from .findings import finding_lines, limits, rows_of
 from .goals import goal_lines
 from .stages import LOG, ROOT, Result, Stage, python, run_stages
 from .table import Table
 
-KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata")
+KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group")
 TESTS = {"tests": ("test_numbers.py", "test_metadata.py"), "graphs": ("test_graphs.py", "test_training.py"), "limits": ("test_limits.py", "test_compile.py")}
+PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 120, "splits": 60, "metadata": 50}  # stages with a csv of their own, and their limits in seconds
 # pytest as it comes, without the plugins and options that pyproject.toml asks for
 INI = """[pytest]
 addopts = --import-mode=importlib
@@ -49,8 +59,14 @@ def _pytest(name: str, ini: Path, limit_s: float) -> Stage:
     return Stage(name, command, limit_s, "" if folder.is_dir() else "tests/gpu is only in a checkout")
 
 
-def make_stages(out: Path, ini: Path, full_s: float = 450) -> list[Stage]:
-    """All stages, in order."""
+def _part(name: str, out: Path, limit_s: int, quick: bool) -> Stage:
+    """A stage that stops itself 15 s before its limit: starting takes a part of that, and the cell that runs last another."""
+    less = ("--quick",) if quick else ()
+    return Stage(name, python("-m", "fxmask.bench.device_stages", name, "--out", str(out), "--time-limit", str(limit_s - 15), *less), limit_s)
+
+
+def make_stages(out: Path, ini: Path, full_s: float = 450, quick: bool = False) -> list[Stage]:
+    """All stages, in order. `quick`: fewer cells, and no `full`."""
     part = ("-m", "fxmask.bench.device_stages")
     bench = ("-m", "fxmask", "bench", "--device", "cuda", "--out", str(out))
     sanitizer = shutil.which("compute-sanitizer")
@@ -66,9 +82,9 @@ def make_stages(out: Path, ini: Path, full_s: float = 450) -> list[Stage]:
         _pytest("graphs", ini, 90),
         _pytest("limits", ini, 120),
         Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
-        Stage("metadata", python(*bench, "--cells", "metadata*", "--time-limit", "80"), 100),
-        Stage("quick", python(*bench, "--quick", "--time-limit", "150"), 180),
-        Stage("full", python(*bench, "--time-limit", str(full_s)), full_s + 30),
+        *(_part(name, out, limit, quick) for name, limit in PARTS.items()),
+        Stage("quick", python(*bench, "--quick", "--time-limit", "105"), 125),
+        *([] if quick else [Stage("full", python(*bench, "--time-limit", str(full_s)), full_s + 30)]),
     ]
 
 
@@ -83,20 +99,21 @@ def chosen(stages: Sequence[Stage], wanted: str) -> list[Stage]:
 
 
 def summary(results: Sequence[Result], out: Path) -> list[str]:
-    """The closing table: stages, then goals."""
+    """The closing table: stages, what they found, then goals."""
     lines = ["", "stage        status   seconds"]
     lines += [f"{r.name:12} {r.status:8} {r.seconds:7.1f}  {'' if r.status == 'ok' else r.last}".rstrip() for r in results]
-    lines += ["", "goal / measured / bound"]
+    found = rows_of(out)
+    lines += ["", "found", *finding_lines(found), "", "goal / measured / bound"]
     rows = Table(out / CSV).rows
     same = [r for r in rows if all(r[c] == rows[-1][c] for c in (*MACHINE, "dtype"))]  # the sources, machine and dtype that were measured last
-    lines += goal_lines(same, {r.name: r.status for r in results}, read_ceilings(out))
-    return lines
+    return lines + goal_lines(same, {r.name: r.status for r in results}, limits(out, found), found["metadata"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.gpu", description="Tests and benchmarks on a GPU, stage by stage.")
-    p.add_argument("--stages", default="", metavar="NAMES", help="versions, precompile, memcheck, tests, graphs, limits, ceilings, metadata, quick, full")
-    p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"{CSV}, {LOG} and stages.json are written there")
+    p.add_argument("--stages", default="", metavar="NAMES", help="some of those above, e.g. tests,quick")
+    p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stage full")
+    p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"csvs, {LOG} and stages.json are written there")
     p.add_argument("--time-limit", type=float, default=None, metavar="S", help="of the whole run")
     a = p.parse_args(argv)
     if not torch.cuda.is_available():
@@ -108,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ini = Path(folder) / "pytest.ini"
         ini.write_text(INI.format(root=ROOT), encoding="utf-8")
         try:
-            stages = chosen(make_stages(out, ini), a.stages)
+            stages = chosen(make_stages(out, ini, quick=a.quick), a.stages)
         except FxMaskError as e:
             print(f"fxmask: {e}", file=sys.stderr)
             return 2

@@ -1,8 +1,9 @@
-"""The csv: its columns, appending row by row, and what is in it already. `examples/results/README.md` says what each column means."""
+"""A csv: its columns, appending row by row, and what is in it already. `examples/results/README.md` says what each column means."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,43 +46,43 @@ def what(cell: Cell, density: float | None = None) -> Row:
     return {name: text(value) for name, value in zip(WHAT, values, strict=True)}
 
 
-def key(row: Row) -> tuple[str, ...]:
-    """What makes two rows the same measurement: the cell, the sources and the machine."""
-    return tuple(row.get(c, "") for c in (*WHAT, *SAME) if c != "density")
+def key(row: Row, names: Sequence[str] = WHAT) -> tuple[str, ...]:
+    """What makes two rows the same measurement: the cell, which `names` tell apart, the sources and the machine."""
+    return tuple(row.get(c, "") for c in (*names, *SAME) if c != "density")
 
 
 class Table:
-    """A csv file that grows. Rows are flushed as they come, so that a killed run keeps what it had."""
+    """A csv file that grows. Rows are flushed as they come, so that a killed run keeps what it had. `names`: the columns that tell cells apart."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows = read(path) if path.exists() and path.stat().st_size else []
-        self.keys = {key(row) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
+    def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, names: Sequence[str] = WHAT) -> None:
+        self.path, self.columns, self.names = path, tuple(columns), tuple(names)
+        self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
+        self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
 
     def __contains__(self, row: Row) -> bool:
-        return key(row) in self.keys
+        return key(row, self.names) in self.keys
 
     def append(self, row: Row) -> None:
         """Write one row; missing columns are empty."""
-        full = {c: row.get(c, "") for c in COLUMNS}
+        full = {c: row.get(c, "") for c in self.columns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         held = self.path.read_bytes() if self.path.exists() else b""
         new = not held
         with self.path.open("a", newline="", encoding="utf-8") as f:
             if held and not held.endswith(b"\n"):
                 f.write("\n")  # a killed run left half a line
-            writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+            writer = csv.DictWriter(f, self.columns, lineterminator="\n")
             if new:
                 writer.writeheader()
             writer.writerow(full)
         self.rows.append(full)
-        self.keys.add(key(full))
+        self.keys.add(key(full, self.names))
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
     """Rows of a csv of this version's columns; a line that was cut off is dropped. ConfigError for another file."""
     with path.open(newline="", encoding="utf-8") as f:
         reader = csv.DictReader(f)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
+        if tuple(reader.fieldnames or ()) != tuple(columns):
             raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another --out.")
         return [row for row in reader if None not in row and all(v is not None for v in row.values())]

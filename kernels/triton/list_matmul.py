@@ -1,8 +1,8 @@
 """List matmul (DSD): y = x (W∘M)^T + bias, and dX = dY (W∘M) over the transposed lists, from W as it lies in memory.
 
 One program computes a tile of [BM tokens, BN features]. Tokens are on the M side of the tensor-core instruction, so that blocks of 16 and 32 rows cost no more
-than their width. The program walks its strip's list (`kernels.lists`): a step takes UNIT features of the reduction axis, P list entries; a block that is not
-kept is never loaded, by the load's predicate.
+than their width. The program walks its strip's list (`kernels.lists`): a step takes STEP features of the reduction axis, from as many list entries as that
+are; a block that is not kept is never loaded, by the load's predicate.
 
 Two rules keep the software pipeline at full depth: the dot is never under a branch, and the list entries are carried from the step before, since an index that
 is loaded in the loop consumes its stages.
@@ -25,7 +25,7 @@ def _activate(v, ACT: tl.constexpr):
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "tiles_m"])  # a batch of another size compiles nothing anew
 def list_matmul_kernel(
     x_ptr,
     w_ptr,
@@ -39,6 +39,8 @@ def list_matmul_kernel(
     K,
     stride_x,
     stride_w,
+    inner,
+    stride_batch,
     capacity,
     strips,
     tiles_m,
@@ -46,12 +48,15 @@ def list_matmul_kernel(
     KM: tl.constexpr,
     XM: tl.constexpr,
     WM: tl.constexpr,
+    IM: tl.constexpr,
+    INNER: tl.constexpr,
+    TMA: tl.constexpr,
     W_ROWS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    STEP: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     UNIT_W: tl.constexpr,
-    P: tl.constexpr,
     BITS: tl.constexpr,
     RAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -65,13 +70,19 @@ def list_matmul_kernel(
     Tensors:  x [M, K] rows stride_x * XM apart; y [M, N] contiguous; all of one dtype (fp16, bf16, fp32), bias [N];
               w: W_ROWS: [N, K], rows (the strip axis) stride_w * WM apart (forward); else [K, N], rows (the reduction axis) stride_w * WM apart (dX)
               entries [strips, capacity] i32, counts [strips] i32, order [strips] i32
+    INNER:    x is [M, K, inner * IM] with M the batches, strides (stride_batch, stride_x * XM, 1), and y [M, N, inner * IM]: tokens lie side by side
+    TMA:      x and w are tensor descriptors in boxes of a tile; BITS must be off, and UNIT_W at least STEP
     Sizes:    N, K and the row strides come in units of NM, KM, XM and WM, so that their divisibility is known where 16 does not divide them; behind a mask
               or an address of unknown divisibility, elements would be loaded one by one, without the pipeline
     Accumulates in fp32. N and K may be ragged (RAGGED: K), M any. An empty list stores bias or zeros.
     """
-    STEP: tl.constexpr = UNIT_W * P
+    P: tl.constexpr = STEP // UNIT_W if STEP > UNIT_W else 1  # entries a step
+    SUB: tl.constexpr = UNIT_W // STEP if UNIT_W > STEP else 1  # steps an entry
     N = N * NM
     K = K * KM
+    inner = inner * IM
+    if INNER:
+        M = M * inner
     pid = tl.program_id(0)
     per_group = GROUP * strips
     group = pid // per_group
@@ -83,18 +94,22 @@ def list_matmul_kernel(
     rm = tile * BM + tl.arange(0, BM)
     rn = strip * BN + tl.arange(0, BN)
     kk = tl.arange(0, STEP)
-    x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * (stride_x * XM)
-    rnc = tl.minimum(rn, N - 1)  # rows past the end repeat the last one, which is in the same block
-    if W_ROWS:
-        w_base = w_ptr + rnc.to(tl.int64)[None, :] * (stride_w * WM)
-    else:
-        w_base = w_ptr + rn[None, :]
+    if not TMA:
+        if INNER:
+            x_rows = x_ptr + ((rm // inner).to(tl.int64) * stride_batch * IM + rm % inner)[:, None]
+        else:
+            x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * (stride_x * XM)
+        rnc = tl.minimum(rn, N - 1)  # rows past the end repeat the last one, which is in the same block
+        if W_ROWS:
+            w_base = w_ptr + rnc.to(tl.int64)[None, :] * (stride_w * WM)
+        else:
+            w_base = w_ptr + rn[None, :]
     sub = tl.arange(0, BN) // ROW_BLOCK
     which = kk // UNIT_W
-    inner = kk % UNIT_W
+    within = kk % UNIT_W
 
     count = tl.load(counts_ptr + strip)
-    steps = (count + P - 1) // P
+    steps = (count + P - 1) // P * SUB
     at = entries_ptr + strip.to(tl.int64) * capacity
     e0 = tl.load(at)
     e1 = e0
@@ -107,41 +122,56 @@ def list_matmul_kernel(
         e3 = tl.load(at + 3)
     acc = tl.zeros((BM, BN), tl.float32)
     for t in range(steps):
-        if P == 1:
-            e = tl.full((STEP,), 0, tl.int32) + e0
-        elif P == 2:
-            e = tl.where(which == 0, e0, e1)
-        else:
-            e = tl.where(which < 2, tl.where(which == 0, e0, e1), tl.where(which == 2, e2, e3))
-        k = (e & 0xFFFF) * UNIT_W + inner
-        k = tl.max_contiguous(tl.multiple_of(k, UNIT_W), UNIT_W)
-        if W_ROWS:
-            w_at = w_base + k[:, None]
-        else:
-            w_at = w_base + k.to(tl.int64)[:, None] * (stride_w * WM)
-        bits = e >> 16
-        if RAGGED:
-            x = tl.load(x_rows + k[None, :], mask=k[None, :] < K, other=0.0)
-        else:
-            x = tl.load(x_rows + k[None, :])
-        if BITS:
-            kept = ((bits[:, None] >> sub[None, :]) & 1) != 0
-            if RAGGED:
-                kept = kept & (k[:, None] < K)
-            if not W_ROWS:
-                kept = kept & (rn[None, :] < N)
-            w = tl.load(w_at, mask=kept, other=0.0)
-        elif RAGGED:
+        if TMA:
+            begin = (e0 & 0xFFFF) * UNIT_W + (t % SUB) * STEP
+            x = x_ptr.load([tile * BM, begin])
             if W_ROWS:
-                w = tl.load(w_at, mask=k[:, None] < K, other=0.0)
+                w = w_ptr.load([strip * BN, begin]).T
             else:
-                w = tl.load(w_at, mask=(k[:, None] < K) & (rn[None, :] < N), other=0.0)
-        elif W_ROWS:
-            w = tl.load(w_at)
+                w = w_ptr.load([begin, strip * BN])
         else:
-            w = tl.load(w_at, mask=rn[None, :] < N, other=0.0)
+            if P == 1:
+                e = tl.full((STEP,), 0, tl.int32) + e0
+            elif P == 2:
+                e = tl.where(which == 0, e0, e1)
+            else:
+                e = tl.where(which < 2, tl.where(which == 0, e0, e1), tl.where(which == 2, e2, e3))
+            k = (e & 0xFFFF) * UNIT_W + (t % SUB) * STEP + within
+            k = tl.max_contiguous(tl.multiple_of(k, STEP // P), STEP // P)
+            if W_ROWS:
+                w_at = w_base + k[:, None]
+            else:
+                w_at = w_base + k.to(tl.int64)[:, None] * (stride_w * WM)
+            bits = e >> 16
+            if INNER:
+                x_at = x_rows + k.to(tl.int64)[None, :] * (stride_x * XM)
+                live = rm < M
+                if RAGGED:
+                    x = tl.load(x_at, mask=live[:, None] & (k < K)[None, :], other=0.0)
+                else:
+                    x = tl.load(x_at, mask=live[:, None], other=0.0)
+            elif RAGGED:
+                x = tl.load(x_rows + k[None, :], mask=k[None, :] < K, other=0.0)
+            else:
+                x = tl.load(x_rows + k[None, :])
+            if BITS:
+                kept = ((bits[:, None] >> sub[None, :]) & 1) != 0
+                if RAGGED:
+                    kept = kept & (k[:, None] < K)
+                if not W_ROWS:
+                    kept = kept & (rn[None, :] < N)
+                w = tl.load(w_at, mask=kept, other=0.0)
+            elif RAGGED:
+                if W_ROWS:
+                    w = tl.load(w_at, mask=k[:, None] < K, other=0.0)
+                else:
+                    w = tl.load(w_at, mask=(k[:, None] < K) & (rn[None, :] < N), other=0.0)
+            elif W_ROWS:
+                w = tl.load(w_at)
+            else:
+                w = tl.load(w_at, mask=rn[None, :] < N, other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        nxt = at + (t + 1) * P
+        nxt = at + (t + 1) // SUB * P
         e0 = tl.load(nxt)
         if P >= 2:
             e1 = tl.load(nxt + 1)
@@ -151,5 +181,8 @@ def list_matmul_kernel(
     if HAS_BIAS:
         acc += tl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     acc = _activate(acc, ACT)
-    y_at = y_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]
+    if INNER:
+        y_at = y_ptr + ((rm // inner).to(tl.int64) * N * inner + rm % inner)[:, None] + rn.to(tl.int64)[None, :] * inner
+    else:
+        y_at = y_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(rm[:, None] < M) & (rn[None, :] < N))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sampled_matmul_kernel(
     gy_ptr,
     x_ptr,
@@ -24,12 +24,20 @@ def sampled_matmul_kernel(
     K,
     stride_g,
     stride_x,
+    inner,
+    batch_g,
+    batch_x,
     capacity,
     tiles,
     share,
     split_stride,
+    NM: tl.constexpr,
+    KM: tl.constexpr,
     GM: tl.constexpr,
     XM: tl.constexpr,
+    IM: tl.constexpr,
+    G_INNER: tl.constexpr,
+    X_INNER: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
@@ -42,9 +50,13 @@ def sampled_matmul_kernel(
 
     Grid:     (strips * tiles, splits); a program beyond its list's end does nothing
     Tensors:  gy [M, N] rows stride_g * GM apart, x [M, K] rows stride_x * XM apart, one dtype; out [splits, N, K] contiguous; lists of the forward
-    Tokens:   split s takes [s * share, (s + 1) * share); share is a multiple of BT
+    Sizes:    N and K come in units of NM and KM, see list_matmul_kernel
+    INNER:    that operand is [batches, features, inner * IM], strides (its batch stride * IM, its row stride, 1), with batches * inner = M
+    Tokens:   M * IM; split s takes [s * share, (s + 1) * share); share is a multiple of BT
     """
     BC: tl.constexpr = UNIT_W * Q
+    N = N * NM
+    K = K * KM
     pid = tl.program_id(0)
     split = tl.program_id(1)
     strip = tl.load(order_ptr + pid // tiles)
@@ -61,15 +73,26 @@ def sampled_matmul_kernel(
         kept = kept & (rn[:, None] < N) & (k[None, :] < K)
         tt = tl.arange(0, BT)
         begin = split * share
+        M = M * IM
         end = tl.minimum(begin + share, M)
         acc = tl.zeros((BN, BC), tl.float32)
         for t in range(begin, end, BT):
-            m = t + tt
-            live = (m < end)[:, None]
+            m = tl.multiple_of(t, 16) + tt
+            live = m < M  # a share is whole steps, so that only M cuts one
             rows = m.to(tl.int64)[:, None]
-            g = tl.load(gy_ptr + rows * (stride_g * GM) + rn[None, :], mask=live & (rn[None, :] < N), other=0.0)
-            x = tl.load(x_ptr + rows * (stride_x * XM) + k[None, :], mask=live & (k[None, :] < K), other=0.0)
-            acc = tl.dot(tl.trans(g), x, acc, input_precision=PRECISION)
+            if G_INNER:
+                lane = ((m // (inner * IM)).to(tl.int64) * (batch_g * IM) + m % (inner * IM))[None, :]
+                across = rn.to(tl.int64)[:, None] * (stride_g * GM)
+                g = tl.load(gy_ptr + across + lane, mask=live[None, :] & (rn[:, None] < N), other=0.0)
+            else:
+                g = tl.trans(tl.load(gy_ptr + rows * (stride_g * GM) + rn[None, :], mask=live[:, None] & (rn[None, :] < N), other=0.0))
+            if X_INNER:
+                lane_x = ((m // (inner * IM)).to(tl.int64) * (batch_x * IM) + m % (inner * IM))[None, :]
+                along = k.to(tl.int64)[:, None] * (stride_x * XM)
+                x = tl.trans(tl.load(x_ptr + along + lane_x, mask=live[None, :] & (k[:, None] < K), other=0.0))
+            else:
+                x = tl.load(x_ptr + rows * (stride_x * XM) + k[None, :], mask=live[:, None] & (k[None, :] < K), other=0.0)
+            acc = tl.dot(g, x, acc, input_precision=PRECISION)
         at = out_ptr + split.to(tl.int64) * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
         if ACCUMULATE:
             acc += tl.load(at, mask=kept, other=0.0).to(tl.float32)

@@ -24,6 +24,7 @@ class Facts(NamedTuple):
     shared: int  # bytes
     buffers: list[tuple[int, str]]  # pipeline buffers: how many, of what; barriers left out
     copies: dict[int, int]  # cp.async: bytes -> how many in the PTX
+    bulk: int  # TMA copies of a tensor's box
     instructions: dict[str, int]
     waits: list[int]  # wgmma groups that may still run at each wait
     register_operands: int  # wgmma with an operand in registers
@@ -39,6 +40,7 @@ def read(ptx: str, ttgir: str, resources: str, sass: str, shared: int) -> Facts:
         shared=shared,
         buffers=[(int(n), what) for n, what in buffers if not what.endswith("xi64")],
         copies=dict(Counter(int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared[^;]*?, 0x([0-9a-f]+)[,;\s]", ptx))),
+        bulk=len(re.findall(r"cp\.async\.bulk\.tensor\S*\.shared", ptx)),
         instructions={name: ptx.count(name + ".") for name in INSTRUCTIONS if name + "." in ptx},
         waits=[int(n) for n in re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", ptx)],
         register_operands=len(re.findall(r"wgmma\.mma_async[^;{]*\{[^}]*\},\s*\{", ptx)),

@@ -16,15 +16,15 @@ from record import MATMULS, Config, configure, recording
 from torch import Tensor
 
 from fxmask.kernels.lists import LISTED
-from fxmask.kernels.triton import elementwise, launch, list_matmul, metadata, sampled_matmul
+from fxmask.kernels.triton import elementwise, keys, launch, list_matmul, refresh, sampled_matmul, selection, strip_lists, tiles
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-KERNEL_MODULES = (elementwise, list_matmul, metadata, sampled_matmul)
+KERNEL_MODULES = (elementwise, keys, list_matmul, sampled_matmul, selection, strip_lists)
 
 BLOCKS = list(itertools.product(LISTED, LISTED))
 SMALL_BLOCKS = [(1, 1), (1, 8), (4, 1), (2, 4), (8, 8), (3, 5), (7, 64)]  # what is masked and cast, then multiplied densely
 PRECISIONS = {"bf16": (BF16, False), "fp16": (FP16, False), "tf32": (FP32, True), "ieee": (FP32, False)}
-TOKENS = (4096, 1000, 1)
+TOKENS = 4096
 
 
 class Edge(NamedTuple):
@@ -60,25 +60,52 @@ def mask_of(edge: Edge, block: tuple[int, int]) -> Tensor:
     return meta(-(-edge.out_features // block[0]), -(-edge.in_features // block[1]), dtype=torch.bool)
 
 
-def forward(precision: str, block: tuple[int, int], edge: str, bias: bool, act: str, tokens: int) -> None:
+def turned(channels: int, features: int, dtype: torch.dtype) -> Tensor:
+    """A [tokens / channels, channels, features] view whose channels are contiguous."""
+    return meta(TOKENS // channels, features, channels, dtype=dtype).transpose(1, 2)
+
+
+def forward(precision: str, block: tuple[int, int], edge: str, bias: bool, act: str) -> None:
     (dtype, tf32), e = PRECISIONS[precision], EDGES[edge]
     w, b = meta(e.out_features, e.in_features, dtype=dtype), meta(e.out_features, dtype=dtype) if bias else None
-    launch.list_matmul(rows(tokens, e.in_features, e.pad, dtype), w, b, mask_of(e, block), block, transposed=False, act=act, tf32=tf32)
+    launch.list_matmul(rows(TOKENS, e.in_features, e.pad, dtype), w, b, mask_of(e, block), block, transposed=False, act=act, tf32=tf32)
 
 
-def dx(precision: str, block: tuple[int, int], edge: str, tokens: int) -> None:
+def dx(precision: str, block: tuple[int, int], edge: str) -> None:
     (dtype, tf32), e = PRECISIONS[precision], EDGES[edge]
-    gy, w = rows(tokens, e.out_features, e.pad, dtype), meta(e.out_features, e.in_features, dtype=dtype)
+    gy, w = rows(TOKENS, e.out_features, e.pad, dtype), meta(e.out_features, e.in_features, dtype=dtype)
     launch.list_matmul(gy, w, None, mask_of(e, block), block, transposed=True, tf32=tf32)
 
 
-def dw(precision: str, block: tuple[int, int], edge: str, target: str, tokens: int) -> None:
+def dw(precision: str, block: tuple[int, int], edge: str, target: str) -> None:
     (dtype, tf32), e = PRECISIONS[precision], EDGES[edge]
     if target == "beyond 2^31":
         e = Edge(e.out_features + 2**19, e.in_features, e.pad)
     out = meta(e.out_features, e.in_features, dtype=dtype) if "accumulate" in target else None
-    gy, x = rows(tokens, e.out_features, e.pad, dtype), rows(tokens, e.in_features, e.pad, dtype)
+    gy, x = rows(TOKENS, e.out_features, e.pad, dtype), rows(TOKENS, e.in_features, e.pad, dtype)
     launch.sampled_matmul(gy, x, mask_of(e, block), block, out=out, splits=4 if "split" in target else 1, tf32=tf32)
+
+
+def turned_matmul(dtype: torch.dtype, block: tuple[int, int], edge: str, channels: int, transposed: bool) -> None:
+    """Forward and dX of token mixing."""
+    e = EDGES[edge]
+    x, w = turned(channels, e.out_features if transposed else e.in_features, dtype), meta(e.out_features, e.in_features, dtype=dtype)
+    launch.list_matmul(x, w, None, mask_of(e, block), block, transposed)
+
+
+def turned_dw(dtype: torch.dtype, block: tuple[int, int], edge: str, channels: int, which: str) -> None:
+    e = EDGES[edge]
+    gy, x = turned(channels, e.out_features, dtype), turned(channels, e.in_features, dtype)
+    gy, x = (torch.empty(t.shape, dtype=t.dtype, device=t.device) if other else t for t, other in ((gy, which == "x"), (x, which == "gy")))
+    launch.sampled_matmul(gy, x, mask_of(e, block), block, splits=1)
+
+
+def tile(dtype: torch.dtype, block: tuple[int, int], number: int, transposed: bool, edge: str, arch: int = 90) -> None:
+    """Tiles beside the default, that the benchmark measures."""
+    found, e = tiles.candidates(dtype, block, transposed), EDGES[edge]
+    if number < len(found) and tiles.runs_on(found[number], arch // 10):
+        x, w = meta(TOKENS, e.out_features if transposed else e.in_features, dtype=dtype), meta(e.out_features, e.in_features, dtype=dtype)
+        launch.list_matmul(x, w, None, mask_of(e, block), block, transposed, tile=found[number])
 
 
 def mask_cast(dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], edge: str) -> None:
@@ -88,37 +115,52 @@ def mask_cast(dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], e
 
 def block_keys(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
     e = EDGES[edge]
-    launch.block_keys(rows(e.out_features, e.in_features, e.pad, dtype), block)
+    refresh.block_keys(rows(e.out_features, e.in_features, e.pad, dtype), block)
 
 
 def select(blocks: int) -> None:
-    launch.select(meta(blocks, dtype=torch.int32), meta(1, dtype=torch.int64))
+    refresh.select(meta(blocks, dtype=torch.int32), meta(1, dtype=torch.int64))
 
 
-def strip_lists(step: int, block: tuple[int, int], features: int, transposed: bool) -> None:
-    e = Edge(features, features)
-    lay = launch.layout(tuple(mask_of(e, block).shape), block, transposed, step=step)
-    launch.strip_lists(mask_of(e, block), lay, transposed)
+def lists(block: tuple[int, int], features: int) -> None:
+    refresh.strip_lists(mask_of(Edge(features, features), block), block)
+
+
+def group(dtype: torch.dtype, block: tuple[int, int], features: int, pad: int) -> None:
+    """Keys, selection and lists of several weights at once."""
+    weights = [rows(features, f, pad, dtype) for f in (features, 4 * features)]
+    refresh.refresh_group(weights, [meta(1, dtype=torch.int64)] * 2, block)
 
 
 SQUARES = [(b, b) for b in LISTED]
 Op = Callable[..., None]
 Case = tuple[Any, ...]
+HALF = [BF16, FP16]
+ACTS = ["none", "relu", "silu", "gelu"]
 AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
-    (forward, (list(PRECISIONS), BLOCKS, list(EDGES), [False, True], ["none", "relu", "silu", "gelu"], list(TOKENS))),
-    (dx, (list(PRECISIONS), BLOCKS, list(EDGES), list(TOKENS))),
-    (dw, (list(PRECISIONS), BLOCKS, list(EDGES), list(TARGETS), list(TOKENS))),
+    (forward, (list(PRECISIONS), BLOCKS, list(EDGES), [False, True], ACTS)),
+    (dx, (list(PRECISIONS), BLOCKS, list(EDGES))),
+    (dw, (list(PRECISIONS), BLOCKS, list(EDGES), list(TARGETS))),
+    (turned_matmul, (HALF, SQUARES, ["even", "ragged8", "ragged4"], [64, 8], [False, True])),
+    (turned_dw, (HALF, SQUARES, ["even", "ragged4"], [64, 8], ["gy", "x", "both"])),
+    (tile, (HALF, BLOCKS, [1, 2, 3, 4], [False, True], ["even", "ragged8"])),
     (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
-    (select, ([1, 30, 100, 1000, 4096, launch.SELECT_MAX],)),
-    (strip_lists, ([64, 32, 16], BLOCKS, [1000, 14336, 131072], [False, True])),
+    (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376],)),
+    (lists, (BLOCKS, [1000, 14336, 131072])),
+    (group, ([FP32, BF16, FP16], BLOCKS, [384, 4096], [0, 8])),
 ]
 SMOKE: list[tuple[Op, Case]] = [
-    (forward, ("bf16", (32, 32), "even", True, "gelu", 4096)),
-    (forward, ("tf32", (64, 64), "ragged4", False, "none", 4096)),
-    (dx, ("bf16", (16, 16), "ragged8", 4096)),
-    (dw, ("bf16", (128, 128), "even", "split", 4096)),
-    (block_keys, (BF16, (16, 16), "even")),
+    (forward, ("bf16", (32, 32), "even", True, "gelu")),
+    (forward, ("tf32", (64, 64), "ragged4", False, "none")),
+    (dx, ("bf16", (16, 16), "ragged8")),
+    (dw, ("bf16", (128, 128), "even", "split")),
+    (turned_matmul, (BF16, (64, 64), "even", 64, False)),
+    (turned_dw, (BF16, (64, 64), "even", 64, "both")),
+    (tile, (BF16, (128, 128), 2, False, "even")),
+    (tile, (BF16, (128, 128), 4, False, "even")),
+    (group, (FP32, (16, 16), 4096, 0)),
+    (group, (BF16, (64, 64), 384, 0)),
     (select, (1000,)),
     (mask_cast, ((FP32, BF16), (2, 4), "even")),
 ]
@@ -160,7 +202,7 @@ def enumerate_configs(arch: int, selection: str) -> list[Config]:
     found: dict[tuple[str, str], Config] = {}
     for op, case in cases_of(selection):
         with recording() as calls:
-            op(*case)
+            op(*case, **({"arch": arch} if op is tile else {}))
         for call in calls:
             config = configure(call, arch, describe(op, case))
             # whether 16 divides an int reaches a pipeline; elsewhere it only widens a load, and one case is enough

@@ -46,10 +46,12 @@ def check_matmul(facts: Facts, config: Config) -> list[str]:
         wrong.append(f"instructions {facts.instructions}, expected {sorted(expected) or 'no tensor core'}")
 
     depth = stages if async_mma and not ieee else stages - 1
-    operands = 1 if is_dw(config) and not async_mma and config.pointer("x_ptr") != "fp32" else 2
+    operands = 1 if is_dw(config) and not async_mma and config.pointer("x_ptr") != "fp32" and not config.constant("G_INNER") else 2
     if [n for n, _ in facts.buffers] != [depth] * operands:
         wrong.append(f"buffers {facts.buffers}, expected {operands} operands {depth} deep")
 
+    if not is_dw(config) and config.constant("TMA"):
+        return wrong + ([] if facts.bulk and not facts.copies else [f"{facts.bulk} TMA copies and cp.async of {facts.copies}: expected TMA alone"])
     allowed = widths(config)
     transposed = is_dw(config) or not config.constant("W_ROWS")
     if tf32 and transposed:

@@ -1,4 +1,4 @@
-"""From a launch to what Triton would compile for it: the launchers of fxmask.kernels.triton.launch run on meta tensors, with the launch itself recorded.
+"""From a launch to what Triton would compile for it: the launchers of fxmask.kernels.triton run on meta tensors, with the launch itself recorded.
 
 The specialization is Triton's own (`JITFunction`'s binder), so an int that is 1 becomes a constant, an int or a pointer that 16 divides says so, and an int
 beyond 32 bits is an i64, exactly as at a launch.
@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from fxmask.kernels.triton import launch
+from fxmask.kernels.triton import device
 
 MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
 
@@ -42,7 +42,7 @@ class Config(NamedTuple):
     @property
     def short_key(self) -> tuple[str, str]:
         """The same for two launches that differ only in what is known of their ints."""
-        types = [self.signature[name] for name in self.kernel.arg_names if self.signature[name].startswith("*")]
+        types = [self.signature[name] for name in self.kernel.arg_names if self.signature[name].startswith(("*", "tensordesc"))]
         constants = [self.constants[(i,)] for i in self.kernel.constexprs]
         return self.name, repr((self.arch, types, constants, self.options["num_warps"]))
 
@@ -50,8 +50,8 @@ class Config(NamedTuple):
         return self.constants[(self.kernel.arg_names.index(name),)]
 
     def pointer(self, name: str) -> str:
-        """Element type of a pointer argument, as Triton writes it."""
-        return self.signature[name].lstrip("*")
+        """Element type of a pointer or descriptor argument, as Triton writes it."""
+        return self.signature[name].lstrip("*").removeprefix("tensordesc<").partition("[")[0]
 
 
 class Call(NamedTuple):
@@ -64,12 +64,12 @@ class Call(NamedTuple):
 def recording() -> Iterator[list[Call]]:
     """Launches inside are recorded and not made."""
     calls: list[Call] = []
-    real = launch._launch
-    launch._launch = lambda kernel, grid, *args, **constants: calls.append(Call(kernel, args, constants)) if all(grid) else None
+    real = device.launch
+    device.launch = lambda kernel, grid, like, *args, **constants: calls.append(Call(kernel, args, constants)) if all(grid) else None
     try:
         yield calls
     finally:
-        launch._launch = real
+        device.launch = real
 
 
 def configure(call: Call, arch: int, label: str) -> Config:

@@ -9,7 +9,9 @@ import torch
 
 from fxmask.kernels import lists, ops, reference
 from fxmask.kernels.grid import grid_shape, keep_count
-from fxmask.kernels.triton import launch
+from fxmask.kernels.lists import listed
+from fxmask.kernels.triton import launch, refresh
+from fxmask.kernels.triton.device import LAUNCHES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
@@ -52,9 +54,9 @@ def make(device, shape, block, ratio, dtype, gap=0, seed=0):
 
 
 def forward_and_gradients(impl, x, w, b, gy, mask, block):
-    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
-    y = ops.masked_linear(x, w, b, mask, *block, "masked", None, impl)
-    return [y.detach(), *torch.autograd.grad(y, (x, w, b), gy)]
+    wanted = [t.detach().requires_grad_() for t in (x, w, b) if t is not None]
+    y = ops.masked_linear(*wanted[:2], wanted[2] if b is not None else None, mask, *block, "masked", None, impl)
+    return [y.detach(), *torch.autograd.grad(y, wanted, gy)]
 
 
 def assert_close(got, exact, low, what):
@@ -70,7 +72,7 @@ def check_numbers(device, shape, block, ratio, precision, gap=0):
     """Forward, dX, dW and db against float64, outputs poisoned before; masked blocks of dW are exact zeros."""
     args = make(device, shape, block, ratio, DTYPES[precision], gap)
     x, w, b, gy, mask = args
-    launch.LAUNCHES.clear()
+    LAUNCHES.clear()
     with tf32(precision == "tf32"):
         with poisoned():
             got = forward_and_gradients("triton", *args, block)
@@ -78,7 +80,7 @@ def check_numbers(device, shape, block, ratio, precision, gap=0):
     exact = forward_and_gradients("reference", *(t.double() for t in (x, w, b, gy)), mask, block)
     for what, g, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=True):
         assert_close(g, e, q, what)
-    assert launch.LAUNCHES["list_matmul_kernel" if launch.listed(block) else "mask_cast_kernel"] >= 2
+    assert LAUNCHES["list_matmul_kernel" if listed(block) else "mask_cast_kernel"] >= 2
     assert (reference.masked(got[2], ~mask, block) == 0).all()
 
 
@@ -103,13 +105,45 @@ def check_mask(device, w, block, ratio):
         assert torch.equal(got.cpu(), expected)
 
 
-def check_lists(device, mask, block, step=64):
+def check_lists(device, mask, block):
+    """The packed lists of both directions are the plain form's."""
+    with poisoned():
+        got = refresh.strip_lists(mask.to(device), block).cpu()
+    check_same_lists(got, mask, block)
+
+
+def check_same_lists(got, mask, block):
     for transposed in (False, True):
-        lay = lists.layout(tuple(mask.shape), block, transposed, step=step)
-        with poisoned():
-            got = launch.strip_lists(mask.to(device), lay, transposed)
-        for g, e in zip(got, lists.strip_lists(mask, lay, transposed), strict=True):
-            assert torch.equal(g.cpu(), e)
+        both = (lists.unpack(t, tuple(mask.shape), block, transposed) for t in (got, lists.packed(mask, block)))
+        for g, e in zip(*both, strict=True):
+            assert torch.equal(g, e)
+
+
+def check_group(device, shapes, block, dtype, ratio=0.7):
+    """Masks and lists of a model's weights in one set of launches are those of the CPU."""
+    weights = [torch.randn(shape).to(dtype) for shape in shapes]
+    keeps = [torch.tensor(keep_count(nb * kb, ratio)) for nb, kb in (grid_shape(shape, block) for shape in shapes)]
+    with poisoned():
+        found = refresh.refresh_group([w.to(device) for w in weights], [k.to(device) for k in keeps], block)
+    for w, keep, (mask, packed) in zip(weights, keeps, found, strict=True):
+        assert torch.equal(mask.cpu(), reference.block_index(w, keep, keep, block, "fro", "lowest", 0))
+        check_same_lists(packed.cpu(), mask.cpu(), block)
+
+
+def check_token_mixing(device, shape, block, dtype, ratio=0.7):
+    """Inputs whose tokens lie side by side, forward, dX and dW, against the same numbers in rows."""
+    b, c, n, k = shape
+    x, gy = (torch.randn(b, f, c, device=device).to(dtype).transpose(1, 2) for f in (k, n))
+    w, nb, kb = torch.randn(n, k, device=device).to(dtype), *grid_shape((n, k), block)
+    mask = torch.rand(nb, kb, device=device) > ratio
+    mask[0, 0] = True
+    with poisoned():
+        got = forward_and_gradients("triton", x, w, None, gy, mask, block)
+    assert got[0].stride(1) == got[1].stride(1) == 1
+    low = forward_and_gradients("reference", x, w, None, gy, mask, block)
+    exact = forward_and_gradients("reference", *(None if t is None else t.double() for t in (x, w, None, gy)), mask, block)
+    for what, g, e, q in zip(("y", "dx", "dw"), got, exact, low, strict=False):
+        assert_close(g, e, q, what)
 
 
 def check_many_elements(device, tokens, wide, narrow, dtype, sample=300):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.bodies import check_lists, check_mask
+from gpu.bodies import check_group, check_lists, check_mask
 
 pytestmark = pytest.mark.gpu
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 128), (64, 32), (3, 5)]
@@ -39,8 +39,13 @@ def test_a_large_weight(block):
 
 
 @pytest.mark.parametrize("block", BLOCKS[:-1], ids=str)
-@pytest.mark.parametrize("step", [16, 32, 64])
-def test_lists(block, step):
-    g = torch.Generator().manual_seed(step)
+def test_lists(block):
+    g = torch.Generator().manual_seed(0)
     for grid, density in (((24, 40), 0.3), ((128, 96), 0.05), ((1, 300), 0.5), ((33, 7), 0.0), ((16, 16), 1.0)):
-        check_lists("cuda", torch.rand(grid, generator=g) < density, block, step)
+        check_lists("cuda", torch.rand(grid, generator=g) < density, block)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (128, 32)], ids=str)
+def test_a_model_at_once(block, dtype):
+    check_group("cuda", ((1536, 384), (384, 1536), (4096, 4096), (1000, 500), (1, 1)), block, dtype)

@@ -1,7 +1,8 @@
 """Forward, dX and dW on the device against float64: blocks, dtypes, ragged and strided shapes, outputs poisoned before."""
 
 import pytest
-from gpu.bodies import check_numbers, check_repeats
+import torch
+from gpu.bodies import check_numbers, check_repeats, check_token_mixing
 
 pytestmark = pytest.mark.gpu
 BLOCKS = [(128, 128), (64, 64), (32, 32), (16, 16), (16, 128), (128, 16), (32, 64), (8, 8), (3, 5), (1, 4)]
@@ -46,3 +47,10 @@ def test_few_and_many_tokens(shape):
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])
 def test_the_same_bits_every_time(precision):
     check_repeats("cuda", (4096, 256, 384), (32, 32), 0.7, precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (128, 128)], ids=name)
+@pytest.mark.parametrize("shape", [(4, 384, 196, 196), (3, 40, 320, 136)], ids=name)
+def test_token_mixing(shape, block, dtype):
+    check_token_mixing("cuda", shape, block, dtype)

@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxmask.errors import UnsupportedError
 from fxmask.kernels import ops, reference
 from fxmask.kernels.grid import grid_shape
-from fxmask.kernels.triton import launch
+from fxmask.kernels.lists import listed
+from fxmask.kernels.triton import launch, tiles
+from fxmask.kernels.triton.device import LAUNCHES
 
 MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
 
@@ -87,18 +89,18 @@ def test_forward_dx_dw_against_the_reference(shape, block, ratio, dtype):
     index = CASES.index((shape, block, ratio))
     x, w, b, gy, mask = make(shape, block, ratio, dtype, index, contiguous=index % 3 != 0)
     b = b if index % 2 else None
-    launch.LAUNCHES.clear()
+    LAUNCHES.clear()
     with Matmuls() as dense:
         got = run("triton", x, w, b, gy, mask, block)
     exact = run("reference", *(None if t is None else t.double() for t in (x, w, b, gy)), mask, block)
     low = run("reference", x, w, b, gy, mask, block)
     for what, g, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=False):
         close(g, e, q, dtype, what)
-    if launch.listed(block):
-        assert launch.LAUNCHES["list_matmul_kernel"] == 2 and launch.LAUNCHES["sampled_matmul_kernel"] == 1
+    if listed(block):
+        assert LAUNCHES["list_matmul_kernel"] == 2 and LAUNCHES["sampled_matmul_kernel"] == 1
         assert dense.macs == 0
     else:
-        assert launch.LAUNCHES["mask_cast_kernel"] == 3
+        assert LAUNCHES["mask_cast_kernel"] == 3
     kept = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: w.shape[0], : w.shape[1]]
     assert (got[2][~kept] == 0).all()  # exact zeros
 
@@ -166,6 +168,93 @@ def test_split_tokens_and_accumulation(splits):
     added = launch.sampled_matmul(gy, x, mask, (32, 16), out=start.clone(), splits=splits)
     kept = mask.repeat_interleave(32, 0).repeat_interleave(16, 1)[:100, :90]
     assert torch.allclose(added, start + expected, atol=1e-3) and torch.equal(added[~kept], start[~kept])
+
+
+@pytest.mark.parametrize("block", [(16, 16), (64, 32), (128, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 24, 200, 130), (1, 136, 64, 96), (2, 8, 40, 300)], ids=str)
+def test_token_mixing(shape, block):
+    """Inputs whose tokens lie side by side: the result has their layout, as the fake says, and their numbers."""
+    (b, c, n, k), dtype = shape, torch.float16
+    g = torch.Generator().manual_seed(c)
+    x, gy = (torch.randn(b, f, c, generator=g).to(dtype).transpose(1, 2) for f in (k, n))
+    w, bias = torch.randn(n, k, generator=g).to(dtype), torch.randn(n, generator=g).to(dtype)
+    mask = torch.rand(grid_shape((n, k), block), generator=g) < 0.4
+    LAUNCHES.clear()
+    with Matmuls() as dense:
+        got = run("triton", x, w, bias, gy, mask, block)
+    assert dense.macs == 0 and LAUNCHES["list_matmul_kernel"] == 2 and LAUNCHES["sampled_matmul_kernel"] == 1
+    assert got[0].stride() == gy.stride() and got[1].stride() == x.stride()
+    exact = run("reference", *(t.double() for t in (x, w, bias, gy)), mask, block)
+    low = run("reference", x, w, bias, gy, mask, block)
+    for what, *three in zip(("y", "dx", "dw", "db"), got, exact, low, strict=True):
+        close(*three, dtype, what)
+    torch.library.opcheck(ops.masked_linear, (x.detach(), w, bias, mask, *block, "masked", None, "triton"))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (128, 64), (128, 128)], ids=str)
+def test_tiles_that_are_no_default(block, transposed):
+    """Also those that read by TMA descriptors."""
+    dtype = torch.float16
+    x, w, b, gy, mask = make((300, 264, 200), block, 0.6, dtype)
+    t, bias = (gy, None) if transposed else (x, b)
+    args = (t, w, bias, mask, block)
+    plain = reference.masked_linear_dx(gy, w, mask, block, "masked") if transposed else reference.masked_linear(*args)
+    exact = gy.double() @ reference.masked(w, mask, block).double() if transposed else reference.masked_linear(x.double(), w.double(), b.double(), mask, block)
+    found = tiles.candidates(dtype, block, transposed)
+    assert any(tile.tma for tile in found) == (block in ((128, 128), (64, 128) if transposed else (128, 64)))
+    for tile in found:
+        close(launch.list_matmul(t, w, bias, mask, block, transposed, tile=tile), exact, plain, dtype, tile)
+
+
+def test_lists_are_made_once_for_forward_and_backward():
+    x, w, b, gy, mask = make((37, 64, 96), (16, 16), 0.5, torch.float32)
+    packed = ops.strip_lists(mask, 16, 16, "triton")
+    x, w = x.requires_grad_(), w.requires_grad_()
+    LAUNCHES.clear()
+    y = ops.masked_linear(x, w, b, mask, 16, 16, "masked", None, "triton", packed)
+    y.backward(gy)
+    assert LAUNCHES["list_matmul_kernel"] == 2 and LAUNCHES["strip_lists_kernel"] == 0
+    assert torch.equal(y, ops.masked_linear(x, w, b, mask, 16, 16, "masked", None, "triton"))
+    torch.library.opcheck(ops.strip_lists, (mask, 16, 16, "reference"))
+
+
+@pytest.mark.parametrize("form", ["module", "graph"])
+@pytest.mark.parametrize("backward", ["masked", "rigl"])
+def test_cached_masks_keep_their_lists(form, backward):
+    """Built in one set of launches for the model, at the steps that are due; a forward makes none. Equal to the reference through a schedule and a load."""
+    import fxmask
+
+    def build(impl):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 80), torch.nn.Linear(80, 64))
+        model = torch.fx.symbolic_trace(model) if form == "graph" else model
+        fxmask.apply(model, ratio=0.7, refresh=2, schedule=fxmask.Schedule("cubic", 6), backward=backward, impl=impl)
+        fxmask.step(model, 0)
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    pairs = [build("triton"), build("reference")]
+    x = torch.randn(5, 64)
+    for i in range(6):
+        for model, optimiser in pairs:
+            optimiser.zero_grad()
+            LAUNCHES.clear()
+            model(x).square().mean().backward()
+            # rigl wants a list of its own for dW: the mask and its dense steps
+            assert LAUNCHES["strip_lists_kernel"] == (3 if backward == "rigl" and model is pairs[0][0] else 0)
+            optimiser.step()
+            LAUNCHES.clear()
+            fxmask.step(model)
+            due = i % 2 == 1 and model is pairs[0][0]
+            assert dict(LAUNCHES) == (dict.fromkeys(("block_keys_kernel", "select_kernel", "strip_lists_kernel", "order_kernel"), 1) if due else {})
+        if i == 3:
+            pairs[1][0].load_state_dict(pairs[0][0].state_dict())
+        ours, theirs = (fxmask.masks(model) for model, _ in pairs)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    with fxmask.dense(pairs[0][0]):
+        everything = pairs[0][0](x)
+    fxmask.restore(pairs[0][0])
+    assert torch.allclose(everything, pairs[0][0](x), atol=1e-4)
 
 
 def test_through_a_model():

@@ -5,7 +5,7 @@ import torch
 
 from fxmask.kernels import lists, ops, score, select
 from fxmask.kernels.grid import grid_shape
-from fxmask.kernels.triton import launch
+from fxmask.kernels.triton import device, refresh
 
 NAN, INF = float("nan"), float("inf")
 BLOCKS = [(16, 16), (32, 16), (16, 64), (64, 64), (128, 32), (128, 128)]
@@ -41,14 +41,14 @@ WEIGHTS = dict(weights())
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_keys(name, block):
     w = WEIGHTS[name]
-    assert torch.equal(launch.block_keys(w, block), score.block_keys(w, block, "fro"))
+    assert torch.equal(refresh.block_keys(w, block), score.block_keys(w, block, "fro"))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (15, 17), (16, 300), (129, 64), (64, 129)], ids=str)
 def test_keys_of_ragged_weights(shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for block in BLOCKS:
-        assert torch.equal(launch.block_keys(w, block), score.block_keys(w, block, "fro"))
+        assert torch.equal(refresh.block_keys(w, block), score.block_keys(w, block, "fro"))
 
 
 @pytest.mark.parametrize("n", [1, 2, 31, 100, 1000, 4097])
@@ -64,22 +64,76 @@ def test_selection(n, kind):
     }[kind].to(torch.int32)[None]
     for k in sorted({1, 2, n // 3, n // 2, n - 1, n} & set(range(1, n + 1))):
         keep = torch.tensor(k)
-        mask = launch.select(keys, keep)
+        mask = refresh.select(keys, keep)
         assert int(mask.sum()) == k
         assert torch.equal(mask, select.select_blocks(keys, keep)), k
 
 
-@pytest.mark.parametrize("step", [16, 32, 64])
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "cols"])
+@pytest.mark.parametrize("n", [31, 4097, 9000])
+@pytest.mark.parametrize("kind", ["random", "few", "equal", "zeros", "top"])
+def test_selection_by_histograms(monkeypatch, n, kind):
+    """What serves more than 16,384 blocks, on every number of chunks."""
+    monkeypatch.setattr(refresh, "SELECT_MAX", 0)
+    device.LAUNCHES.clear()
+    test_selection(n, kind)
+    assert device.LAUNCHES["histogram_kernel"] and not device.LAUNCHES["select_kernel"]
+
+
+def same_lists(got, mask, block, strip=128):
+    expected, grid = lists.packed(mask, block, strip), tuple(mask.shape)
+    for transposed in (False, True):
+        for g, e in zip(lists.unpack(got, grid, block, transposed, strip), lists.unpack(expected, grid, block, transposed, strip), strict=True):
+            assert torch.equal(g, e)
+
+
+@pytest.mark.parametrize("strip", [64, 128, 256])
 @pytest.mark.parametrize("block", [*BLOCKS, (16, 128), (128, 16)], ids=str)
-def test_lists(block, transposed, step):
-    g = torch.Generator().manual_seed(step)
-    for shape, density in (((300, 200), 0.3), ((128, 640), 0.05), ((17, 1000), 0.5), ((700, 40), 0.0), ((256, 256), 1.0)):
-        grid = grid_shape(shape, block)
-        mask = torch.rand(grid, generator=g) < density
-        lay = lists.layout(grid, block, transposed, step=step)
-        for got, expected in zip(launch.strip_lists(mask, lay, transposed), lists.strip_lists(mask, lay, transposed), strict=True):
-            assert torch.equal(got, expected)
+def test_lists(block, strip):
+    g = torch.Generator().manual_seed(strip)
+    for shape, density in (((300, 200), 0.3), ((128, 440), 0.05), ((17, 300), 0.5), ((300, 40), 0.0), ((130, 256), 1.0)):
+        mask = torch.rand(grid_shape(shape, block), generator=g) < density
+        same_lists(refresh.strip_lists(mask, block, strip), mask, block, strip)
+
+
+def test_lists_of_more_than_a_chunk(monkeypatch):
+    monkeypatch.setattr(refresh, "LIST_CHUNK", 32)
+    for grid, block in (((1, 100), (16, 16)), ((100, 3), (128, 16)), ((300, 1), (128, 64))):
+        mask = torch.rand(grid, generator=torch.Generator().manual_seed(1)) < 0.5
+        same_lists(refresh.strip_lists(mask, block), mask, block)
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(16_384, torch.float32), (8, torch.bfloat16)], ids=["small-fp32", "large-bf16"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_model_at_once(monkeypatch, most, block, dtype):
+    """A group of weights gets the masks and lists that each would get alone, in as many launches as one weight."""
+    monkeypatch.setattr(refresh, "SELECT_MAX", most)
+    g = torch.Generator().manual_seed(5)
+    weights = [torch.randn(s, generator=g).to(dtype) for s in ((200, 150), (128, 240), (17, 300), (1, 1), (150, 41))]
+    strided, unaligned = torch.randn(100, 170, generator=g).to(dtype)[:, :150], torch.randn(333, generator=g).to(dtype)[1:].reshape(83, 4)
+    weights += [torch.zeros(64, 64, dtype=dtype), strided, unaligned]
+    sizes = [grid_shape(w.shape, block) for w in weights]
+    keeps = [torch.tensor(max(1, nb * kb // 3)) for nb, kb in sizes]
+    device.LAUNCHES.clear()
+    found = refresh.refresh_group(weights, keeps, block)
+    many = max(nb * kb for nb, kb in sizes) > most
+    assert sum(device.LAUNCHES.values()) == (7 if many else 4)  # and a memset for `many`: at most 8
+    for w, keep, (mask, packed) in zip(weights, keeps, found, strict=True):
+        assert torch.equal(mask, select.select_blocks(score.block_keys(w, block, "fro"), keep))
+        same_lists(packed, mask, block)
+
+
+def test_a_group_follows_its_weights():
+    """The table is kept by address and shape: new values are seen, and so is another tensor."""
+    w, keep = torch.randn(64, 64), torch.tensor(5)
+    for _ in range(3):
+        w.data = torch.randn(64, 64)
+        (mask, _), = refresh.refresh_group([w], [keep], (16, 16))
+        w.mul_(-2)
+        w[:16, :16] = 100
+        (after, _), = refresh.refresh_group([w], [keep.fill_(3)], (16, 16))
+        keep.fill_(5)
+        assert mask.sum() == 5 and after.sum() == 3 and after[0, 0]
+        assert torch.equal(after, select.select_blocks(score.block_keys(w, (16, 16), "fro"), torch.tensor(3)))
 
 
 def test_lists_say_what_the_mask_says():

@@ -9,8 +9,8 @@ from triton.runtime.errors import InterpreterError
 
 from fxmask.kernels import cost
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count, kept_elements
-from fxmask.kernels.lists import layout
-from fxmask.kernels.triton import launch
+from fxmask.kernels.strides import tokens_inner
+from fxmask.kernels.triton import launch, refresh, tiles
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -71,22 +71,26 @@ def agrees(entry, expected, also_reads=()):
     assert expected.bytes_min <= expected.bytes_req
 
 
-def lists_agree(entries, lists):
-    agrees(entries["strip_lists"], cost.strip_lists(lists.layout))
-    agrees(entries["order"], cost.order(lists.layout.strips))
+def lists_agree(entries, grid, block, strip):
+    agrees(entries["strip_lists"], cost.strip_lists(grid, block, strip))
+    agrees(entries["order"], cost.order(grid, block, strip))
 
 
 @case
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])
 def test_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed):
+    check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed)
+
+
+def check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed, tile=None):
     m, n, k = shape
     mask, w = make_mask((n, k), block, ratio, extra), make(n, k, dtype, extra)
     x, bias = make(m, n if transposed else k, dtype, extra), make(1, n, dtype, "")[0] if has_bias and not transposed else None
-    entries = recorded(launch.list_matmul, x, w, bias, mask, block, transposed)
-    tile = launch.tile_for(dtype)
-    lists = cost.lists_of(mask, (n, k), block, transposed, tile.strip, tile.step)
-    expected = cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, bias=bias is not None)
-    lists_agree(entries, lists)
+    entries = recorded(launch.list_matmul, x, w, bias, mask, block, transposed, tile=tile)
+    tile = tile or tiles.tile_for(dtype)
+    lists = cost.lists_of(mask, (n, k), block, transposed, tile.strip)
+    expected = cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None)
+    lists_agree(entries, mask.shape, block, tile.strip)
     kept = expand_mask(mask, (n, k), block)
     assert expected.flop_useful == 2 * m * int(kept.sum())
     if m == 0:
@@ -94,7 +98,7 @@ def test_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed):
         return
     entry = entries["list_matmul"]
     # entries: one step ahead; x: an empty place of a step's last entries loads unit 0
-    agrees(entry, expected, also_reads=("entries", "x") if lists.layout.per_step > 1 else ("entries",))
+    agrees(entry, expected, also_reads=("entries", "x") if lists.layout.unit < tile.step else ("entries",))
     assert not entry.operands["w"].reads[~kept].any(), "a masked element of W was loaded"
     assert (entry.operands["y"].writes == 1).all()
 
@@ -102,16 +106,21 @@ def test_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed):
 @case
 @pytest.mark.parametrize("splits", [1, 3])
 def test_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits):
+    check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits)
+
+
+def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, tile=None):
     (m, n, k), accumulate = shape, has_bias  # about half of the cases have either
     mask, gy, x = make_mask((n, k), block, ratio, extra), make(m, n, dtype, extra), make(m, k, dtype, extra)
-    entries = recorded(launch.sampled_matmul, gy, x, mask, block, torch.zeros(n, k, dtype=dtype) if accumulate else None, splits)
+    entries = recorded(launch.sampled_matmul, gy, x, mask, block, torch.zeros(n, k, dtype=dtype) if accumulate else None, splits, tile=tile)
     entry = entries["sampled_matmul"]
-    lists = cost.lists_of(mask, (n, k), block, False, launch.tile_for(dtype).strip)
+    strip = (tile or tiles.tile_for(dtype)).strip
+    lists = cost.lists_of(mask, (n, k), block, False, strip)
     constants = entry.scalars
     expected = cost.sampled_matmul(
         lists, m, dtype.itemsize, splits=splits, tile_tokens=constants["BT"], tile_features=constants["UNIT_W"] * constants["Q"], accumulate=accumulate
     )
-    lists_agree(entries, lists)
+    lists_agree(entries, mask.shape, block, strip)
     agrees(entry, expected, also_reads=("gy", "x"))  # a tile reads its strip of gy whole
     kept = expand_mask(mask, (n, k), block)
     written = entry.operands["out"].writes.reshape(-1, n, k)
@@ -137,25 +146,59 @@ def test_metadata(shape, block, ratio, dtype, has_bias, extra):
     _, n, k = shape
     nb, kb = grid_shape((n, k), block)
     w = make(n, k, dtype, extra)
-    agrees(recorded(launch.block_keys, w, block)["block_keys"], cost.block_keys((n, k), block, dtype.itemsize))
+    agrees(recorded(refresh.block_keys, w, block)["block_keys"], cost.block_keys((n, k), block, dtype.itemsize))
     keys, keep = torch.arange(nb * kb, dtype=torch.int32).reshape(nb, kb), torch.tensor(keep_count(nb * kb, ratio))
-    agrees(recorded(launch.select, keys, keep)["select"], cost.select(nb * kb))
+    agrees(recorded(refresh.select, keys, keep)["select"], cost.select(nb * kb))
 
 
-@pytest.mark.parametrize("tile", [launch.Tile(32, 64, 32, 4, 2), launch.Tile(16, 256, 64, 4, 2)], ids=["strip-below-a-block", "strip-of-16-blocks"])
+@pytest.mark.parametrize("tile", [tiles.Tile(32, 64, 32, 4, 2), tiles.Tile(16, 256, 64, 4, 2)], ids=["strip-below-a-block", "strip-of-16-blocks"])
 @pytest.mark.parametrize("block", [(128, 128), (16, 16), (32, 128)])
-def test_other_tiles(monkeypatch, tile, block):
-    monkeypatch.setattr(launch, "tile_for", lambda *_: tile)
+def test_other_tiles(tile, block):
     for transposed in (False, True):
-        test_list_matmul((70, 300, 200), block, 0.7, FP16, True, "", transposed)
-    test_sampled_matmul((70, 300, 200), block, 0.7, FP16, True, "", 3)
+        check_list_matmul((70, 300, 200), block, 0.7, FP16, True, "", transposed, tile)
+    check_sampled_matmul((70, 300, 200), block, 0.7, FP16, True, "", 3, tile)
 
 
-def test_order_over_more_strips_than_a_chunk():
-    lay = layout((130, 2), (128, 64), False)
-    entries = recorded(launch.strip_lists, torch.rand(130, 2) < 0.5, lay, False)
-    agrees(entries["strip_lists"], cost.strip_lists(lay))
-    agrees(entries["order"], cost.order(130))
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])
+@pytest.mark.parametrize("block", [(16, 16), (64, 32), (128, 128)])
+@pytest.mark.parametrize("shape", [(3, 24, 160, 128), (2, 104, 150, 170)])
+def test_token_mixing(shape, block, transposed):
+    """An input whose tokens lie side by side is read as it is: no copy, no element twice for its layout."""
+    b, c, n, k = shape
+    mask, w = make_mask((n, k), block, 0.6, ""), make(n, k, FP16, "")
+    x = make(b * (n if transposed else k), c, FP16, "").reshape(b, -1, c).transpose(1, 2)
+    assert tokens_inner(x)
+    lists, tile = cost.lists_of(mask, (n, k), block, transposed), tiles.tile_for(FP16)
+    entry = recorded(launch.list_matmul, x, w, None, mask, block, transposed)["list_matmul"]
+    assert entry.operands["x"].tensor.data_ptr() == x.data_ptr()
+    expected = cost.list_matmul(lists, b * c, 2, tile_tokens=tile.tokens, predicated=True)
+    agrees(entry, expected, also_reads=("entries", "x") if lists.layout.unit < tile.step else ("entries",))
+
+
+def test_token_mixing_dw():
+    b, c, n, k, block = 3, 24, 160, 128, (32, 32)
+    mask = make_mask((n, k), block, 0.6, "")
+    gy, x = (make(b * f, c, FP16, "").reshape(b, f, c).transpose(1, 2) for f in (n, k))
+    lists = cost.lists_of(mask, (n, k), block, False)
+    for g, t in ((gy, x), (gy.contiguous(), x), (gy, x.contiguous())):
+        entry = recorded(launch.sampled_matmul, g, t, mask, block)["sampled_matmul"]
+        assert entry.operands["gy"].tensor.data_ptr() == g.data_ptr() and entry.operands["x"].tensor.data_ptr() == t.data_ptr()
+        agrees(entry, cost.sampled_matmul(lists, b * c, 2, tile_tokens=entry.scalars["BT"]), also_reads=("gy", "x"))
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties"])
+def test_selection_of_many_blocks(monkeypatch, kind):
+    monkeypatch.setattr(refresh, "SELECT_MAX", 0)
+    n, chunk = 10_000, refresh.CHUNK
+    keys = torch.arange(n, dtype=torch.int32)[None] if kind == "distinct" else torch.full((1, n), 7, dtype=torch.int32)
+    with recording() as launches:
+        refresh.select(keys, torch.tensor(3000))
+    assert [entry.kernel for entry in launches] == ["histogram_kernel"] * 3 + ["write_mask_kernel"]
+    for digit, entry in enumerate(launches[:3]):
+        expected = cost.histogram(n, digit, chunk)
+        read, written = ({name: getattr(o, f"bytes_{what}") for name, o in entry.operands.items()} for what in ("read", "written"))
+        assert read == expected.reads and written == {"key": 0, "keep": 0} | expected.writes
+    agrees(launches[3], cost.write_mask(n, chunk, kind == "ties"))
 
 
 def test_costs_add_up_by_operand():

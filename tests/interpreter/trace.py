@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class StrayAccess(AssertionError):
@@ -110,13 +111,14 @@ def recording() -> Iterator[list[Launch]]:
     """Record every launch of the block."""
     launches: list[Launch] = []
     arguments = GridExecutor._init_args_hst
-    load, store, dot = (getattr(InterpreterBuilder, f"create_{name}") for name in ("masked_load", "masked_store", "dot"))
+    load, store, dot, atomic = (getattr(InterpreterBuilder, f"create_{name}") for name in ("masked_load", "masked_store", "dot", "atomic_rmw"))
 
     def begin(self: Any, args: Any, kwargs: Any) -> Any:
         args_hst, kwargs_hst = arguments(self, args, kwargs)  # these are the tensors that the kernel sees
         grid = self.grid if isinstance(self.grid, tuple) else ()
         launches.append(Launch(self.fn.__name__, grid))
         for name, value in {**dict(zip(self.arg_names, args_hst, strict=False)), **kwargs_hst}.items():
+            value = value.base if isinstance(value, TensorDescriptor) else value
             if isinstance(value, Tensor):
                 launches[-1].operands[name.removesuffix("_ptr")] = Operand(value)
             else:
@@ -135,10 +137,15 @@ def recording() -> Iterator[list[Launch]]:
         launches[-1].flop += 2 * a.data.size * b.data.shape[-1]
         return dot(self, a, b, *rest, **named)
 
+    def recorded_atomic(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        launches[-1].record(pointers, mask, store=False)
+        launches[-1].record(pointers, mask, store=True)
+        return atomic(self, op, pointers, value, mask, *rest)
+
     def refused(self: Any, *args: Any, **named: Any) -> Any:
-        raise NotImplementedError("the recorder does not count atomics")
+        raise NotImplementedError("the recorder does not count compare-and-swap")
 
     hooks = {"create_masked_load": recorded_load, "create_masked_store": recorded_store, "create_dot": recorded_dot}
-    hooks |= {"create_atomic_cas": refused, "create_atomic_rmw": refused}
+    hooks |= {"create_atomic_cas": refused, "create_atomic_rmw": recorded_atomic}
     with mock.patch.object(GridExecutor, "_init_args_hst", begin), mock.patch.multiple(InterpreterBuilder, **hooks):
         yield launches

@@ -14,6 +14,7 @@ from fxmask.bench import cells, clock, costs, gate, inputs, providers, table
 from fxmask.bench.driver import CSV, Run, check_device, read_ceilings, run_cells
 from fxmask.cli import main
 from fxmask.errors import ConfigError, UnsupportedError
+from fxmask.kernels import lists
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -176,15 +177,17 @@ def test_costs_count_the_launched_splits(shape, block, monkeypatch):
     from fxmask.kernels.dispatch import triton_ops
 
     launch = pytest.importorskip("triton") and triton_ops().launch
-    (m, n, k), grids = cells.parse_shape(shape), []
-    monkeypatch.setattr(launch, "_launch", lambda kernel, grid, *a, **c: grids.append((kernel.fn.__name__, grid)))
+    (m, n, k), grids, counted = cells.parse_shape(shape), {}, []
+    real = costs.cost.sampled_matmul
+    monkeypatch.setattr(launch.device, "launch", lambda kernel, grid, like, *a, **c: grids.update({kernel.fn.__name__: grid}))
+    monkeypatch.setattr(costs.cost, "sampled_matmul", lambda *a, **c: counted.append((a[0].layout, c)) or real(*a, **c))
+    i = inputs.make_inputs(cells.Cell("dw", "backward", 8, n, k, "bf16", (block, block), 0.8, "random", 0, "fxmask_triton"), CPU)
+    i.cell = cells.replace(i.cell, M=m)  # the tensors need not be as long
+    costs.cost_of(i)
     tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((m, n), (m, k))]
-    mask = torch.empty(-(-n // block), -(-k // block), device="meta", dtype=torch.bool)
-    launch.sampled_matmul(*tensors, mask, (block, block))
-    (programs, splits) = dict(grids)["sampled_matmul_kernel"]
-    lay = launch.layout(tuple(mask.shape), (block, block), False, 128, costs.DW_STEP)
-    tiles = -(-lay.units // (costs.DW_FEATURES // lay.unit))
-    assert (programs, splits) == (lay.strips * tiles, costs.splits_of(lay.strips, tiles, m))
+    launch.sampled_matmul(*tensors, i.mask.to("meta"), (block, block))
+    ((lay, given),) = counted
+    assert grids["sampled_matmul_kernel"] == (lay.strips * -(-lay.units // (given["tile_features"] // lay.unit)), given["splits"])
 
 
 def test_costs_of_the_kernels():
@@ -200,7 +203,10 @@ def test_gate_of_lists():
     i = inputs.make_inputs(cells.Cell("metadata", "lists", 1, 96, 64, "fp32", (16, 16), 0.5, "random", 0, "fxmask_reference"), CPU)
     call = providers.REGISTRY["fxmask_reference"](i)
     assert gate.check(i, call).passed
-    assert not gate.check(i, lambda: tuple(t + 1 for t in call())).passed
+    for part in range(6):  # entries, counts and order, both ways
+        wrong = call()[0].clone()
+        lists.unpack(wrong, tuple(i.mask.shape), (16, 16), part >= 3)[part % 3].view(-1)[0] += 1
+        assert not gate.check(i, lambda wrong=wrong: (wrong,)).passed
 
 
 def test_percentiles():

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fxmask.bench import compare, goals, summary, table
+from fxmask.bench import compare, findings, goals, gpu, summary, sweeps, table
+from fxmask.bench.probes import BANDWIDTH, TENSORCORE
+from fxmask.bench.refreshes import METADATA
 
 ROOT = Path(__file__).resolve().parents[2]
-
 
 
 def synthetic(provider, ratio, x, op="forward", block="64", shape=("8192", "4096", "4096"), **more):
@@ -53,3 +54,66 @@ def test_refresh_columns():
 def test_every_column_is_explained():
     text = (ROOT / "examples/results/README.md").read_text()
     assert [c for c in table.COLUMNS if f"`{c}`" not in text] == []
+
+
+def test_a_bound_by_the_l2():
+    row = synthetic("fxmask_triton", 0.8, 2.0, block="16", block_k="16", flop_issued="1e11", bytes_min="1e8", bytes_req="2e9")  # in 0.5 ms
+    ceilings = {"flops_per_s": 8e14, "bytes_per_s": 4e12}
+    assert goals.bound(row, ceilings) == "MMA 25 %, L2 asked for 4.0 TB/s"
+    rates = {"l2_bytes_per_s_128": 6e12, "l2_bytes_per_s_64": 5.5e12, "l2_bytes_per_s_32": 5e12}
+    assert goals.bound(row, ceilings | rates) == "L2 80 %, L2 asked for 4.0 of 5.0 TB/s"  # in rows of 32 bytes
+    assert goals.bound(row | {"block_k": "128"}, ceilings | rates) == "L2 67 %, L2 asked for 4.0 of 6.0 TB/s"
+    assert goals.bound(row | {"block_k": "128"}, rates) == "ceilings not measured, L2 asked for 4.0 of 6.0 TB/s"
+
+
+def of_part(part, **values):
+    return dict.fromkeys(part.columns, "") | {"gate": "pass", "verdict": "ok", "device": "H200"} | values
+
+
+def test_goals_of_a_refresh():
+    def lines(refreshes, rows=()):
+        return [g for g in goals.goal_lines(rows, {}, {}, refreshes) if g.startswith("4 ")]
+
+    assert len(lines([])) == 6 and all("not measured" in g for g in lines([]))
+    layer = {"scope": "layer", "form": "single", "weights": "1", "N": "14336", "K": "4096", "dtype": "bf16"}
+    rows = [of_part(METADATA, **layer, block="128", ms_p50="0.055"), of_part(METADATA, **layer, block="16", ms_p50="0.15")]
+    rows += [of_part(METADATA, scope="model", form="group", weights="28", dtype=d, block="16", launches=n) for d, n in (("bf16", "7"), ("fp32", "9"))]
+    text = "\n".join(lines(rows))
+    assert "b128 <= 60 us / 55 us [+]" in text and "b16 <= 130 us / 150 us [!]" in text and "9 at most, over 2 groups [!]" in text
+    steps = [synthetic("fxmask_triton", 0.8, 1, op="step", ms_refresh_10=t) for t in ("1.02", "1.05")]
+    assert "4.8 % at most, over 2 cells [!]" in lines([], steps)[-1]
+
+
+def write(part, out, rows):
+    table_of = part.table(out)
+    for row in rows:
+        table_of.append(row)
+
+
+def test_findings(tmp_path):
+    found = findings.rows_of(tmp_path)
+    assert all("not measured" in line for line in findings.finding_lines(found)) and findings.limits(tmp_path, found) == {}
+    loads = [("L2", "tma", "128", "4", "6.5"), ("L2", "tma", "128", "2", "7.25"), ("L2", "pointer", "128", "4", "6"), ("L2", "pointer", "32", "4", "4.5")]
+    names = ("level", "by", "row_bytes", "programs_per_sm", "tb_per_s")
+    rows = [of_part(BANDWIDTH, **dict(zip(names, v, strict=True))) for v in (*loads, ("HBM", "tma", "128", "4", "4.25"))]
+    no_times = ({"gate": "fail"}, {"verdict": "none: interpreter"})
+    rows += [of_part(BANDWIDTH, **dict(zip(names, ("L2", "tma", "64", "4", "99"), strict=True))) | wrong for wrong in no_times]
+    write(BANDWIDTH, tmp_path, [of_part(BANDWIDTH, device="A100", level="L2", by="tma", row_bytes="128", tb_per_s="50"), *rows])
+    write(TENSORCORE, tmp_path, [of_part(TENSORCORE, n="16", programs_per_sm=c, tflop_per_s=t) for c, t in (("4", "333.4"), ("1", "200"))])
+    group = {"scope": "model", "form": "group", "weights": "28", "dtype": "bf16", "block": "64", "ms_p50": "0.2", "launches": "4", "tb_per_s": "2.5"}
+    write(METADATA, tmp_path, [of_part(METADATA, **group)])
+    for stage, op in (("tiles", "forward"), ("splits", "dw")):
+        table_of = sweeps.table(stage, tmp_path)
+        table_of.append(synthetic("dense", 0, "", op=op, block="0"))
+        for name, x in (("own", 2.0), ("a", 1.0), ("b", 2.5)):
+            table_of.append(synthetic(name, 0.8, x, op=op, block="128"))
+        table_of.append(synthetic("c", 0.8, 9.0, op=op, block="128", gate="fail"))
+    found = findings.rows_of(tmp_path)
+    text = "\n".join(findings.finding_lines(found))
+    assert "rows of 128 B: tma 7.25 (2 programs each), pointer 6.00 (4 programs each); rows of 32 B: pointer 4.50" in text and "tma 4.25" in text
+    assert "n = 16: 333" in text and "refresh model of 28 weights bf16 b64 group / 200 us, 4 launches, 2.50 TB/s" in text
+    for line in ("tiles forward", "splits dw"):
+        assert f"{line} b128 at 0.8 / best of 3: b 0.400 ms, 2.50x the speed of the faster baseline; own 0.500 ms (1.25x of it)" in text
+    assert findings.limits(tmp_path, found) == {"l2_bytes_per_s_128": 7.25e12, "l2_bytes_per_s_32": 4.5e12}
+    closing = "\n".join(gpu.summary([], tmp_path))
+    assert "n = 16: 333" in closing and "goal / measured / bound" in closing

@@ -1,0 +1,92 @@
+"""What the stages with a csv of their own found: a device's measured limits, the best tile and number of splits beside the library's own, refreshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from . import sweeps
+from .compare import MACHINE, usable
+from .driver import read_ceilings
+from .probes import BANDWIDTH, TENSORCORE
+from .refreshes import METADATA
+from .table import Row, Table, number
+
+NOT_MEASURED = "not measured"
+
+
+def latest(table: Table) -> list[Row]:
+    """Rows with a time, of the sources and the machine that were measured last."""
+    return [r for r in table.rows if usable(r) and all(r[c] == table.rows[-1][c] for c in MACHINE)]
+
+
+def rows_of(out: Path) -> dict[str, list[Row]]:
+    """The rows of each stage, by its name."""
+    tables = {part.name: part.table(out) for part in (BANDWIDTH, TENSORCORE, METADATA)} | {name: sweeps.table(name, out) for name in sweeps.OPS}
+    return {name: latest(table) for name, table in tables.items()}
+
+
+def _best(rows: Sequence[Row], column: str, **wanted: str) -> Row | None:
+    """The row with the most of a column."""
+    found = [r for r in rows if all(r[c] == v for c, v in wanted.items()) and number(r, column) is not None]
+    return max(found, key=lambda r: number(r, column) or 0.0, default=None)
+
+
+def limits(out: Path, found: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """The ceilings, and the L2's bytes a second for rows of 128, 64 and 32 bytes, whichever way of loading them is the faster: `l2_bytes_per_s_128`."""
+    known = read_ceilings(out)
+    for size in ("128", "64", "32"):
+        row = _best(found["bandwidth"], "tb_per_s", level="L2", row_bytes=size)
+        known |= {f"l2_bytes_per_s_{size}": 1e12 * (number(row, "tb_per_s") or 0.0)} if row else {}
+    return known
+
+
+def _bandwidth(rows: Sequence[Row]) -> list[str]:
+    out = []
+    for level, words in (("L2", "L2 to multiprocessors"), ("HBM", "memory to multiprocessors")):
+        parts = []
+        for size in ("128", "64", "32"):
+            ways = [(by, _best(rows, "tb_per_s", level=level, by=by, row_bytes=size)) for by in ("tma", "pointer")]
+            known = [f"{by} {number(row, 'tb_per_s'):.2f} ({row['programs_per_sm']} programs each)" for by, row in ways if row]
+            parts += [f"rows of {size} B: {', '.join(known)}"] if known else []
+        out.append(f"{words}, TB/s / {'; '.join(parts) or NOT_MEASURED}")
+    return out
+
+
+def _tensorcore(rows: Sequence[Row]) -> list[str]:
+    best = [(n, _best(rows, "tflop_per_s", n=n)) for n in ("128", "64", "32", "16")]
+    seen = ", ".join(f"n = {n}: {number(row, 'tflop_per_s'):.0f}" for n, row in best if row)
+    return [f"tensor cores, m64 x n x k16 from shared memory, TFLOP/s / {seen or NOT_MEASURED}"]
+
+
+def _sweep(stage: str, rows: Sequence[Row]) -> list[str]:
+    """For each block and ratio the fastest choice and the library's own."""
+    tried = [r for r in rows if r["provider"] not in ("dense", "masked_dense")]
+    out = []
+    for block, ratio in dict.fromkeys((r["block_n"], r["ratio"]) for r in tried):
+        same = [r for r in tried if (r["block_n"], r["ratio"]) == (block, ratio)]
+        times = {r["provider"]: number(r, "ms_p50") or 0.0 for r in same}
+        best = min(times, key=lambda name: times[name])
+        own = times.get(sweeps.OWN)
+        factor = next(number(r, "x_best") for r in same if r["provider"] == best)
+        beside = f"own {own:.3f} ms ({own / times[best]:.2f}x of it)" if own else f"own {NOT_MEASURED}"
+        against = "" if factor is None else f", {factor:.2f}x the speed of the faster baseline"
+        out.append(f"{stage} {same[0]['op']} b{block} at {ratio} / best of {len(same)}: {best} {times[best]:.3f} ms{against}; {beside}")
+    return out or [f"{stage} / {NOT_MEASURED}"]
+
+
+def _metadata(rows: Sequence[Row]) -> list[str]:
+    out = []
+    for r in rows:
+        what = f"{r['N']}x{r['K']}" if r["scope"] == "layer" else f"model of {r['weights']} weights"
+        us, rate = 1e3 * (number(r, "ms_p50") or 0.0), number(r, "tb_per_s")
+        out.append(f"refresh {what} {r['dtype']} b{r['block']} {r['form']} / {us:.0f} us, {r['launches']} launches, {rate:.2f} TB/s of weights")
+    return out or [f"refresh / {NOT_MEASURED}"]
+
+
+def finding_lines(found: Mapping[str, Sequence[Row]]) -> list[str]:
+    """What was found, a line each, losing choices left out: the csv has them."""
+    lines = _bandwidth(found["bandwidth"]) + _tensorcore(found["tensorcore"])
+    for stage in sweeps.OPS:
+        lines += _sweep(stage, found[stage])
+    return lines + _metadata(found["metadata"])

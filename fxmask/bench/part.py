@@ -1,0 +1,83 @@
+"""A stage of the GPU run with a csv of its own: cells of any kind, a row each, resumed like the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .provenance import utc
+from .session import Session, words
+from .table import STATE, TIMES, WHERE, Row, Table, text
+
+FOUND = ("gate", "max_err")
+
+
+class Prepared(NamedTuple):
+    """A cell that can be measured. `check` runs it once: its largest error, and why it is wrong, empty where it is right. `worth` reads what its ms tell."""
+
+    call: Callable[[], Any]
+    check: Callable[[], tuple[float, str]]
+    worth: Callable[[float], dict[str, float | int]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """`kind` is the cells' NamedTuple: its fields are the columns that tell cells apart; `worth` the columns that a measurement adds to the times."""
+
+    name: str
+    kind: Any
+    worth: tuple[str, ...]
+    cells: Callable[[torch.device, bool], list[Any]]  # device, quick
+    prepare: Callable[[Any, torch.device], Prepared]
+    sources: Callable[[], str] | None = None  # hash of what is timed, where that is not `kernels`
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*WHERE, *STATE, *self.kind._fields, *TIMES, *self.worth, *FOUND)
+
+    def table(self, out: Path) -> Table:
+        return Table(out / f"{self.name}.csv", self.columns, self.kind._fields)
+
+
+def names_of(cell: Any) -> Row:
+    return {name: text(value) for name, value in cell._asdict().items()}
+
+
+def measure(session: Session, part: Part, cell: Any) -> Row:
+    """The row of one cell; one that fails, in any way, is a row too, with no time."""
+    row = {**session.shared, "utc": utc(), **names_of(cell), "gate": "fail"}
+    try:
+        with torch.no_grad():
+            ready = part.prepare(cell, session.device)
+            error, why = ready.check()
+            row["max_err"] = text(error)
+            if why:
+                return {**row, "verdict": f"none: {why}"}
+            row |= {"gate": "pass", **session.timed(ready.call)}
+            row |= {name: text(value) for name, value in ready.worth(float(row["ms_p50"])).items()}
+    except Exception as e:
+        return {**row, "verdict": words(e)}
+    return row
+
+
+def run_part(session: Session, part: Part, cells: Sequence[Any]) -> tuple[list[Row], int]:
+    """Measure what the csv lacks, until the time limit. Returns the rows of these cells, old and new, and how many cells are left."""
+    if part.sources is not None:
+        session.shared = {**session.shared, "source": part.sources()}
+    table = part.table(session.out)
+    todo = [c for c in cells if {**session.shared, **names_of(c)} not in table]
+    if len(todo) < len(cells):
+        session.say(f"{len(cells) - len(todo)} of {len(cells)} cells are in {table.path.name} already")
+
+    def done(cell: Any, row: Row) -> None:
+        table.append(row)
+        found = " ".join(f"{c}={row[c]}" for c in ("ms_p50", *part.worth) if row.get(c))
+        session.say(f"{part.name} {' '.join(names_of(cell).values())}  {row['gate']}  {found if row.get('verdict') == 'ok' else row.get('verdict', '')}")
+
+    left = session.over(todo, lambda cell: measure(session, part, cell), done)
+    wanted = [{**session.shared, **names_of(c)} for c in cells]
+    return [row for row in table.rows if any(all(row[c] == v for c, v in w.items()) for w in wanted)], left

@@ -1,0 +1,82 @@
+"""What every run of measurements shares: a device, a folder, limits, and the loop over cells that each end as a row."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from . import clock
+from .provenance import clocks, provenance
+from .table import BUSY, Row, text
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """A run's settings."""
+
+    device: torch.device
+    out: Path
+    time_limit: float | None = None
+    sample_s: float = 1.0  # CPU: at most this long a cell
+    load: Callable[[], float | None] = clock.load_average
+    say: Callable[[str], None] = print
+    samples: int = clock.SAMPLES
+    rehearsal: bool = False  # in Triton's interpreter: rows as on a device, and no time that says anything
+
+    def __post_init__(self) -> None:
+        self.shared = provenance(self.device)
+        self.flush = clock.flush_buffer(self.device) if self.device.type == "cuda" else None
+
+    def timed(self, call: Callable[[], Any]) -> Row:
+        """Clocks, load and percentiles of a call; the verdict is `ok`, or why the time says nothing."""
+        before, load = clocks(self.device), self.load()
+        if self.flush is None:
+            times = clock.time_cpu(call, self.sample_s, least=1 if self.rehearsal else 5)
+        else:
+            times = clock.time_cuda(call, self.flush, self.samples)
+        after, cores = clocks(self.device), os.cpu_count() or 1
+        row = before | {"sm_clock_mhz_after": after["sm_clock_mhz"], "temperature_c_after": after["temperature_c"], "load": text(load), "how": times.how}
+        for prefix, values in (("", times.warm), ("cold_", times.cold)):
+            if values is not None:
+                row |= {f"{prefix}ms_{p}": text(v) for p, v in zip(("p10", "p50", "p90"), values, strict=True)}
+        busy = self.flush is None and load is not None and load > cores
+        verdict = "none: interpreter" if self.rehearsal else f"{BUSY} {load:.1f} on {cores} cores" if busy else "ok"
+        return row | {"cpu_ms_p50": text(times.cpu), "verdict": verdict}
+
+    def alive(self) -> bool:
+        """Whether the device still answers: an illegal access poisons the process, and what is asked for after it fails for no reason of its own."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
+    def over(self, cells: Sequence[T], measure: Callable[[T], Row], done: Callable[[T, Row], None]) -> int:
+        """Measure cell after cell until the time limit; returns how many are left. `done` writes the row."""
+        begin, longest = time.monotonic(), 0.0
+        for n, cell in enumerate(cells):
+            start, left = time.monotonic(), len(cells) - n
+            if self.time_limit is not None and start - begin + longest > self.time_limit:
+                self.say(f"stopped by the time limit of {self.time_limit:g} s with {left} cells left; the same command goes on from here")
+                return left
+            row = measure(cell)
+            done(cell, row)
+            if row.get("verdict") != "ok" and not self.alive():
+                self.say(f"the device answers no more, with {left - 1} cells left; the same command goes on behind this one")
+                return left - 1
+            longest = max(0.9 * longest, time.monotonic() - start)
+        return 0
+
+
+def words(error: BaseException) -> str:
+    """The verdict of a cell that raised."""
+    return f"none: {type(error).__name__}: {error}".split("\n")[0][:160]

@@ -1,0 +1,57 @@
+"""Where Triton can run, and how a kernel is launched."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
+
+LAUNCHES: Counter[str] = Counter()  # kernel's name -> launches of this process, for tests and for `explain`
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not(t: Tensor) -> str:
+    """Why Triton cannot run on a tensor; empty where it can."""
+    if t.dtype not in DTYPES:
+        return f"dtype {t.dtype} (expected float16, bfloat16 or float32)"
+    if not t.is_cuda and not interpreting():
+        return f"a tensor on {t.device.type} (expected a CUDA device, or TRITON_INTERPRET=1 before Triton is imported)"
+    return ""
+
+
+def require(t: Tensor) -> None:
+    """Raise UnsupportedError unless Triton can run on `t`."""
+    reason = why_not(t)
+    if reason:
+        raise UnsupportedError(f"impl='triton' cannot run on {reason}; use impl='auto' or impl='reference'.")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **constants: Any) -> None:
+    """Launch on the device of `like`; an empty grid is nothing to do, and no legal launch."""
+    if not all(grid):
+        return
+    LAUNCHES[kernel.fn.__name__] += 1
+    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():  # Triton launches on the current device
+        kernel[grid](*args, **constants)
+
+
+def rows_of(t: Tensor) -> Tensor:
+    """A 2-D view with its last axis contiguous; a copy where there is none."""
+    flat = t.reshape(-1, t.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+def divisor(n: int) -> int:
+    """The largest power of two up to 16 that divides a size or stride; passed as a constant, because Triton itself only looks for 16."""
+    return next(d for d in (16, 8, 4, 2, 1) if n % d == 0)

@@ -1,0 +1,49 @@
+"""Tile sizes of the matmul programs. Every one of them compiles without spills on sm_80, sm_90 and sm_100, where it may run there (`make aot`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..lists import STEP, STRIP
+
+
+class Tile(NamedTuple):
+    """Sizes of a matmul program: a tile of `tokens` x `strip`, `step` features of the reduction axis at a time."""
+
+    tokens: int
+    strip: int
+    step: int
+    warps: int
+    stages: int
+    tma: bool = False  # operands by host-made TMA descriptors: sm_90 and later, blocks that leave no bits (`takes_tma`)
+
+
+def takes_tma(block: tuple[int, int], transposed: bool) -> bool:
+    """Whether a strip is one block wide and a step within one block: then every entry is a rectangle of W."""
+    across, along = block[::-1] if transposed else block
+    return across >= STRIP and along >= STEP
+
+
+def candidates(dtype: torch.dtype, block: tuple[int, int], transposed: bool, tf32: bool = False) -> list[Tile]:
+    """Tiles of the list matmul that are worth a measurement; the first is the default until a recorded run says otherwise."""
+    if dtype == torch.float32:
+        return [Tile(128, STRIP, 32 if tf32 else 16, 8, 3)]
+    plain = [Tile(128, STRIP, STEP, 8, 3), Tile(128, STRIP, STEP, 8, 4)]
+    if min(block) < 64:
+        return plain
+    found = [*plain, Tile(256, STRIP, STEP, 8, 3)]
+    if takes_tma(block, transposed):
+        found += [Tile(128, STRIP, STEP, 8, 4, True), Tile(256, STRIP, STEP, 8, 3, True)]
+    return found
+
+
+def runs_on(tile: Tile, major: int) -> bool:
+    """Whether a tile is for devices of compute capability `major`: before sm_90 there is no TMA, and 256 tokens spill."""
+    return major >= 9 or (tile.tokens <= 128 and not tile.tma)
+
+
+def tile_for(dtype: torch.dtype, tf32: bool = False) -> Tile:
+    """The default tile of a dtype, for every block."""
+    return candidates(dtype, (16, 16), False, tf32)[0]

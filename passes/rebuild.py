@@ -1,0 +1,99 @@
+"""When cached masks are rebuilt: at steps, at loads and on demand; all of a model together, so that kernels may build them in one set of launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import dispatch
+from . import site as state
+from .site import Site
+
+
+class Job(NamedTuple):
+    """A cached mask that is due."""
+
+    site: Site
+    weight: Tensor
+    first: bool = False  # nothing was masked before: blocks that change place are no flips
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def rebuild(jobs: Sequence[Job]) -> None:
+    """Replace cached masks, and their lists, by their weights', and count the blocks that changed place. Nothing to do where every forward builds its own.
+
+    The old masks are not overwritten: a backward that is still to come holds them.
+    """
+    jobs = [j for j in jobs if j.site._fxmask_mask is not None and j.site._fxmask_step >= j.site._fxmask_config.start]
+    inside = [j.site._fxmask_is_dense for j in jobs]
+    for j in jobs:
+        j.site._fxmask_is_dense = False
+    state.sync(*(j.site for j in jobs))
+    built = _build(jobs)
+    for j, dense in zip(jobs, inside, strict=True):
+        j.site._fxmask_is_dense = dense
+    state.sync(*(j.site for j in jobs))
+    for (site, _, first), (mask, lists) in zip(jobs, built, strict=True):
+        saved = site._fxmask_saved
+        old = site._fxmask_mask if saved is None else saved[0]
+        if not first and site._fxmask_flips is not None and old is not None:
+            site._fxmask_flips = site._fxmask_flips + torch.ne(mask, old).sum()
+        if saved is None:
+            hold(site, mask, lists)
+        else:  # inside fxmask.dense the mask waits until its end
+            site._fxmask_saved = (mask, lists)
+        site._fxmask_built = site._fxmask_step
+        site._fxmask_lost = False
+
+
+def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
+    """Cache a mask and its lists."""
+    site._fxmask_mask, site._fxmask_lists = mask, lists
+
+
+def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
+    """Masks and lists: in groups of one dtype, block and device where the kernels build them, one by one elsewhere."""
+    groups: dict[object, list[int]] = {}
+    for i, (site, weight, _) in enumerate(jobs):
+        c = site._fxmask_config
+        if dispatch.runs_triton(c.impl, weight.device) and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties):
+            groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
+    found: dict[int, tuple[Tensor, Tensor | None]] = {}
+    for members in groups.values():
+        weights = [jobs[i].weight.detach() for i in members]
+        keeps = [jobs[i].site._fxmask_keep for i in members]
+        block = jobs[members[0]].site._fxmask_config.block
+        found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))
+    for i, (site, weight, _) in enumerate(jobs):
+        if i not in found:
+            mask = state.build(site, weight.detach())
+            found[i] = (mask, state.lists_of(site, mask))
+    return [found[i] for i in range(len(jobs))]
+
+
+def after_load(site: Site, weight: Tensor) -> None:
+    """New weights were loaded: follow them to their device, and rewrite a cached mask."""
+    if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
+        state.place_on(site, weight.device)
+        site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
+    if not weight.is_meta:
+        rebuild([Job(site, weight)])
+
+
+def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
+    """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only."""
+    jobs = []
+    for site, weight in found:
+        c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
+        site._fxmask_announced = True
+        site._fxmask_step = now
+        if n and c.cached and now >= c.start and weight is not None:
+            due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
+            if due or before < c.start:
+                jobs.append(Job(site, weight, first=before < c.start))
+    state.sync(*(site for site, _ in found))
+    rebuild(jobs)
