@@ -13,6 +13,6 @@
 | session, driver | what runs share; one run over the cells |
 | summary | who wins from which ratio on, also as a plot |
 | stages, gpu, device_stages | the run on a GPU, stage by stage |
-| part, probes, probe_kernels, sweeps, refreshes | its stages with a csv of their own: a device's limits, tiles and splits, refreshes |
+| part, probes, sweeps, refreshes | its stages with a csv of their own: a device's limits, tiles and splits, refreshes |
 | findings, goals | what was found, and the goals that it is compared with |
 """

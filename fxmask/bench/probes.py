@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +62,9 @@ class Launch:
 def probe_hash() -> str:
     """Hash of what the probes time: their kernels, and how they are launched."""
     h = hashlib.sha256()
-    for name in ("probe_kernels.py", "probes.py"):
-        h.update(Path(__file__).with_name(name).read_bytes())
+    triton_folder = Path(str(import_module("..kernels.triton", __package__).__file__)).parent
+    for path in (triton_folder / "probe_kernels.py", Path(__file__)):
+        h.update(path.read_bytes())
     return h.hexdigest()[: len(source_hash())]
 
 
@@ -82,7 +84,7 @@ def load_cells(device: torch.device, quick: bool) -> list[Load]:
 
 def load_launch(cell: Load, x: Tensor, sums: Tensor, limit: float, passes: int) -> Launch:
     """The launch over `x` [rows, FEATURES], its tiles loaded `passes` times in all; a few of the first once more, so that every program has as many."""
-    from . import probe_kernels as k
+    from ..kernels.triton import probe_kernels as k
 
     unit, tiles, programs = cell.row_bytes // x.element_size(), x.numel() // (TILE_ROWS * TILE_WIDTH), sums.numel()
     constants = {"ROWS": TILE_ROWS, "WIDTH": TILE_WIDTH, "COLS": x.shape[1] // TILE_WIDTH, "UNIT": unit, "STAGES": cell.stages, "num_warps": 4}
@@ -134,7 +136,7 @@ def multiply_cells(device: torch.device, quick: bool) -> list[Multiply]:
 
 def multiply_launch(a: Tensor, b: Tensor, out: Tensor, steps: int) -> Launch:
     """The launch for a [MMA_M, K] and b [n, K]; out [programs, MMA_M, n]."""
-    from . import probe_kernels as k
+    from ..kernels.triton import probe_kernels as k
 
     return Launch(k.multiply_kernel, out.shape[0], (a, b, out, steps), {"BM": a.shape[0], "BN": b.shape[0], "BK": a.shape[1], "num_warps": 4})
 

@@ -1,6 +1,6 @@
 """Kernels that ask a device for its limits, one at a time: loads from L2 or from memory, and tensor-core instructions.
 
-The only module of the benchmark that imports Triton; it is imported when a probe is asked for, so that everything else works without.
+For `fxmask.bench` alone, which imports them when a probe is asked for: no op uses them.
 """
 
 from __future__ import annotations
