@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
+from .guarding import guard as guard
 from .inspection import explain as explain
 from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
@@ -16,6 +17,8 @@ from .masking import restore as restore
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
 from .report import Report as Report
+from .state import load_state_dict as load_state_dict
+from .state import state_dict as state_dict
 from .steps import dense as dense
 from .steps import refresh as refresh
 from .steps import step as step
@@ -34,8 +37,11 @@ __all__ = [
     "apply",
     "dense",
     "explain",
+    "guard",
+    "load_state_dict",
     "masks",
     "refresh",
     "restore",
+    "state_dict",
     "step",
 ]

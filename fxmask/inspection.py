@@ -31,7 +31,8 @@ def explain(model: nn.Module) -> Report:
     """What became of every linear: a `Report` with a row for each, masked or not, and why.
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
-    backward, impl, why, step, mask_age (optimiser steps; None where each forward builds it), flips (blocks that changed place, for cached masks).
+    backward, masked_weights (the guard's policy), impl, why, step, mask_age (optimiser steps; None where each forward builds it), flips (blocks that
+    changed place, for cached masks).
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
     """
     masked = {name: (site, weight) for name, site, weight in sites(model)}
@@ -61,8 +62,8 @@ def _reasons(model: nn.Module) -> dict[str, str]:
 
 
 def _row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
-    row = dict.fromkeys(("block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "impl", "why", "step", "mask_age", "flips"))
-    shape = "x".join(map(str, weight.shape))
+    columns = ("block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "masked_weights", "impl", "why", "step", "mask_age", "flips")
+    row, shape = dict.fromkeys(columns), "x".join(map(str, weight.shape))
     return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel()}
 
 
@@ -83,6 +84,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         final_ratio=c.ratio,
         achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
         backward=c.backward,
+        masked_weights=site._fxmask_policy or "left to the optimiser (no guard)",
         impl="reference" if c.impl == "auto" else c.impl,
         why="no recorded run shows a faster one" if c.impl == "auto" else "asked for",
         step=site._fxmask_step,

@@ -89,7 +89,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     jobs = []
     for site, weight in found:
         c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
-        site._fxmask_announced = True
+        site._fxmask_announced, site._fxmask_unguarded = True, False
         site._fxmask_step = now
         if n and c.cached and now >= c.start and weight is not None:
             due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh

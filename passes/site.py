@@ -41,6 +41,8 @@ class Site(nn.Module):
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_is_dense: bool  # inside fxmask.dense
+    _fxmask_policy: str | None  # of the guard that is in force
+    _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
     _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
@@ -68,7 +70,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        return self.__dict__.copy()
+        return {**self.__dict__, "_fxmask_policy": None}  # hooks of an optimiser do not follow a copy
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -87,8 +89,8 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_grid = grid_shape(weight.shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
-    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = False
-    site._fxmask_saved = None
+    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = False
+    site._fxmask_saved = site._fxmask_policy = None
     place_on(site, weight.device)
 
 
@@ -177,6 +179,9 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         refuse_tracing(site)
     if c.needs_steps and not site._fxmask_announced:
         _nobody_counts(site)
+    if site._fxmask_unguarded and site.training:
+        what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
+        raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
     if site._fxmask_lost:
         what = "a cached mask was lost on the meta device: expected weights to be loaded or the mask to be rebuilt since."
         raise StateError(message(what, site._fxmask_name, "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them."))
@@ -191,7 +196,7 @@ def refuse_tracing(site: Site) -> None:
 
 def _nobody_counts(site: Site) -> None:
     c = site._fxmask_config
-    fix = "call fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
+    fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
     if site.training:
         what = "start, schedule, refresh > 1 and backward='rigl' count optimiser steps: expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))

@@ -13,9 +13,12 @@ PUBLIC = [
     "apply",
     "dense",
     "explain",
+    "guard",
+    "load_state_dict",
     "masks",
     "refresh",
     "restore",
+    "state_dict",
     "step",
 ]
 

@@ -1,0 +1,115 @@
+"""`fxmask.guard`: the optimiser's steps move the masks, and leave masked weights as the policy says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .kernels.errors import ConfigError, StateError, UnsupportedError, message
+from .passes import rebuild
+from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, policy_of, reset_returned
+from .passes.site import Site
+from .sites import required_sites, values_of
+
+
+class GuardHandle:
+    """What `guard` gives: `policies` {parameter's name: policy}, and `remove()`. A context manager, too."""
+
+    def __init__(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[tuple[Site, torch.Tensor | None]], returning: str) -> None:
+        self._guarded, self._followed, self._returning = guarded, followed, returning
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        for g in guarded:
+            g.site._fxmask_policy, g.site._fxmask_unguarded = g.policy, False
+        rebuild.advance(followed, 0)
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """What happens to the masked part of each weight."""
+        return {g.name: g.policy for g in self._guarded}
+
+    @torch.compiler.disable
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for g in self._guarded:
+            if g.site._fxmask_is_dense:
+                what = "optimizer.step() inside fxmask.dense: expected masks in force."
+                raise StateError(message(what, g.name, "leave the with block first."))
+        before_step(optimizer, self._guarded)
+
+    @torch.compiler.disable
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        masks = after_step(optimizer, self._guarded)
+        rebuild.advance(self._followed, 1)
+        if self._returning == "zero":
+            reset_returned(optimizer, self._guarded, masks)
+
+    def remove(self) -> None:
+        """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        for g in self._guarded:
+            g.site._fxmask_policy = None
+        for site, _ in self._followed if self._hooks else []:
+            site._fxmask_announced = False
+        self._hooks = []
+
+    def __enter__(self) -> GuardHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", returning: str = "keep") -> GuardHandle:
+    """Let an optimiser's steps count, and decide what they do to masked weights. Call it once, after `apply`; again after a resume.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` that holds the masked weights; schedulers, foreach, fused and capturable forms included. A model whose weights
+            are shared out among several optimisers takes a guard for each.
+        masked_weights: `freeze`: masked elements and their momenta keep their bits. `decay`: masked elements are multiplied by 1 - lr * weight_decay of their
+            group and nothing else; momenta are the optimiser's. `free`: whatever the optimiser does, as in the thesis; a decay that is coupled into an adaptive
+            step then drives masked weights to zero. `auto`: freeze for backward="masked", free for the others, which live on moving masked weights.
+        returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`.
+
+    Returns: a handle with `policies` and `remove()`.
+    Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights), StateError (nothing masked, or guarded already),
+    UnsupportedError (freeze or decay where masked weights must move, or of a weight that another parameter makes).
+    Cost: during a step a copy of each guarded weight, under freeze of its momenta too; nothing between steps. One `block_index` a layer without a cached mask.
+    Not from a paper: the thesis (Bespalov 2025, listing 5.10) leaves masked weights to the optimiser.
+    """
+    for name, value, allowed in (("masked_weights", masked_weights, POLICIES), ("returning", returning, RETURNING)):
+        if value not in allowed:
+            raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"fxmask.guard: expected a torch.optim.Optimizer first and the model second, got {type(optimizer).__name__}.")
+    found = required_sites(model, "fxmask.guard")
+    guarded, followed = [], []
+    for name, site, weight in found:
+        held = weight is not None and group_of(optimizer, weight) is not None
+        derived = weight is None or not isinstance(weight, nn.Parameter)
+        if held and weight is not None:
+            guarded.append(_guarded(name, site, weight, masked_weights))
+        elif derived and masked_weights in ("freeze", "decay"):
+            what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
+            raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))
+        if held or derived or (weight is not None and not weight.requires_grad):
+            if site._fxmask_config.cached and weight is not None:
+                values_of(name, weight, "fxmask.guard")
+            followed.append((site, weight))
+    if not guarded and not followed:
+        what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
+        raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
+    return GuardHandle(optimizer, guarded, followed, returning)
+
+
+def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
+    backward = site._fxmask_config.backward
+    if site._fxmask_policy is not None:
+        what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
+        raise StateError(message(what, name, "call remove() on the first handle."))
+    if masked_weights == "freeze" and backward != "masked":
+        what = f"masked_weights='freeze' with backward={backward!r} would cancel it: its masked weights must move. expected backward='masked', or 'free'."
+        raise UnsupportedError(message(what, name, "use masked_weights='auto' or 'free'."))
+    return Guarded(name, site, weight, policy_of(backward, masked_weights))

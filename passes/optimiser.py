@@ -1,0 +1,105 @@
+"""What an optimiser's step does to masked weights: nothing (freeze), decay alone (decay), or whatever it does (free); for any torch.optim.Optimizer.
+
+Two hooks around `optimizer.step`: the first keeps what the step may overwrite, the second writes the masked part back. So the optimiser's own arithmetic,
+plain, foreach, fused or capturable, is never touched, and what is kept is bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..kernels.grid import expand_mask
+from . import site as state
+from .site import Site
+
+POLICIES = ("auto", "freeze", "decay", "free")
+RETURNING = ("keep", "zero")
+
+
+def policy_of(backward: str, policy: str) -> str:
+    """What `auto` means: freeze where masked weights get no gradient, free where the mode lives on it."""
+    if policy != "auto":
+        return policy
+    return "freeze" if backward == "masked" else "free"
+
+
+@dataclass
+class Guarded:
+    """One masked weight in an optimiser, and what its step must not overwrite."""
+
+    name: str
+    site: Site
+    weight: Tensor
+    policy: str
+    mask: Tensor | None = None
+    before: Tensor | None = None
+    momenta: dict[str, Tensor] = field(default_factory=dict)
+
+
+def group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
+    """The parameter group that holds a weight, by identity; None where none does."""
+    return next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), None)
+
+
+def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """Tensors of the optimiser's state that have an element for each of the weight's."""
+    found = optimizer.state.get(weight, {})
+    return {k: t for k, t in found.items() if isinstance(t, Tensor) and t.shape == weight.shape}
+
+
+@torch.no_grad()
+def before_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
+    """Keep the weights, and under freeze their momenta, of what is about to step, and the mask that its gradient was made under."""
+    for g in guarded:
+        g.mask, g.before, g.momenta = None, None, {}
+        if g.weight.grad is None:  # the optimiser leaves it alone
+            continue
+        g.mask = state.current_mask(g.site, g.weight.detach())
+        if g.policy == "free":
+            continue
+        g.before = g.weight.detach().clone()
+        if g.policy == "freeze":
+            g.momenta = {k: t.detach().clone() for k, t in _momenta(optimizer, g.weight).items()}
+
+
+@torch.no_grad()
+def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor | None]:
+    """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. A momentum that the step created starts at zero there.
+
+    Returns the masks under which the step was made, None for weights that were left to the optimiser.
+    """
+    masks = []
+    for g in guarded:
+        masks.append(g.mask)
+        if g.mask is None or g.before is None:
+            continue
+        kept = expand_mask(g.mask, g.weight.shape, g.site._fxmask_config.block)
+        old = g.before
+        if g.policy == "decay":
+            group = group_of(optimizer, g.weight) or {}
+            lr = group.get("lr", 0.0)
+            old = old * (1 - lr * group.get("weight_decay", 0.0))
+        else:
+            for k, t in _momenta(optimizer, g.weight).items():
+                was = g.momenta.get(k)
+                t.copy_(torch.where(kept, t, torch.zeros_like(t) if was is None else was.to(t.device)))
+        g.weight.copy_(torch.where(kept, g.weight, old))
+        g.mask, g.before, g.momenta = None, None, {}
+    return masks
+
+
+@torch.no_grad()
+def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded], masks: Iterable[Tensor | None]) -> None:
+    """Zero the momenta of blocks that the rebuilt mask keeps and the last one did not."""
+    for g, old in zip(guarded, masks, strict=True):
+        if old is not None:
+            returned = state.current_mask(g.site, g.weight.detach()) & ~old
+            elements = expand_mask(returned, g.weight.shape, g.site._fxmask_config.block)
+            for t in _momenta(optimizer, g.weight).values():
+                t.masked_fill_(elements, 0)
