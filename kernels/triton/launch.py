@@ -121,6 +121,7 @@ def sampled_matmul(
         stride_g // gm, stride_x // xm, tokens // im, batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, NM=nm, KM=km, GM=gm, XM=xm, IM=im,
         G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit, Q=q,
         ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=255 if x.dtype == torch.float32 else None,  # else ptxas aims at 128 on sm_100, and spills
     )  # fmt: skip
     if splits > 1:
         device.launch(

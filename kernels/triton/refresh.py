@@ -60,7 +60,7 @@ def _launch_keys(grid: tuple[int], w: Tensor, keys: Tensor, table: Any, owner: A
     (bh, bw), (tn, tk) = block, keys_tile(block)
     device.launch(
         block_keys_kernel, grid, w, w, keys, table, owner, n, k, stride, **units, **KEY_CONSTANTS, SHIFT=sum_shift(bh * bw), BH=bh, BW=bw, TN=tn, TK=tk,
-        GROUPED=table is not None, num_warps=8, enable_fp_fusion=False,
+        GROUPED=table is not None, num_warps=16 if tn * tk > 8192 else 8, enable_fp_fusion=False,
     )  # fmt: skip
 
 
