@@ -109,6 +109,7 @@ def sampled_matmul(
     (gy, batch_g, stride_g), (x, batch_x, stride_x) = (_operand(t, i) for t, i in ((gy, g_inner), (x, x_inner)))
     n, k, m = gy.shape[-1], x.shape[-1], x.shape[:-1].numel()
     q, bt, accumulate = max(1, TILE_FEATURES // lay.unit), min(STEP, tile.step), out is not None
+    ieee = x.dtype == torch.float32 and not tf32
     result = torch.zeros(n, k, dtype=x.dtype, device=x.device) if out is None else out
     tiles = triton.cdiv(lay.units, q)
     splits = splits or splits_of(m, lay.strips * tiles)
@@ -120,8 +121,9 @@ def sampled_matmul(
         sampled_matmul_kernel, (lay.strips * tiles, splits), x, gy, x, target, *unpack(lists, grid, block, False, tile.strip), m // im, n // nm, k // km,
         stride_g // gm, stride_x // xm, tokens // im, batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, NM=nm, KM=km, GM=gm, XM=xm, IM=im,
         G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit, Q=q,
-        ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=255 if x.dtype == torch.float32 else None,  # else ptxas aims at 128 on sm_100, and spills
+        ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
+        num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
+        maxnreg=255 if tf32 else None,  # else ptxas aims at 128 on sm_100, and spills
     )  # fmt: skip
     if splits > 1:
         device.launch(

@@ -29,7 +29,7 @@ from .selection import BINS, histogram_kernel, select_kernel, write_mask_kernel
 from .strip_lists import order_kernel, strip_lists_kernel
 
 SELECT_MAX = 16_384  # blocks that one program selects among in registers
-LIST_CHUNK = 1024  # units of a list that one program takes at a time; more spill
+LIST_CHUNK = 512  # units of a list that one program takes at a time; more spill
 KEY_CONSTANTS = {"MANTISSA": MANTISSA, "OFFSET": OFFSET, "KEY_NAN": KEY_NAN, "KEY_INF": KEY_INF}
 
 
@@ -105,8 +105,7 @@ def _launch_lists(
     programs, longest = sum(lay.strips for lay in pairs), max(lay.capacity for lay in pairs)
     shared = {"KM": km, "BH": block[0], "BW": block[1], "STRIP": strip, "STEP": STEP, "GROUPED": table is not None}
     size = min(LIST_CHUNK, _pow2(longest))
-    warps = 8 if size > 512 else 4
-    device.launch(strip_lists_kernel, (programs,), mask, mask.view(torch.int8), lists, table, owner, n, k, CH=size, **shared, num_warps=warps)
+    device.launch(strip_lists_kernel, (programs,), mask, mask.view(torch.int8), lists, table, owner, n, k, CH=size, **shared, num_warps=4)
     order = min(256, _pow2(max(lay.strips for lay in pairs)))
     device.launch(order_kernel, (programs,), mask, lists, table, owner, n, k, CH=order, **shared, num_warps=1)
 
