@@ -7,6 +7,7 @@ steps: the mask asked for before a step is the mask that this step's forward use
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ FIGURE_LAYERS = {"XPatch": "blocks.0.patch_mix.weight", "XChannel1": "blocks.0.f
 class CsvLog:
     """A csv file that is complete after every row, so that a run that was stopped still has its log."""
 
-    def __init__(self, path: Path, columns: tuple[str, ...] = COLUMNS) -> None:
+    def __init__(self, path: Path, columns: tuple[str, ...] = COLUMNS, append: bool = False) -> None:
         self.path, self.columns = path, columns
+        if append and path.exists():
+            return
         with path.open("w", newline="") as file:
             csv.writer(file).writerow(columns)
 
@@ -32,16 +35,30 @@ class CsvLog:
             csv.DictWriter(file, self.columns).writerow(row)
 
 
+def keep_epochs(path: Path, last: int) -> None:
+    """Cut a csv file with a column `epoch` to its rows up to `last`, as a run that goes on from there writes the others again."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    at = header.index("epoch")
+    new = path.with_suffix(".new")
+    with new.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *(row for row in rows if len(row) == len(header) and int(row[at]) <= last)])
+    os.replace(new, path)
+
+
 class MaskTracker:
     """Follows the masks of a model from step to step: in how many each block was active, and how many blocks changed place.
 
-    It also tells fxmask of every step, since `start`, `refresh` and schedules count them. A dense model costs nothing.
+    With `counts` it also tells fxmask of every step, since `start`, `refresh` and schedules count them; `fxmask.guard` does so by itself.
+    A dense model costs nothing.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, counts: bool = True) -> None:
+        self.model, self.counts = model, counts
         self.masked = any(row["masked"] for row in fxmask.explain(model).rows)
-        if self.masked:
+        if self.masked and counts:
             fxmask.step(model, 0)  # announces that steps will be counted
         self.now = self.read()
         self.active = {name: torch.zeros_like(mask, dtype=torch.int64) for name, mask in self.now.items()}
@@ -61,8 +78,16 @@ class MaskTracker:
 
     def after_step(self) -> None:
         """Call after every optimiser step."""
-        if self.masked:
+        if self.masked and self.counts:
             fxmask.step(self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to count on; tensors and numbers."""
+        return {"now": self.now, "active": self.active, "flip_count": self.flip_count, "all_flips": self.all_flips}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.now, self.active = dict(saved["now"]), dict(saved["active"])
+        self.flip_count, self.all_flips = saved["flip_count"], saved["all_flips"]
 
     def take_flips(self) -> int:
         """Changes of place (kept to masked or back) since the last call."""
@@ -80,11 +105,12 @@ class MaskTracker:
 class ActiveBlocks:
     """Writes figure 6.6's numbers: for the linears of block 0, after every epoch, the steps in which each block was active so far."""
 
-    def __init__(self, path: Path, tracker: MaskTracker) -> None:
+    def __init__(self, path: Path, tracker: MaskTracker, append: bool = False) -> None:
         self.tracker = tracker
         self.layers = {layer: name for layer, name in FIGURE_LAYERS.items() if name in tracker.active}
-        path.unlink(missing_ok=True)
-        self.log = CsvLog(path, ("epoch", "layer", "block_row", "block_col", "active_steps")) if self.layers else None
+        if not append:
+            path.unlink(missing_ok=True)
+        self.log = CsvLog(path, ("epoch", "layer", "block_row", "block_col", "active_steps"), append) if self.layers else None
 
     def write(self, epoch: int) -> None:
         if self.log is None:

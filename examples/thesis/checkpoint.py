@@ -1,0 +1,64 @@
+"""Checkpoints that survive a kill at any moment: the last whole one is always there, and a damaged file is told from a missing one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LAST, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
+PARTS = ("model", "masks", "optimiser", "scheduler", "progress", "tracker", "settings")
+
+
+class CheckpointError(Exception):
+    """A folder whose checkpoints cannot be used; the message says why and what to do."""
+
+
+def save(folder: Path, state: dict[str, Any]) -> None:
+    """Write `state` as the folder's last checkpoint; the one before it is kept."""
+    new = folder / "checkpoint.new.pt"
+    with new.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if (folder / LAST).exists():
+        os.replace(folder / LAST, folder / BEFORE)
+    os.replace(new, folder / LAST)
+
+
+def load(folder: Path) -> dict[str, Any] | None:
+    """The last whole checkpoint; None where there is none. A damaged one is reported on stderr and the one before it taken."""
+    found = [folder / name for name in (LAST, BEFORE) if (folder / name).exists()]
+    for path in found:
+        try:
+            state = torch.load(path, weights_only=True)
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            print(f"{path}: cut off or damaged ({type(error).__name__}: {str(error).splitlines()[0][:100]})", file=sys.stderr)
+            continue
+        return checked(state, path)
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise CheckpointError(f"no whole checkpoint in {folder}: expected one of {names} to be readable.\n  fix: --fresh begins again.")
+    return None
+
+
+def checked(state: Any, path: Path) -> dict[str, Any]:
+    """A checkpoint has all of its parts, or says what a run from it would lose."""
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: expected a dict with {', '.join(PARTS)}, got {type(state).__name__}.")
+    missing = [part for part in PARTS if part not in state]
+    if missing:
+        lost = "; without masks the steps of schedule, start and refresh, cached masks and the guard are lost" if "masks" in missing else ""
+        raise CheckpointError(f"{path}: expected {', '.join(PARTS)}, got none of {', '.join(missing)}{lost}.\n  fix: --fresh begins again.")
+    return state
+
+
+def same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError where a run would go on with other settings than it began with."""
+    differ = [f"{k}: {now.get(k)!r} now, {saved.get(k)!r} in the checkpoint" for k in {**saved, **now} if saved.get(k) != now.get(k)]
+    if differ:
+        raise CheckpointError(f"{folder}: expected the settings that its run began with, got {'; '.join(differ)}.\n  fix: another --out, or --fresh.")

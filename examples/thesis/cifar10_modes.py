@@ -1,0 +1,113 @@
+"""A first table of what backward mode, optimiser and guard do to accuracy: the thesis' CIFAR model, 32x32 blocks at 80 %, few epochs, one seed.
+
+    python examples/thesis/cifar10_modes.py --data folder --root DIR      # or --data cifar10
+
+One run after another by examples/thesis/train.py; stopped and started again, it goes on where it was. After every run the csv is written anew from the runs'
+own logs. Not the thesis' 200 epochs: warm-up over one epoch, a cosine over the rest, no MixUp and no CutMix (short runs lose by them), masks from the first
+step. Differences below one point say nothing: one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MASKED, STE, UNMASKED = ("--backward", "masked"), ("--backward", "ste"), ("--backward", "unmasked")
+RUNS: dict[str, tuple[str, ...]] = {
+    "dense-adam": ("--dense", "--opt", "adam"),
+    "masked-adam-free": (*MASKED, "--opt", "adam", "--guard", "free"),
+    "masked-adamw-freeze": (*MASKED, "--opt", "adamw", "--guard", "freeze"),
+    "unmasked-adam-free": (*UNMASKED, "--opt", "adam", "--guard", "free"),
+    "ste-adam-free": (*STE, "--opt", "adam", "--guard", "free"),
+    "masked-adam-freeze": (*MASKED, "--opt", "adam", "--guard", "freeze"),
+    "dense-adamw": ("--dense", "--opt", "adamw"),
+    "ste-adamw-free": (*STE, "--opt", "adamw", "--guard", "free"),
+    "unmasked-adamw-free": (*UNMASKED, "--opt", "adamw", "--guard", "free"),
+    "masked-adamw-free": (*MASKED, "--opt", "adamw", "--guard", "free"),
+    "masked-adam-decay": (*MASKED, "--opt", "adam", "--guard", "decay"),
+    "masked-adam-free-spectral": (*MASKED, "--opt", "adam", "--guard", "free", "--criterion", "spectral"),
+    "masked-adamw-freeze-cubic": (*MASKED, "--opt", "adamw", "--guard", "freeze", "--schedule", "cubic:3ep"),
+}
+COMMON = ("--warmup", "1", "--cooldown", "0", "--mix-prob", "0", "--masks-from", "0", "--batch", "128", "--lr", "0.01", "--weight-decay", "1e-4")
+COLUMNS = (
+    "run", "mode", "optimiser", "guard", "criterion", "schedule", "epochs", "seed", "top1", "top5", "train_acc", "val_loss", "target_ratio", "ratio_achieved",
+    "flips", "train_tflop", "train_seconds", "threads", "torch", "data", "command",
+)  # fmt: skip
+
+
+def row_of(name: str, out: Path, data: str) -> dict[str, Any]:
+    """A run's row: accuracy of its last epoch, sums over all of them."""
+    with (out / "log.csv").open(newline="") as file:
+        log = list(csv.DictReader(file))
+    facts, last = json.loads((out / "run.json").read_text()), log[-1]
+    dense = facts["dense"]
+    command = ["python examples/thesis/train.py", f"--data {data} --root DIR", f"--epochs {facts['epochs']} --seed {facts['seed']}", *COMMON, *RUNS[name]]
+    return {
+        "run": name,
+        "mode": "dense" if dense else facts["backward"],
+        "optimiser": facts["opt"],
+        "guard": "" if dense else facts["guard"],
+        "criterion": "" if dense else facts["criterion"],
+        "schedule": "" if dense else facts["schedule"] or "constant",
+        "epochs": len(log),
+        "seed": facts["seed"],
+        **{k: f"{float(last[k]):.2f}" for k in ("top1", "top5", "train_acc")},
+        "val_loss": f"{float(last['val_loss']):.4f}",
+        "target_ratio": 0 if dense else 0.8,
+        "ratio_achieved": f"{float(last['ratio_achieved']):.4f}",
+        "flips": sum(int(r["flips"]) for r in log),
+        "train_tflop": f"{sum(float(r['flop']) for r in log) / 1e12:.2f}",
+        "train_seconds": f"{sum(float(r['seconds']) for r in log):.0f}",
+        "threads": facts["threads"],
+        "torch": facts["torch"],
+        "data": "CIFAR-10 as JPEG, quality 75" if data == "folder" else "CIFAR-10",
+        "command": " ".join(command),
+    }
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, COLUMNS)
+        out.writeheader()
+        out.writerows(rows)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--data", choices=("cifar10", "folder"), default="cifar10")
+    p.add_argument("--root", type=Path, required=True)
+    p.add_argument("--epochs", type=int, default=5)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--runs", type=Path, default=Path("runs/cifar10_modes"), help="where checkpoints and logs lie")
+    p.add_argument("--csv", type=Path, default=HERE.parent / "results" / "cifar10_modes.csv")
+    p.add_argument("--only", nargs="+", choices=tuple(RUNS), default=list(RUNS))
+    args = p.parse_args()
+    for name in args.only:
+        out = args.runs / name
+        command = [sys.executable, str(HERE / "train.py"), "--data", args.data, "--root", str(args.root), "--epochs", str(args.epochs), *COMMON]
+        command += ["--seed", str(args.seed), "--threads", str(args.threads), "--out", str(out), *RUNS[name]]
+        print(f"== {name}", flush=True)
+        if subprocess.run(command, check=False).returncode:
+            return 1
+        ended = [n for n in RUNS if (args.runs / n / "log.csv").exists() and finished(args.runs / n, args.epochs)]
+        write([row_of(n, args.runs / n, args.data) for n in ended], args.csv)
+    print(args.csv)
+    return 0
+
+
+def finished(out: Path, epochs: int) -> bool:
+    """Whether a run has come to its end."""
+    with (out / "log.csv").open(newline="") as file:
+        return len(list(csv.DictReader(file))) == epochs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The thesis' training of ResMLP with block masks: its recipes, checkpoints, exact resume. The same command again goes on where a run stopped.
+
+    python examples/thesis/train.py --data cifar10 --root DIR --config "ResMLP5 @ XPatch = masked 0.8 (32, 32); XChannel = masked 0.8 (32, 32);"
+    python examples/thesis/train.py --data folder --root DIR --recipe imagenet --stop 90 --config "ResMLP12 @ XChannel = masked 0.8 (32, 32);"
+    python examples/thesis/train.py --data digits --epochs 10 --warmup 1 --cooldown 1 --masks-from 0 --batch 32
+
+The literal mode of the thesis' code, whose masked weights keep falling under Adam's coupled decay: --criterion spectral --guard free, with --backward masked
+or --backward unmasked. Any field of the recipe is an option; accuracies are top-1 in percent on the test images with the masks active.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+
+import torch
+import train as common
+from data import Data, DataMissing, load
+from plots import plot_run
+from resmlp import PRESETS, ResMLP
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from tracking import ActiveBlocks, CsvLog, MaskTracker, keep_epochs
+
+import fxmask
+from thesis import checkpoint
+from thesis.config import parse
+from thesis.recipe import RECIPES, Mixing, Recipe, optimiser, scheduler
+
+COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "seconds")
+MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
+HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device")  # may change from one start of a run to the next
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; the recipe's fields take the recipe's values where they are not given."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--data", choices=tuple(MODELS), default="digits")
+    p.add_argument("--root", type=Path, help="folder of the images; nothing is downloaded")
+    p.add_argument("--model", choices=tuple(PRESETS), help="default: digits, cifar, or with --recipe imagenet imagenet-thesis")
+    p.add_argument("--recipe", choices=tuple(RECIPES), default="cifar10")
+    for f in fields(Recipe):
+        p.add_argument(f"--{f.name.replace('_', '-')}", type={"int": int, "float": float}.get(str(f.type), str), help=f"recipe: {f.name}")
+    p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP5 @ XPatch = masked 0.8 (32, 32);"')
+    p.add_argument("--dense", action="store_true", help="no masks; default without --config: 32x32 blocks at 80 %% (16x16 at 50 %% for digits)")
+    p.add_argument("--backward", choices=("masked", "ste", "unmasked", "rigl"), default="masked")
+    p.add_argument("--criterion", choices=("fro", "spectral", "l1", "linf", "random"), default="fro")
+    p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
+    p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio from 0, such as cubic:5ep")
+    p.add_argument("--guard", choices=("auto", "freeze", "decay", "free"), default="auto", help="what the optimiser does to masked weights")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--stop", type=int, metavar="EPOCH", help="end after this epoch of the plan")
+    p.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="checkpoints, besides one an epoch")
+    p.add_argument("--fresh", action="store_true", help="begin again, whatever lies in --out")
+    p.add_argument("--out", type=Path, default=Path("thesis-output"))
+    p.add_argument("--threads", type=int)
+    p.add_argument("--workers", type=int, default=0)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = p.parse_args(argv)
+    for name, value in asdict(RECIPES[args.recipe]).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.opt not in ("adam", "adamw"):
+        p.error(f"--opt: expected adam or adamw, got {args.opt}")
+    if args.dense and args.config:
+        p.error("--dense has no masks: leave out --config")
+    return args
+
+
+class Run:
+    """One training run and all of its state."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+        name = args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
+        self.data: Data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers)
+        self.model = self._build(name)
+        self.optimiser = optimiser(self.model.parameters(), self.recipe)
+        self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
+        self.mixing = Mixing(self.recipe, self.data.classes)
+        self.guard = None if args.dense else fxmask.guard(self.optimiser, self.model, masked_weights=args.guard)
+        self.tracker = MaskTracker(self.model, counts=False)
+        self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0}, []
+
+    def _build(self, name: str) -> nn.Module:
+        args, preset = self.args, PRESETS[name]
+        thesis = parse(args.config) if args.config else None
+        torch.manual_seed(args.seed)
+        model = ResMLP(replace(preset, channels=self.data.channels, classes=self.data.classes, depth=thesis.depth if thesis else preset.depth)).to(args.device)
+        default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
+        masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
+        if args.dense or not masks:
+            args.dense = True
+            return model
+        options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed}
+        start = round(self.recipe.masks_from * self.data.steps)
+        return fxmask.apply(model, **masks, **options, start=start, schedule=common.schedule(args.schedule, self.data.steps))
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change when a run goes on."""
+        return {k: v for k, v in vars(self.args).items() if k not in HOW_RUN}
+
+    def save(self) -> None:
+        """A checkpoint that `torch.load(weights_only=True)` opens; `model` is a plain state_dict."""
+        parts = {"model": self.model, "optimiser": self.optimiser, "scheduler": self.scheduler, "tracker": self.tracker}
+        state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+        state["masks"] = None if self.args.dense else fxmask.state_dict(self.model)
+        checkpoint.save(self.args.out, {**state, "progress": {"step": self.step, "sums": dict(self.sums)}, "settings": self.settings()})
+
+    def resume(self) -> bool:
+        """Go on from the folder's checkpoint, if it has one: weights first, then masks, then the optimiser."""
+        state = None if self.args.fresh else checkpoint.load(self.args.out)
+        if state is None:
+            return False
+        checkpoint.same_settings(state["settings"], self.settings(), self.args.out)
+        self.model.load_state_dict(state["model"])
+        if not self.args.dense:
+            fxmask.load_state_dict(self.model, state["masks"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.tracker.load_state_dict(state["tracker"])
+        self.step, self.sums = state["progress"]["step"], dict(state["progress"]["sums"])
+        return True
+
+    def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """One optimiser step. All that is random in it hangs on the seed and the step, so that a resumed run draws the same."""
+        device = self.args.device
+        torch.manual_seed(self.args.seed * 1_000_003 + self.step)
+        mixed, targets = self.mixing(images, labels)
+        self.tracker.before_step()
+        logits = self.model(mixed.to(device))
+        loss = F.cross_entropy(logits, targets.to(device), label_smoothing=self.recipe.smoothing)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimiser.step()  # the guard's hooks count it
+        self.scheduler.step()
+        self.sums["loss"] += loss.item() * len(labels)
+        self.sums["right"] += (logits.argmax(1) == labels.to(device)).sum().item()
+        self.sums["n"] += len(labels)
+        self.step += 1
+
+    def epoch(self, epoch: int) -> None:
+        """The rest of an epoch, from the step that the run has come to."""
+        done, save_every, began = self.step - (epoch - 1) * self.data.steps, self.args.save_every, time.perf_counter()
+        self.model.train()
+        for i, (images, labels) in enumerate(common.progress(self.data.train(epoch), self.data.steps, f"epoch {epoch}")):
+            if i < done:
+                continue
+            if i == 0:  # useful FLOPs of an epoch's first step; a ramp moves little within an epoch
+                with FlopCounterMode(display=False) as counter:
+                    self.train_step(images, labels)
+                self.sums["flop"] = float(counter.get_total_flops()) * self.data.steps
+            else:
+                self.train_step(images, labels)
+            if save_every and self.step % save_every == 0:
+                self.sums["seconds"] += time.perf_counter() - began
+                began = time.perf_counter()
+                self.save()
+        self.sums["seconds"] += time.perf_counter() - began
+
+    def report(self, epoch: int, log: CsvLog) -> None:
+        """The epoch's csv row and line."""
+        began, sums = time.perf_counter(), self.sums
+        scores = {"train_loss": sums["loss"] / sums["n"], "train_acc": 100 * sums["right"] / sums["n"]}
+        scores |= common.evaluate(self.model, self.data.test(), self.args.device)
+        row = {"epoch": epoch, **scores, "ratio_achieved": self.tracker.ratio_achieved(), "flips": self.tracker.take_flips()}
+        row |= {"lr": self.scheduler.get_last_lr()[0], "flop": sums["flop"], "seconds": sums["seconds"] + time.perf_counter() - began}
+        log.write({k: round(v, 8) for k, v in row.items()})
+        self.sums = dict.fromkeys(sums, 0.0)
+        print("  ".join(f"{k} {v:.6g}" for k, v in row.items()), flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train until the plan's end, or --stop."""
+    r = Run(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    went_on = r.resume()
+    done = r.step // r.data.steps
+    log_path, blocks_path = args.out / "log.csv", args.out / "active_blocks.csv"
+    if went_on:
+        print(f"going on after step {r.step} (epoch {done + 1})", flush=True)
+        keep_epochs(log_path, done)
+        keep_epochs(blocks_path, done)
+    log, blocks = CsvLog(log_path, COLUMNS, append=went_on), ActiveBlocks(blocks_path, r.tracker, append=went_on)
+    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "command": shlex.join(sys.argv)}
+    (args.out / "run.json").write_text(json.dumps({**vars(args), **facts}, indent=1, default=str) + "\n")
+    for epoch in range(done + 1, min(args.stop or args.epochs, args.epochs) + 1):
+        r.epoch(epoch)
+        r.report(epoch, log)
+        blocks.write(epoch)
+        r.save()
+    for path in (log_path, *plot_run(args.out)):
+        print(path)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 2 where data, a package, a checkpoint or an argument is not as it must be."""
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        return run(args)
+    except (DataMissing, fxmask.FxMaskError, checkpoint.CheckpointError) as error:
+        print(f"thesis/train.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
