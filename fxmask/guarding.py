@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .passes import rebuild
+from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, policy_of, reset_returned
 from .passes.site import Site
 from .sites import required_sites, values_of
@@ -19,7 +20,7 @@ class GuardHandle:
     """What `guard` gives: `policies` {parameter's name: policy}, and `remove()`. A context manager, too."""
 
     def __init__(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[tuple[Site, torch.Tensor | None]], returning: str) -> None:
-        self._guarded, self._followed, self._returning = guarded, followed, returning
+        self._guarded, self._followed, self._returning, self._first = guarded, followed, returning, True
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         for g in guarded:
             g.site._fxmask_policy, g.site._fxmask_unguarded = g.policy, False
@@ -36,7 +37,11 @@ class GuardHandle:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
+        warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         before_step(optimizer, self._guarded)
+        if self._first and any(g.mask is not None for g in self._guarded):
+            self._first = False
+            warn_of_dense_gradients(self._guarded)
 
     @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from .passes.choose import Decision, Patterns, choose
 from .passes.config import Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
+from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild
 from .passes.site import Site, graph_sites
 from .passes.trace_check import frozen_randomness
@@ -135,16 +136,26 @@ def _stream_names(model: nn.Module, decisions: list[Decision]) -> dict[int, str]
     return names
 
 
+def _owners(model: nn.Module, d: Decision) -> list[nn.Module]:
+    """The modules whose forward reads the weight; where the user says that one does and none is known, all that hold the layer."""
+    if d.config is None or d.config.read != "weight" or d.candidate.module is None:
+        return []
+    if d.candidate.owner is not None:
+        return [d.candidate.owner]
+    return [m for m in ancestors(model, d.candidate.module) if not isinstance(m, torch.fx.GraphModule)]
+
+
 def _change(model: nn.Module, decisions: list[Decision]) -> None:
     """Mask what was chosen; where that fails, change back what was changed. Masks that were there before stay."""
     streams = _stream_names(model, decisions)
-    owners = [c.owner for d in decisions if (c := d.candidate).owner is not None and not isinstance(c.owner, WeightReader)]
+    owners = {id(d): _owners(model, d) for d in decisions}
+    new_readers = [m for found in owners.values() for m in found if not isinstance(m, WeightReader)]
     rewrite = MaskWeights(decisions, streams)
     try:
         for d in decisions:
             c = d.candidate
             if d.config is not None and c.host is None and c.module is not None:
-                swap(c.module, d.config, c.param_name, streams[id(c.weight)], c.owner)
+                swap(c.module, d.config, c.param_name, streams[id(c.weight)], owners[id(d)])
         for _, gm in graph_modules(model):
             run_passes(gm, [rewrite])
         for _, gm in graph_modules(model):
@@ -156,7 +167,7 @@ def _change(model: nn.Module, decisions: list[Decision]) -> None:
         for d in decisions:
             if d.config is not None and d.candidate.host is None and d.candidate.module is not None:
                 unswap(d.candidate.module)
-        for m in owners:
+        for m in new_readers:
             unswap(m)
         for _, gm in graph_modules(model):
             run_passes(gm, [RestoreLinears(rewrite.made)])

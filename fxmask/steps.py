@@ -11,6 +11,7 @@ from torch import nn
 from .kernels.errors import ConfigError, StateError, message
 from .passes import rebuild
 from .passes import site as state
+from .passes.bypass import warn_of_dense_readers
 from .sites import required_sites, values_of
 
 
@@ -26,7 +27,8 @@ def step(model: nn.Module, n: int = 1) -> None:
 
     `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing.
-    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`.
+    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`. Warns where a weight has a gradient though its masked forward
+    never ran.
     Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.
     """
     if type(n) is not int or n < 0:
@@ -36,6 +38,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     for name, site, weight in found:
         if site._fxmask_config.cached:
             values_of(name, weight, "fxmask.step")  # raises before anything has moved
+    if n:
+        warn_of_dense_readers(found)
     rebuild.advance([(site, weight) for _, site, weight in found], n)
 
 

@@ -8,6 +8,7 @@ other time it is the Parameter, so that initialisers, optimisers and surgery see
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -146,16 +147,17 @@ def _after_load(m: nn.Module, incompatible: object) -> None:
         after_load(m, peek_weight(m))
 
 
-def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owner: nn.Module | None) -> None:
-    """Make a Linear a masked one, in place, and its owner a reader where it is read."""
+def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module]) -> None:
+    """Make a Linear a masked one, in place, and its owners readers where it is read."""
     weight = peek_weight(m)
     m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else MaskedLinear)
     assert isinstance(m, MaskedLinear)
     state.install(m, config, name, weight, stream_name)
     if isinstance(m, ReadWeight):
         m._fxmask_reading = 0
-        if owner is not None and owner is not m and not isinstance(owner, WeightReader):
-            owner.__class__ = masked_class(type(owner), WeightReader)
+        for owner in owners:
+            if owner is not m and not isinstance(owner, WeightReader):
+                owner.__class__ = masked_class(type(owner), WeightReader)
     m.register_load_state_dict_post_hook(_after_load)
     rebuild([Job(m, weight, first=True)])
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .readers import weight_readers
 from .site import Site, graph_sites
 from .weights import peek_weight
 
@@ -51,7 +52,7 @@ def find(model: nn.Module) -> list[Candidate]:
     in_graphs = [c for prefix, gm in graphs for c in _in_graph(prefix, gm, outside)]
     called = {id(gm.get_submodule(str(n.target))) for _, gm in graphs for n in gm.graph.nodes if n.op == "call_module"} - outside
     owned = {id(w): site for _, gm in graphs for site, w in graph_sites(gm) if w is not None}
-    readers, found = _weight_readers(model), []
+    readers, found = weight_readers(model), []
     for name, m in model.named_modules():
         problem = _module_problem(m)
         if (isinstance(m, nn.Linear) or problem) and not (id(m) in called and is_plain(m)):
@@ -118,17 +119,6 @@ def _weight_problem(w: Tensor) -> str:
     if is_traceable_wrapper_subclass(w):
         return f"its weight is a {type(w).__name__}; call fxmask.apply before sharding, quantising or wrapping"
     return ""
-
-
-def _weight_readers(model: nn.Module) -> dict[int, nn.Module]:
-    """Linears whose owner reads `.weight`: nn.MultiheadAttention never calls out_proj, and the encoder layer's fast path calls neither linear."""
-    found: dict[int, nn.Module] = {}
-    for m in model.modules():
-        if isinstance(m, nn.MultiheadAttention):
-            found[id(m.out_proj)] = m
-        elif isinstance(m, nn.TransformerEncoderLayer):
-            found[id(m.linear1)] = found[id(m.linear2)] = m
-    return found
 
 
 def _embedding_weights(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:

@@ -40,6 +40,7 @@ class Site(nn.Module):
     _fxmask_step: int  # optimiser steps taken
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
+    _fxmask_called: bool  # a forward has used the mask
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_policy: str | None  # of the guard that is in force
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
@@ -89,7 +90,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_grid = grid_shape(weight.shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
-    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = False
+    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
     site._fxmask_saved = site._fxmask_policy = None
     place_on(site, weight.device)
 
@@ -185,6 +186,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     if site._fxmask_lost:
         what = "a cached mask was lost on the meta device: expected weights to be loaded or the mask to be rebuilt since."
         raise StateError(message(what, site._fxmask_name, "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them."))
+    if not torch.compiler.is_exporting():
+        site._fxmask_called = True
     return current_mask(site, weight)
 
 

@@ -37,7 +37,7 @@ def load(folder: Path) -> dict[str, Any] | None:
         try:
             state = torch.load(path, weights_only=True)
         except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            print(f"{path}: cut off or damaged ({type(error).__name__}: {str(error).splitlines()[0][:100]})", file=sys.stderr)
+            print(f"{path}: cut off or damaged ({type(error).__name__}: {str(error)[:100]!r})", file=sys.stderr)
             continue
         return checked(state, path)
     if found:

@@ -11,7 +11,8 @@ BLOCK, RATIO = (16, 16), 0.7
 
 
 def flip(model):
-    """A gradient that makes one SGD step move the weakest block to the top."""
+    """After a forward, a gradient that makes one SGD step move the weakest block to the top."""
+    model(torch.randn(2, 64))
     for name in ("0.weight", "2.weight"):
         w = model.get_parameter(name)
         mask = best_blocks(w, BLOCK, RATIO).repeat_interleave(16, 0).repeat_interleave(16, 1)

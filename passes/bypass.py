@@ -1,0 +1,45 @@
+"""Finding weights that a model uses past their masks: a masked layer that gets a gradient and never runs, or one whose masked blocks get a gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import FxMaskWarning, message
+from ..kernels.grid import expand_mask
+from .optimiser import Guarded
+from .site import Site
+
+
+def warn_of_dense_readers(found: Iterable[tuple[str, Site, Tensor | None]]) -> None:
+    """FxMaskWarning, once a layer, where a weight has a gradient though its masked forward has never run: whoever made the gradient read `.weight`."""
+    bypassed = [(name, site) for name, site, w in found if not site._fxmask_called and w is not None and w.is_leaf and w.grad is not None]
+    if bypassed:
+        for _, site in bypassed:
+            site._fxmask_called = True
+        names = [name for name, _ in bypassed]
+        where = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        what = "a masked layer trains and its masked forward has never run: something reads its .weight directly, and is dense."
+        fix = "fxmask.apply(..., overrides={layer: {'read': 'weight'}}) if a module that holds the layer reads it in its forward; or exclude it."
+        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)
+
+
+def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
+    """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a first step alone."""
+    names = []
+    for g in guarded:
+        grad, config = g.weight.grad, g.site._fxmask_config
+        if config.backward != "masked" or g.mask is None or grad is None or grad.layout != torch.strided:
+            continue
+        if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+            continue
+        masked = ~expand_mask(g.mask, g.weight.shape, config.block)
+        if bool((masked & (grad != 0)).any()):
+            names.append(g.name)
+    if names:
+        what = f"masked blocks of {', '.join(names[:5])} have a gradient, which backward='masked' gives them none of."
+        why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), or the backward ran inside fxmask.dense."
+        warnings.warn(f"{what} {why}", FxMaskWarning, stacklevel=3)

@@ -1,0 +1,209 @@
+"""The thesis' training: its recipes, what a checkpoint holds, and that a run that was killed ends where one that was not ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import plots
+import pytest
+import torch
+from thesis import checkpoint
+from thesis import train as program
+from thesis.recipe import CIFAR10, IMAGENET, Mixing, Recipe, optimiser, scheduler
+from torch import nn
+
+import fxmask
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+SHORT = ("--threads", "1", "--data", "digits", "--batch", "64", "--epochs", "3", "--warmup", "1", "--cooldown", "1", "--masks-from", "1", "--save-every", "5")
+MASKED = (*SHORT, "--schedule", "cubic:20", "--refresh", "2")
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in plots.read_csv(out / "log.csv")]
+
+
+def same(a: object, b: object) -> bool:
+    """Equal to the bit, through dicts and lists."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else type(a) is type(b) and a == b
+
+
+def state(out: Path) -> dict[str, object]:
+    saved = torch.load(out / checkpoint.LAST, weights_only=True)
+    saved["progress"]["sums"].pop("seconds")
+    return saved
+
+
+def assert_same_end(out: Path, other: Path) -> None:
+    assert same(state(out), state(other))
+    assert rows(out) == rows(other) and len(rows(out)) == 3
+    blocks = [p / "active_blocks.csv" for p in (out, other)]
+    assert blocks[0].exists() == blocks[1].exists() and (not blocks[0].exists() or blocks[0].read_text() == blocks[1].read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A masked run that nobody disturbed."""
+    out = tmp_path_factory.mktemp("whole")
+    assert program.main([*MASKED, "--out", str(out)]) == 0
+    return out
+
+
+class Crash(Exception):
+    pass
+
+
+OTHERS = [(*SHORT, "--dense"), (*SHORT, "--backward", "ste", "--refresh", "3"), (*SHORT, "--opt", "adamw", "--guard", "decay")]
+
+
+@pytest.mark.parametrize("options", [MASKED, *OTHERS])
+def test_resume_is_exact(options, tmp_path, monkeypatch, whole):
+    """Broken off in the middle of a step, in the middle of an epoch, three times; the checkpoints lie some steps back."""
+    expected, out = (whole if options is MASKED else tmp_path / "whole"), tmp_path / "broken"
+    if options is not MASKED:
+        assert program.main([*options, "--out", str(expected)]) == 0
+    honest = nn.Module.__call__
+    for calls in (9, 17, 40):
+        seen = 0
+
+        def breaking(self, *args, calls=calls):
+            nonlocal seen
+            seen += isinstance(self, program.ResMLP)
+            if seen > calls:
+                raise Crash
+            return honest(self, *args)
+
+        monkeypatch.setattr(program.ResMLP, "__call__", breaking)
+        with pytest.raises(Crash):
+            program.main([*options, "--out", str(out)])
+        monkeypatch.undo()
+    assert program.main([*options, "--out", str(out)]) == 0
+    assert_same_end(out, expected)
+
+
+def kill_and_go_on(out: Path, kills: int) -> int:
+    """Start the run again and again, kill -9 each time at a random moment, then let it end; how many of the kills hit a run."""
+    chance, hits = random.Random(), 0
+    command = [sys.executable, str(ROOT / "examples" / "thesis" / "train.py"), *MASKED, "--out", str(out)]
+    for _ in range(kills):
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before = (out / "run.json").stat().st_mtime_ns if (out / "run.json").exists() else 0
+        while process.poll() is None and not ((out / "run.json").exists() and (out / "run.json").stat().st_mtime_ns > before):
+            time.sleep(0.01)  # until it trains
+        time.sleep(chance.uniform(0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        hits += process.wait() == -signal.SIGKILL
+    subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+    return hits
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(kills, tmp_path, whole):
+    assert kill_and_go_on(tmp_path / "killed", kills) >= kills // 2
+    assert_same_end(tmp_path / "killed", whole)
+
+
+def test_an_ended_run_is_left_alone(whole, capsys):
+    before = state(whole)
+    assert program.main([*MASKED, "--out", str(whole)]) == 0
+    assert same(state(whole), before) and "going on after step" in capsys.readouterr().out
+
+
+def test_cut_off_checkpoint(tmp_path, whole, capsys):
+    """The last whole one is taken; where none is whole, nothing is trained from scratch in silence."""
+    out = tmp_path / "cut"
+    assert program.main([*MASKED, "--stop", "2", "--out", str(out)]) == 0
+    last, before = out / checkpoint.LAST, out / checkpoint.BEFORE
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    assert program.main([*MASKED, "--out", str(out)]) == 0
+    assert "cut off or damaged" in capsys.readouterr().err
+    assert_same_end(out, whole)
+    last.write_bytes(b"")
+    before.write_bytes(before.read_bytes()[:1000])
+    assert program.main([*MASKED, "--out", str(out)]) == 2
+    assert "no whole checkpoint" in capsys.readouterr().err
+
+
+def test_other_settings_are_refused(tmp_path, whole, capsys):
+    before = state(whole)
+    assert program.main([*MASKED, "--lr", "0.5", "--out", str(whole)]) == 2
+    assert "lr: 0.5 now, 0.01 in the checkpoint" in capsys.readouterr().err
+    assert same(state(whole), before)
+
+
+def test_a_checkpoint_without_its_masks(tmp_path, whole, capsys):
+    torch.save({k: v for k, v in state(whole).items() if k != "masks"}, tmp_path / checkpoint.LAST)
+    assert program.main([*MASKED, "--out", str(tmp_path)]) == 2
+    assert "cached masks and the guard are lost" in capsys.readouterr().err
+
+
+def test_checkpoint_goes_into_a_dense_model(whole):
+    saved = state(whole)
+    run = program.Run(program.arguments([*SHORT, "--dense"]))
+    run.model.load_state_dict(saved["model"], strict=True)
+    assert not any(row["masked"] for row in fxmask.explain(run.model).rows)
+
+
+def test_literal_mode_is_options_alone():
+    args = program.arguments([*SHORT, "--criterion", "spectral", "--backward", "unmasked", "--guard", "free"])
+    run = program.Run(args)
+    assert set(run.guard.policies.values()) == {"free"} and type(run.optimiser) is torch.optim.Adam
+    assert run.optimiser.param_groups[0]["weight_decay"] == 1e-4  # coupled: Adam, not AdamW
+    row = next(row for row in fxmask.explain(run.model).rows if row["masked"])
+    assert row["backward"] == "unmasked" and run.model.blocks[0].fc1._fxmask_config.criterion == "spectral"
+
+
+def test_recipes_are_the_tables():
+    assert (CIFAR10.epochs, CIFAR10.batch, CIFAR10.opt, CIFAR10.lr, CIFAR10.weight_decay) == (200, 128, "adam", 0.01, 1e-4)
+    assert (CIFAR10.warmup, CIFAR10.warmup_lr, CIFAR10.min_lr, CIFAR10.cooldown) == (5, 1e-3, 1e-5, 10)
+    assert (CIFAR10.mixup, CIFAR10.cutmix, CIFAR10.mix_prob, CIFAR10.mix_switch, CIFAR10.smoothing) == (0.2, 0.8, 1.0, 0.5, 0.1)
+    assert (IMAGENET.epochs, IMAGENET.batch, IMAGENET.opt, IMAGENET.lr, IMAGENET.weight_decay) == (300, 64, "adamw", 1e-3, 0.005)
+    assert (IMAGENET.warmup, IMAGENET.warmup_lr, IMAGENET.mixup, IMAGENET.cutmix) == (5, 1e-5, 0.8, 1.0)
+
+
+def test_learning_rate():
+    """Warm-up from warmup_lr, lr where it ends, the middle of the cosine half-way, min_lr through the cool-down."""
+    recipe, steps = Recipe(epochs=30, warmup=5, cooldown=5, lr=0.01, warmup_lr=1e-3, min_lr=1e-5), 4
+    optim = optimiser([nn.Parameter(torch.ones(1))], recipe)
+    plan, rates = scheduler(optim, recipe, steps), []
+    for _ in range(30 * steps):
+        rates.append(optim.param_groups[0]["lr"])
+        optim.step()
+        plan.step()
+    assert rates[0] == pytest.approx(1e-3) and rates[20] == pytest.approx(0.01) and rates[60] == pytest.approx((0.01 + 1e-5) / 2)
+    assert rates[100:] == pytest.approx([1e-5] * 20) and rates[10] == pytest.approx(0.0055)
+    assert rates[:21] == sorted(rates[:21]) and rates[20:101] == sorted(rates[20:101], reverse=True)
+
+
+def test_mixing():
+    """Half of the batches by each, labels a distribution; a batch's pixels are a blend (MixUp) or a patchwork (CutMix)."""
+    torch.manual_seed(0)
+    mixing, labels = Mixing(Recipe(), 10), torch.arange(8) % 10
+    images, cut = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 8, 8) * 2**0.5, 0
+    for _ in range(200):
+        mixed, targets = mixing(images, labels)
+        assert targets.shape == (8, 10) and torch.allclose(targets.sum(1), torch.ones(8))
+        cut += all(bool(torch.isin(image, images).all()) for image in mixed)
+    assert 70 < cut < 130
+    assert Mixing(Recipe(mix_prob=0), 10)(images, labels)[1] is labels
+    assert sum(Mixing(Recipe(mix_prob=0.3), 10)(images, labels)[1] is labels for _ in range(100)) > 50
+
+
+def test_wrong_use(tmp_path, capsys):
+    for options in (("--data", "folder"), ("--config", "ResMLP2 @ XPatch = masked 2 (16, 16);")):
+        assert program.main([*SHORT, *options, "--out", str(tmp_path / "x")]) == 2
+        assert capsys.readouterr().err.startswith("thesis/train.py: ")
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(SystemExit):
+        program.main(["--dense", "--config", "ResMLP5"])

@@ -1,0 +1,183 @@
+"""Weights that are used past their masks: caught at the first optimiser step, before a second training step."""
+
+import copy
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import fx, nn, optim
+from torch.nn import functional as F
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+from fxmask.passes.readers import weight_readers
+
+
+class Reader(nn.Module):
+    """Somebody's layer that fxmask has never heard of: it never calls its Linear, and its source does not say `self.inner.weight`."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        inner = self.inner
+        return torch.addmm(inner.bias, x, inner.weight.t())
+
+
+class Both(Reader):
+    """Calls its Linear, and reads its weight too."""
+
+    def forward(self, x):
+        inner = self.inner
+        return inner(x) + F.linear(x, inner.weight * 0.5)
+
+
+class Plain(Reader):
+    """As timm's BEiT does it."""
+
+    def forward(self, x):
+        return self.mix(x)
+
+    def mix(self, x):
+        return F.linear(x, weight=self.inner.weight, bias=self.inner.bias)
+
+
+def model(layer):
+    torch.manual_seed(0)
+    return fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), layer), ratio=0.5)
+
+
+def loss(m):
+    return m(torch.randn(4, 64)).square().mean()
+
+
+def test_reader_is_caught_by_the_guard():
+    """At the first optimiser step, before a second training step; once."""
+    m = model(Reader())
+    optimiser = optim.AdamW(m.parameters())
+    fxmask.guard(optimiser, m)
+    loss(m).backward()
+    with pytest.warns(FxMaskWarning) as told:
+        optimiser.step()
+    assert all(word in str(told[0].message) for word in ("2.inner.weight", "never run", "{'read': 'weight'}"))
+    loss(m).backward()
+    optimiser.step()  # warnings are errors here: not a second time
+
+
+def test_reader_is_caught_by_step():
+    m = model(Reader())
+    fxmask.step(m, 0)
+    loss(m).backward()
+    with pytest.warns(FxMaskWarning, match="never run"):
+        fxmask.step(m)
+    assert fxmask.explain(m).rows[0]["step"] == 1
+
+
+@pytest.mark.parametrize("how", ["override", "source"])
+def test_what_is_known_to_be_read_is_masked(how):
+    """By the override that the warning names, or because the owner's source says so; in training and in evaluation."""
+    torch.manual_seed(0)
+    layer = Plain() if how == "source" else Reader()
+    m = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), layer)
+    fxmask.apply(m, ratio=0.5, overrides=None if how == "source" else {"2.inner": {"read": "weight"}})
+    dense = copy.deepcopy(m[2].inner)
+    fxmask.restore(dense)
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        dense.weight.mul_(fxmask.kernels.grid.expand_mask(fxmask.masks(m)["2.inner.weight"], (64, 64), (16, 16)))
+        for mode in (True, False):
+            assert torch.allclose(m.train(mode)[2](x), dense(x), atol=1e-6)
+    m.train()
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    mask = fxmask.kernels.grid.expand_mask(fxmask.masks(m)["2.inner.weight"], (64, 64), (16, 16))
+    loss(m).backward()
+    assert not m[2].inner.weight.grad[~mask].any()
+    optimiser.step()
+
+
+def test_second_reader_is_warned_of_once():
+    m = model(Both())
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    loss(m).backward()
+    with pytest.warns(FxMaskWarning, match=r"2\.inner\.weight have a gradient"):
+        optimiser.step()
+    optimiser.zero_grad()
+    loss(m).backward()
+    optimiser.step()  # warnings are errors here: not a second time
+
+
+@pytest.mark.parametrize("form", ["module", "graph", "compiled", "ste", "frozen", "lbfgs"])
+def test_no_false_alarm(form):
+    torch.manual_seed(0)
+    m = fx.symbolic_trace(mlp()) if form == "graph" else mlp()
+    fxmask.apply(m, ratio=0.5, backward="ste" if form == "ste" else "masked")
+    if form == "frozen":
+        next(p for p in m.parameters() if p.dim() == 2).requires_grad_(False)
+    optimiser = optim.LBFGS(m.parameters(), max_iter=2) if form == "lbfgs" else optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    called = torch.compile(m, backend="eager", fullgraph=True) if form == "compiled" else m
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss(called)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        if form != "lbfgs":
+            closure()
+        optimiser.step(closure if form == "lbfgs" else None)
+    assert fxmask.explain(m).rows[0]["step"] == 3
+
+
+def test_an_unused_layer_is_no_reader():
+    m = model(Reader())
+    m[2].forward = lambda x: x
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    loss(m).backward()
+    optimiser.step()
+
+
+class Outer(nn.Module):
+    """Reads a layer of a module that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.ModuleDict({"fc": nn.Linear(64, 64)})
+
+    def forward(self, x):
+        fc = self.part["fc"]
+        return x @ fc.weight.t()
+
+
+def test_an_override_reaches_readers_further_up():
+    m = fxmask.apply(Outer(), ratio=0.75, overrides={"part.fc": {"read": "weight"}})
+    y = m(torch.eye(64))
+    assert (y == 0).float().mean() == 0.75
+    fxmask.restore(m)
+    assert type(m) is Outer and type(m.part) is nn.ModuleDict and not (m(torch.eye(64)) == 0).any()
+
+
+class Facts(nn.Module):
+    """What takes no values is no read; assignments are none either."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        if isinstance(self.fc.weight, torch.Tensor) and x.dtype != self.fc.weight.dtype:
+            x = x.to(self.fc.weight.device)
+        return self.fc(x)
+
+    def reset(self):
+        nn.init.zeros_(self.other.weight)
+
+
+def test_facts_about_a_weight_are_no_reads():
+    m = Facts()
+    assert weight_readers(m) == {} and weight_readers(p := Plain()) == {id(p.inner): p}
