@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,17 +14,30 @@ from .passes import rebuild
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, policy_of, reset_returned
 from .passes.site import Site
+from .passes.weights import peek_weight
 from .sites import required_sites, values_of
+from .swap import MaskedLinear
+
+Followed = tuple[Site, "torch.Tensor | None"]
+Named = tuple[str, Site, torch.Tensor]
 
 
 class GuardHandle:
-    """What `guard` gives: `policies` {parameter's name: policy}, and `remove()`. A context manager, too."""
+    """What `guard` gives: `policies` {parameter's name: policy}, and `remove()`. A context manager, too. It ends with its optimiser, and with `restore`."""
 
-    def __init__(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[tuple[Site, torch.Tensor | None]], returning: str) -> None:
-        self._guarded, self._followed, self._returning, self._first = guarded, followed, returning, True
+    def __init__(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str) -> None:
+        self._hooks: list[Any] = []
+        self._guarded, self._followed, self._others = guarded, followed, others
+        self._choice, self._returning, self._first, self._token = choice, returning, True, object()
+        self._held = _count(optimizer)
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._take(guarded, followed)
+
+    def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
-            g.site._fxmask_policy, g.site._fxmask_unguarded = g.policy, False
+            g.site._fxmask_policy = g.policy
+        for site, _ in followed:
+            site._fxmask_guard = self._token
         rebuild.advance(followed, 0)
 
     @property
@@ -31,22 +45,44 @@ class GuardHandle:
         """What happens to the masked part of each weight."""
         return {g.name: g.policy for g in self._guarded}
 
+    def _is_ours(self, site: Site) -> bool:
+        return site.__dict__.get("_fxmask_guard") is self._token  # neither restored since nor masked anew
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Guard masked weights that `add_param_group` has brought since."""
+        if _count(optimizer) == self._held:
+            return
+        self._held = _count(optimizer)
+        new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
+        guarded = [_guarded(n, s, w, self._choice) for n, s, w in new]
+        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is None]
+        self._guarded, self._followed = self._guarded + guarded, self._followed + followed
+        self._take(guarded, followed)
+
     @torch.compiler.disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_nested(optimizer):
+            return
+        self._guarded = [g for g in self._guarded if self._is_ours(g.site)]
+        self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
+        self._adopt(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
-        before_step(optimizer, self._guarded)
-        if self._first and any(g.mask is not None for g in self._guarded):
+        closure = any(map(callable, (*args[1:], *kwargs.values())))
+        before_step(optimizer, self._guarded, closure)
+        if self._first and not closure and any(g.mask is not None for g in self._guarded):
             self._first = False
             warn_of_dense_gradients(self._guarded)
 
     @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_nested(optimizer):
+            return
         masks = after_step(optimizer, self._guarded)
-        rebuild.advance(self._followed, 1)
+        rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
         if self._returning == "zero":
             reset_returned(optimizer, self._guarded, masks)
 
@@ -54,17 +90,41 @@ class GuardHandle:
         """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
         for hook in self._hooks:
             hook.remove()
-        for g in self._guarded:
-            g.site._fxmask_policy = None
-        for site, _ in self._followed if self._hooks else []:
-            site._fxmask_announced = False
+        for site in [s for s, _ in self._followed if self._is_ours(s)] if self._hooks else []:
+            site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
         self._hooks = []
+
+    __del__ = remove  # the hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes
 
     def __enter__(self) -> GuardHandle:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
+    """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
+    if not (site._fxmask_config.cached and isinstance(site, MaskedLinear)):
+        return weight
+    with torch.no_grad():
+        return peek_weight(site)
+
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that runs the hooks of a step
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """Whether another step of this optimiser is running: that of a subclass which calls super().step(). The outermost alone is a step."""
+    frame, steps = sys._getframe(), 0
+    while frame is not None:
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps > 1
 
 
 def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", returning: str = "keep") -> GuardHandle:
@@ -90,7 +150,10 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"fxmask.guard: expected a torch.optim.Optimizer first and the model second, got {type(optimizer).__name__}.")
     found = required_sites(model, "fxmask.guard")
-    guarded, followed = [], []
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."
+        raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
+    guarded, followed, others = [], [], []
     for name, site, weight in found:
         held = weight is not None and group_of(optimizer, weight) is not None
         derived = weight is None or not isinstance(weight, nn.Parameter)
@@ -99,14 +162,16 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
         elif derived and masked_weights in ("freeze", "decay"):
             what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
             raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))
-        if held or derived or (weight is not None and not weight.requires_grad):
+        if not held and weight is not None and not derived:
+            others.append((name, site, weight))
+        if held or ((derived or (weight is not None and not weight.requires_grad)) and site._fxmask_guard is None):
             if site._fxmask_config.cached and weight is not None:
                 values_of(name, weight, "fxmask.guard")
             followed.append((site, weight))
     if not guarded and not followed:
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
-    return GuardHandle(optimizer, guarded, followed, returning)
+    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning)
 
 
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:

@@ -140,8 +140,8 @@ def _owners(model: nn.Module, d: Decision) -> list[nn.Module]:
     """The modules whose forward reads the weight; where the user says that one does and none is known, all that hold the layer."""
     if d.config is None or d.config.read != "weight" or d.candidate.module is None:
         return []
-    if d.candidate.owner is not None:
-        return [d.candidate.owner]
+    if d.candidate.owners:
+        return d.candidate.owners
     return [m for m in ancestors(model, d.candidate.module) if not isinstance(m, torch.fx.GraphModule)]
 
 

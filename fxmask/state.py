@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .kernels.errors import StateError, message
 from .passes import rebuild
 from .passes import site as state
 from .passes.config import WeightMask
+from .passes.optimiser import POLICIES
 from .passes.site import Site
 from .sites import required_sites
 
@@ -21,7 +23,7 @@ HOW_RUN = ("impl",)  # settings that another machine may choose differently with
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, step, step of the last rebuild, whether steps
-    are counted, the guard's policy, and where they are cached the mask (bool [NB, KB]) and the flips.
+    are counted, whether a guard counts them and its policy, and where they are cached the mask (bool [NB, KB]) and the flips.
 
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
     Raises: StateError without masks, and inside `fxmask.dense`.
@@ -38,6 +40,7 @@ def _one(site: Site) -> dict[str, Any]:
         "step": site._fxmask_step,
         "built": site._fxmask_built,
         "announced": site._fxmask_announced,
+        "guarded": site._fxmask_guard is not None or site._fxmask_unguarded,
         "policy": site._fxmask_policy,
         "mask": None if mask is None else mask.detach().clone(),
         "flips": None if flips is None else flips.detach().clone(),
@@ -64,7 +67,8 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     missing, unknown = sorted({n for n, _, _ in found} - set(entries)), sorted(set(entries) - {n for n, _, _ in found})
     if missing or unknown:
         what = f"the state is of other weights: expected an entry for each masked weight, got none for {missing[:5]} and unknown ones for {unknown[:5]}."
-        raise StateError(message(what, type(model).__name__, "apply fxmask as in the run that saved it."))
+        fix = "apply fxmask as in the run that saved it; if a wrapper stands in the names (module., _orig_mod.), save and load the plain model."
+        raise StateError(message(what, type(model).__name__, fix))
     for name, site, _ in found:
         _check(name, site, entries[name])
     for name, site, _ in found:
@@ -72,37 +76,74 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     state.sync(*(site for _, site, _ in found))
 
 
+_KEYS = ("settings", "step", "built", "announced", "guarded", "policy", "mask", "flips")
+
+
 def _entries(saved: Any) -> dict[str, dict[str, Any]]:
-    keys = set(_KEYS)
-    entries = saved.get("masks") if isinstance(saved, dict) and saved.get("format") == FORMAT else None
-    if not isinstance(entries, dict) or not all(isinstance(e, dict) and set(e) == keys for e in entries.values()):
-        got = f"keys {sorted(map(str, saved))[:5]}" if isinstance(saved, dict) else type(saved).__name__
-        raise StateError(f"fxmask.load_state_dict: expected what fxmask.state_dict returned (format {FORMAT}), got {got}.")
-    return entries
-
-
-_KEYS = ("settings", "step", "built", "announced", "policy", "mask", "flips")
+    got = type(saved).__name__
+    if isinstance(saved, dict):
+        got, format = f"keys {sorted(map(str, saved))[:5]}", saved.get("format")
+        entries = saved.get("masks")
+        if type(format) is int and format != FORMAT:
+            got = f"format {format}"
+        elif type(format) is int and isinstance(entries, dict):
+            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or set(e) != set(_KEYS))
+            if not odd:
+                return entries
+            got = f"other entries for {odd[:5]}"
+    what = f"fxmask.load_state_dict: expected what fxmask.state_dict returned (format {FORMAT}), got {got}."
+    raise StateError(message(what, fix="save fxmask.state_dict(model) beside model.state_dict(), and hand each to its own load_state_dict."))
 
 
 def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
     ours, theirs = _settings(site._fxmask_config), entry["settings"]
+    if not isinstance(theirs, dict):
+        raise StateError(message(f"settings: expected a dict, got {theirs!r}.", name, "load a state as fxmask.state_dict returned it."))
     differ = [f"{k}: {ours.get(k)!r} here, {theirs.get(k)!r} saved" for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
     if differ:
         what = f"the state was saved with other settings: expected the same, got {'; '.join(differ)}."
         raise StateError(message(what, name, "apply fxmask with the saved settings, or go on without the saved masks by fxmask.step(model, n)."))
     mask = entry["mask"]
-    if (mask is None) != (site._fxmask_mask is None) or (mask is not None and tuple(mask.shape) != site._fxmask_grid):
+    if (mask is None) != (site._fxmask_mask is None) or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != site._fxmask_grid):
         got = None if mask is None else tuple(mask.shape)
         raise StateError(message(f"the saved mask is of another shape: expected {site._fxmask_grid}, got {got}.", name, "load the state of this architecture."))
+    for wrong in _wrong_values(site, entry):
+        raise StateError(message(f"the state was changed since it was saved: {wrong}.", name, "load a state as fxmask.state_dict returned it."))
+
+
+def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
+    """What no run can have saved; for the first error alone."""
+    for key in ("step", "built"):
+        if type(entry[key]) is not int or entry[key] < 0:
+            yield f"{key}: expected an int of at least 0, got {entry[key]!r}"
+    if entry["built"] > entry["step"]:
+        yield f"built: expected at most step {entry['step']}, got {entry['built']}"
+    for key in ("announced", "guarded"):
+        if type(entry[key]) is not bool:
+            yield f"{key}: expected a bool, got {entry[key]!r}"
+    if entry["policy"] is not None and (type(entry["policy"]) is not str or entry["policy"] not in POLICIES[1:]):
+        yield f"policy: expected one of {', '.join(POLICIES[1:])} or None, got {entry['policy']!r}"
+    mask, flips, c = entry["mask"], entry["flips"], site._fxmask_config
+    for key, t, dtype in (("mask", mask, torch.bool), ("flips", flips, torch.int64)):
+        wanted = site._fxmask_mask is not None
+        if wanted and (not isinstance(t, torch.Tensor) or t.dtype != dtype or t.is_meta or (key == "flips" and t.ndim)):
+            yield f"{key}: expected a tensor of {dtype} with values, got {f'one of {t.dtype}, {tuple(t.shape)}' if isinstance(t, torch.Tensor) else repr(t)}"
+        if not wanted and t is not None:
+            yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
+    if mask is not None:
+        kept, expected = int(mask.sum()), c.keep_at(entry["built"], mask.numel())
+        if kept < expected or (kept > expected and c.ties == "lowest"):
+            yield f"mask: expected {expected} kept blocks, got {kept}"
 
 
 def _load(site: Site, entry: dict[str, Any]) -> None:
-    site._fxmask_step, site._fxmask_built = int(entry["step"]), int(entry["built"])
-    site._fxmask_announced = bool(entry["announced"])
-    site._fxmask_unguarded = entry["policy"] is not None and site._fxmask_policy is None
+    guarded = site._fxmask_guard is not None
+    site._fxmask_step, site._fxmask_built = entry["step"], entry["built"]
+    site._fxmask_announced = entry["announced"] or guarded
+    site._fxmask_unguarded = entry["guarded"] and not guarded
     device = site._fxmask_keep.device
     if entry["mask"] is not None:
-        mask = entry["mask"].to(device=device, dtype=torch.bool).clone()
+        mask = entry["mask"].to(device=device).clone()
         rebuild.hold(site, mask, state.lists_of(site, mask))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False

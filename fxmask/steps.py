@@ -36,6 +36,9 @@ def step(model: nn.Module, n: int = 1) -> None:
     _not_inside_dense(model, "fxmask.step")
     found = required_sites(model, "fxmask.step")
     for name, site, weight in found:
+        if n and site._fxmask_guard is not None:
+            what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
+            raise StateError(message(what, name, "leave fxmask.step out; or call remove() on the handle of fxmask.guard."))
         if site._fxmask_config.cached:
             values_of(name, weight, "fxmask.step")  # raises before anything has moved
     if n:

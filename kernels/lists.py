@@ -22,6 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import UnsupportedError
+
+UNITS = 1 << 16  # an entry names a unit in 16 bits
 LISTED = (16, 32, 64, 128)  # block sizes that the list matmul takes, in either direction
 STRIP, STEP = 128, 64  # features of a strip, and of a step at most
 
@@ -79,8 +82,13 @@ def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, stri
 
 
 def pair(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> tuple[Layout, Layout]:
-    """Lists of the forward and of dX."""
-    return layout(grid, block, False, strip), layout(grid, block, True, strip)
+    """Lists of the forward and of dX. UnsupportedError where an entry could not name every unit."""
+    found = layout(grid, block, False, strip), layout(grid, block, True, strip)
+    most = max(lay.units for lay in found)
+    if most > UNITS:
+        what = f"a weight of {most} units of {min(lay.unit for lay in found)} features: expected at most {UNITS} along either axis for impl='triton'"
+        raise UnsupportedError(f"{what}; use a larger block, or impl='auto' or impl='reference'.")
+    return found
 
 
 def _sections(lay: Layout) -> tuple[int, int, int]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from . import reference
 from .dispatch import triton_ops, use_triton
-from .errors import ShapeError, UnsupportedError
+from .errors import ConfigError, ShapeError, UnsupportedError
 from .grid import grid_shape
-from .lists import listed, packed_length
+from .lists import LISTED, listed, packed_length
 from .strides import empty_result
 
 
@@ -26,6 +26,26 @@ def _check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tupl
     expected = grid_shape(w_shape, block)
     if mask.dtype != torch.bool or tuple(mask.shape) != expected:
         raise ShapeError(f"mask of a weight {tuple(w_shape)} in blocks {block}: expected bool {expected}, got {mask.dtype} {tuple(mask.shape)}.")
+
+
+def _check_bias(bias: Tensor | None, features: int) -> None:
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] not in (1, features)):
+        raise ShapeError(f"bias: expected ({features},), one for each row of the weight, got {tuple(bias.shape)}.")
+
+
+def _check_lists(lists: Tensor | None, mask: Tensor, block: tuple[int, int]) -> None:
+    """A kernel follows the lists wherever they point."""
+    if lists is None:
+        return
+    length = packed_length((mask.shape[0], mask.shape[1]), block)
+    if lists.dtype != torch.int32 or tuple(lists.shape) != (length,) or not lists.is_contiguous() or lists.device != mask.device:
+        got = f"{lists.dtype} {tuple(lists.shape)} with strides {lists.stride()} on {lists.device}"
+        raise ShapeError(f"lists of a mask {tuple(mask.shape)} in blocks {block}: expected contiguous torch.int32 ({length},) on {mask.device}, got {got}.")
+
+
+def _check_backward(backward: str) -> None:
+    if backward not in reference.MODES:
+        raise ConfigError(f"unknown backward: expected one of {', '.join(reference.MODES)}, got {backward!r}.")
 
 
 def _check_features(name: str, t: Tensor, expected: int) -> None:
@@ -49,6 +69,7 @@ def block_index(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_co
     Returns: bool (ceil(N / block_rows), ceil(K / block_cols)), True = kept.
     Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
     """
+    grid_shape(w.shape, (block_rows, block_cols))  # raises for what is no matrix
     form = triton_ops() if use_triton(impl, w) else reference
     return form.block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream)
 
@@ -66,7 +87,11 @@ def strip_lists(mask: Tensor, block_rows: int, block_cols: int, impl: str = "aut
     """Lists of the kept blocks, both directions, for kernels that skip the others: int32 [kernels.lists.packed_length].
 
     mask: bool (NB, KB), True = kept; block sides of `kernels.lists.LISTED`. Differentiable: no. Cost: one read of the mask; no host sync.
+    Raises: ShapeError, UnsupportedError (a weight of more units than an entry can name, see `kernels.lists`).
     """
+    if mask.dim() != 2 or mask.dtype != torch.bool or not listed((block_rows, block_cols)):
+        got = f"{mask.dtype} {tuple(mask.shape)}, blocks {(block_rows, block_cols)}"
+        raise ShapeError(f"fxmask::strip_lists: expected a mask bool (NB, KB) in blocks of {', '.join(map(str, LISTED))}, got {got}.")
     return (triton_ops() if _triton_mask(impl, mask) else reference).strip_lists(mask, (block_rows, block_cols))
 
 
@@ -110,6 +135,9 @@ def masked_linear(
     """
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
+    _check_bias(bias, w.shape[0])
+    _check_lists(lists, mask, (block_rows, block_cols))
+    _check_backward(backward)
     form = triton_ops() if use_triton(impl, x) else reference
     return form.masked_linear(x, w, bias, mask, (block_rows, block_cols), lists)
 
@@ -129,6 +157,8 @@ def _(
 ) -> Tensor:
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
+    _check_bias(bias, w.shape[0])
+    _check_backward(backward)
     return empty_result(x, w.shape[0], (block_rows, block_cols), impl)
 
 
@@ -136,7 +166,7 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, bias, mask, rows, cols, backward, dense, impl, lists = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_w else None, w if needs_x else None, mask, dense, lists)
-    ctx.config, ctx.impl = (rows, cols, backward), impl
+    ctx.config, ctx.impl, ctx.flat = (rows, cols, backward), impl, x.is_contiguous()
 
 
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,7 +177,8 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[2]:
-        gb = gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
+        # as the dense bias does it, to the bit: F.linear flattens a contiguous input, and adds the bias to the product of any other
+        gb = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])
     return gx, gw, gb, *[None] * 7
 
 
@@ -175,6 +206,8 @@ def masked_linear_dx(
     """
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("gy", gy, w.shape[0])
+    _check_lists(lists, mask, (block_rows, block_cols))
+    _check_backward(backward)
     form = triton_ops() if use_triton(impl, gy) else reference
     return form.masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
 
@@ -237,6 +270,8 @@ def masked_linear_dw(
     _check_mask(mask, (gy.shape[-1], x.shape[-1]), (block_rows, block_cols))
     if gy.shape[:-1] != x.shape[:-1]:
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
+    _check_lists(lists, mask, (block_rows, block_cols))
+    _check_backward(backward)
     form = triton_ops() if use_triton(impl, x) else reference
     return form.masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward, lists).contiguous()
 
@@ -314,8 +349,10 @@ def linear(
     """The masked linear as modules call it: `masked_linear`, or its aten form where PyTorch cannot differentiate a custom op.
 
     `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get
-    `reference.composite`, and so do nested tensors.
+    `reference.composite`, and so do nested tensors. Raises: UnsupportedError where `impl="triton"` meets any of these.
     """
+    if x.is_nested and impl == "triton":
+        raise UnsupportedError("impl='triton' got a nested tensor: expected a plain one; use impl='auto' or impl='reference'.")
     if _transformed(impl) or x.is_nested:
         return reference.composite(x, w, bias, mask, block, backward, dense)
     return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl, lists)

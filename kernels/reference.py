@@ -34,6 +34,11 @@ def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:
     return packed(mask, block)
 
 
+def rows(t: Tensor) -> Tensor:
+    """(..., K) -> (tokens, K); -1 would say nothing where K is 0."""
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
 def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
     """W∘M. A masked element is zero whatever it was (0 * Inf is not computed), and the dtype stays."""
     return torch.where(expand_mask(mask, w.shape, block), w, 0)
@@ -60,7 +65,7 @@ def masked_linear_dw(
     gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None
 ) -> Tensor:
     """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). Flattened first: a batched product would be B weights large."""
-    dw = gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    dw = rows(gy).t() @ rows(x)
     wanted = gradient_mask(mask, dense, backward)
     return dw if wanted is None else masked(dw, wanted, block)
 

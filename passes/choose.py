@@ -75,13 +75,13 @@ def choose(found: list[Candidate], config: WeightMask, include: Patterns, exclud
                 chosen = None if change is False else config.replace(change, f"overrides[{pattern!r}]")
         if not reason and chosen is None:
             reason = "overrides: False"
-        if not reason and c.skip and not (c.owner is c.module and chosen is not None and chosen.read == "weight"):
+        if not reason and c.skip and not (c.module in c.owners and chosen is not None and chosen.read == "weight"):
             reason = c.skip
             if not c.quiet:
                 warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
         if reason:
             chosen = None
-        elif c.owner is not None and not c.masked and chosen is not None:
+        elif c.owners and not c.masked and chosen is not None:
             chosen = _as_reader(c, chosen)
         decisions.append(Decision(c, chosen, reason or "selected"))
     _check_selected(decisions)

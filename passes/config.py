@@ -44,6 +44,7 @@ class Schedule:
         one_of("schedule", self.kind, SCHEDULES)
         at_least("Schedule.steps", self.steps, 1)
         ratio_units(self.initial)
+        object.__setattr__(self, "initial", float(self.initial))  # numpy's numbers could not be saved
 
     def ratio_at(self, step: int, target: float) -> float:
         """The ratio `step` steps after the start; exactly `target` from `steps` on."""
@@ -88,6 +89,7 @@ class WeightMask:
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
+        object.__setattr__(self, "ratio", float(self.ratio))  # numpy's numbers could not be saved
         object.__setattr__(self, "block", check_block(self.block))
         one_of("backward mode", self.backward, MODES)
         one_of("criterion", self.criterion, CRITERIA)

@@ -19,6 +19,7 @@ from .weights import peek_weight
 
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
+IN_PROJ_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # one, or three where keys or values have another width
 IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
 
 
@@ -41,7 +42,7 @@ class Candidate:
     skip: str = ""  # why it is left dense, with a warning; read='weight' lifts it
     quiet: bool = False  # what no user takes for a Linear: skipped without a warning
     masked: bool = False  # already
-    owner: nn.Module | None = None  # reads .weight instead of calling it
+    owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
     tied_embedding: bool = False
 
 
@@ -56,12 +57,15 @@ def find(model: nn.Module) -> list[Candidate]:
     for name, m in model.named_modules():
         problem = _module_problem(m)
         if (isinstance(m, nn.Linear) or problem) and not (id(m) in called and is_plain(m)):
-            c = _module_candidate(name, m, problem, readers.get(id(m)))
+            c = _module_candidate(name, m, problem, readers.get(id(m), []))
             c.masked = c.masked or id(c.weight) in owned
             found.append(c)
-        elif isinstance(m, nn.MultiheadAttention) and m.in_proj_weight is not None:
-            path = _join(name, "in_proj_weight")
-            found.append(Candidate(path, path, m.in_proj_weight, skip=IN_PROJ, quiet=True))
+        elif isinstance(m, nn.MultiheadAttention):
+            for leaf in IN_PROJ_WEIGHTS:
+                weight = getattr(m, leaf)
+                if weight is not None:
+                    path = _join(name, leaf)
+                    found.append(Candidate(path, path, weight, skip=IN_PROJ, quiet=True))
     found += in_graphs
     named = {c.param_name for c in found}
     for prefix, gm in graphs:  # calls that were rewritten are linears no more
@@ -90,15 +94,17 @@ def is_plain(m: nn.Module) -> bool:
 # ---- modules ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _module_candidate(name: str, m: nn.Module, problem: str, owner: nn.Module | None) -> Candidate:
+def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Module]) -> Candidate:
     linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
     weight = peek_weight(m) if linear else torch.empty(0, 0)
     own = linear and not isinstance(m, Site) and (type(m).forward is not nn.Linear.forward or type(m).__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
+    if any("forward" in owner.__dict__ for owner in owners):
+        skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
     if "forward" in m.__dict__:
         skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
     new = Candidate(name, _join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip, masked=isinstance(m, Site))
-    new.owner = owner or (m if own else None)
+    new.owners = [*owners, m] if own else owners
     return new
 
 

@@ -20,6 +20,7 @@ from .site import Site
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
+NO_MOMENTA = ("step_size", "ax")  # of Rprop and ASGD: a step size and an averaged weight, for which zero is no beginning
 
 
 def policy_of(backward: str, policy: str) -> str:
@@ -54,11 +55,14 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def before_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
-    """Keep the weights, and under freeze their momenta, of what is about to step, and the mask that its gradient was made under."""
+def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool = False) -> None:
+    """Keep the weights, and under freeze their momenta, of what is about to step, and the mask that its gradient was made under.
+
+    A closure makes the gradients inside the step, so that before it nothing says which weights will move.
+    """
     for g in guarded:
         g.mask, g.before, g.momenta = None, None, {}
-        if g.weight.grad is None:  # the optimiser leaves it alone
+        if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         g.mask = state.current_mask(g.site, g.weight.detach())
         if g.policy == "free":
@@ -77,17 +81,22 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor 
     masks = []
     for g in guarded:
         masks.append(g.mask)
-        if g.mask is None or g.before is None:
+        if g.mask is None or g.before is None or g.weight.grad is None:
+            g.before, g.momenta = None, {}
             continue
         kept = expand_mask(g.mask, g.weight.shape, g.site._fxmask_config.block)
         old = g.before
         if g.policy == "decay":
             group = group_of(optimizer, g.weight) or {}
             lr = group.get("lr", 0.0)
-            old = old * (1 - lr * group.get("weight_decay", 0.0))
+            skipped = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused step run, and it moves nothing
+            decayed = old * (1 - lr * group.get("weight_decay", 0.0))
+            old = decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
         else:
             for k, t in _momenta(optimizer, g.weight).items():
                 was = g.momenta.get(k)
+                if was is None and k in NO_MOMENTA:
+                    continue
                 t.copy_(torch.where(kept, t, torch.zeros_like(t) if was is None else was.to(t.device)))
         g.weight.copy_(torch.where(kept, g.weight, old))
         g.mask, g.before, g.momenta = None, None, {}
@@ -101,5 +110,6 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded], masks: Iter
         if old is not None:
             returned = state.current_mask(g.site, g.weight.detach()) & ~old
             elements = expand_mask(returned, g.weight.shape, g.site._fxmask_config.block)
-            for t in _momenta(optimizer, g.weight).values():
-                t.masked_fill_(elements, 0)
+            for k, t in _momenta(optimizer, g.weight).items():
+                if k not in NO_MOMENTA:
+                    t.masked_fill_(elements, 0)

@@ -1,40 +1,46 @@
 """Which modules read `.weight` of a Linear instead of calling it: those that PyTorch is known for, and those whose forward says so.
 
-timm's BEiT and EVA-02, for one, compute `F.linear(x, weight=self.qkv.weight, bias=...)`. Such a read is found in the source of the owner's forward and of the
-methods that it calls. What no source shows is found when a model trains (`passes.bypass`).
+timm's BEiT and EVA-02, for one, compute `F.linear(x, weight=self.qkv.weight, bias=...)`. Such a read is found in the source of the owner's forward, of the
+methods and properties that it uses, and of what these extend by `super()`. What no source shows is found when a model trains (`passes.bypass`).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
 
-# a read that takes no values: the type, the place or the size of the weight
+# a read that takes no values: the type, the place or the size of the weight; and a write in place, which is meant for the Parameter
 FACTS = "dtype|device|shape|size|dim|ndim|numel|layout|requires_grad|is_cuda|is_meta|is_floating_point|element_size|stride|is_contiguous"
-READ = re.compile(rf"(?<!isinstance\()\bself\.([\w.]+)\.weight\b(?!\s*\.(?:{FACTS})\b)(?!\s+is\b)(?!\s*=[^=])")
-CALL = re.compile(r"\bself\.(\w+)\(")
+WRITE = r"\s*(?:\.data)?\s*(?:\[[^\]]*\])?\s*(?:\.[a-z]\w*_\(|[-+*/]?=[^=])"
+READ = re.compile(rf"(?<!isinstance\()\bself\.([\w.]+)\.weight\b(?!\s*\.(?:{FACTS})\b)(?!{WRITE})(?!\s+is\b)")
+USE = re.compile(r"\bself\.(\w+)\b")
 
 
-def weight_readers(model: nn.Module) -> dict[int, nn.Module]:
-    """id of a Linear -> the module that reads its weight."""
-    found: dict[int, nn.Module] = {}
+def weight_readers(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """id of a Linear -> the modules that read its weight."""
+    found: dict[int, list[nn.Module]] = {}
     for m in model.modules():
-        if isinstance(m, nn.MultiheadAttention):  # never calls out_proj
-            found[id(m.out_proj)] = m
-        elif isinstance(m, nn.TransformerEncoderLayer):  # its fast path calls neither
-            found[id(m.linear1)] = found[id(m.linear2)] = m
-        elif "forward" not in m.__dict__ and not isinstance(m, GraphModule):
-            cls: Any = getattr(type(m), "_fxmask_base", type(m))
-            for path in _paths_read(cls):
-                read = _submodule(m, path)
-                if isinstance(read, nn.Linear):
-                    found[id(read)] = m
+        for read in _read_by(m):
+            if isinstance(read, nn.Linear):
+                found.setdefault(id(read), []).append(m)
     return found
+
+
+def _read_by(m: nn.Module) -> list[object]:
+    if isinstance(m, nn.MultiheadAttention):  # never calls out_proj
+        return [m.out_proj]
+    if isinstance(m, nn.TransformerEncoderLayer):  # its fast path calls neither
+        return [m.linear1, m.linear2]
+    if isinstance(m, GraphModule):
+        return []
+    cls: Any = getattr(type(m), "_fxmask_base", type(m))
+    return [_submodule(m, path) for path in _paths_read(cls)]
 
 
 def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
@@ -44,23 +50,34 @@ def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 @cache
 def _paths_read(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Paths p of `self.p.weight` that a class reads in its forward and the methods that this calls."""
+    """Paths p of `self.p.weight` that a class reads in its forward and in what this uses of the class."""
     if cls.__module__.startswith("torch.nn.modules"):
         return ()
     seen, todo, paths = set(), ["forward"], []
     while todo:
         name = todo.pop()
-        method = getattr(cls, name, None)
-        if name in seen or method is None or not inspect.isfunction(inspect.unwrap(method)):
+        if name not in seen:
+            seen.add(name)
+            for source in _sources(cls, name):
+                paths += READ.findall(source)
+                todo += USE.findall(source)
+    return tuple(dict.fromkeys(paths))
+
+
+def _sources(cls: type[nn.Module], name: str) -> Iterator[str]:
+    """The source of a method or property of a class, and as long as that says `super()`, of those that it extends."""
+    for base in cls.__mro__:
+        value = base.__dict__.get(name)
+        value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if value is None or not inspect.isfunction(inspect.unwrap(value)) or base.__module__.startswith("torch.nn.modules"):
             continue
-        seen.add(name)
         try:
-            source = inspect.getsource(inspect.unwrap(method))
+            source = inspect.getsource(inspect.unwrap(value))
         except (OSError, TypeError):  # typed in at a prompt, or made by exec
             continue
-        paths += READ.findall(source)
-        todo += CALL.findall(source)
-    return tuple(dict.fromkeys(paths))
+        yield source
+        if "super()" not in source:
+            return
 
 
 def _submodule(m: nn.Module, path: str) -> object:

@@ -30,18 +30,21 @@ def rebuild(jobs: Sequence[Job]) -> None:
     """
     jobs = [j for j in jobs if j.site._fxmask_mask is not None and j.site._fxmask_step >= j.site._fxmask_config.start]
     inside = [j.site._fxmask_is_dense for j in jobs]
-    for j in jobs:
-        j.site._fxmask_is_dense = False
-    state.sync(*(j.site for j in jobs))
-    built = _build(jobs)
-    for j, dense in zip(jobs, inside, strict=True):
-        j.site._fxmask_is_dense = dense
-    state.sync(*(j.site for j in jobs))
+    try:
+        for j in jobs:
+            j.site._fxmask_is_dense = False
+        state.sync(*(j.site for j in jobs))
+        built = _build(jobs)
+    finally:
+        for j, dense in zip(jobs, inside, strict=True):
+            j.site._fxmask_is_dense = dense
+        state.sync(*(j.site for j in jobs))
     for (site, _, first), (mask, lists) in zip(jobs, built, strict=True):
         saved = site._fxmask_saved
         old = site._fxmask_mask if saved is None else saved[0]
         if not first and site._fxmask_flips is not None and old is not None:
-            site._fxmask_flips = site._fxmask_flips + torch.ne(mask, old).sum()
+            flips = torch.ne(mask, old).sum()
+            site._fxmask_flips = site._fxmask_flips.add_(flips) if _capturing(mask) else site._fxmask_flips + flips
         if saved is None:
             hold(site, mask, lists)
         else:  # inside fxmask.dense the mask waits until its end
@@ -50,8 +53,18 @@ def rebuild(jobs: Sequence[Job]) -> None:
         site._fxmask_lost = False
 
 
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
-    """Cache a mask and its lists."""
+    """Cache a mask and its lists. Inside a CUDA graph they go where the graph's forward has read them, which is where every replay will."""
+    old, old_lists = site._fxmask_mask, site._fxmask_lists
+    if old is not None and _capturing(mask):
+        old.copy_(mask)
+        if old_lists is not None and lists is not None:
+            old_lists.copy_(lists)
+        return
     site._fxmask_mask, site._fxmask_lists = mask, lists
 
 
@@ -60,6 +73,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     groups: dict[object, list[int]] = {}
     for i, (site, weight, _) in enumerate(jobs):
         c = site._fxmask_config
+        state.same_device(site, weight)
         if dispatch.runs_triton(c.impl, weight.device) and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -86,7 +100,7 @@ def after_load(site: Site, weight: Tensor) -> None:
 
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only."""
-    jobs = []
+    jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded) for site, _ in found]
     for site, weight in found:
         c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
         site._fxmask_announced, site._fxmask_unguarded = True, False
@@ -95,5 +109,11 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
             if due or before < c.start:
                 jobs.append(Job(site, weight, first=before < c.start))
-    state.sync(*(site for site, _ in found))
-    rebuild(jobs)
+    try:
+        state.sync(*(site for site, _ in found))
+        rebuild(jobs)
+    except BaseException:  # a step that failed may be told again
+        for site, step, announced, unguarded in past:
+            site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded = step, announced, unguarded
+        state.sync(*(site for site, _ in found))
+        raise

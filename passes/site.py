@@ -43,6 +43,7 @@ class Site(nn.Module):
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_policy: str | None  # of the guard that is in force
+    _fxmask_guard: object | None  # token of the guard that counts the steps
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
@@ -61,6 +62,9 @@ class Site(nn.Module):
         for name in STATE:
             value = getattr(self, f"_fxmask_{name}")
             setattr(self, f"_fxmask_{name}", None if value is None else _moved(value, device))
+        if self._fxmask_saved is not None:  # inside fxmask.dense
+            mask, lists = self._fxmask_saved
+            self._fxmask_saved = (_moved(mask, device), None if lists is None else _moved(lists, device))
         self._fxmask_written = None  # what was moved from the meta device holds zeros
         sync(self)
         if self._fxmask_mask is not None and self._fxmask_lists is None:  # kernels may run on this device
@@ -71,7 +75,9 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        return {**self.__dict__, "_fxmask_policy": None}  # hooks of an optimiser do not follow a copy
+        if self._fxmask_guard is None:
+            return self.__dict__.copy()
+        return {**self.__dict__, "_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -91,7 +97,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_saved = site._fxmask_policy = None
+    site._fxmask_saved = site._fxmask_policy = site._fxmask_guard = None
     place_on(site, weight.device)
 
 
@@ -148,10 +154,15 @@ def lists_of(site: Site, mask: Tensor) -> Tensor | None:
 def build(site: Site, weight: Tensor) -> Tensor:
     """The mask of a weight (N, K) as it is now: bool (NB, KB)."""
     c = site._fxmask_config
+    same_device(site, weight)
+    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
+
+
+def same_device(site: Site, weight: Tensor) -> None:
+    """Raise StateError where a layer was moved without its mask."""
     if site._fxmask_keep.device != weight.device:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
-    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
 
 
 def current_mask(site: Site, weight: Tensor) -> Tensor:
@@ -200,11 +211,15 @@ def refuse_tracing(site: Site) -> None:
 def _nobody_counts(site: Site) -> None:
     c = site._fxmask_config
     fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
+    fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
     if site.training:
         what = "start, schedule, refresh > 1 and backward='rigl' count optimiser steps: expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))
-    if c.ratio_at(0) != c.ratio and not site._fxmask_is_dense and not torch.compiler.is_compiling():
-        what = f"a masked model is evaluated at ratio {c.ratio_at(0)}, not {c.ratio}: start or schedule count steps, none was told (fxmask.step)."
+    if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
+        return
+    now = c.ratio_at(site._fxmask_step)
+    if now != c.ratio and not site._fxmask_is_dense:
+        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {c.ratio}: start or schedule count steps, none was told (fxmask.step)."
         warnings.warn(what, FxMaskWarning, stacklevel=4)
 
 

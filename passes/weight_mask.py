@@ -78,8 +78,9 @@ class RestoreLinears(Pass):
             names.append(site._fxmask_name)
         for name, container in containers(gm):
             for key, site in list(container.named_children()):
-                if id(site) in chosen:
+                if isinstance(site, GraphSite) and id(site) in chosen:
                     delattr(container, key)
+                    site._fxmask_guard = None
             if not any(container.children()):
                 delattr(gm, name)
         return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -10,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import triton
+
 from ..errors import UnsupportedError
 
 LAUNCHES: Counter[str] = Counter()  # kernel's name -> launches of this process, for tests and for `explain`
+INTERPRETED: bool = triton.knobs.runtime.interpret  # read when the kernels are made: later changes of TRITON_INTERPRET change nothing
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return INTERPRETED
 
 
 def why_not(t: Tensor) -> str:
@@ -48,7 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **const
 
 def rows_of(t: Tensor) -> Tensor:
     """A 2-D view with its last axis contiguous; a copy where there is none."""
-    flat = t.reshape(-1, t.shape[-1])
+    flat = t.reshape(t.shape[:-1].numel(), t.shape[-1])  # -1 says nothing where the last axis is empty
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 

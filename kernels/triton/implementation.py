@@ -21,17 +21,17 @@ from .refresh import refresh_group as refresh_group
 
 def _tf32(t: Tensor) -> bool:
     """Whether the user lets float32 matmuls round to TF32."""
-    return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"  # the old flags raise beside the new ones
 
 
 def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str) -> bool:
     """Whether the kernels build this mask, and so may build it in a group."""
-    return criterion == "fro" and ties == "lowest" and listed(block) and w.dtype != torch.float64
+    return criterion == "fro" and ties == "lowest" and listed(block) and w.dtype != torch.float64 and w.numel() > 0
 
 
 def block_index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
     """As `kernels.reference.block_index`, bit for bit. Kernels for `fro`; the other criteria are plain PyTorch on the device."""
-    if criterion != "fro" or not listed(block) or w.dtype == torch.float64:
+    if criterion != "fro" or not listed(block) or w.dtype == torch.float64 or not w.numel():
         return reference.block_index(w, keep, step, block, criterion, ties, stream)
     keys = refresh.block_keys(w, block)
     return refresh.select(keys, keep) if ties == "lowest" else select_blocks(keys, keep, ties)
@@ -63,5 +63,5 @@ def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, 
     wanted = reference.gradient_mask(mask, dense, backward)
     if wanted is not None and listed(block):
         return launch.sampled_matmul(gy, x, wanted, block, tf32=_tf32(x), lists=lists if wanted is mask else None)
-    dw = gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    dw = reference.rows(gy).t() @ reference.rows(x)
     return dw if wanted is None else launch.mask_cast(dw, wanted, block, dw.dtype, out=dw)

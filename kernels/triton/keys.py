@@ -72,7 +72,7 @@ def block_keys_kernel(
     tile_k = tile % wide
     r = tile_n * TN + tl.arange(0, TN)
     c = tile_k * TK + tl.arange(0, TK)
-    at = r.to(tl.int64)[:, None] * (stride_w * WM) + c[None, :]
+    at = r.to(tl.int64)[:, None] * stride_w * WM + c[None, :]
     w = tl.load(w_ptr + at, mask=(r[:, None] < N) & (c[None, :] < K), other=0.0).to(tl.float32)
     bits = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     b = tl.reshape(bits, [TN // BH, BH, TK // BW, BW])

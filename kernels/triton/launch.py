@@ -9,7 +9,7 @@ from torch import Tensor
 
 import triton
 
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 from ..lists import STEP, STRIP, layout, unpack
 from ..strides import tokens_inner
 from . import device, refresh
@@ -30,6 +30,14 @@ def _descriptor(t: Tensor, box: list[int]) -> Any:
     return TensorDescriptor.from_tensor(t, box)
 
 
+def _same_dtype(**operands: Tensor | None) -> None:
+    found = {name: t.dtype for name, t in operands.items() if t is not None}
+    if len(set(found.values())) > 1:
+        raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them, or use impl='reference'.")
+    if device.interpreting() and torch.bfloat16 in found.values():
+        raise UnsupportedError("Triton's interpreter multiplies bfloat16 wrongly: expected float16 or float32 there; use impl='reference'.")
+
+
 def list_matmul(
     x: Tensor,
     w: Tensor,
@@ -46,6 +54,7 @@ def list_matmul(
 
     `lists`: those of the mask, packed; made here where there are none. y is contiguous, or has its tokens contiguous where x has (`kernels.strides`).
     """
+    _same_dtype(x=x, w=w, bias=bias)
     tile = tile or candidates(x.dtype, block, transposed, tf32)[0]
     if lists is None or tile.strip != STRIP:
         lists = refresh.strip_lists(mask, block, tile.strip)
@@ -61,6 +70,7 @@ def list_matmul(
         m, tokens, batch, stride = x.shape[0], 1, 0, x.stride(0)
         y = torch.empty((*shape, n), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(m * tokens, tile.tokens)
+    bias = bias if bias is None else bias.expand(n).contiguous()
     nm, km, xm, wm, im = (divisor(i) for i in (n, k, stride, w.stride(0), tokens))
     im = min(im, divisor(batch)) if inner else 1
     bits = lay.group > 1 or lay.unit < tile.step
@@ -82,7 +92,7 @@ def list_matmul(
 
 def splits_of(tokens: int, programs: int) -> int:
     """Shares of the tokens that dW is cut into, so that `programs` programs a share fill the device."""
-    return max(1, min(-(-SPLIT_FILL // programs), tokens // SPLIT_TOKENS))
+    return max(1, min(-(-SPLIT_FILL // max(1, programs)), tokens // SPLIT_TOKENS))
 
 
 def sampled_matmul(
@@ -100,6 +110,11 @@ def sampled_matmul(
 
     `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device.
     """
+    _same_dtype(gy=gy, x=x)
+    if out is not None and (out.shape != (gy.shape[-1], x.shape[-1]) or not out.is_contiguous() or out.device != x.device):
+        expected = f"contiguous ({gy.shape[-1]}, {x.shape[-1]}) on {x.device}"
+        raise ShapeError(f"sampled_matmul adds to `out`: expected it {expected}, got {tuple(out.shape)} with strides {out.stride()} on {out.device}.")
+    mask = mask.contiguous()
     tile = tile or candidates(x.dtype, block, False, tf32)[0]
     if lists is None or tile.strip != STRIP:
         lists = refresh.strip_lists(mask, block, tile.strip)
@@ -143,7 +158,7 @@ def _operand(t: Tensor, inner: bool) -> tuple[Tensor, int, int]:
 
 def mask_cast(w: Tensor, mask: Tensor, block: tuple[int, int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """W∘M in `dtype`, in one pass over W; any block. In place where `out` is `w`."""
-    w = rows_of(w)
+    w, mask = rows_of(w), mask.contiguous()
     if out is not None and not out.is_contiguous():
         raise ShapeError(f"mask_cast writes contiguous rows: expected a contiguous `out`, got strides {out.stride()}.")
     result = torch.empty(w.shape, dtype=dtype, device=w.device) if out is None else out

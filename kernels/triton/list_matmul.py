@@ -98,10 +98,10 @@ def list_matmul_kernel(
         if INNER:
             x_rows = x_ptr + ((rm // inner).to(tl.int64) * stride_batch * IM + rm % inner)[:, None]
         else:
-            x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * (stride_x * XM)
+            x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * stride_x * XM
         rnc = tl.minimum(rn, N - 1)  # rows past the end repeat the last one, which is in the same block
         if W_ROWS:
-            w_base = w_ptr + rnc.to(tl.int64)[None, :] * (stride_w * WM)
+            w_base = w_ptr + rnc.to(tl.int64)[None, :] * stride_w * WM
         else:
             w_base = w_ptr + rn[None, :]
     sub = tl.arange(0, BN) // ROW_BLOCK
@@ -141,10 +141,10 @@ def list_matmul_kernel(
             if W_ROWS:
                 w_at = w_base + k[:, None]
             else:
-                w_at = w_base + k.to(tl.int64)[:, None] * (stride_w * WM)
+                w_at = w_base + k.to(tl.int64)[:, None] * stride_w * WM
             bits = e >> 16
             if INNER:
-                x_at = x_rows + k.to(tl.int64)[None, :] * (stride_x * XM)
+                x_at = x_rows + k.to(tl.int64)[None, :] * stride_x * XM
                 live = rm < M
                 if RAGGED:
                     x = tl.load(x_at, mask=live[:, None] & (k < K)[None, :], other=0.0)

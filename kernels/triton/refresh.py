@@ -89,10 +89,10 @@ def _select(keys: Tensor, keep: Tensor, mask: Tensor, sizes: Sequence[int], grou
 
 
 def strip_lists(mask: Tensor, block: tuple[int, int], strip: int = STRIP) -> Tensor:
-    """Packed lists of a mask; the parts equal kernels.lists.packed, what lies between them is undefined."""
+    """Packed lists of a mask, equal to kernels.lists.packed."""
     mask = mask.contiguous()
     grid = (mask.shape[0], mask.shape[1])
-    lists = torch.empty(packed_length(grid, block, strip), dtype=torch.int32, device=mask.device)
+    lists = torch.zeros(packed_length(grid, block, strip), dtype=torch.int32, device=mask.device)
     n, k = grid[0] * block[0], grid[1] * block[1]
     _launch_lists(mask, lists, None, None, n, k, 1, [grid], block, strip)
     return lists
@@ -120,7 +120,7 @@ def refresh_group(weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tup
     group = group_of(tuple(place(w, k) for w, k in zip(ws, keeps, strict=True)), first.element_size(), block, keys_tile(block), first.device)
     keys = torch.empty(group.blocks[-1], dtype=torch.int32, device=first.device)
     mask = torch.empty(group.blocks[-1], dtype=torch.bool, device=first.device)
-    lists = torch.empty(group.lists[-1], dtype=torch.int32, device=first.device)
+    lists = torch.zeros(group.lists[-1], dtype=torch.int32, device=first.device)
     units = {"AT": group.weight_unit, "KM": group.cols_unit, "WM": group.stride_unit}
     _launch_keys((group.tiles.numel(),), first, keys, group.table, group.tiles, 0, 0, 0, block, **units)
     _select(keys, keeps[0], mask, [nb * kb for nb, kb in group.grids], group, block)

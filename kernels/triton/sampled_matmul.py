@@ -81,17 +81,17 @@ def sampled_matmul_kernel(
             live = m < M  # a share is whole steps, so that only M cuts one
             rows = m.to(tl.int64)[:, None]
             if G_INNER:
-                lane = ((m // (inner * IM)).to(tl.int64) * (batch_g * IM) + m % (inner * IM))[None, :]
-                across = rn.to(tl.int64)[:, None] * (stride_g * GM)
+                lane = ((m // (inner * IM)).to(tl.int64) * batch_g * IM + m % (inner * IM))[None, :]
+                across = rn.to(tl.int64)[:, None] * stride_g * GM
                 g = tl.load(gy_ptr + across + lane, mask=live[None, :] & (rn[:, None] < N), other=0.0)
             else:
-                g = tl.trans(tl.load(gy_ptr + rows * (stride_g * GM) + rn[None, :], mask=live[:, None] & (rn[None, :] < N), other=0.0))
+                g = tl.trans(tl.load(gy_ptr + rows * stride_g * GM + rn[None, :], mask=live[:, None] & (rn[None, :] < N), other=0.0))
             if X_INNER:
-                lane_x = ((m // (inner * IM)).to(tl.int64) * (batch_x * IM) + m % (inner * IM))[None, :]
-                along = k.to(tl.int64)[:, None] * (stride_x * XM)
+                lane_x = ((m // (inner * IM)).to(tl.int64) * batch_x * IM + m % (inner * IM))[None, :]
+                along = k.to(tl.int64)[:, None] * stride_x * XM
                 x = tl.trans(tl.load(x_ptr + along + lane_x, mask=live[None, :] & (k[:, None] < K), other=0.0))
             else:
-                x = tl.load(x_ptr + rows * (stride_x * XM) + k[None, :], mask=live[:, None] & (k[None, :] < K), other=0.0)
+                x = tl.load(x_ptr + rows * stride_x * XM + k[None, :], mask=live[:, None] & (k[None, :] < K), other=0.0)
             acc = tl.dot(g, x, acc, input_precision=PRECISION)
         at = out_ptr + split.to(tl.int64) * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
         if ACCUMULATE:

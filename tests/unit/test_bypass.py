@@ -180,4 +180,4 @@ class Facts(nn.Module):
 
 def test_facts_about_a_weight_are_no_reads():
     m = Facts()
-    assert weight_readers(m) == {} and weight_readers(p := Plain()) == {id(p.inner): p}
+    assert weight_readers(m) == {} and weight_readers(p := Plain()) == {id(p.inner): [p]}

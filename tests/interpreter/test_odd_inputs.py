@@ -1,0 +1,154 @@
+"""Legal but unusual operands give the reference's numbers; wrong ones raise before a kernel follows them."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.errors import ConfigError, ShapeError, UnsupportedError
+from fxmask.kernels import lists, ops, reference
+from fxmask.kernels.triton import launch, refresh
+
+torch.manual_seed(0)
+X, W, GY = torch.randn(5, 64), torch.randn(40, 64), torch.randn(5, 40)
+MASK, SMALL = torch.rand(3, 4) < 0.6, torch.rand(5, 8) < 0.6
+LIST_TOL = 1e-4
+
+
+def linear(x, w, bias, mask, block=(16, 16), impl="triton", made=None):
+    return ops.masked_linear(x, w, bias, mask, *block, "masked", None, impl, made)
+
+
+def turned(mask):
+    """The same mask in another memory order."""
+    return mask.t().contiguous().t()
+
+
+BIASES = {"step": torch.randn(80)[::2], "expanded": torch.randn(1).expand(40), "one": torch.randn(1), "column": torch.randn(40, 3)[:, 1]}
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_bias_of_any_stride(bias):
+    assert torch.allclose(linear(X, W, bias, MASK), linear(X, W, bias, MASK, impl="reference"), atol=LIST_TOL)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("shape", [(80,), (3,), (40, 1), ()])
+def test_bias_of_another_shape(shape, impl):
+    with pytest.raises(ShapeError, match=r"bias: expected \(40,\)"):
+        linear(X, W, torch.randn(shape), MASK, impl=impl)
+
+
+def test_mask_in_another_memory_order():
+    assert torch.allclose(linear(X, W, None, turned(SMALL), (8, 8)), linear(X, W, None, SMALL, (8, 8), "reference"), atol=LIST_TOL)
+    x, gy = torch.randn(3000, 64), torch.randn(3000, 40)  # long enough for a split
+    ours, theirs = (ops.masked_linear_dw(gy, x, m, 16, 16, "masked", None, impl) for m, impl in ((turned(MASK), "triton"), (MASK, "reference")))
+    assert torch.allclose(ours, theirs, atol=1e-2)
+
+
+def test_vmap_over_masks():
+    masks, xs = torch.rand(5, 8, 3) < 0.6, torch.randn(3, 5, 64)
+    both = [torch.vmap(lambda a, k, i=i: linear(a, W, None, k, (8, 8), i), in_dims=(0, 2))(xs, masks) for i in ("triton", "reference")]
+    assert torch.allclose(*both, atol=LIST_TOL)
+
+
+def test_lists_of_another_mask():
+    other = ops.strip_lists(torch.ones(25, 40, dtype=torch.bool), 16, 16, "triton")
+    right = ops.strip_lists(MASK, 16, 16, "triton")
+    wide = torch.zeros(2 * len(right), dtype=torch.int32)
+    for wrong in (other, right.long(), right[:-1], wide[::2], right.view(2, -1)):
+        for call in (
+            lambda wrong=wrong: linear(X, W, None, MASK, made=wrong),
+            lambda wrong=wrong: ops.masked_linear_dx(GY, W, MASK, 16, 16, "masked", None, "triton", wrong),
+            lambda wrong=wrong: ops.masked_linear_dw(GY, X, MASK, 16, 16, "masked", None, "triton", wrong),
+        ):
+            with pytest.raises(ShapeError, match="lists of a mask"):
+                call()
+
+
+@pytest.mark.parametrize("what", ["x", "w", "dw"])
+def test_rows_further_apart_than_int32_counts(what):
+    """Rows 2^31 elements apart; the memory between them is never touched."""
+    apart = torch.empty(2**31 + 4096, dtype=torch.half).as_strided((2, 64), (2**31, 1))
+    apart.copy_(torch.randn(2, 64))
+    near, mask = apart.contiguous(), torch.ones(1, 4, dtype=torch.bool)
+    other = torch.randn(2, 16).half()
+    if what == "x":
+        calls = [linear(t, W[:16].half(), None, mask) for t in (apart, near)]
+    elif what == "w":
+        calls = [linear(X.half(), t, None, mask) for t in (apart, near)]
+        keys = [refresh.block_keys(t, (16, 16)) for t in (apart, near)]
+        assert torch.equal(*keys)
+    else:
+        calls = [ops.masked_linear_dw(other, t, mask, 16, 16, "masked", None, "triton") for t in (apart, near)]
+    assert torch.equal(*calls)
+
+
+def test_more_units_than_an_entry_names():
+    mask = torch.zeros(1, 65_537, dtype=torch.bool)
+    for call in (lambda: lists.packed(mask, (16, 16)), lambda: ops.strip_lists(mask.t(), 16, 16, "triton")):
+        with pytest.raises(UnsupportedError, match="65537 units"):
+            call()
+    lists.packed(mask[:, 1:], (16, 16))
+
+
+def test_operands_of_two_dtypes():
+    for call in (lambda: linear(X.half(), W, None, MASK), lambda: launch.sampled_matmul(GY, X.half(), MASK, (16, 16))):
+        with pytest.raises(UnsupportedError, match="operands of one dtype"):
+            call()
+
+
+def test_bfloat16_is_refused_in_the_interpreter():
+    with pytest.raises(UnsupportedError, match="bfloat16 wrongly"):
+        linear(X.bfloat16(), W.bfloat16(), None, MASK)
+
+
+def test_accumulating_into_another_layout():
+    for out in (torch.zeros(64, 40).t(), torch.zeros(40, 60)):
+        with pytest.raises(ShapeError, match="adds to `out`"):
+            launch.sampled_matmul(GY, X, MASK, (16, 16), out=out)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize(("n", "k"), [(40, 0), (0, 64)])
+def test_empty_axes(n, k, impl):
+    x, w = torch.randn(5, k, requires_grad=True), torch.randn(n, k, requires_grad=True)
+    mask = torch.ones(-(-n // 16), -(-k // 16), dtype=torch.bool)
+    y = linear(x, w, None, mask, impl=impl)
+    assert y.shape == (5, n) and not y.any()
+    y.sum().backward()
+    assert x.grad.shape == x.shape and w.grad.shape == w.shape
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_wrong_arguments_of_the_ops():
+    keep = torch.tensor(3)
+    with pytest.raises(ShapeError):
+        ops.block_index(torch.randn(2, 40, 64), keep, keep, 16, 16, "fro", "lowest", 0, "triton")
+    for bad, block in ((MASK, (8, 8)), (MASK.int(), (16, 16)), (MASK[0], (16, 16))):
+        with pytest.raises(ShapeError, match="strip_lists"):
+            ops.strip_lists(bad, *block, "triton")
+    with pytest.raises(ConfigError, match="unknown backward"):
+        ops.masked_linear(X, W, None, MASK, 16, 16, "backwards", None, "triton", None)
+    with pytest.raises(UnsupportedError, match="nested"):
+        ops.linear(torch.nested.nested_tensor([X, X[:2]]), W, None, MASK, (16, 16), "masked", impl="triton")
+
+
+def test_lists_are_the_references_to_the_last_element():
+    torch.library.opcheck(ops.strip_lists, (MASK, 16, 16, "triton"))
+    assert torch.equal(refresh.strip_lists(MASK, (16, 16)), reference.strip_lists(MASK, (16, 16)))
+
+
+def test_a_step_that_failed_may_be_told_again():
+    model = nn.Sequential(nn.Linear(64, 64))
+    fxmask.apply(model, refresh=2, impl="triton")
+    fxmask.step(model, 0)
+    real, weight = model[0].weight, nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+    model[0]._parameters["weight"] = weight
+    for _ in range(2):
+        with pytest.raises(KeyError, match="complex64"):
+            fxmask.step(model, 2)
+        assert fxmask.state_dict(model)["masks"]["0.weight"]["step"] == 0
+    model[0]._parameters["weight"] = real
+    fxmask.step(model, 2)
+    assert fxmask.state_dict(model)["masks"]["0.weight"]["step"] == 2

@@ -1,0 +1,40 @@
+"""timm's image models at their published width: masked, they compute what a dense copy with W∘M written in computes, bit for bit."""
+
+import pytest
+import torch
+from models.dense_copy import check, images, stirred
+
+pytestmark = pytest.mark.models
+
+
+@pytest.fixture(scope="module")
+def model_of(torchvision):
+    """A maker of models. timm imports torchvision, which beside a CPU build of torch wants its shim first."""
+    import timm
+
+    def make(name, **options):
+        torch.manual_seed(0)
+        return stirred(timm.create_model(name, num_classes=1000, drop_path_rate=0.1, **options))
+
+    return make
+
+
+# a token-mixing layer gets its input, or its gradient, transposed
+def test_resmlp(model_of):
+    check(model_of("resmlp_12_224"), images(2, 3, 224, 224), reordered=["blocks.*.linear_tokens"])
+
+
+def test_mixer(model_of):
+    check(model_of("mixer_s16_224"), images(2, 3, 224, 224), reordered=["blocks.*.mlp_tokens.fc2"])
+
+
+# their attention gives qkv.weight to F.linear, beside a bias of its own
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "eva02_tiny_patch14_224"])
+def test_attention_that_reads_its_weight(model_of, name):
+    check(model_of(name, depth=2), images(2, 3, 224, 224), read=["blocks.*.attn.qkv.weight"])
+
+
+def test_attention_whose_bias_is_added_apart(model_of):
+    model = model_of("eva02_tiny_patch14_224", depth=1)
+    model.blocks[0].attn.qkv_bias_separate = True  # then qkv is called, and its output written in place
+    check(model, images(2, 3, 224, 224))
