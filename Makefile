@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 2
 
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-all aot lint gpu clean
+.PHONY: help demo test test-all models aot lint gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,10 +27,14 @@ demo: $(READY)  ## train a small masked model on the CPU and print its report
 	@$(PY) examples/demo.py
 
 test: $(READY)  ## the tests, but for the slow ones
-	@$(PY) -m pytest -m "not slow and not gpu"
+	@$(PY) -m pytest -m "not slow and not gpu and not models"
 
 test-all: $(READY)  ## the tests, slow ones included
-	@$(PY) -m pytest -m "not gpu"
+	@$(PY) -m pytest -m "not gpu and not models"
+
+models: $(READY)  ## the tests with models of timm, Hugging Face and peft, which it installs
+	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'
+	@$(PY) -m pytest tests/models -m "not gpu"
 
 # with another Triton: make aot AOT_PYTHON=/path/to/python; fewer: make aot AOT_ARGS="--arch 90 --only forward"
 aot: $(if $(AOT_PYTHON),,$(READY))  ## compile the kernels for sm_80, sm_90 and sm_100, without a GPU, and check what came out
