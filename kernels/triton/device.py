@@ -54,6 +54,12 @@ def rows_of(t: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
+def aligned(t: Tensor) -> Tensor:
+    """A matrix that kernels can copy in pieces of 4 bytes and more: rows an even number of elements apart, from an address that 16 divides. Else a copy."""
+    apart = t.shape[0] > 1 and t.stride(0) % 2
+    return t.clone(memory_format=torch.contiguous_format) if apart or t.data_ptr() % 16 else t
+
+
 def divisor(n: int) -> int:
     """The largest power of two up to 16 that divides a size or stride; passed as a constant, because Triton itself only looks for 16."""
     return next(d for d in (16, 8, 4, 2, 1) if n % d == 0)

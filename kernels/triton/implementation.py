@@ -1,7 +1,8 @@
 """The ops by Triton kernels; the functions have the arguments and results of `kernels.reference`.
 
-Blocks of 16, 32, 64 and 128 go through the list and sampled matmuls, which skip what is masked. Any other block is masked and cast in one pass, then
-multiplied densely: correct, one read of W cheaper than plain PyTorch, and no FLOP saved.
+Blocks of 16, 32, 64 and 128 go through the list and sampled matmuls, which skip what is masked. Any other block, and operands with an odd number of features,
+whose rows cannot be copied in pieces of 4 bytes and so leave the pipeline, are masked and cast in one pass, then multiplied densely: correct, one read of W
+cheaper than plain PyTorch, and no FLOP saved.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from .. import reference
 from ..lists import listed
 from ..select import select_blocks
+from ..strides import tokens_inner
 from . import launch, refresh
 from .device import interpreting as interpreting
 from .device import require as require
@@ -42,10 +44,20 @@ def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:
     return refresh.strip_lists(mask, block)
 
 
+def _skips(block: tuple[int, int], *features: int) -> bool:
+    """Whether a matmul over rows of so many features goes through the kernels that skip blocks."""
+    return listed(block) and not any(n % 2 for n in features)
+
+
+def _laid_out(y: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
+    """A dense result in the layout that the kernels would give it, which is what the fakes promise."""
+    return y.transpose(1, 2).contiguous().transpose(1, 2) if listed(block) and tokens_inner(x) else y.contiguous()
+
+
 def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None) -> Tensor:
     """y = x (W∘M)^T + bias, (..., N)."""
-    if not listed(block):
-        return F.linear(x, launch.mask_cast(w, mask, block, w.dtype), bias).contiguous()
+    if not _skips(block, w.shape[1]):
+        return _laid_out(F.linear(x, launch.mask_cast(w, mask, block, w.dtype), bias), x, block)
     return launch.list_matmul(x, w, bias, mask, block, transposed=False, tf32=_tf32(x), lists=lists)
 
 
@@ -53,15 +65,15 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]
     """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
     if backward == "unmasked":
         return torch.matmul(gy, w).contiguous()
-    if not listed(block):
-        return torch.matmul(gy, launch.mask_cast(w, mask, block, w.dtype)).contiguous()
+    if not _skips(block, *w.shape):
+        return _laid_out(torch.matmul(gy, launch.mask_cast(w, mask, block, w.dtype)), gy, block)
     return launch.list_matmul(gy, w, None, mask, block, transposed=True, tf32=_tf32(gy), lists=lists)
 
 
 def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None) -> Tensor:
     """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). The lists are the mask's, and serve where just that is wanted."""
     wanted = reference.gradient_mask(mask, dense, backward)
-    if wanted is not None and listed(block):
+    if wanted is not None and _skips(block, gy.shape[-1], x.shape[-1]):
         return launch.sampled_matmul(gy, x, wanted, block, tf32=_tf32(x), lists=lists if wanted is mask else None)
     dw = reference.rows(gy).t() @ reference.rows(x)
     return dw if wanted is None else launch.mask_cast(dw, wanted, block, dw.dtype, out=dw)

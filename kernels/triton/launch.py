@@ -13,7 +13,7 @@ from ..errors import ShapeError, UnsupportedError
 from ..lists import STEP, STRIP, layout, unpack
 from ..strides import tokens_inner
 from . import device, refresh
-from .device import divisor, rows_of
+from .device import aligned, divisor, rows_of
 from .elementwise import mask_cast_kernel
 from .list_matmul import list_matmul_kernel
 from .sampled_matmul import sampled_matmul_kernel, sum_splits_kernel
@@ -60,13 +60,13 @@ def list_matmul(
         lists = refresh.strip_lists(mask, block, tile.strip)
     grid = (mask.shape[0], mask.shape[1])
     lay = layout(grid, block, transposed, tile.strip)
-    inner, shape, w = tokens_inner(x), x.shape[:-1], rows_of(w)
+    inner, shape, w = tokens_inner(x), x.shape[:-1], aligned(rows_of(w))
     n, k = w.shape[::-1] if transposed else w.shape
     if inner:
         m, tokens, batch, stride = x.shape[0], x.shape[1], x.stride(0), x.stride(2)
         y = torch.empty(m, n, tokens, dtype=x.dtype, device=x.device).transpose(1, 2)
     else:
-        x = rows_of(x)
+        x = aligned(rows_of(x))
         m, tokens, batch, stride = x.shape[0], 1, 0, x.stride(0)
         y = torch.empty((*shape, n), dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(m * tokens, tile.tokens)
@@ -152,7 +152,7 @@ def _operand(t: Tensor, inner: bool) -> tuple[Tensor, int, int]:
     """An operand of dW, its batch stride and the stride of its other axis."""
     if inner:
         return t, t.stride(0), t.stride(2)
-    t = rows_of(t)
+    t = aligned(rows_of(t))
     return t, 0, t.stride(0)
 
 

@@ -8,6 +8,7 @@ import fxmask
 from fxmask.errors import ConfigError, ShapeError, UnsupportedError
 from fxmask.kernels import lists, ops, reference
 from fxmask.kernels.triton import launch, refresh
+from fxmask.kernels.triton.device import LAUNCHES, aligned
 
 torch.manual_seed(0)
 X, W, GY = torch.randn(5, 64), torch.randn(40, 64), torch.randn(5, 40)
@@ -152,3 +153,31 @@ def test_a_step_that_failed_may_be_told_again():
     model[0]._parameters["weight"] = real
     fxmask.step(model, 2)
     assert fxmask.state_dict(model)["masks"]["0.weight"]["step"] == 2
+
+
+@pytest.mark.parametrize("layout", ["rows", "tokens"])
+@pytest.mark.parametrize(("n", "k"), [(40, 63), (41, 64), (41, 63)])
+def test_odd_features_are_multiplied_densely(n, k, layout):
+    """Rows that no 4-byte copy reaches would leave the pipeline: the result is right, and in the layout that the fake promises."""
+    g = torch.Generator().manual_seed(n + k)
+    x = torch.randn(2, 8, k, generator=g) if layout == "rows" else torch.randn(2, k, 8, generator=g).transpose(1, 2)
+    x, w = x.half().requires_grad_(), torch.randn(n, k, generator=g).half().requires_grad_()
+    mask = torch.rand(3, 4, generator=g) < 0.5
+    LAUNCHES.clear()
+    torch.library.opcheck(ops.masked_linear, (x, w, None, mask, 16, 16, "masked", None, "triton", None))
+    y = linear(x, w, None, mask)
+    assert torch.allclose(y, linear(x, w, None, mask, impl="reference"), atol=0.1)
+    y.sum().backward()
+    assert not LAUNCHES["sampled_matmul_kernel"] and bool(LAUNCHES["list_matmul_kernel"]) == (k % 2 == 0)
+
+
+def test_rows_that_lie_badly_are_copied():
+    """An odd stride over an even number of features, or a base that 16 does not divide: the kernels run, on a copy."""
+    wide, flat = torch.randn(9, 65).half(), torch.randn(9 * 64 + 1).half()
+    for x in (wide[:, :64], flat[1:].view(9, 64)):
+        LAUNCHES.clear()
+        assert torch.allclose(linear(x, W.half(), None, MASK), linear(x, W.half(), None, MASK, impl="reference"), atol=0.1)
+        assert LAUNCHES["list_matmul_kernel"] == 1 and not LAUNCHES["mask_cast_kernel"]
+        assert aligned(x).is_contiguous() and aligned(x).data_ptr() % 16 == 0
+    even = torch.randn(9, 66).half()[:, :64]
+    assert aligned(even) is even
