@@ -37,7 +37,7 @@ BREAKS = {
     ),
     "branch around the dot": ({DOT: f"if (e0 >> 16) != 0:\n            {DOT}"}, "cp.async of nothing"),
     "operand from registers": ({DOT: DOT.replace("(x, w", "(tl.where(x > 0, x, 0.0).to(x.dtype), w")}, "with an operand in registers"),
-    "stride of unknown divisibility": ({f"{ROWS}(stride_x * XM)": f"{ROWS}stride_x"}, "expected 2 operands 3 deep"),
+    "stride of unknown divisibility": ({f"{ROWS}stride_x * XM": f"{ROWS}stride_x"}, "expected 2 operands 3 deep"),
 }
 
 
