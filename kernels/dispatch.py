@@ -1,20 +1,24 @@
-"""Which implementation an op runs: `reference` (plain PyTorch, everywhere) or `triton` (CUDA tensors, or CPU tensors in Triton's interpreter).
+"""Which implementation an op runs: `reference` (plain PyTorch, everywhere), `cpu` (strips of kept blocks, see `kernels.cpu`), or `triton` (CUDA tensors, or
+CPU tensors in Triton's interpreter).
 
-An explicit request never falls back: it raises. `auto` is the reference until a recorded run on a device shows that the kernels are faster there.
+An explicit request never falls back: it raises. `auto` takes on a CPU the fastest of masked-dense and the strips, case by case, and elsewhere the reference,
+until a recorded run on a device shows that the kernels are faster there.
 """
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import reference
+from .cpu import chosen
 from .errors import UnsupportedError
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
-AVAILABLE = ("auto", "reference", "triton")
 
 
 def triton_ops() -> ModuleType:
@@ -25,12 +29,15 @@ def triton_ops() -> ModuleType:
         raise UnsupportedError(f"impl='triton' needs Triton: expected it installed, got {e!r}; use impl='auto' or impl='reference'.") from None
 
 
-def use_triton(impl: str, t: Tensor) -> bool:
-    """Whether an op on `t` runs Triton kernels; UnsupportedError where they are asked for and cannot."""
-    if impl != "triton":
-        return False
-    triton_ops().require(t)
-    return True
+def form(impl: str, t: Tensor) -> Any:
+    """What runs an op on `t`: functions with the arguments and results of `kernels.reference`. UnsupportedError where an explicit `impl` cannot."""
+    if impl == "triton":
+        triton_ops().require(t)
+        return triton_ops()
+    if impl == "cpu":
+        chosen.require(t)
+        return chosen.FORCED
+    return chosen.AUTO if impl == "auto" and t.device.type == "cpu" else reference
 
 
 def runs_triton(impl: str, device: torch.device) -> bool:
@@ -40,8 +47,6 @@ def runs_triton(impl: str, device: torch.device) -> bool:
 
 def check_available(impl: str) -> None:
     """Raise UnsupportedError where no tensor of this process could use `impl`."""
-    if impl not in AVAILABLE:
-        raise UnsupportedError(f"impl={impl!r} is not in this version: expected one of {', '.join(AVAILABLE)}.")
     if impl == "triton" and not torch.cuda.is_available() and not triton_ops().interpreting():
         what = "impl='triton' needs a CUDA device, or TRITON_INTERPRET=1 before Triton is imported: got neither"
         raise UnsupportedError(f"{what}; use impl='auto' or impl='reference'.")

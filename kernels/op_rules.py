@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import ops, reference
+from . import joint, ops, reference
 from .grid import kept_elements
 
 # ---- autocast: `register_autocast` fixes one dtype for ever; this follows the ambient one ----------------------------------------------------------------
@@ -17,10 +17,10 @@ from .grid import kept_elements
 _AUTOCAST = torch.library.Library("fxmask", "FRAGMENT")
 
 
-def _autocast_rule(op: Any, device: str, key: str) -> Callable[..., Tensor]:
+def _autocast_rule(op: Any, device: str, key: str) -> Callable[..., Any]:
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def rule(*args: Any) -> Tensor:
+    def rule(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
 
         def cast(a: Any) -> Any:
@@ -33,22 +33,25 @@ def _autocast_rule(op: Any, device: str, key: str) -> Callable[..., Tensor]:
     return rule
 
 
-for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw"):
+for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_linear_backward"):
     for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         _AUTOCAST.impl(_name, _autocast_rule(getattr(torch.ops.fxmask, _name), _device, _key), _key)
 
 # ---- vmap: a batch of tokens is more tokens; a batch of weights is a loop ------------------------------------------------------------------------------
 
 
-def _loop(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Tensor, int]:
+def _loop(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     def pick(i: int) -> list[Any]:
         return [a.select(d, i) if d is not None else a for a, d in zip(args, in_dims, strict=True)]
 
-    return torch.stack([op(*pick(i)) for i in range(info.batch_size)]), 0
+    found = [op(*pick(i)) for i in range(info.batch_size)]
+    if isinstance(found[0], tuple):
+        return tuple(torch.stack(t) for t in zip(*found, strict=True)), (0,) * len(found[0])
+    return torch.stack(found), 0
 
 
-def _fold_tokens(op: Any) -> Callable[..., tuple[Tensor, int]]:
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:
+def _fold_tokens(op: Any) -> Callable[..., tuple[Any, Any]]:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         if in_dims[0] is not None and all(d is None for d in in_dims[1:]):
             return op(args[0].movedim(in_dims[0], 0), *args[1:]), 0
         return _loop(op, info, in_dims, args)
@@ -56,13 +59,14 @@ def _fold_tokens(op: Any) -> Callable[..., tuple[Tensor, int]]:
     return rule
 
 
-def _always_loop(op: Any) -> Callable[..., tuple[Tensor, int]]:
+def _always_loop(op: Any) -> Callable[..., tuple[Any, Any]]:
     return lambda info, in_dims, *args: _loop(op, info, in_dims, args)
 
 
 ops.masked_linear.register_vmap(_fold_tokens(ops.masked_linear))
 ops.masked_linear_dx.register_vmap(_fold_tokens(ops.masked_linear_dx))
 ops.masked_linear_dw.register_vmap(_always_loop(ops.masked_linear_dw))
+joint.masked_linear_backward.register_vmap(_always_loop(joint.masked_linear_backward))
 ops.block_index.register_vmap(_always_loop(ops.block_index))
 ops.strip_lists.register_vmap(_always_loop(ops.strip_lists))
 
@@ -90,3 +94,8 @@ def _dx_flop(gy: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward
 @register_flop_formula(torch.ops.fxmask.masked_linear_dw, get_raw=True)
 def _dw_flop(gy: Tensor, x: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, *rest: Any, **kwargs: Any) -> int:
     return _flop(gy, (gy.shape[-1], x.shape[-1]), reference.gradient_mask(mask, dense, backward), (rows, cols))
+
+
+@register_flop_formula(torch.ops.fxmask.masked_linear_backward, get_raw=True)
+def _backward_flop(gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, *rest: Any, **kw: Any) -> int:
+    return _dx_flop(gy, w, mask, rows, cols, backward) + _dw_flop(gy, x, mask, rows, cols, backward, dense)

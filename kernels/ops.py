@@ -1,7 +1,7 @@
 """The ops `torch.ops.fxmask.*`: schemas, shape checks, fakes and gradients; no Triton is imported here.
 
 `block_index` builds the mask, apart from the matmuls, so that a graph shows both and a mask can outlive a step. The matmul ops are opaque to the compiler:
-their backward is made of `masked_linear_dx` and `masked_linear_dw`, which are differentiable themselves. The bodies run the form that
+their backward is made of `masked_linear_dx` and `masked_linear_dw`, or of both at once (`kernels.joint`), which are differentiable themselves. The bodies run the form that
 `kernels.dispatch` chooses: `kernels.reference`, or the same functions by Triton. Autocast, vmap and FLOP formulas are in `kernels.op_rules`.
 """
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .dispatch import triton_ops, use_triton
+from .dispatch import form
 from .errors import ConfigError, ShapeError, UnsupportedError
 from .grid import grid_shape
 from .lists import LISTED, listed, packed_length
@@ -48,6 +48,15 @@ def _check_backward(backward: str) -> None:
         raise ConfigError(f"unknown backward: expected one of {', '.join(reference.MODES)}, got {backward!r}.")
 
 
+def check_gradients(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None) -> None:
+    """Raise ShapeError or ConfigError for operands of dW that do not belong together."""
+    _check_mask(mask, (gy.shape[-1], x.shape[-1]), block)
+    if gy.shape[:-1] != x.shape[:-1]:
+        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
+    _check_lists(lists, mask, block)
+    _check_backward(backward)
+
+
 def _check_features(name: str, t: Tensor, expected: int) -> None:
     if t.dim() == 0 or t.shape[-1] != expected:
         raise ShapeError(f"last axis of {name}: expected {expected}, got shape {tuple(t.shape)}.")
@@ -70,8 +79,7 @@ def block_index(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_co
     Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
     """
     grid_shape(w.shape, (block_rows, block_cols))  # raises for what is no matrix
-    form = triton_ops() if use_triton(impl, w) else reference
-    return form.block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream)
+    return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream)
 
 
 @block_index.register_fake
@@ -92,11 +100,8 @@ def strip_lists(mask: Tensor, block_rows: int, block_cols: int, impl: str = "aut
     if mask.dim() != 2 or mask.dtype != torch.bool or not listed((block_rows, block_cols)):
         got = f"{mask.dtype} {tuple(mask.shape)}, blocks {(block_rows, block_cols)}"
         raise ShapeError(f"fxmask::strip_lists: expected a mask bool (NB, KB) in blocks of {', '.join(map(str, LISTED))}, got {got}.")
-    return (triton_ops() if _triton_mask(impl, mask) else reference).strip_lists(mask, (block_rows, block_cols))
-
-
-def _triton_mask(impl: str, mask: Tensor) -> bool:
-    return use_triton(impl, mask.new_empty(0, dtype=torch.float32))  # a mask has no floating dtype to object to
+    of_mask = form(impl, mask.new_empty(0, dtype=torch.float32))  # a mask has no floating dtype to object to
+    return of_mask.strip_lists(mask, (block_rows, block_cols))
 
 
 @strip_lists.register_fake
@@ -138,8 +143,7 @@ def masked_linear(
     _check_bias(bias, w.shape[0])
     _check_lists(lists, mask, (block_rows, block_cols))
     _check_backward(backward)
-    form = triton_ops() if use_triton(impl, x) else reference
-    return form.masked_linear(x, w, bias, mask, (block_rows, block_cols), lists)
+    return form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists)
 
 
 @masked_linear.register_fake
@@ -172,9 +176,11 @@ def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, mask, dense, lists = ctx.saved_tensors
     gx = gw = gb = None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[0] and ctx.needs_input_grad[1] and joint.together(gy.device, ctx.config[2], ctx.impl):
+        gx, gw = joint.masked_linear_backward(gy, x, w, mask, *ctx.config, dense, ctx.impl)
+    elif ctx.needs_input_grad[0]:
         gx = masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[1] and gw is None:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[2]:
         # as the dense bias does it, to the bit: F.linear flattens a contiguous input, and adds the bias to the product of any other
@@ -208,8 +214,7 @@ def masked_linear_dx(
     _check_features("gy", gy, w.shape[0])
     _check_lists(lists, mask, (block_rows, block_cols))
     _check_backward(backward)
-    form = triton_ops() if use_triton(impl, gy) else reference
-    return form.masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
+    return form(impl, gy).masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
 
 
 @masked_linear_dx.register_fake
@@ -237,12 +242,19 @@ def _save_dx(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _dx_backward(ctx: Any, ggx: Tensor) -> tuple[Tensor | None, ...]:
     gy, w, mask, dense, lists = ctx.saved_tensors
+    return *derivative_of_dx(ggx, gy, w, mask, ctx.config, dense, ctx.impl, lists, *ctx.needs_input_grad[:2]), *[None] * 7
+
+
+def derivative_of_dx(
+    ggx: Tensor, gy: Tensor, w: Tensor, mask: Tensor, config: Any, dense: Tensor | None, impl: str, lists: Tensor | None, by_gy: bool, by_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `masked_linear_dx` with respect to gy and w, where they are asked for."""
     ggy = gw = None
-    if ctx.needs_input_grad[0]:
-        ggy = F.linear(ggx, w) if ctx.config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *ctx.config, dense, ctx.impl, lists)
-    if ctx.needs_input_grad[1]:
-        gw = masked_linear_dw(gy, ggx, mask, *ctx.config, dense, ctx.impl, lists)
-    return ggy, gw, *[None] * 7
+    if by_gy:
+        ggy = F.linear(ggx, w) if config[2] == "unmasked" else masked_linear(ggx, w, None, mask, *config, dense, impl, lists)
+    if by_w:
+        gw = masked_linear_dw(gy, ggx, mask, *config, dense, impl, lists)
+    return ggy, gw
 
 
 masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
@@ -267,13 +279,8 @@ def masked_linear_dw(
     gy (..., N), x (..., K), mask bool (NB, KB) -> (N, K) contiguous, zeros where nothing is wanted. Differentiable: gy, x.
     Cost: 2 M useful FLOP a wanted weight element. Raises: ShapeError.
     """
-    _check_mask(mask, (gy.shape[-1], x.shape[-1]), (block_rows, block_cols))
-    if gy.shape[:-1] != x.shape[:-1]:
-        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
-    _check_lists(lists, mask, (block_rows, block_cols))
-    _check_backward(backward)
-    form = triton_ops() if use_triton(impl, x) else reference
-    return form.masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward, lists).contiguous()
+    check_gradients(gy, x, mask, (block_rows, block_cols), backward, lists)
+    return form(impl, x).masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward, lists).contiguous()
 
 
 @masked_linear_dw.register_fake
@@ -299,15 +306,22 @@ def _save_dw(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
     gy, x, mask, dense, lists = ctx.saved_tensors
-    rows, cols, backward = ctx.config
+    return *derivative_of_dw(ggw, gy, x, mask, ctx.config, dense, ctx.impl, lists, *ctx.needs_input_grad[:2]), *[None] * 7
+
+
+def derivative_of_dw(
+    ggw: Tensor, gy: Tensor, x: Tensor, mask: Tensor, config: Any, dense: Tensor | None, impl: str, lists: Tensor | None, by_gy: bool, by_x: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `masked_linear_dw` with respect to gy and x, where they are asked for."""
+    rows, cols, backward = config
     wanted = reference.gradient_mask(mask, dense, backward)
     lists = lists if wanted is mask else None
     ggy = gx = None
-    if ctx.needs_input_grad[0]:
-        ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked", None, ctx.impl, lists)
-    if ctx.needs_input_grad[1]:
-        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", None, ctx.impl, lists)
-    return ggy, gx, *[None] * 7
+    if by_gy:
+        ggy = F.linear(x, ggw) if wanted is None else masked_linear(x, ggw, None, wanted, rows, cols, "masked", None, impl, lists)
+    if by_x:
+        gx = torch.matmul(gy, ggw) if wanted is None else masked_linear_dx(gy, ggw, wanted, rows, cols, "masked", None, impl, lists)
+    return ggy, gx
 
 
 masked_linear_dw.register_autograd(_dw_backward, setup_context=_save_dw)
@@ -358,4 +372,5 @@ def linear(
     return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl, lists)
 
 
+from . import joint  # noqa: E402  (it calls these ops)
 from . import op_rules as op_rules  # noqa: E402  (the rules name the ops, so they can only be registered now)

@@ -70,6 +70,13 @@ def masked_linear_dw(
     return dw if wanted is None else masked(dw, wanted, block)
 
 
+def masked_linear_backward(
+    gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str
+) -> tuple[Tensor, Tensor]:
+    """dX and dW."""
+    return masked_linear_dx(gy, w, mask, block, backward), masked_linear_dw(gy, x, mask, dense, block, backward)
+
+
 def composite(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None) -> Tensor:
     """The masked linear out of aten ops alone, with the mode's gradient: for function transforms and forward-mode AD, which cannot see into a custom op.
 

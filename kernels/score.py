@@ -71,11 +71,16 @@ def _sum_keys(b: Tensor, squared: bool) -> Tensor:
     term = u * u if squared else u.abs()  # the float32 product must not be fused with what follows
     shift = sum_shift(b.shape[-1])
     total = (term * 2.0**shift).to(torch.int64).sum(-1)
+    return sum_bits(total, exponent.squeeze(-1), shift, squared)
+
+
+def sum_bits(total: Tensor, exponent: Tensor, shift: int, squared: bool) -> Tensor:
+    """Key of a sum of integers [int64] that count 2^-shift of terms scaled by 2^-exponent."""
     lead = torch.frexp(total.double()).exponent.long() - 1
     lead = lead - ((total >> lead.clamp(min=0)) == 0).long()  # rounding to double may carry into the next power of two
     below, above = (lead - MANTISSA).clamp(min=0), (MANTISSA - lead).clamp(min=0)
     mantissa = ((total >> below) << above) & ((1 << MANTISSA) - 1)
-    e = exponent.squeeze(-1).long()
+    e = exponent.long()
     key = ((lead + 44 - shift + (2 * e if squared else e) + OFFSET) << MANTISSA) | mantissa
     return torch.where(total == 0, 0, key)
 

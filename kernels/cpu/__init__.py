@@ -1,0 +1,1 @@
+"""The ops on a CPU, by PyTorch's own matmuls over the kept blocks alone; nothing is compiled."""

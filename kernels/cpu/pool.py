@@ -1,0 +1,73 @@
+"""Token ranges on threads of our own, one matmul thread each: PyTorch's own threads inside thousands of small matmuls wait for each other on a busy machine.
+
+The ranges, and the order in which partial sums are added, depend on `torch.get_num_threads()` alone, so results do not depend on who was faster. A pool that is
+busy, in another thread of the program, is not waited for: the same ranges are then worked off one by one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+LEAST = 256  # tokens that are worth a thread
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_workers = 0
+
+
+def ranges(tokens: int) -> list[tuple[int, int]]:
+    """Equal shares of the tokens, one for each thread that PyTorch may use here, of at least LEAST tokens."""
+    n = max(1, min(torch.get_num_threads(), tokens // LEAST))
+    bounds = [tokens * i // n for i in range(n + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def run(jobs: list[Callable[[], None]]) -> None:
+    """Run all jobs, side by side where the pool is free; the first one on the caller's thread."""
+    if len(jobs) == 1 or not _lock.acquire(blocking=False):
+        for job in jobs:
+            job()
+        return
+    threads = torch.get_num_threads()
+    try:
+        pool = _sized(len(jobs) - 1)
+        torch.set_num_threads(1)  # MKL's count is the whole process's, so it cannot be the workers' business
+        waiting = [pool.submit(_quietly, job) for job in jobs[1:]]
+        try:
+            _quietly(jobs[0])
+        finally:
+            for w in waiting:
+                w.exception()  # wait for all, whatever happened
+        for w in waiting:
+            w.result()
+    finally:
+        torch.set_num_threads(threads)
+        _lock.release()
+
+
+def _quietly(job: Callable[[], None]) -> None:
+    with torch.no_grad():  # autograd's modes belong to a thread
+        job()
+
+
+def _sized(workers: int) -> ThreadPoolExecutor:
+    global _pool, _workers
+    if _pool is None or _workers < workers:
+        if _pool is not None:
+            _pool.shutdown()
+        _pool, _workers = ThreadPoolExecutor(workers, "fxmask", initializer=torch.set_num_threads, initargs=(1,)), workers
+    return _pool
+
+
+def _after_fork() -> None:
+    """Threads do not follow a fork, and a lock that somebody held would never be released."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,97 @@
+"""Strips over tokens as they lie in memory: the kept blocks of a chunk of tokens are gathered, then multiplied by one strip's weights.
+
+A gather copies pieces of one block's width for every token, so small blocks pay for it; nothing is transposed, so high ratios gain most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .strips import Chunks, Strips
+
+
+class Gather(NamedTuple):
+    """Where the kept blocks of one strip go, of a chunk of tokens: one piece of memory, seen twice."""
+
+    kept: Tensor
+    blocks: Tensor  # [tokens, kept, unit]
+    flat: Tensor  # [tokens, kept * unit]
+
+
+def gathers(strips: Strips, buffer: Tensor, tokens: int) -> list[Gather | None]:
+    """One for each strip, all in the same buffer; None for a strip that keeps nothing."""
+    found: list[Gather | None] = []
+    for k in strips.kept:
+        g = buffer[: tokens * len(k) * strips.unit].view(tokens, len(k), strips.unit)
+        found.append(Gather(k, g, g.view(tokens, -1)) if len(k) else None)
+    return found
+
+
+def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
+    """y = x (W∘M)^T + bias of tokens lo to hi; or dX, by its strips. x [T, along], y [T, across]; `chunk` tokens at a time, computed in `dtype`."""
+    size = min(chunk, hi - lo)
+    source = Chunks(x, strips.units, strips.unit, size, dtype)
+    buffer = torch.empty(strips.longest * size, dtype=dtype)
+    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype)
+    biases = None if bias is None else bias.to(dtype).expand(strips.across).split(strips.width)
+    places = gathers(strips, buffer, size)
+    for a in range(lo, hi, size):
+        b = min(a + size, hi)
+        if b - a != size:
+            places = gathers(strips, buffer, b - a)
+        blocks = source(a, b).view(b - a, strips.units, strips.unit)
+        out = y[a:b] if own is None else own[: b - a]
+        for i, (part, g) in enumerate(zip(out.split(strips.width, 1), places, strict=True)):
+            if g is None:
+                part.copy_(biases[i]) if biases is not None else part.zero_()
+                continue
+            torch.index_select(blocks, 1, g.kept, out=g.blocks)
+            if biases is None:
+                torch.mm(g.flat, strips.weights[i], out=part)
+            else:
+                torch.addmm(biases[i], g.flat, strips.weights[i], out=part)
+        if own is not None:
+            y[a:b].copy_(out)
+
+
+def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: list[Tensor], lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
+    """dX and dW of tokens lo to hi, off one gather of dY. `strips` are those of dX; `sums`: for each of them dW^T, [width, kept * unit], added to."""
+    size = min(chunk, hi - lo)
+    grads, inputs = Chunks(gy, strips.units, strips.unit, size, dtype), Chunks(x, 1, strips.across, size, dtype)
+    buffer = torch.empty(strips.longest * size, dtype=dtype)
+    own = None if dx is None or dx.dtype == dtype else torch.empty(size, strips.across, dtype=dtype)
+    places = gathers(strips, buffer, size)
+    for a in range(lo, hi, size):
+        b = min(a + size, hi)
+        if b - a != size:
+            places = gathers(strips, buffer, b - a)
+        blocks = grads(a, b).view(b - a, strips.units, strips.unit)
+        out = None if dx is None else dx[a:b] if own is None else own[: b - a]
+        parts = None if out is None else out.split(strips.width, 1)
+        for i, (column, g) in enumerate(zip(inputs(a, b).t().split(strips.width), places, strict=True)):
+            if g is None:
+                if parts is not None:
+                    parts[i].zero_()
+                continue
+            torch.index_select(blocks, 1, g.kept, out=g.blocks)
+            if parts is not None:
+                torch.mm(g.flat, strips.weights[i], out=parts[i])
+            sums[i].addmm_(column, g.flat)
+        if own is not None and dx is not None and out is not None:
+            dx[a:b].copy_(out)
+
+
+def sums_of(strips: Strips, dtype: torch.dtype) -> list[Tensor]:
+    """Zeros [width, kept * unit] for every strip."""
+    widths = [min(strips.width, strips.across - i * strips.width) for i in range(len(strips.kept))]
+    return [torch.zeros(n, len(k) * strips.unit, dtype=dtype) for n, k in zip(widths, strips.kept, strict=True)]
+
+
+def scatter(sums: list[Tensor], strips: Strips, dw: Tensor) -> None:
+    """Put every strip's dW^T in its place of a zeroed, padded dW, [block rows, rows, block columns, columns]."""
+    for j, (s, k) in enumerate(zip(sums, strips.kept, strict=True)):
+        if len(k):
+            dw[:, :, j, : s.shape[0]].index_copy_(0, k, s.view(s.shape[0], len(k), strips.unit).permute(1, 2, 0).to(dw.dtype))

@@ -1,0 +1,54 @@
+"""The op `masked_linear_backward`: dX and dW in one call, on a CPU, where both read the same gathered blocks of dY. Imported by `kernels.ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .dispatch import form
+
+
+def together(device: torch.device, backward: str, impl: str) -> bool:
+    """Whether a layer's dX and dW are asked for by one op: on a CPU, in the modes where both skip the same blocks."""
+    return device.type == "cpu" and impl in ("auto", "cpu") and backward in ("masked", "rigl")
+
+
+@torch.library.custom_op("fxmask::masked_linear_backward", mutates_args=())
+def masked_linear_backward(
+    gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`masked_linear_dx(gy, w)` and `masked_linear_dw(gy, x)` at once.
+
+    gy (..., N), x (..., K), w (N, K), mask bool (NB, KB) -> (..., K), (N, K), both contiguous. Differentiable: gy, x, w.
+    Cost: 4 M useful FLOP a kept weight element; the kept blocks of dY are gathered once. Raises: ShapeError, UnsupportedError.
+    """
+    ops.check_gradients(gy, x, mask, (block_rows, block_cols), backward, None)
+    dx, dw = form(impl, gy).masked_linear_backward(gy, x, w, mask, dense, (block_rows, block_cols), backward)
+    return dx, dw.contiguous()
+
+
+@masked_linear_backward.register_fake
+def _(
+    gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    return gy.new_empty((*gy.shape[:-1], w.shape[1])), gy.new_empty((gy.shape[-1], x.shape[-1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    gy, x, w, mask, rows, cols, backward, dense, impl = inputs
+    ctx.save_for_backward(gy, x, w, mask, dense)
+    ctx.config, ctx.impl = (rows, cols, backward), impl
+
+
+def _backward(ctx: Any, ggx: Tensor, ggw: Tensor) -> tuple[Tensor | None, ...]:
+    gy, x, w, mask, dense = ctx.saved_tensors
+    by_gy, by_x, by_w = ctx.needs_input_grad[:3]
+    a_gy, gw = ops.derivative_of_dx(ggx, gy, w, mask, ctx.config, dense, ctx.impl, None, by_gy, by_w)
+    b_gy, gx = ops.derivative_of_dw(ggw, gy, x, mask, ctx.config, dense, ctx.impl, None, by_gy, by_x)
+    return (a_gy + b_gy if a_gy is not None and b_gy is not None else None), gx, gw, *[None] * 6
+
+
+masked_linear_backward.register_autograd(_backward, setup_context=_save)

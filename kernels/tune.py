@@ -1,0 +1,136 @@
+"""A small measured tune: time a few candidates once, remember the fastest, in this process and on disk.
+
+One file a decision, written beside and moved into place, so that two processes cannot damage each other's. The file's name holds the device and the versions;
+a file that says otherwise inside, or cannot be read, is made again with one warning, and a folder that cannot be written costs one warning and nothing else.
+`FXMASK_CACHE` names the folder (default: fxmask in the user's cache folder), `FXMASK_TUNE=0` switches measuring and files off, and so does
+`torch.use_deterministic_algorithms(True)`: then the cost model alone decides, the same in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import FxMaskWarning
+
+FORMAT = 1
+BUDGET = 0.4  # seconds of one tune
+AGAIN = 60.0  # seconds until a tune on a busy machine is repeated
+_warned: set[str] = set()
+
+
+class Choice(NamedTuple):
+    """A decision: a candidate's name, why, its time and those of the others in seconds (measured, or estimated), and whether the machine was busy."""
+
+    name: str
+    why: str
+    times: dict[str, float]
+    busy: bool = False
+    at: float = 0.0
+
+
+def enabled() -> bool:
+    """Whether candidates may be timed."""
+    return os.environ.get("FXMASK_TUNE", "1") != "0" and not torch.are_deterministic_algorithms_enabled()
+
+
+def folder() -> Path:
+    """Where decisions are kept."""
+    given = os.environ.get("FXMASK_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxmask"
+
+
+def stamp() -> dict[str, Any]:
+    """What a decision depends on beside its case."""
+    return {"format": FORMAT, "device": f"{_processor()}, {os.cpu_count()} cores", "torch": torch.__version__}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _path(key: str) -> Path:
+    return folder() / (hashlib.sha256(f"{json.dumps(stamp(), sort_keys=True)}/{key}".encode()).hexdigest()[:24] + ".json")
+
+
+def _warn(kind: str, text: str) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(text, FxMaskWarning, stacklevel=2)
+
+
+def load(key: str) -> Choice | None:
+    """The decision on disk; None where there is none that can be used."""
+    path = _path(key)
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        _warn("read", f"a tuned decision cannot be read: {e}; it is made again. FXMASK_CACHE names another folder.")
+        return None
+    try:
+        found = json.loads(text)
+        if found["stamp"] != stamp() or found["key"] != key:
+            raise ValueError(f"it is of {found['stamp']}, {found['key']}")
+        times = {str(name): float(t) for name, t in found["times"].items()}
+        if found["name"] not in times:
+            raise ValueError(f"no time of {found['name']}")
+        return Choice(found["name"], "measured", times, bool(found["busy"]), float(found["at"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        _warn("damaged", f"{path} is no decision of this version: {e}; it is made again.")
+        return None
+
+
+def store(key: str, choice: Choice) -> None:
+    """Write a decision; a warning, once, where that cannot be done."""
+    path = _path(key)
+    content = {"stamp": stamp(), "key": key, "name": choice.name, "times": choice.times, "busy": choice.busy, "at": choice.at}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file, indent=1)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as e:
+        _warn("write", f"tuned decisions cannot be kept: {e}; each process will make them again. FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing.")
+
+
+def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float = BUDGET) -> Choice:
+    """Time every candidate in turns until the budget is spent, each at least twice; the least time counts, as noise only adds.
+
+    On one thread the process's time is taken, which other processes disturb less. Busy: more load than cores, or much waiting.
+    """
+    clock = time.process_time if threads == 1 else time.perf_counter
+    times = dict.fromkeys(candidates, float("inf"))
+    started, used, turns = time.perf_counter(), time.process_time(), 0
+    while turns < 2 or time.perf_counter() - started < budget:
+        for name, run in candidates.items():
+            begin = clock()
+            run()
+            took = clock() - begin
+            if turns:  # the first turn warms up
+                times[name] = min(times[name], took)
+        turns += 1
+    wall, cpu = time.perf_counter() - started, time.process_time() - used
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = load > (os.cpu_count() or 1) or cpu < 0.8 * wall
+    return Choice(min(times, key=lambda n: times[n]), "measured", times, busy, time.time())
