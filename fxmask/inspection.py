@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .kernels.cpu import chosen
 from .kernels.grid import kept_elements
+from .kernels.tune import Choice
 from .passes import site as state
 from .passes.find import find
 from .passes.site import Site
 from .report import Report
 from .sites import REASONS, required_sites, sites, values_of
+
+OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
 
 @torch.no_grad()
@@ -48,7 +52,7 @@ def explain(model: nn.Module) -> Report:
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
         kept += row.pop("kept") or 0
-    notes = ["impl reference multiplies by the masked weight and saves no time; at 16x16 and 50 % a GPU can skip next to nothing, 64x64 from 70 % up pays."]
+    notes = ["masked_dense and reference multiply by the masked weight and save no time.", "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % pays."]
     summary = {"linears": len(rows), "masked": sum(r["masked"] for r in rows), "weight elements in linears": total, "of them in kept blocks": kept}
     return Report("fxmask.explain", rows, notes if any(r["masked"] for r in rows) else [], summary)
 
@@ -65,6 +69,27 @@ def _row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
     columns = ("block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "masked_weights", "impl", "why", "step", "mask_age", "flips")
     row, shape = dict.fromkeys(columns), "x".join(map(str, weight.shape))
     return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel()}
+
+
+def _implementation(site: Site, weight: Tensor | None) -> dict[str, str]:
+    """What runs a layer, and why: the numbers of the choice where one was made."""
+    c = site._fxmask_config
+    if c.read == "weight":
+        return {"impl": "reference", "why": "its owner reads W∘M"}
+    if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
+        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no recorded run shows a faster one" if c.impl == "auto" else "asked for"}
+    found = {op: chosen.last(op, (weight.shape[0], weight.shape[1]), c.block, None, None, c.impl == "cpu") for op in OPS}
+    ran = {op: f for op, f in found.items() if f is not None}
+    if not ran:
+        return {"impl": c.impl, "why": "chosen when it first runs"}
+    return {"impl": ", ".join(f"{op} {f.name}" for op, f in ran.items()), "why": "; ".join(f"{op} {_reasons_of(f)}" for op, f in ran.items())}
+
+
+def _reasons_of(choice: Choice) -> str:
+    """A choice's times in ms, fastest first."""
+    times = sorted(choice.times.items(), key=lambda t: t[1])[:4]
+    busy = ", on a busy machine: will be repeated" if choice.busy else ""
+    return f"{choice.why}{busy}: " + ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in times)
 
 
 @torch.no_grad()
@@ -85,8 +110,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
         backward=c.backward,
         masked_weights=site._fxmask_policy or "left to the optimiser (no guard)",
-        impl="reference" if c.impl == "auto" or c.read == "weight" else c.impl,
-        why="its owner reads W∘M" if c.read == "weight" else "no recorded run shows a faster one" if c.impl == "auto" else "asked for",
+        **_implementation(site, weight),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),

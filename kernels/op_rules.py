@@ -66,7 +66,7 @@ def _always_loop(op: Any) -> Callable[..., tuple[Any, Any]]:
 ops.masked_linear.register_vmap(_fold_tokens(ops.masked_linear))
 ops.masked_linear_dx.register_vmap(_fold_tokens(ops.masked_linear_dx))
 ops.masked_linear_dw.register_vmap(_always_loop(ops.masked_linear_dw))
-joint.masked_linear_backward.register_vmap(_always_loop(joint.masked_linear_backward))
+joint.masked_linear_backward.register_vmap(_always_loop(joint.masked_linear_backward))  # type: ignore[has-type]
 ops.block_index.register_vmap(_always_loop(ops.block_index))
 ops.strip_lists.register_vmap(_always_loop(ops.strip_lists))
 
@@ -97,5 +97,7 @@ def _dw_flop(gy: Tensor, x: Tensor, mask: Tensor, rows: int, cols: int, backward
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear_backward, get_raw=True)
-def _backward_flop(gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, *rest: Any, **kw: Any) -> int:
+def _backward_flop(
+    gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, *rest: Any, **kwargs: Any
+) -> int:
     return _dx_flop(gy, w, mask, rows, cols, backward) + _dw_flop(gy, x, mask, rows, cols, backward, dense)

@@ -1,8 +1,9 @@
 """The ops `torch.ops.fxmask.*`: schemas, shape checks, fakes and gradients; no Triton is imported here.
 
 `block_index` builds the mask, apart from the matmuls, so that a graph shows both and a mask can outlive a step. The matmul ops are opaque to the compiler:
-their backward is made of `masked_linear_dx` and `masked_linear_dw`, or of both at once (`kernels.joint`), which are differentiable themselves. The bodies run the form that
-`kernels.dispatch` chooses: `kernels.reference`, or the same functions by Triton. Autocast, vmap and FLOP formulas are in `kernels.op_rules`.
+their backward is made of `masked_linear_dx` and `masked_linear_dw`, or of both at once (`kernels.joint`), which are differentiable themselves. The bodies run
+the form that `kernels.dispatch` chooses: `kernels.reference`, or the same functions on a CPU or by Triton. Autocast, vmap and FLOP formulas are in
+`kernels.op_rules`.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ def store(key: str, choice: Choice) -> None:
             os.unlink(name)
             raise
     except OSError as e:
-        _warn("write", f"tuned decisions cannot be kept: {e}; each process will make them again. FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing.")
+        fix = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
+        _warn("write", f"tuned decisions cannot be kept: {e}; each process will make them again. {fix}")
 
 
 def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float = BUDGET) -> Choice:

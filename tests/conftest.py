@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
 import pytest
 import torch
 from torchvision_shim import import_torchvision  # examples/ is on the path, see pyproject.toml
+
+os.environ.setdefault("FXMASK_TUNE", "0")  # what a measurement chooses differs from run to run; tests/unit/test_tune.py switches it on
 
 
 @pytest.fixture(scope="session")

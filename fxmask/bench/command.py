@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 from pathlib import Path
 
 import torch
 
-from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, make_cells
+from ..errors import ConfigError
+from . import interleaved
+from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
 from .summary import crossover_lines, crossovers, plot
 
@@ -18,6 +21,10 @@ def names(given: str) -> tuple[str, ...]:
 
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
+    p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
+    p.add_argument("--threads", type=int, default=None, metavar="N", help="on a CPU: PyTorch's threads (default: as they are)")
+    p.add_argument("--blocks", default="", metavar="SIZES", help="on a CPU: 64,32,16")
+    p.add_argument("--ratios", default="", metavar="RATIOS", help="on a CPU: 0.5,0.7,0.8,0.9,0.95")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, default=None, help="bf16 on cuda, fp32 on cpu")
     p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"{CSV} is appended to there, and a second run goes on")
@@ -34,6 +41,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 def main(a: argparse.Namespace) -> int:
     dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
+    if a.device == "cpu" and not a.op_by_op:
+        return steps(a, dtype)
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
     cells = make_cells(a.device, dtype, a.quick, a.cells, names(a.providers), names(a.shapes), kinds, a.seed)
     if a.list:
@@ -51,3 +60,27 @@ def main(a: argparse.Namespace) -> int:
     elif a.plot:
         print(f"wrote {plot(rows, a.out / 'crossover.png').name}")
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
+
+
+def steps(a: argparse.Namespace, dtype: str) -> int:
+    """Whole steps on a CPU, all contenders in turns."""
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
+    blocks = tuple(int(b) for b in names(a.blocks)) or interleaved.DEFAULT_BLOCKS
+    ratios = tuple(float(r) for r in names(a.ratios)) or interleaved.RATIOS
+    shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)
+    found: list[Cell] = list(interleaved.cells(shapes, blocks[:1] if a.quick else blocks, ratios, kinds[:1] if a.quick else kinds, dtype, a.seed))
+    globs = names(a.cells)
+    chosen = [c for c in found if not globs or any(fnmatch.fnmatchcase(c.group, p) for p in globs)]
+    if not chosen:
+        raise ConfigError(f"--cells {a.cells!r} leaves nothing to measure: expected globs that match e.g. {found[0].group!r}.")
+    if a.list:
+        print("\n".join(c.group for c in chosen))
+        return 0
+    table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or interleaved.CONTENDERS)
+    rows = [r for r in table.rows if r["threads"] == str(torch.get_num_threads())]
+    print("\n".join(crossover_lines(rows)))
+    if a.plot and crossovers(rows):
+        print(f"wrote {plot(rows, a.out / f'cpu-{torch.get_num_threads()}-threads.png').name}")
+    return 1 if any(r["gate"] == "fail" for r in rows) else 0

@@ -24,8 +24,12 @@ decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
 
 def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
     """Cases that share a decision: tokens by powers of the square root of 2, densities by powers of the fourth root."""
-    tokens, density = round(2 * math.log2(case.tokens)), round(4 * math.log2(max(case.density, 1e-4)))
-    return case.op, tokens, case.shape, case.block, density, str(case.dtype), forced, threads
+    density = round(4 * math.log2(max(case.density, 1e-4)))
+    return case.op, _tokens(case.tokens), case.shape, case.block, density, case.dtype, forced, threads
+
+
+def _tokens(tokens: int) -> int:
+    return round(2 * math.log2(tokens))
 
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:
@@ -37,6 +41,8 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
         best = [n for n in best if estimates[n] < NEAR * dense]
         estimates[str(MASKED_DENSE)] = dense
         best.append(str(MASKED_DENSE))
+        if dense < SMALL:
+            return tune.Choice(str(MASKED_DENSE), "too small to gain", estimates)
     first = min(best, key=lambda n: estimates[n])
     if dense < SMALL or len(best) == 1 or not tune.enabled():
         return tune.Choice(first, "estimated", estimates)
@@ -51,6 +57,18 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
 def stale(choice: tune.Choice) -> bool:
     """Whether a choice was timed on a busy machine, long enough ago to try again."""
     return choice.busy and time.time() - choice.at > tune.AGAIN
+
+
+def last(
+    op: str, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype | None = None, tokens: int | None = None, forced: bool = False
+) -> tune.Choice | None:
+    """The latest choice of this process for layers of a shape, of any dtype and number of tokens or of these; None where none has run."""
+    found = None
+    for (an_op, an_m, a_shape, a_block, _, a_dtype, a_forced, _), choice in decisions.items():
+        same = (an_op, a_shape, a_block, a_forced) == (op, shape, block, forced) and dtype in (None, a_dtype)
+        if same and (tokens is None or an_m == _tokens(tokens)):
+            found = choice
+    return found
 
 
 class Form:
@@ -68,9 +86,10 @@ class Form:
             case = case._replace(density=float(mask.count_nonzero()) / mask.numel())
         threads = torch.get_num_threads()
         key = key_of(case, self.forced, threads)
-        choice = decisions.get(key)
+        choice = decisions.pop(key, None)  # put back as the latest
         if choice is None or stale(choice):
-            choice = decisions[key] = decide(case, key, self.forced, threads, timed)
+            choice = decide(case, key, self.forced, threads, timed)
+        decisions[key] = choice
         return BY_NAME[choice.name]
 
     def block_index(self, w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:

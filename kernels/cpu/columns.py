@@ -5,6 +5,8 @@ The transposes cost the same at any ratio: where little is masked, or blocks are
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,43 +28,52 @@ class Transposed:
         return out
 
 
+class Job(NamedTuple):
+    """One strip of a chunk."""
+
+    kept: Tensor
+    pieces: Tensor  # [kept, unit * tokens]: where the blocks are gathered to
+    flat: Tensor  # the same memory, [kept * unit, tokens]
+    weights: Tensor  # [width, kept * unit]
+    bias: Tensor | None
+    out: Tensor  # [width, tokens]
+
+
 class Product:
     """The product of a chunk with every strip, [across, tokens], in one buffer."""
 
     def __init__(self, strips: Strips, bias: Tensor | None, chunk: int, dtype: torch.dtype) -> None:
-        self.strips, self.weights = strips, [w.t() for w in strips.weights]
+        self.strips, self.tokens = strips, 0
         self.gathered = torch.empty(strips.longest * chunk, dtype=dtype)
         self.result = torch.empty(strips.across * chunk, dtype=dtype)
-        self.n = 0
         self.biases = None if bias is None else bias.to(dtype).expand(strips.across)[:, None].split(strips.width)
 
-    def _places(self, n: int) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]]:
-        """The result of `n` tokens, and for each strip: kept blocks, where they go as blocks and as a matrix, its part of the result, its weights."""
-        if self.n != n:
-            s, self.n = self.strips, n
-            self.out = self.result[: s.across * n].view(s.across, n)
-            self.jobs = []
-            for i, (part, k) in enumerate(zip(self.out.split(s.width), s.kept, strict=True)):
-                flat = self.gathered[: len(k) * s.unit * n].view(len(k) * s.unit, n)
-                if len(k):
-                    self.jobs.append((k, flat.view(len(k), -1), flat, part, self.weights[i], None if self.biases is None else self.biases[i]))
-                elif self.biases is not None:
-                    part.copy_(self.biases[i])
-                else:
-                    part.zero_()
-        return self.out, self.jobs
+    def _prepare(self, tokens: int) -> None:
+        """Views for chunks of so many tokens; strips that keep nothing are written once."""
+        s, self.tokens, self.jobs = self.strips, tokens, []
+        self.out = self.result[: s.across * tokens].view(s.across, tokens)
+        for i, (part, k) in enumerate(zip(self.out.split(s.width), s.kept, strict=True)):
+            bias = None if self.biases is None else self.biases[i]
+            if len(k):
+                flat = self.gathered[: len(k) * s.unit * tokens].view(-1, tokens)
+                self.jobs.append(Job(k, flat.view(len(k), -1), flat, s.weights[i].t(), bias, part))
+            elif bias is not None:
+                part.copy_(bias)
+            else:
+                part.zero_()
 
     def __call__(self, t: Tensor, into: Tensor) -> None:
         """t [features, tokens] -> into [tokens, across]."""
-        out, jobs = self._places(t.shape[1])
+        if t.shape[1] != self.tokens:
+            self._prepare(t.shape[1])
         blocks = t.view(self.strips.units, -1)
-        for kept, pieces, flat, part, w, bias in jobs:
-            torch.index_select(blocks, 0, kept, out=pieces)
-            if bias is None:
-                torch.mm(w, flat, out=part)
+        for job in self.jobs:
+            torch.index_select(blocks, 0, job.kept, out=job.pieces)
+            if job.bias is None:
+                torch.mm(job.weights, job.flat, out=job.out)
             else:
-                torch.addmm(bias, w, flat, out=part)
-        into.copy_(out.to(into.dtype).t())
+                torch.addmm(job.bias, job.weights, job.flat, out=job.out)
+        into.copy_(self.out.to(into.dtype).t())
 
 
 def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 
@@ -23,7 +24,7 @@ def ranges(tokens: int) -> list[tuple[int, int]]:
     """Equal shares of the tokens, one for each thread that PyTorch may use here, of at least LEAST tokens."""
     n = max(1, min(torch.get_num_threads(), tokens // LEAST))
     bounds = [tokens * i // n for i in range(n + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 def run(jobs: list[Callable[[], None]]) -> None:

@@ -231,7 +231,6 @@ WRONG = [
     (mlp, dict(backward="sparse"), ConfigError, "unknown backward mode: expected one of masked, ste, unmasked, rigl, got 'sparse'"),
     (mlp, dict(criterion="l3"), ConfigError, "unknown criterion: expected one of fro, spectral, l1, linf, random, got 'l3'"),
     (mlp, dict(impl="cuda"), ConfigError, "unknown impl: expected one of auto, reference, cpu, triton, got 'cuda'"),
-    (mlp, dict(impl="cpu"), UnsupportedError, "impl='cpu' is not in this version: expected one of auto, reference, triton"),
     (mlp, dict(impl="triton"), UnsupportedError, "impl='triton' needs a CUDA device, or TRITON_INTERPRET=1"),
     (mlp, dict(refresh=-1), ConfigError, "refresh counts optimiser steps"),
     (mlp, dict(start=1.5), ConfigError, "start counts optimiser steps"),

@@ -148,10 +148,11 @@ def test_flops_are_the_useful_ones(tensors, mode, flag):
         ops.linear(x, w, b, mask, BLOCK, mode, flag).backward(gy)
     counts = {str(k): v for k, v in counter.get_flop_counts()["Global"].items()}
     tokens = 10
-    assert counts["fxmask.masked_linear"] == 2 * tokens * kept
-    assert counts["fxmask.masked_linear_dx"] == 2 * tokens * (w.numel() if mode == "unmasked" else kept)
-    assert counts["fxmask.masked_linear_dw"] == 2 * tokens * (w.numel() if dense_dw else kept)
-    assert set(counts) == {"fxmask.masked_linear", "fxmask.masked_linear_dx", "fxmask.masked_linear_dw"}  # the bodies are not counted again
+    dx, dw = 2 * tokens * (w.numel() if mode == "unmasked" else kept), 2 * tokens * (w.numel() if dense_dw else kept)
+    if mode in ("masked", "rigl"):  # on a CPU, one op for both
+        assert counts == {"fxmask.masked_linear": 2 * tokens * kept, "fxmask.masked_linear_backward": dx + dw}  # the bodies are not counted again
+    else:
+        assert counts == {"fxmask.masked_linear": 2 * tokens * kept, "fxmask.masked_linear_dx": dx, "fxmask.masked_linear_dw": dw}
 
 
 def test_flops_of_a_meta_mask_are_the_upper_bound():

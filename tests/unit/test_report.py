@@ -18,7 +18,7 @@ def test_a_row_for_every_linear():
     first = report.rows[0]
     assert first["masked"] and first["target_ratio"] == 0.7
     assert first["achieved_ratio"] == pytest.approx(1 - 2 / 6)  # ceil(6 * 0.3) = 2 blocks of 6
-    assert (first["impl"], first["mask_age"], first["flips"]) == ("reference", None, None)
+    assert (first["impl"], first["why"], first["mask_age"], first["flips"]) == ("auto", "chosen when it first runs", None, None)
     assert report.summary["masked"] == 2
     assert report.summary["of them in kept blocks"] == 2 * 2 * 1024 + 640
 
@@ -36,7 +36,7 @@ def test_it_prints_and_saves(form, tmp_path):
     model = fxmask.apply(mlp() if form == "module" else fx.symbolic_trace(mlp()))
     report = fxmask.explain(model)
     assert "default exclusion: min(out, in) = 10 < 16" in str(report)
-    assert "saves no time" in str(report)
+    assert "save no time" in str(report)
     rows = list(csv.DictReader(report.save(tmp_path / "r.csv").read_text().splitlines()))
     assert {r["name"] for r in rows} == {"0", "2", "4"}
     data = json.loads(report.save(tmp_path / "r.json").read_text())
