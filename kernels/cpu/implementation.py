@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..select import select_blocks
-from . import columns, pool, rows, score
+from . import columns, pool, rows, runs, score
 from .plans import Plan, compute_dtype
 from .strips import Strips, packed, strips_of
 
@@ -26,7 +26,7 @@ def _shape(w: Tensor) -> tuple[int, int]:
 def _product(x: Tensor, strips: Strips, bias: Tensor | None, plan: Plan) -> Tensor:
     t = reference.rows(x)
     y = x.new_empty((*x.shape[:-1], strips.across))
-    form = rows.matmul if plan.layout == "rows" else columns.matmul
+    form = {"rows": rows, "runs": runs, "columns": columns}[plan.layout].matmul
     flat = y.view(len(t), strips.across)
     pool.run([partial(form, t, strips, bias, flat, a, b, plan.chunk, compute_dtype(x.dtype)) for a, b in pool.ranges(len(t))])
     return y

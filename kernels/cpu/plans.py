@@ -20,7 +20,7 @@ STRIP = 12e-6  # seconds to make a strip's list and weights
 
 
 class Plan(NamedTuple):
-    """How an op runs: `masked_dense` (PyTorch, over the masked weight), or strips over `rows` or `columns`, a few tokens at a time, of neighbours in groups."""
+    """How an op runs: `masked_dense` (PyTorch, over the masked weight), or strips by `rows`, `runs` or `columns`, `chunk` tokens at a time; `group` neighbours are one."""
 
     layout: str
     chunk: int = 0
@@ -42,8 +42,9 @@ class Case(NamedTuple):
 
 
 MASKED_DENSE = Plan("masked_dense")
-PRODUCTS = tuple(Plan("rows", c, g) for c in (256, 512) for g in (1, 2, 3)) + tuple(Plan("columns", c) for c in (256, 512))
-BACKWARDS = tuple(Plan("rows", c) for c in (128, 256, 512)) + tuple(Plan("columns", c) for c in (256, 512))
+ROWS = tuple(Plan("rows", c, g) for c in (256, 512) for g in (1, 2, 3))
+PRODUCTS = (*ROWS, Plan("runs", 512), Plan("runs", 1024), Plan("columns", 256), Plan("columns", 512))
+BACKWARDS = (*(Plan("rows", c) for c in (128, 256, 512)), Plan("columns", 256), Plan("columns", 512))
 
 BY_NAME = {str(p): p for p in (MASKED_DENSE, *PRODUCTS, *BACKWARDS)}
 
@@ -80,6 +81,9 @@ def seconds(plan: Plan, case: Case) -> float:
     kept = 1 - (1 - case.density) ** plan.group
     width, chunks = min(width * plan.group, across), -(-m // plan.chunk)
     flop, gathered = 2 * m * n * k * kept, m * strips * along * kept  # elements
+    if plan.layout == "runs":
+        calls = strips * max(1.0, -(-along // unit) * kept * (1 - kept))
+        return flop / (0.88 * _flops(width)) + m * calls * width * 0.25e-9 + calls * (chunks * CALL + STRIP) + (MOVE / 2 * m * (across + along) if half else 0)
     piece = min(unit, along) if plan.layout == "rows" else min(plan.chunk, m) * min(unit, along)
     gather = gathered / piece * PIECE + 4 * gathered * BYTE * (1 if plan.layout == "rows" else 0.8)
     time = gather + strips * STRIP + chunks * strips * CALL * 2
