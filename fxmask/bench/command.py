@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError
-from . import interleaved
+from . import interleaved, regret
 from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
 from .summary import crossover_lines, crossovers, plot
@@ -22,6 +22,7 @@ def names(given: str) -> tuple[str, ...]:
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
     p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
+    p.add_argument("--dispatch", type=int, default=0, metavar="CASES", help="on a CPU: compare the dispatch's choice with every plan, over so many cases")
     p.add_argument("--threads", type=int, default=None, metavar="N", help="on a CPU: PyTorch's threads (default: as they are)")
     p.add_argument("--blocks", default="", metavar="SIZES", help="on a CPU: 64,32,16")
     p.add_argument("--ratios", default="", metavar="RATIOS", help="on a CPU: 0.5,0.7,0.8,0.9,0.95")
@@ -66,6 +67,9 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     """Whole steps on a CPU, all contenders in turns."""
     if a.threads:
         torch.set_num_threads(a.threads)
+    if a.dispatch:
+        print(regret.summary(regret.run(regret.draw(a.dispatch, dtype, a.seed), a.out, a.sample_s, a.time_limit).rows))
+        return 0
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
     blocks = tuple(int(b) for b in names(a.blocks)) or interleaved.DEFAULT_BLOCKS
     ratios = tuple(float(r) for r in names(a.ratios)) or interleaved.RATIOS

@@ -17,7 +17,7 @@ from .plans import BY_NAME, MASKED_DENSE, Case, Plan, plans, seconds
 
 SMALL = 1e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
 NEAR = 2.0  # times masked-dense, as estimated, behind which a plan is not timed
-CANDIDATES = 3  # plans in strips that are timed
+CANDIDATES = 4  # plans in strips that are timed
 SAMPLE = 4096  # tokens that they are timed on
 decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
 
@@ -34,7 +34,7 @@ def _tokens(tokens: int) -> int:
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:
     """The choice for a case. `timed(plan)` gives what runs a plan on a sample."""
-    estimates = {str(p): seconds(p, case) for p in plans(case.op)}
+    estimates = {str(p): seconds(p, case) for p in plans(case.op, case.tokens)}
     best = sorted(estimates, key=lambda n: estimates[n])[:CANDIDATES]
     dense = seconds(MASKED_DENSE, case)
     if not forced:

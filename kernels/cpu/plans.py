@@ -1,7 +1,7 @@
 """What the CPU implementation may do for one op, and what each choice would cost: closed forms that rank the candidates, before any of them is timed.
 
-Times are seconds of one core of the machine that the constants were fitted on (Ice Lake, 2.8 GHz, MKL, float32); elsewhere the ranking is a guess, and
-`kernels.tune` times the first few.
+Times are seconds of one core of the machine that the constants were fitted on (Ice Lake at 2.8 GHz, MKL, float32: `fxmask bench --device cpu --dispatch 200`, on
+which the estimates are 20 % off in the middle); elsewhere the ranking is a guess. `kernels.tune` times the first few.
 """
 
 from __future__ import annotations
@@ -10,17 +10,24 @@ from typing import NamedTuple
 
 import torch
 
-DENSE = 150e9  # FLOP a second of a large matmul
-PIECE = 4.5e-9  # seconds to copy one piece of a gather
-BYTE = 0.045e-9  # and for each byte of it
-MOVE = 0.32e-9  # seconds a float32 of a transposing copy
-MASK = 1.5e-9  # seconds a weight element of W∘M
-CALL = 3.5e-6  # seconds of a PyTorch call
-STRIP = 12e-6  # seconds to make a strip's list and weights
+DENSE = 130e9  # FLOP a second of a large matmul
+MASK = 1.9e-9  # seconds a weight element of W∘M
+FIXED = 0.66e-3  # seconds of an op before it multiplies
+STRIP = 25e-6  # seconds to make a strip's list and weights
+CALL = 3.2e-6  # seconds of a PyTorch call
+PIECE = 0.67e-9  # seconds to copy one piece of a gather
+BYTE = 0.093e-9  # and for each byte of it
+MOVE = 2.0e-9  # seconds a float32 of a transposing copy
+TOUCH = 0.29e-9  # seconds a float32 that is read or written the first time
+AGAIN = 0.33e-9  # seconds a float32 of the output that a further run adds to
+ROWS, RUNS, COLUMNS, OUTER = 0.64, 0.71, 0.68, 0.54  # share of their best that matmuls reach: over rows, runs, columns, and those of dW
 
 
 class Plan(NamedTuple):
-    """How an op runs: `masked_dense` (PyTorch, over the masked weight), or strips by `rows`, `runs` or `columns`, `chunk` tokens at a time; `group` neighbours are one."""
+    """How an op runs: `masked_dense` (PyTorch, over the masked weight), or in strips, by `rows`, `runs` or `columns`.
+
+    Strips take `chunk` tokens at a time; `group` neighbours count as one strip.
+    """
 
     layout: str
     chunk: int = 0
@@ -42,16 +49,16 @@ class Case(NamedTuple):
 
 
 MASKED_DENSE = Plan("masked_dense")
-ROWS = tuple(Plan("rows", c, g) for c in (256, 512) for g in (1, 2, 3))
-PRODUCTS = (*ROWS, Plan("runs", 512), Plan("runs", 1024), Plan("columns", 256), Plan("columns", 512))
+PRODUCTS = (*(Plan("rows", c, g) for c in (256, 512) for g in (1, 2, 3)), Plan("runs", 512), Plan("runs", 1024), Plan("columns", 256), Plan("columns", 512))
 BACKWARDS = (*(Plan("rows", c) for c in (128, 256, 512)), Plan("columns", 256), Plan("columns", 512))
 
 BY_NAME = {str(p): p for p in (MASKED_DENSE, *PRODUCTS, *BACKWARDS)}
 
 
-def plans(op: str) -> tuple[Plan, ...]:
-    """The plans in strips for an op."""
-    return PRODUCTS if op in ("forward", "dx") else BACKWARDS
+def plans(op: str, tokens: int) -> tuple[Plan, ...]:
+    """The plans in strips for an op; of those that would take all tokens at once, one each."""
+    every = PRODUCTS if op in ("forward", "dx") else BACKWARDS
+    return tuple(p for p in every if p.chunk < 2 * tokens) or every[:1]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,34 +71,33 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _flops(width: int) -> float:
     """FLOP a second of a tall matmul into `width` features: MKL takes 48 at a time, and what is left at half the speed or less."""
     whole, left = divmod(width, 48)
-    rate = 4.2e9 * left if left <= 32 else 160e9
-    return width / (whole * 48 / 162e9 + (left / rate if left else 0))
+    return width / (whole * 48 / 162e9 + (left / (min(left, 38) * 4.2e9) if left else 0))
 
 
 def seconds(plan: Plan, case: Case) -> float:
     """Estimated time of an op by a plan, on one core."""
     (n, k), m = case.shape, case.tokens
-    half = case.dtype in (torch.bfloat16, torch.float16)
-    products = 2 if case.op == "backward" else 1
+    casts = MOVE * m * (n + k) if case.dtype in (torch.bfloat16, torch.float16) else 0.0
     if plan == MASKED_DENSE:
-        rate = DENSE / 4.5 if half and compute_dtype(case.dtype) != case.dtype else DENSE
-        return products * (2 * m * n * k / rate + MASK * n * k)
+        slow = 4.5 if casts and compute_dtype(case.dtype) != case.dtype else 1.0
+        return (2 if case.op == "backward" else 1) * (slow * 2 * m * n * k / DENSE + MASK * n * k)
     across, along, width, unit = (n, k, *case.block) if case.op == "forward" else (k, n, *case.block[::-1])
-    strips = -(-across // (width * plan.group))
+    strips, chunks = -(-across // (width * plan.group)), -(-m // plan.chunk)
     kept = 1 - (1 - case.density) ** plan.group
-    width, chunks = min(width * plan.group, across), -(-m // plan.chunk)
-    flop, gathered = 2 * m * n * k * kept, m * strips * along * kept  # elements
+    width, unit = min(width * plan.group, across), min(unit, along)
+    flop, moved = 2 * m * n * k * kept, m * strips * along * kept  # elements gathered
+    time = FIXED + strips * STRIP + TOUCH * m * (along + across) + casts
     if plan.layout == "runs":
-        calls = strips * max(1.0, -(-along // unit) * kept * (1 - kept))
-        return flop / (0.88 * _flops(width)) + m * calls * width * 0.25e-9 + calls * (chunks * CALL + STRIP) + (MOVE / 2 * m * (across + along) if half else 0)
-    piece = min(unit, along) if plan.layout == "rows" else min(plan.chunk, m) * min(unit, along)
-    gather = gathered / piece * PIECE + 4 * gathered * BYTE * (1 if plan.layout == "rows" else 0.8)
-    time = gather + strips * STRIP + chunks * strips * CALL * 2
+        runs = strips * max(1.0, along / unit * kept * (1 - kept))
+        return time + flop / (RUNS * _flops(width)) + AGAIN * m * (runs - strips) * width + runs * (chunks * CALL + STRIP)
+    pieces, products = moved / unit, case.op != "dw"
+    gather = pieces * PIECE + 4 * moved * BYTE
     if plan.layout == "rows":
-        time += flop / _flops(width) if case.op != "dw" else 0
-        time += flop / (125e9 if width >= 32 else 90e9) + chunks * strips * CALL if case.op in ("dw", "backward") else 0
-    else:
-        time += MOVE * m * (along + (across if case.op != "dw" else 0))
-        time += flop / 135e9 if case.op != "dw" else 0
-        time += 2 * gather + flop / 110e9 + chunks * strips * CALL * 2 if case.op in ("dw", "backward") else 0
-    return time + (MOVE / 2 * m * (across + along) if half else 0)
+        time += gather + chunks * strips * CALL * 2
+        time += flop / (ROWS * _flops(width)) if products else 0
+    elif products:
+        time += MOVE * m * (along + across) + 4 * moved * BYTE + chunks * strips * CALL * 2 + flop / (COLUMNS * 155e9)
+    if case.op in ("dw", "backward"):
+        time += flop / (OUTER * (150e9 if width >= 32 else 110e9)) + chunks * strips * CALL
+        time += gather + (0 if products else MOVE * m * along) + chunks * strips * CALL if plan.layout == "columns" else 0
+    return time

@@ -1,0 +1,132 @@
+"""`fxmask bench --device cpu --dispatch`: how far the dispatch's choice is from the best plan, over a grid of cases drawn at random.
+
+For each case the choice is made anew, as a user's process makes it the first time; then all plans are timed in turns. The regret is the chosen plan's time over
+the fastest one's, less one; least times of many turns, since noise only adds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference
+from ..kernels.cpu import chosen, implementation
+from ..kernels.cpu.plans import BY_NAME, MASKED_DENSE, Plan, plans
+from ..kernels.grid import grid_shape
+from . import clock
+from .cells import Cell
+from .inputs import TORCH_DTYPES, make_mask
+from .provenance import provenance, utc
+from .table import BUSY, WHAT, WHERE, Row, Table, number, text, what
+
+CSV = "dispatch.csv"
+COLUMNS = (*WHERE, "load", "verdict", *WHAT, "chosen", "why", "best", "chosen_ms", "best_ms", "masked_dense_ms", "regret", "x_masked_dense", "times")
+NAMES = (*WHAT, "threads")
+GOOD = 0.05
+SHAPES = ((1024, 1024), (1536, 384), (384, 1536), (768, 768), (1000, 768), (2048, 512), (196, 196), (256, 1024))
+TOKENS, BLOCKS, RATIOS, OPS = (256, 1024, 2048, 4096), (16, 32, 64, 128), (0.5, 0.7, 0.8, 0.9, 0.95), ("forward", "dx", "dw", "backward")
+
+
+def draw(count: int, dtype: str, seed: int) -> list[Cell]:
+    """Different cases out of the grid, in an order that the seed alone decides."""
+    every = [
+        Cell(op, "plans", m, n, k, dtype, (b, b), r, "random", seed)
+        for op in OPS for m in TOKENS for n, k in SHAPES for b in BLOCKS for r in RATIOS
+    ]  # fmt: skip
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def calls(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[Callable[[], Any], Callable[[Plan], Callable[[], Any]]]:
+    """The op as the dispatch runs it, and as any one plan does."""
+    b, auto = cell.block, chosen.AUTO
+
+    def by(plan: Plan) -> Callable[[], Any]:
+        dense = plan == MASKED_DENSE
+        return {
+            "forward": lambda: (
+                reference.masked_linear(x, w, None, mask, b) if dense else implementation.masked_linear(x, w, None, mask, b, plan)
+            ),
+            "dx": lambda: reference.masked_linear_dx(gy, w, mask, b, "masked") if dense else implementation.masked_linear_dx(gy, w, mask, b, plan),
+            "dw": lambda: (
+                reference.masked_linear_dw(gy, x, mask, None, b, "masked") if dense else implementation.backward(gy, x, None, mask, b, plan)
+            ),
+            "backward": lambda: (
+                reference.masked_linear_backward(gy, x, w, mask, None, b, "masked") if dense else implementation.backward(gy, x, w, mask, b, plan)
+            ),
+        }[cell.op]  # fmt: skip
+
+    own = {
+        "forward": lambda: auto.masked_linear(x, w, None, mask, b),
+        "dx": lambda: auto.masked_linear_dx(gy, w, mask, b, "masked"),
+        "dw": lambda: auto.masked_linear_dw(gy, x, mask, None, b, "masked"),
+        "backward": lambda: auto.masked_linear_backward(gy, x, w, mask, None, b, "masked"),
+    }[cell.op]
+    return own, by
+
+
+def measure(cell: Cell, shared: Row, seconds: float) -> Row:
+    """The row of one case."""
+    g, dtype = torch.Generator().manual_seed(cell.seed), TORCH_DTYPES[cell.dtype]
+    x, gy, w = (torch.randn(s, generator=g).to(dtype) for s in ((cell.M, cell.K), (cell.M, cell.N), (cell.N, cell.K)))
+    mask = make_mask(grid_shape((cell.N, cell.K), cell.block), cell.ratio, "random", cell.seed)
+    own, by = calls(cell, x, gy, w, mask)
+    load = clock.load_average()
+    chosen.decisions.clear()
+    own()
+    choice = next(iter(chosen.decisions.values()))
+    wanted = [str(MASKED_DENSE), *map(str, plans(cell.op, cell.M))]
+    times, threads = dict.fromkeys(wanted, float("inf")), torch.get_num_threads()
+    now = time.process_time if threads == 1 else time.perf_counter
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < 6 or (time.perf_counter() < end and turn < clock.SAMPLES):
+        for name in wanted:
+            call = by(BY_NAME[name])
+            begin = now()
+            call()
+            took = 1e3 * (now() - begin)
+            times[name] = min(times[name], took) if turn else times[name]
+        turn += 1
+    best, cores = min(times, key=lambda n: times[n]), os.cpu_count() or 1
+    verdict = f"{BUSY} {load:.1f} on {cores} cores" if load is not None and load > cores else "ok"
+    return {
+        **shared, **what(cell, float(mask.float().mean())), "utc": utc(), "load": text(load), "verdict": verdict,
+        "chosen": choice.name, "why": choice.why, "best": best, "chosen_ms": text(times[choice.name]), "best_ms": text(times[best]),
+        "masked_dense_ms": text(times[str(MASKED_DENSE)]), "regret": text(times[choice.name] / times[best] - 1),
+        "x_masked_dense": text(times[str(MASKED_DENSE)] / times[choice.name]), "times": " ".join(f"{n}:{t:.3g}" for n, t in times.items()),
+    }  # fmt: skip
+
+
+def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: Callable[[str], None] = print) -> Table:
+    """Measure what the csv lacks, until the time limit."""
+    shared = provenance(torch.device("cpu"))
+    table, begin = Table(out / CSV, COLUMNS, NAMES), time.monotonic()
+    for cell in found:
+        if {**shared, **what(cell)} in table:
+            continue
+        if limit is not None and time.monotonic() - begin > limit:
+            say(f"stopped by the time limit of {limit:g} s; the same command goes on from here")
+            break
+        row = measure(cell, shared, seconds)
+        table.append(row)
+        say(f"{cell.group}  chosen {row['chosen']} {row['chosen_ms']} ms  best {row['best']} {row['best_ms']} ms")
+    return table
+
+
+def summary(rows: list[Row]) -> str:
+    """How many choices are good, and the worst."""
+    usable = [r for r in rows if r["verdict"] == "ok"]
+    if not usable:
+        return "dispatch: no case was measured on an idle machine"
+    regrets = sorted(number(r, "regret") or 0.0 for r in usable)
+    good, slow = sum(r <= GOOD for r in regrets), sum((number(r, "x_masked_dense") or 0.0) < 0.97 for r in usable)
+    return (
+        f"dispatch: {good} of {len(usable)} choices within {GOOD:.0%} of the best plan ({good / len(usable):.1%}), median {regrets[len(regrets) // 2]:.1%}, "
+        f"worst {regrets[-1]:.0%}; {slow} below 0.97 of masked-dense"
+    )
