@@ -84,6 +84,8 @@ class Form:
         case = Case(op, tokens, shape, block, 1.0, t.dtype)
         if self.forced or seconds(MASKED_DENSE, case) >= SMALL:
             case = case._replace(density=float(mask.count_nonzero()) / mask.numel())
+            if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
+                return MASKED_DENSE
         threads = torch.get_num_threads()
         key = key_of(case, self.forced, threads)
         choice = decisions.pop(key, None)  # put back as the latest
