@@ -81,7 +81,7 @@ def _implementation(site: Site, weight: Tensor | None) -> dict[str, str]:
         return {"impl": "reference", "why": "its owner reads W∘M"}
     if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
         return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no recorded run shows a faster one" if c.impl == "auto" else "asked for"}
-    found = {op: chosen.last(op, (weight.shape[0], weight.shape[1]), c.block, None, None, c.impl == "cpu") for op in OPS}
+    found = {op: chosen.last(op, (weight.shape[0], weight.shape[1]), c.block, c.impl == "cpu") for op in OPS}
     ran = {op: f for op, f in found.items() if f is not None}
     if not ran:
         return {"impl": c.impl, "why": "chosen when it first runs"}

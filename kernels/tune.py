@@ -15,7 +15,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from .errors import FxMaskWarning
 FORMAT = 1
 BUDGET = 0.4  # seconds of one tune
 AGAIN = 60.0  # seconds until a tune on a busy machine is repeated
+FIX = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
 _warned: set[str] = set()
 
 
@@ -45,9 +46,14 @@ def enabled() -> bool:
 
 
 def folder() -> Path:
-    """Where decisions are kept."""
+    """Where decisions are kept. OSError where there is no home for them."""
     given = os.environ.get("FXMASK_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxmask"
+    if given:
+        return Path(given)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxmask"
+    except RuntimeError as e:  # no HOME, and a user without an entry
+        raise OSError(str(e)) from None
 
 
 def stamp() -> dict[str, Any]:
@@ -73,34 +79,34 @@ def _warn(kind: str, text: str) -> None:
         warnings.warn(text, FxMaskWarning, stacklevel=2)
 
 
-def load(key: str) -> Choice | None:
-    """The decision on disk; None where there is none that can be used."""
-    path = _path(key)
+def load(key: str, names: Container[str]) -> Choice | None:
+    """The decision on disk, for one of `names`; None where there is none that can be used."""
     try:
-        text = path.read_text()
-    except FileNotFoundError:
+        path = _path(key)
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as e:
-        _warn("read", f"a tuned decision cannot be read: {e}; it is made again. FXMASK_CACHE names another folder.")
+        _warn("folder", f"tuned decisions cannot be read: {e}; they are made again. {FIX}")
         return None
     try:
-        found = json.loads(text)
+        found = json.loads(content)
         if found["stamp"] != stamp() or found["key"] != key:
             raise ValueError(f"it is of {found['stamp']}, {found['key']}")
         times = {str(name): float(t) for name, t in found["times"].items()}
-        if found["name"] not in times:
-            raise ValueError(f"no time of {found['name']}")
+        if found["name"] not in times or found["name"] not in names:
+            raise ValueError(f"it names {found['name']!r}")
         return Choice(found["name"], "measured", times, bool(found["busy"]), float(found["at"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        _warn("damaged", f"{path} is no decision of this version: {e}; it is made again.")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as e:
+        _warn("damaged", f"{path} is no decision of this version: {str(e)[:200]}; it is made again.")
         return None
 
 
 def store(key: str, choice: Choice) -> None:
     """Write a decision; a warning, once, where that cannot be done."""
-    path = _path(key)
     content = {"stamp": stamp(), "key": key, "name": choice.name, "times": choice.times, "busy": choice.busy, "at": choice.at}
     try:
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
@@ -111,11 +117,10 @@ def store(key: str, choice: Choice) -> None:
             os.unlink(name)
             raise
     except OSError as e:
-        fix = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
-        _warn("write", f"tuned decisions cannot be kept: {e}; each process will make them again. {fix}")
+        _warn("folder", f"tuned decisions cannot be kept: {e}; each process will make them again. {FIX}")
 
 
-def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float = BUDGET) -> Choice:
+def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float | None = None) -> Choice:
     """Time every candidate in turns until the budget is spent, each at least twice; the least time counts, as noise only adds.
 
     On one thread the process's time is taken, which other processes disturb less. Busy: more load than cores, or much waiting.
@@ -123,7 +128,7 @@ def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: f
     clock = time.process_time if threads == 1 else time.perf_counter
     times = dict.fromkeys(candidates, float("inf"))
     started, used, turns = time.perf_counter(), time.process_time(), 0
-    while turns < 2 or time.perf_counter() - started < budget:
+    while turns < 2 or time.perf_counter() - started < (BUDGET if budget is None else budget):
         for name, run in candidates.items():
             begin = clock()
             run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from ..errors import ConfigError
 from . import interleaved, regret
 from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
+from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
 
 
@@ -63,16 +65,31 @@ def main(a: argparse.Namespace) -> int:
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
 
 
+def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tuple[Any, ...]:
+    try:
+        found = tuple(kind(n) for n in names(given))
+    except ValueError:
+        found = (high,)
+    if not all(low <= n < high for n in found):
+        raise ConfigError(f"{option} {given!r}: expected numbers of at least {low} and below {high:g}, separated by commas.")
+    return found
+
+
 def steps(a: argparse.Namespace, dtype: str) -> int:
-    """Whole steps on a CPU, all contenders in turns."""
-    if a.threads:
+    """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
+    if a.threads is not None and a.threads < 1:
+        raise ConfigError(f"--threads {a.threads}: expected at least 1.")
+    unknown = sorted(set(names(a.providers)) - set(interleaved.CONTENDERS))
+    if unknown:
+        raise ConfigError(f"unknown provider: expected some of {', '.join(interleaved.CONTENDERS)}, got {', '.join(unknown)}; others need --op-by-op.")
+    blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS
+    ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
+    if a.threads is not None:
         torch.set_num_threads(a.threads)
     if a.dispatch:
         print(regret.summary(regret.run(regret.draw(a.dispatch, dtype, a.seed), a.out, a.sample_s, a.time_limit).rows))
         return 0
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
-    blocks = tuple(int(b) for b in names(a.blocks)) or interleaved.DEFAULT_BLOCKS
-    ratios = tuple(float(r) for r in names(a.ratios)) or interleaved.RATIOS
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)
     found: list[Cell] = list(interleaved.cells(shapes, blocks[:1] if a.quick else blocks, ratios, kinds[:1] if a.quick else kinds, dtype, a.seed))
     globs = names(a.cells)
@@ -83,8 +100,10 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or interleaved.CONTENDERS)
-    rows = [r for r in table.rows if r["threads"] == str(torch.get_num_threads())]
+    own = provenance(torch.device("cpu"))
+    rows = [r for r in table.rows if all(r[c] == own[c] for c in ("source", "device", "torch", "threads"))]
     print("\n".join(crossover_lines(rows)))
     if a.plot and crossovers(rows):
-        print(f"wrote {plot(rows, a.out / f'cpu-{torch.get_num_threads()}-threads.png').name}")
+        name = f"cpu-{own['threads']}-threads.png"
+        print(f"wrote {plot(rows, a.out / name).name}")
     return 1 if any(r["gate"] == "fail" for r in rows) else 0

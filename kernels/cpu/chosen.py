@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,18 @@ NEAR = 2.0  # times masked-dense, as estimated, behind which a plan is not timed
 CANDIDATES = 4  # plans in strips that are timed
 SAMPLE = 4096  # tokens that they are timed on
 decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
+_latest: dict[tuple[Any, ...], tune.Choice] = {}  # by op, shape, block and whether forced
+_deciding = threading.RLock()
+
+
+def _after_fork() -> None:
+    """A lock that another thread held would never be released."""
+    global _deciding
+    _deciding = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
@@ -47,8 +61,8 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
     if dense < SMALL or len(best) == 1 or not tune.enabled():
         return tune.Choice(first, "estimated", estimates)
     name = "/".join(map(str, key))
-    known = tune.load(name)
-    if known is None or known.name not in BY_NAME or stale(known):
+    known = tune.load(name, BY_NAME)
+    if known is None or stale(known):
         known = tune.measure({n: timed(BY_NAME[n]) for n in best}, threads)
         tune.store(name, known)
     return known
@@ -59,16 +73,9 @@ def stale(choice: tune.Choice) -> bool:
     return choice.busy and time.time() - choice.at > tune.AGAIN
 
 
-def last(
-    op: str, shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype | None = None, tokens: int | None = None, forced: bool = False
-) -> tune.Choice | None:
-    """The latest choice of this process for layers of a shape, of any dtype and number of tokens or of these; None where none has run."""
-    found = None
-    for (an_op, an_m, a_shape, a_block, _, a_dtype, a_forced, _), choice in decisions.items():
-        same = (an_op, a_shape, a_block, a_forced) == (op, shape, block, forced) and dtype in (None, a_dtype)
-        if same and (tokens is None or an_m == _tokens(tokens)):
-            found = choice
-    return found
+def last(op: str, shape: tuple[int, int], block: tuple[int, int], forced: bool) -> tune.Choice | None:
+    """The latest choice of this process for layers of a shape and block; None where none has run."""
+    return _latest.get((op, shape, block, forced))
 
 
 class Form:
@@ -88,10 +95,13 @@ class Form:
                 return MASKED_DENSE
         threads = torch.get_num_threads()
         key = key_of(case, self.forced, threads)
-        choice = decisions.pop(key, None)  # put back as the latest
+        choice = decisions.get(key)
         if choice is None or stale(choice):
-            choice = decide(case, key, self.forced, threads, timed)
-        decisions[key] = choice
+            with _deciding:  # another thread may have decided meanwhile
+                choice = decisions.get(key)
+                if choice is None or stale(choice):
+                    choice = decisions[key] = decide(case, key, self.forced, threads, timed)
+        _latest[op, shape, block, self.forced] = choice
         return BY_NAME[choice.name]
 
     def block_index(self, w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:

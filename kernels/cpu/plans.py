@@ -62,10 +62,13 @@ def plans(op: str, tokens: int) -> tuple[Plan, ...]:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that strips are multiplied in: float32 where the processor has no instructions for a 16-bit one (products are exact there, too)."""
-    if dtype == torch.bfloat16 and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return torch.float32
-    return torch.float32 if dtype == torch.float16 else dtype
+    """The dtype that strips are multiplied and summed in: 16-bit operands in float32, where their products are exact, and rounded once."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _native(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies a 16-bit dtype by instructions of its own, as masked-dense does then."""
+    return dtype == torch.bfloat16 and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _flops(width: int) -> float:
@@ -79,7 +82,7 @@ def seconds(plan: Plan, case: Case) -> float:
     (n, k), m = case.shape, case.tokens
     casts = MOVE * m * (n + k) if case.dtype in (torch.bfloat16, torch.float16) else 0.0
     if plan == MASKED_DENSE:
-        slow = 4.5 if casts and compute_dtype(case.dtype) != case.dtype else 1.0
+        slow = 1.0 if not casts else 0.3 if _native(case.dtype) else 4.5
         return (2 if case.op == "backward" else 1) * (slow * 2 * m * n * k / DENSE + MASK * n * k)
     across, along, width, unit = (n, k, *case.block) if case.op == "forward" else (k, n, *case.block[::-1])
     strips, chunks = -(-across // (width * plan.group)), -(-m // plan.chunk)

@@ -1,7 +1,8 @@
 """Token ranges on threads of our own, one matmul thread each: PyTorch's own threads inside thousands of small matmuls wait for each other on a busy machine.
 
-The ranges, and the order in which partial sums are added, depend on `torch.get_num_threads()` alone, so results do not depend on who was faster. A pool that is
-busy, in another thread of the program, is not waited for: the same ranges are then worked off one by one.
+The ranges, and the order in which partial sums are added, depend on `torch.get_num_threads()` alone, so results do not depend on who was faster. Several
+threads of a program take turns. While jobs run, PyTorch's count of threads is 1 for the whole process, because MKL knows no other: dense matmuls of another
+thread have one thread so long, and a thread that first uses PyTorch in that moment keeps one, as after any `torch.set_num_threads(1)`.
 """
 
 from __future__ import annotations
@@ -28,26 +29,25 @@ def ranges(tokens: int) -> list[tuple[int, int]]:
 
 
 def run(jobs: list[Callable[[], None]]) -> None:
-    """Run all jobs, side by side where the pool is free; the first one on the caller's thread."""
-    if len(jobs) == 1 or not _lock.acquire(blocking=False):
+    """Run all jobs side by side, the first one on the caller's thread."""
+    threads = torch.get_num_threads()
+    if threads == 1:
         for job in jobs:
             job()
         return
-    threads = torch.get_num_threads()
-    try:
-        pool = _sized(len(jobs) - 1)
-        torch.set_num_threads(1)  # MKL's count is the whole process's, so it cannot be the workers' business
-        waiting = [pool.submit(_quietly, job) for job in jobs[1:]]
+    with _lock:
         try:
-            _quietly(jobs[0])
-        finally:
+            torch.set_num_threads(1)
+            waiting = [_sized(len(jobs) - 1).submit(_quietly, job) for job in jobs[1:]]
+            try:
+                _quietly(jobs[0])
+            finally:
+                for w in waiting:
+                    w.exception()  # wait for all, whatever happened
             for w in waiting:
-                w.exception()  # wait for all, whatever happened
-        for w in waiting:
-            w.result()
-    finally:
-        torch.set_num_threads(threads)
-        _lock.release()
+                w.result()
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _quietly(job: Callable[[], None]) -> None:
@@ -56,11 +56,15 @@ def _quietly(job: Callable[[], None]) -> None:
 
 
 def _sized(workers: int) -> ThreadPoolExecutor:
+    """The pool, with at least so many threads, all of them begun: one that began later would set the process's count of threads then."""
     global _pool, _workers
     if _pool is None or _workers < workers:
         if _pool is not None:
             _pool.shutdown()
         _pool, _workers = ThreadPoolExecutor(workers, "fxmask", initializer=torch.set_num_threads, initargs=(1,)), workers
+        together = threading.Barrier(workers)
+        for begun in [_pool.submit(together.wait) for _ in range(workers)]:
+            begun.result()
     return _pool
 
 

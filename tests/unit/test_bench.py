@@ -114,7 +114,8 @@ def test_time_limit(tmp_path):
 
 
 def test_command_line(tmp_path, capsys):
-    args = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b128x128/*", "--out", str(tmp_path), "--sample-s", "0"]
+    args = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b128x128/*"]
+    args += ["--out", str(tmp_path), "--sample-s", "0"]
     assert main(args) == 0
     assert "crossover" in capsys.readouterr().out
     assert main([*args, "--list"]) == 0

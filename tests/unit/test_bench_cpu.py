@@ -1,0 +1,158 @@
+"""`fxmask bench --device cpu`: whole steps in turns, on tiny shapes."""
+
+import os
+
+import pytest
+import torch
+
+from fxmask.bench import interleaved, provenance, table
+from fxmask.cli import main
+from fxmask.errors import ConfigError
+from fxmask.kernels.cpu import chosen, implementation
+
+SHAPE = "300x64->96"
+OPTIONS = ("--shapes", SHAPE, "--blocks", "32", "--ratios", "0.5,0.8", "--masks", "random")
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch):
+    """A machine that does nothing else, and no decision of another test."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(chosen, "decisions", {})
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bench(out, *options):
+    """The exit status, and the rows of the csv."""
+    status = main(["bench", "--device", "cpu", "--sample-s", "0", "--out", str(out), *OPTIONS, *options])
+    path = out / interleaved.CSV
+    return status, table.read(path, interleaved.COLUMNS) if path.exists() else []
+
+
+def test_rows_are_complete(tmp_path, capsys):
+    status, rows = bench(tmp_path)
+    assert status == 0 and len(rows) == 2 * len(interleaved.CONTENDERS)
+    assert [r["provider"] for r in rows] == list(interleaved.CONTENDERS) * 2
+    shared = provenance.provenance(torch.device("cpu"))
+    always = {"utc", "load", "load_after", "turns", "mask_ms", "forward_ms", "backward_ms", "ms_p50", "ms_p10", "ms_p90", "cpu_ms_p50", "max_err"}
+    for r in rows:
+        assert {c: r[c] for c in shared} == shared and r["threads"] == str(torch.get_num_threads()) and r["source"]
+        assert (r["op"], r["phase"], r["dtype"], r["mask"], r["M"], r["K"], r["N"]) == ("step", "interleaved", "fp32", "random", "300", "64", "96")
+        assert (r["block_n"], r["block_k"], r["gate"], r["verdict"]) == ("32", "32", "pass", "ok") and float(r["load"]) == 0.5
+        assert not {c for c in always if not r[c]} and int(r["turns"]) >= 5
+        assert 0 < float(r["ms_p10"]) <= float(r["ms_p50"]) <= float(r["ms_p90"])
+        own = r["provider"].startswith("fxmask")
+        assert bool(r["forward_plan"]) == bool(r["backward_plan"]) == own
+        assert (float(r["max_err"]) > 0) == (r["provider"] != "dense") and float(r["max_err"]) < 1e-5
+    assert {r["ratio"] for r in rows} == {"0.5", "0.8"}
+    assert {r["forward_plan"] for r in rows if r["provider"] == "fxmask_auto"} == {"masked_dense"}
+    assert not {"", "masked_dense"} & {r[p] for r in rows if r["provider"] == "fxmask_cpu" for p in ("forward_plan", "backward_plan")}
+    assert "crossover: times faster" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("threads", "column"), [(1, "cpu_ms_p50"), (2, "ms_p50")])
+def test_speed_is_against_the_faster_baseline(tmp_path, threads, column):
+    """In process time on one thread, in wall time on more."""
+    _, rows = bench(tmp_path, "--threads", str(threads))
+    assert {r["threads"] for r in rows} == {str(threads)}
+    for ratio in ("0.5", "0.8"):
+        found = {r["provider"]: r for r in rows if r["ratio"] == ratio}
+        dense, masked = (float(found[b][column]) for b in ("dense", "masked_dense"))
+        for r in found.values():
+            own = float(r[column])
+            assert float(r["x_dense"]) == pytest.approx(dense / own, rel=1e-5)
+            assert float(r["x_masked_dense"]) == pytest.approx(masked / own, rel=1e-5)
+            assert float(r["x_best"]) == pytest.approx(min(dense, masked) / own, rel=1e-5)
+
+
+def test_a_second_run_measures_what_is_missing(tmp_path, monkeypatch):
+    _, first = bench(tmp_path)
+    text = (tmp_path / interleaved.CSV).read_bytes()
+    real, measured = interleaved.measure, []
+    monkeypatch.setattr(interleaved, "measure", lambda cell, *a: measured.append(cell) or real(cell, *a))
+    assert bench(tmp_path) == (0, first) and not measured and (tmp_path / interleaved.CSV).read_bytes() == text
+    _, rows = bench(tmp_path, "--ratios", "0.8,0.9")
+    assert [c.ratio for c in measured] == [0.9] and rows[: len(first)] == first
+    bench(tmp_path, "--threads", "2")
+    assert len(measured) == 3  # another measurement by other threads
+    bench(tmp_path, "--ratios", "0.7", "--time-limit", "-1")
+    assert len(measured) == 3
+
+
+def test_a_busy_machine_gives_no_verdict_and_is_asked_again(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as m:
+        m.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
+        status, rows = bench(tmp_path)
+    assert status == 0 and len(rows) == 8 and "no row can be compared" in capsys.readouterr().out
+    for r in rows:
+        assert r["verdict"] == f"none: load 1000.0 on {os.cpu_count()} cores" and r["ms_p50"]
+        assert not (r["x_dense"] or r["x_masked_dense"] or r["x_best"])
+    _, rows = bench(tmp_path)
+    assert len(rows) == 16 and all(r["verdict"] == "ok" and r["x_best"] for r in rows[8:])
+    assert len(bench(tmp_path)[1]) == 16
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_wrong_contender_fails(tmp_path, monkeypatch, value):
+    real = implementation.masked_linear
+    with monkeypatch.context() as m:
+        m.setattr(implementation, "masked_linear", lambda *a: real(*a).fill_(value))
+        status, rows = bench(tmp_path)
+    assert status == 1
+    for r in rows:
+        wrong = r["provider"] == "fxmask_cpu"
+        assert r["gate"] == ("fail" if wrong else "pass") and bool(r["x_best"]) == (not wrong)
+        assert not wrong or not float(r["max_err"]) <= 0.5
+
+
+def test_rows_of_other_sources_do_not_count(tmp_path, monkeypatch):
+    """What failed once, in a version that is gone, is no failure of this one."""
+    with monkeypatch.context() as m:
+        m.setattr(provenance, "source_hash", lambda: "0" * 12)
+        m.setattr(implementation, "masked_linear", lambda x, w, *_: x.new_zeros(len(x), len(w)))
+        assert bench(tmp_path)[0] == 1
+    status, rows = bench(tmp_path)
+    assert len(rows) == 16 and status == 0
+
+
+def test_list_and_globs(tmp_path, capsys):
+    assert bench(tmp_path, "--list") == (0, [])
+    assert capsys.readouterr().out.split() == [f"step/{SHAPE}/fp32/b32x32/r{r}/random" for r in ("0.5", "0.8")]
+    status, rows = bench(tmp_path, "--cells", "*/r0.8/*,nothing*", "--providers", "dense,fxmask_cpu")
+    assert status == 0 and [(r["provider"], r["ratio"], r["x_best"]) for r in rows] == [("dense", "0.8", ""), ("fxmask_cpu", "0.8", "")]
+    capsys.readouterr()
+    assert bench(tmp_path / "none", "--cells", "forward/*") == (2, [])
+    assert "leaves nothing to measure" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [
+    ("--blocks", "wide"), ("--blocks", "0"), ("--ratios", "half"), ("--ratios", "1.5"), ("--providers", "cublas"), ("--shapes", "12"), ("--threads", "-1"),
+])  # fmt: skip
+def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
+    assert bench(tmp_path, option, value) == (2, [])
+    assert "expected" in capsys.readouterr().err
+
+
+def test_quick_and_defaults(tmp_path, capsys):
+    def listed(*options):
+        assert main(["bench", "--device", "cpu", "--list", "--out", str(tmp_path), *options]) == 0
+        return capsys.readouterr().out.split()
+
+    assert len(listed("--quick")) == len(interleaved.RATIOS) and len(listed()) == 2 * 3 * 2 * len(interleaved.RATIOS)
+    assert set(listed("--quick")[0].split("/")) >= {"step", "512x128->256", "fp32", "random"}
+    assert listed("--quick", "--dtype", "bf16")[0].split("/")[2] == "bf16"
+
+
+def test_plot(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    status, _ = bench(tmp_path, "--plot")
+    (file,) = tmp_path.glob("*.png")
+    assert status == 0 and file.read_bytes().startswith(b"\x89PNG") and f"wrote {file.name}" in capsys.readouterr().out
+
+
+def test_another_csv_is_refused(tmp_path):
+    (tmp_path / interleaved.CSV).write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="this version's columns"):
+        interleaved.run([], tmp_path, 0.0, None, interleaved.CONTENDERS)
