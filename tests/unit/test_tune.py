@@ -41,7 +41,6 @@ class Table:
     def fresh(self):
         """As in another process."""
         chosen.decisions.clear()
-    chosen._latest.clear()
         self.measured.clear()
 
 
@@ -57,6 +56,7 @@ def table(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(time, "process_time", time.perf_counter)
     monkeypatch.setattr(chosen, "decisions", {})
+    monkeypatch.setattr(chosen, "_latest", {})
     monkeypatch.setattr(tune, "_warned", set())
     return made
 
