@@ -296,6 +296,6 @@ def test_explain_says_what_was_chosen(monkeypatch):
     assert row["why"].startswith("forward measured: ") and "busy" not in row["why"]
     monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
     chosen.decisions.clear()
-    monkeypatch.setattr(tune, "load", lambda key: None)
+    monkeypatch.setattr(tune, "load", lambda key, names: None)
     model(X)
     assert "forward measured, on a busy machine: will be repeated: " in str(fxmask.explain(model).rows[0]["why"])
