@@ -24,7 +24,8 @@ import torch
 from .errors import FxMaskWarning
 
 FORMAT = 1
-BUDGET = 0.4  # seconds of one tune
+BUDGET = 0.4  # seconds of one tune, unless TURNS take longer
+TURNS = 4  # at least, the first of which warms up
 AGAIN = 60.0  # seconds until a tune on a busy machine is repeated
 FIX = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
 _warned: set[str] = set()
@@ -121,14 +122,14 @@ def store(key: str, choice: Choice) -> None:
 
 
 def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float | None = None) -> Choice:
-    """Time every candidate in turns until the budget is spent, each at least twice; the least time counts, as noise only adds.
+    """Time every candidate in turns until the budget is spent, each at least TURNS times; the least time counts, as noise only adds.
 
     On one thread the process's time is taken, which other processes disturb less. Busy: more load than cores, or much waiting.
     """
     clock = time.process_time if threads == 1 else time.perf_counter
     times = dict.fromkeys(candidates, float("inf"))
     started, used, turns = time.perf_counter(), time.process_time(), 0
-    while turns < 2 or time.perf_counter() - started < (BUDGET if budget is None else budget):
+    while turns < TURNS or time.perf_counter() - started < (BUDGET if budget is None else budget):
         for name, run in candidates.items():
             begin = clock()
             run()

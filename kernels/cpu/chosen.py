@@ -20,7 +20,8 @@ from .plans import BY_NAME, MASKED_DENSE, Case, Plan, plans, seconds
 SMALL = 1e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
 NEAR = 2.0  # times masked-dense, as estimated, behind which a plan is not timed
 CANDIDATES = 4  # plans in strips that are timed
-SAMPLE = 4096  # tokens that they are timed on
+SAMPLE = 2048  # tokens that they are timed on
+MARGIN = 0.96  # a plan that is not faster than masked-dense by so much may owe it to noise
 decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
 _latest: dict[tuple[Any, ...], tune.Choice] = {}  # by op, shape, block and whether forced
 _deciding = threading.RLock()
@@ -64,6 +65,9 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
     known = tune.load(name, BY_NAME)
     if known is None or stale(known):
         known = tune.measure({n: timed(BY_NAME[n]) for n in best}, threads)
+        dense_time = known.times.get(str(MASKED_DENSE))
+        if dense_time is not None and known.times[known.name] > MARGIN * dense_time:
+            known = known._replace(name=str(MASKED_DENSE))
         tune.store(name, known)
     return known
 

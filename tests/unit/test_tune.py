@@ -266,7 +266,15 @@ def test_the_budget_is_held_and_the_fastest_wins():
     assert 2 <= calls.count("slow") == calls.count("fast") <= 6 and calls[:2] == ["slow", "fast"]
     calls.clear()
     REAL({"slow": candidate("slow", 0.02)}, 2, 0.0)
-    assert len(calls) == 2  # one to warm up, and one that counts
+    assert len(calls) == tune.TURNS  # one to warm up, and those that count
+
+
+@pytest.mark.parametrize(("share", "wins"), [(0.95, "rows-256"), (0.97, "masked_dense")])
+def test_a_plan_has_to_beat_masked_dense_by_a_margin(table, monkeypatch, share, wins):
+    times = {"rows-256": share, "masked_dense": 1.0}
+    monkeypatch.setattr(tune, "measure", lambda candidates, threads: tune.Choice("rows-256", "measured", times))
+    forward("auto")
+    assert [c.name for c in chosen.decisions.values()] == [wins]
 
 
 def test_small_cases_are_never_timed(table, monkeypatch):
