@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -21,33 +22,38 @@ _pool: ThreadPoolExecutor | None = None
 _workers = 0
 
 
-def ranges(tokens: int) -> list[tuple[int, int]]:
-    """Equal shares of the tokens, one for each thread that PyTorch may use here, of at least LEAST tokens."""
-    n = max(1, min(torch.get_num_threads(), tokens // LEAST))
-    bounds = [tokens * i // n for i in range(n + 1)]
+def ranges(count: int, threads: int, least: int = LEAST) -> list[tuple[int, int]]:
+    """Equal shares of tokens (or of block rows), one for each thread, of at least `least`."""
+    n = max(1, min(threads, count // least))
+    bounds = [count * i // n for i in range(n + 1)]
     return list(pairwise(bounds))
 
 
-def run(jobs: list[Callable[[], None]]) -> None:
-    """Run all jobs side by side, the first one on the caller's thread."""
+@contextmanager
+def one_thread() -> Iterator[int]:
+    """Inside, PyTorch has one thread; gives how many it had, for `ranges`. Around whole ops: PyTorch's own threads, once woken, wait busily for more work."""
     threads = torch.get_num_threads()
     if threads == 1:
-        for job in jobs:
-            job()
+        yield 1
         return
     with _lock:
+        torch.set_num_threads(1)
         try:
-            torch.set_num_threads(1)
-            waiting = [_sized(len(jobs) - 1).submit(_quietly, job) for job in jobs[1:]]
-            try:
-                _quietly(jobs[0])
-            finally:
-                for w in waiting:
-                    w.exception()  # wait for all, whatever happened
-            for w in waiting:
-                w.result()
+            yield threads
         finally:
             torch.set_num_threads(threads)
+
+
+def run(jobs: list[Callable[[], None]]) -> None:
+    """Run all jobs side by side, inside `one_thread`; the first one on the caller's thread."""
+    waiting = [_sized(len(jobs) - 1).submit(_quietly, job) for job in jobs[1:]]
+    try:
+        _quietly(jobs[0])
+    finally:
+        for w in waiting:
+            w.exception()  # wait for all, whatever happened
+    for w in waiting:
+        w.result()
 
 
 def _quietly(job: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ float32; up to 512 of them add up exactly in float64, and from there on in int64
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..grid import grid_shape
 from ..score import block_keys as plain_keys
 from ..score import sum_bits, sum_shift
+from . import pool
 
 SHIFT = 44  # fixed-point bits of a term, see `kernels.score.sum_shift`
 ROWS = 512  # of a block: more would not add up exactly in float64
@@ -32,38 +34,53 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     return plain_keys(w, block, criterion, step, stream) if keys is None else keys
 
 
-def _parts(w: Tensor, bh: int) -> Iterator[tuple[slice, Tensor]]:
-    """Block rows in chunks, each [rows, bh, K] in float32; a ragged last one by itself."""
-    whole, per = w.shape[0] // bh, max(1, CHUNK // (bh * w.shape[1]))
-    for i in range(0, whole, per):
-        rows = min(per, whole - i)
-        yield slice(i, i + rows), w[i * bh : (i + rows) * bh].float().unflatten(0, (rows, bh))
-    if whole * bh < w.shape[0]:
-        yield slice(whole, whole + 1), w[None, whole * bh :].float()
+def _parts(n: int, k: int, bh: int, lo: int, hi: int) -> Iterator[tuple[slice, slice, int]]:
+    """Block rows `lo` to `hi` in chunks: which they are, their rows, and how many those are in each; a ragged last one by itself."""
+    whole, per = min(hi, n // bh), max(1, CHUNK // (bh * k))
+    for i in range(lo, whole, per):
+        j = min(i + per, whole)
+        yield slice(i, j), slice(i * bh, j * bh), bh
+    if whole < hi:
+        yield slice(whole, hi), slice(whole * bh, n), n - whole * bh
 
 
 def _sum_keys(w: Tensor, nb: int, kb: int, bh: int, bw: int, squared: bool) -> Tensor | None:
     """int32 [NB, KB]; None where an element is not finite."""
-    k = w.shape[1]
+    n, k = w.shape
+    largest, total = torch.empty(nb, k), torch.empty(nb, k, dtype=torch.float64)
 
     def blocks(t: Tensor) -> Tensor:
         return (F.pad(t, (0, kb * bw - k)) if kb * bw > k else t).unflatten(1, (kb, bw))
 
-    space = torch.empty(min(w.numel(), max(CHUNK, bh * k)))
-    largest, total = torch.empty(nb, k), torch.empty(nb, k, dtype=torch.float64)
-    for at, part in _parts(w, bh):
-        torch.amax(torch.abs(part, out=space[: part.numel()].view(part.shape)), 1, out=largest[at])
-    top = blocks(largest).amax(2)
-    if not torch.isfinite(top).all():
-        return None
-    exponent = torch.frexp(top).exponent
-    up = (SHIFT // 2 if squared else SHIFT) - exponent  # the scale's power of two, in two steps, since 2 ** 170 is no float32
-    powers = [up] if int(up.abs().max()) < 126 else [torch.div(up, 2, rounding_mode="floor"), up - torch.div(up, 2, rounding_mode="floor")]
-    scales = [torch.exp2(p.float())[..., None].expand(nb, kb, bw).reshape(nb, kb * bw)[:, None, :k] for p in powers]
-    for at, part in _parts(w, bh):
-        u = torch.mul(part, scales[0][at], out=space[: part.numel()].view(part.shape))
-        for s in scales[1:]:
-            u.mul_(s[at])
-        u = u.mul_(u) if squared else u.abs_()  # rounded to float32, as the definition says
-        torch.sum(u.trunc_(), 1, dtype=torch.float64, out=total[at])
-    return sum_bits(blocks(total).long().sum(2), exponent, SHIFT, squared).int()
+    def part(rows: slice, height: int) -> Tensor:
+        return w[rows].float().view(-1, height, k)
+
+    def maxima(lo: int, hi: int) -> None:
+        space = torch.empty(max(CHUNK, bh * k))
+        for at, rows, height in _parts(n, k, bh, lo, hi):
+            p = part(rows, height)
+            torch.amax(torch.abs(p, out=space[: p.numel()].view(p.shape)), 1, out=largest[at])
+
+    def sums(lo: int, hi: int) -> None:
+        space = torch.empty(max(CHUNK, bh * k))
+        for at, rows, height in _parts(n, k, bh, lo, hi):
+            p = part(rows, height)
+            u = torch.mul(p, scales[0][at], out=space[: p.numel()].view(p.shape))
+            for s in scales[1:]:
+                u.mul_(s[at])
+            u = u.mul_(u) if squared else u.abs_()  # rounded to float32, as the definition says
+            torch.sum(u.trunc_(), 1, dtype=torch.float64, out=total[at])
+
+    with pool.one_thread() as threads:
+        shares = pool.ranges(nb, threads, max(1, CHUNK // (bh * k)))
+        pool.run([partial(maxima, lo, hi) for lo, hi in shares])
+        top = blocks(largest).amax(2)
+        if not torch.isfinite(top).all():
+            return None
+        exponent = torch.frexp(top).exponent
+        up = (SHIFT // 2 if squared else SHIFT) - exponent  # the scale's power of two, in two steps where it is no float32, as 2 ** 170
+        half = torch.div(up, 2, rounding_mode="floor")
+        powers = [up] if int(up.abs().max()) < 126 else [half, up - half]
+        scales = [torch.exp2(p.float())[..., None].expand(nb, kb, bw).reshape(nb, 1, kb * bw)[..., :k] for p in powers]
+        pool.run([partial(sums, lo, hi) for lo, hi in shares])
+        return sum_bits(blocks(total).long().sum(2), exponent, SHIFT, squared).int()

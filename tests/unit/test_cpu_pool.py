@@ -109,10 +109,16 @@ def test_the_same_bits_whether_the_pool_is_free_or_busy(threads, size):
 
 def test_ranges_are_equal_shares_of_at_least_256_tokens(threads):
     for tokens in (1, 255, 256, 511, 512, 1000, 100_001):
-        found = pool.ranges(tokens)
+        found = pool.ranges(tokens, threads)
         assert [found[0][0], found[-1][1]] == [0, tokens] and all(a[1] == b[0] for a, b in pairwise(found))
         sizes = [b - a for a, b in found]
         assert len(found) == max(1, min(threads, tokens // pool.LEAST)) and max(sizes) - min(sizes) <= 1
+
+
+def alone(jobs):
+    with pool.one_thread() as count:
+        assert (count, torch.get_num_threads()) == (3, 1)
+        pool.run(jobs)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -132,7 +138,7 @@ def test_an_error_in_a_job_is_raised_when_all_have_ended(which):
         for _ in range(2):
             ended.clear()
             with pytest.raises(ValueError, match="a job"):
-                pool.run(jobs)
+                alone(jobs)
             assert ended == [False, False] and torch.get_num_threads() == 3 and not pool._lock.locked()
         o = operands()
         assert same(results(o), results(o))
@@ -199,7 +205,7 @@ def test_forked_processes_compute_the_same():
 
     def again():
         torch.set_num_threads(1)  # as PyTorch's own data workers do: its OpenMP threads do not survive a fork, in any op
-        pool.ranges = lambda tokens: [(0, tokens // 2), (tokens // 2, tokens)]  # of this process alone
+        pool.ranges = lambda count, *_: [(0, count // 2), (count // 2, count)]  # of this process alone
         return same(results(o), expected) and not pool._lock.locked()
 
     assert child(again) == 0
