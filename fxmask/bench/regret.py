@@ -81,7 +81,7 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
     chosen.decisions.clear()
     own()
     choice = next(iter(chosen.decisions.values()))
-    wanted = [str(MASKED_DENSE), *map(str, plans(cell.op, cell.M))]
+    wanted = [str(MASKED_DENSE), *map(str, plans(cell.op))]
     times, threads = dict.fromkeys(wanted, float("inf")), torch.get_num_threads()
     now = time.process_time if threads == 1 else time.perf_counter
     end, turn = time.perf_counter() + seconds, 0

@@ -19,7 +19,6 @@ from .plans import BY_NAME, MASKED_DENSE, Case, Plan, plans, seconds
 
 SMALL = 1e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
 NEAR = 2.0  # times masked-dense, as estimated, behind which a plan is not timed
-CANDIDATES = 4  # plans in strips that are timed
 SAMPLE = 2048  # tokens that they are timed on
 MARGIN = 0.96  # a plan that is not faster than masked-dense by so much may owe it to noise
 decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
@@ -49,8 +48,8 @@ def _tokens(tokens: int) -> int:
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:
     """The choice for a case. `timed(plan)` gives what runs a plan on a sample."""
-    estimates = {str(p): seconds(p, case) for p in plans(case.op, case.tokens)}
-    best = sorted(estimates, key=lambda n: estimates[n])[:CANDIDATES]
+    estimates = {str(p): seconds(p, case) for p in plans(case.op)}
+    best = sorted(estimates, key=lambda n: estimates[n])
     dense = seconds(MASKED_DENSE, case)
     if not forced:
         best = [n for n in best if estimates[n] < NEAR * dense]

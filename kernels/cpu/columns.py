@@ -35,30 +35,25 @@ class Job(NamedTuple):
     pieces: Tensor  # [kept, unit * tokens]: where the blocks are gathered to
     flat: Tensor  # the same memory, [kept * unit, tokens]
     weights: Tensor  # [width, kept * unit]
-    bias: Tensor | None
     out: Tensor  # [width, tokens]
 
 
 class Product:
     """The product of a chunk with every strip, [across, tokens], in one buffer."""
 
-    def __init__(self, strips: Strips, bias: Tensor | None, chunk: int, dtype: torch.dtype) -> None:
+    def __init__(self, strips: Strips, chunk: int, dtype: torch.dtype) -> None:
         self.strips, self.tokens = strips, 0
         self.gathered = torch.empty(strips.longest * chunk, dtype=dtype)
         self.result = torch.empty(strips.across * chunk, dtype=dtype)
-        self.biases = None if bias is None else bias.to(dtype).expand(strips.across)[:, None].split(strips.width)
 
     def _prepare(self, tokens: int) -> None:
         """Views for chunks of so many tokens; strips that keep nothing are written once."""
         s, self.tokens, self.jobs = self.strips, tokens, []
         self.out = self.result[: s.across * tokens].view(s.across, tokens)
         for i, (part, k) in enumerate(zip(self.out.split(s.width), s.kept, strict=True)):
-            bias = None if self.biases is None else self.biases[i]
             if len(k):
                 flat = self.gathered[: len(k) * s.unit * tokens].view(-1, tokens)
-                self.jobs.append(Job(k, flat.view(len(k), -1), flat, s.weights[i].t(), bias, part))
-            elif bias is not None:
-                part.copy_(bias)
+                self.jobs.append(Job(k, flat.view(len(k), -1), flat, s.weights[i].t(), part))
             else:
                 part.zero_()
 
@@ -69,20 +64,8 @@ class Product:
         blocks = t.view(self.strips.units, -1)
         for job in self.jobs:
             torch.index_select(blocks, 0, job.kept, out=job.pieces)
-            if job.bias is None:
-                torch.mm(job.weights, job.flat, out=job.out)
-            else:
-                torch.addmm(job.bias, job.weights, job.flat, out=job.out)
+            torch.mm(job.weights, job.flat, out=job.out)
         into.copy_(self.out.to(into.dtype).t())
-
-
-def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
-    """As `rows.matmul`."""
-    size = min(chunk, hi - lo)
-    source, product = Transposed(x, strips.units * strips.unit, size, dtype), Product(strips, bias, size, dtype)
-    for a in range(lo, hi, size):
-        b = min(a + size, hi)
-        product(source(a, b), y[a:b])
 
 
 def backward(
@@ -94,7 +77,7 @@ def backward(
     """
     size = min(chunk, hi - lo)
     source = Transposed(gy, strips.units * strips.unit, size, dtype)
-    product = None if dx is None else Product(strips, None, size, dtype)
+    product = None if dx is None else Product(strips, size, dtype)
     inputs = Chunks(x, wanted.units, wanted.unit, size, dtype)
     gathered = torch.empty(wanted.longest * size, dtype=dtype)
     for a in range(lo, hi, size):

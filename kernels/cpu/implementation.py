@@ -25,7 +25,7 @@ def _shape(w: Tensor) -> tuple[int, int]:
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], transposed: bool, plan: Plan) -> Tensor:
     t, dtype = reference.rows(x), compute_dtype(x.dtype)
-    form = {"rows": rows, "runs": runs, "columns": columns}[plan.layout].matmul
+    form = {"rows": rows, "runs": runs}[plan.layout].matmul
     with pool.one_thread() as threads:
         strips = strips_of(mask, _shape(w), block, transposed, plan.group)
         strips = packed(strips, w, mask, transposed, dtype, plan.group)

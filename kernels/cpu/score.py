@@ -21,6 +21,7 @@ from . import pool
 SHIFT = 44  # fixed-point bits of a term, see `kernels.score.sum_shift`
 ROWS = 512  # of a block: more would not add up exactly in float64
 CHUNK = 1 << 17  # weight elements at a time
+SHARE = 1 << 20  # weight elements that are worth a thread
 
 
 def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor | None = None, stream: int = 0) -> Tensor:
@@ -72,7 +73,7 @@ def _sum_keys(w: Tensor, nb: int, kb: int, bh: int, bw: int, squared: bool) -> T
             torch.sum(u.trunc_(), 1, dtype=torch.float64, out=total[at])
 
     with pool.one_thread() as threads:
-        shares = pool.ranges(nb, threads, max(1, CHUNK // (bh * k)))
+        shares = pool.ranges(nb, threads, max(1, SHARE // (bh * k)))
         pool.run([partial(maxima, lo, hi) for lo, hi in shares])
         top = blocks(largest).amax(2)
         if not torch.isfinite(top).all():

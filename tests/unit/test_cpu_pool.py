@@ -50,7 +50,8 @@ def results(o, plans=PLANS):
     x, w, bias, gy, mask = o
     found = []
     for p in plans:
-        found += [implementation.masked_linear(x, w, bias, mask, BLOCK, p), implementation.masked_linear_dx(gy, w, mask, BLOCK, p)]
+        if p.layout != "columns":
+            found += [implementation.masked_linear(x, w, bias, mask, BLOCK, p), implementation.masked_linear_dx(gy, w, mask, BLOCK, p)]
         found += implementation.backward(gy, x, w, mask, BLOCK, p._replace(group=1)) if p.layout != "runs" else ()
     return found
 
