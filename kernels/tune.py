@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import random
 import tempfile
 import time
 import warnings
@@ -124,15 +125,17 @@ def store(key: str, choice: Choice) -> None:
 def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float | None = None) -> Choice:
     """Time every candidate in turns until the budget is spent, each at least TURNS times; the least time counts, as noise only adds.
 
+    Each turn has another order: what ran before leaves the caches and the allocator in its state, which may cost the next one a fifth of its time.
+
     On one thread the process's time is taken, which other processes disturb less. Busy: more load than cores, or much waiting.
     """
     clock = time.process_time if threads == 1 else time.perf_counter
     times = dict.fromkeys(candidates, float("inf"))
-    started, used, turns = time.perf_counter(), time.process_time(), 0
+    started, used, turns, names = time.perf_counter(), time.process_time(), 0, list(candidates)
     while turns < TURNS or time.perf_counter() - started < (BUDGET if budget is None else budget):
-        for name, run in candidates.items():
+        for name in random.Random(turns).sample(names, len(names)):
             begin = clock()
-            run()
+            candidates[name]()
             took = clock() - begin
             if turns:  # the first turn warms up
                 times[name] = min(times[name], took)

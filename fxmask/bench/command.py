@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import interleaved, regret
+from . import floor, interleaved, regret
 from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
 from .provenance import provenance
@@ -25,6 +25,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
     p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
     p.add_argument("--dispatch", type=int, default=0, metavar="CASES", help="on a CPU: compare the dispatch's choice with every plan, over so many cases")
+    p.add_argument("--floor", action="store_true", help="on a CPU: whether auto is anywhere slower than masked-dense, over a grid of shapes and layouts")
     p.add_argument("--threads", type=int, default=None, metavar="N", help="on a CPU: PyTorch's threads (default: as they are)")
     p.add_argument("--blocks", default="", metavar="SIZES", help="on a CPU: 64,32,16")
     p.add_argument("--ratios", default="", metavar="RATIOS", help="on a CPU: 0.5,0.7,0.8,0.9,0.95")
@@ -79,15 +80,19 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
     if a.threads is not None and a.threads < 1:
         raise ConfigError(f"--threads {a.threads}: expected at least 1.")
-    unknown = sorted(set(names(a.providers)) - set(interleaved.CONTENDERS))
+    unknown = sorted(set(names(a.providers)) - set(interleaved.KNOWN))
     if unknown:
-        raise ConfigError(f"unknown provider: expected some of {', '.join(interleaved.CONTENDERS)}, got {', '.join(unknown)}; others need --op-by-op.")
+        raise ConfigError(f"unknown provider: expected some of {', '.join(interleaved.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
     blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
     if a.threads is not None:
         torch.set_num_threads(a.threads)
     if a.dispatch:
         print(regret.summary(regret.run(regret.draw(a.dispatch, dtype, a.seed), a.out, a.sample_s, a.time_limit).rows))
+        return 0
+    if a.floor:
+        table = interleaved.run(list(floor.cells(dtype, a.seed)), a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)
+        print(floor.summary(table.rows))
         return 0
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)

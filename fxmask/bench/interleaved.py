@@ -7,6 +7,7 @@ separate calls. Speed is against the faster of dense and masked-dense, in proces
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ CSV = "cpu.csv"
 SHAPES, TINY = ("4096x1024->1024", "4096x384->1536"), ("512x128->256",)
 RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95)
 CONTENDERS = ("dense", "masked_dense", "fxmask_auto", "fxmask_cpu")
+KNOWN = (*CONTENDERS, "fxmask_reference")  # masked-dense behind the op
 PARTS = ("mask", "forward", "backward")
 COLUMNS = (
     *WHERE, "load", "load_after", "verdict", *WHAT, "turns", *(f"{p}_ms" for p in PARTS), "ms_p50", "ms_p10", "ms_p90", "cpu_ms_p50",
@@ -54,7 +56,7 @@ class Layer:
 
 
 def layer_of(cell: Cell) -> Layer:
-    """N(0, 1) operands; of kind `rows` the block rows of the weight differ in scale."""
+    """N(0, 1) operands; of kind `rows` the block rows of the weight differ in scale, of phase `token_mixing` the tokens of x are contiguous."""
     g = torch.Generator().manual_seed(cell.seed)
     dtype = TORCH_DTYPES[cell.dtype]
     x, gy, a, b = (torch.randn(s, generator=g) for s in ((cell.M, cell.K), (cell.M, cell.N), (cell.N, cell.K), (cell.N, cell.K)))
@@ -62,6 +64,8 @@ def layer_of(cell: Cell) -> Layer:
         nb = grid_shape((cell.N, cell.K), cell.block)[0]
         scale = torch.exp(0.02 * torch.randn(nb, 1, generator=g)).repeat_interleave(cell.block[0], 0)[: cell.N]
         a, b = a * scale, b * scale
+    if cell.phase == "token_mixing":
+        x = x.t().contiguous().t()
     nb, kb = grid_shape((cell.N, cell.K), cell.block)
     first, second = a.to(dtype), b.to(dtype)
     return Layer(cell, x.to(dtype), gy.to(dtype), (first, second), first.clone(), torch.tensor(keep_count(nb * kb, cell.ratio)))
@@ -84,8 +88,8 @@ def contender(name: str, i: Layer) -> Contender:
 
     if name == "dense":
         return Contender(lambda: None, lambda _: F.linear(i.x, i.w), lambda _: (i.gy @ i.w, i.gy.t() @ i.x))
-    impl = {"masked_dense": "reference", "fxmask_auto": "auto", "fxmask_cpu": "cpu"}[name]
-    if impl == "reference":
+    impl = {"masked_dense": "", "fxmask_reference": "reference", "fxmask_auto": "auto", "fxmask_cpu": "cpu"}[name]
+    if not impl:
         return Contender(
             mask,
             lambda m: reference.masked_linear(i.x, i.w, None, m, b),  # type: ignore[arg-type]
@@ -144,8 +148,8 @@ def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, loa
         _turn(i, c, 1)
     end, turn = time.perf_counter() + seconds, 0
     while turn < 5 or (time.perf_counter() < end and turn < clock.SAMPLES):
-        for name, c in made.items():
-            times[name].append(_turn(i, c, turn))
+        for name in random.Random(turn).sample(names, len(names)):  # what ran before decides a fifth of a short op's time
+            times[name].append(_turn(i, made[name], turn))
         turn += 1
     after, threads = load(), torch.get_num_threads()
     high = max((v for v in (before, after) if v is not None), default=None)
@@ -173,7 +177,7 @@ def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, loa
 
 
 def _plans(cell: Cell, name: str) -> Row:
-    if not name.startswith("fxmask"):
+    if name not in ("fxmask_auto", "fxmask_cpu"):
         return {}
     names = {}
     for op in ("forward", "backward"):
@@ -192,10 +196,12 @@ def cells(shapes: tuple[str, ...], blocks: tuple[int, ...], ratios: tuple[float,
                     yield Cell("step", "interleaved", m, n, k, dtype, (b, b), r, kind, seed)
 
 
-def run(found: list[Cell], out: Path, seconds: float, limit: float | None, names: tuple[str, ...], say: Callable[[str], None] = print) -> Table:
+def run(
+    found: list[Cell], out: Path, seconds: float, limit: float | None, names: tuple[str, ...], say: Callable[[str], None] = print, csv: str = CSV
+) -> Table:
     """Measure what the csv lacks, until the time limit."""
     shared = provenance(torch.device("cpu"))
-    table = Table(out / CSV, COLUMNS, (*WHAT, "threads"))
+    table = Table(out / csv, COLUMNS, (*WHAT, "threads"))
     begin = time.monotonic()
     for cell in found:
         if all({**shared, **what(cell.by(name))} in table for name in names):

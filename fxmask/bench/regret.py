@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels import reference
 from ..kernels.cpu import chosen, implementation
-from ..kernels.cpu.plans import BY_NAME, MASKED_DENSE, Plan, plans
+from ..kernels.cpu.plans import BY_NAME, MASKED_DENSE, Case, Plan, plans
 from ..kernels.grid import grid_shape
 from . import clock
 from .cells import Cell
@@ -81,12 +81,13 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
     chosen.decisions.clear()
     own()
     choice = next(iter(chosen.decisions.values()))
-    wanted = [str(MASKED_DENSE), *map(str, plans(cell.op))]
+    case = Case(cell.op, cell.M, (cell.N, cell.K), cell.block, cell.ratio, dtype)
+    wanted = [str(MASKED_DENSE), *map(str, plans(case))]
     times, threads = dict.fromkeys(wanted, float("inf")), torch.get_num_threads()
     now = time.process_time if threads == 1 else time.perf_counter
     end, turn = time.perf_counter() + seconds, 0
     while turn < 6 or (time.perf_counter() < end and turn < clock.SAMPLES):
-        for name in wanted:
+        for name in random.Random(turn).sample(wanted, len(wanted)):
             call = by(BY_NAME[name])
             begin = now()
             call()

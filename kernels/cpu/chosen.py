@@ -48,7 +48,7 @@ def _tokens(tokens: int) -> int:
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:
     """The choice for a case. `timed(plan)` gives what runs a plan on a sample."""
-    estimates = {str(p): seconds(p, case) for p in plans(case.op)}
+    estimates = {str(p): seconds(p, case) for p in plans(case)}
     best = sorted(estimates, key=lambda n: estimates[n])
     dense = seconds(MASKED_DENSE, case)
     if not forced:

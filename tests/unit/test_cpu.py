@@ -7,12 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxmask.kernels import reference
 from fxmask.kernels.cpu import chosen, implementation
-from fxmask.kernels.cpu.plans import BACKWARDS, MASKED_DENSE, PRODUCTS, Plan
+from fxmask.kernels.cpu.plans import COLUMNS_512, MASKED_DENSE, ROWS_512, ROWS_512X3, RUNS_2048, Plan
 from fxmask.kernels.errors import UnsupportedError
 from fxmask.kernels.grid import grid_shape, kept_elements
 
 ODD = (Plan("rows", 7), Plan("columns", 7))
-FORWARD = (*PRODUCTS, Plan("rows", 7), Plan("runs", 7), Plan("runs", 100, 2), Plan("rows", 100, 2), Plan("rows", 7, 3))
+FORWARD = (ROWS_512, ROWS_512X3, RUNS_2048, Plan("rows", 7), Plan("runs", 7), Plan("runs", 100, 2), Plan("rows", 100, 2), Plan("rows", 7, 3))
+BACKWARDS = (ROWS_512, COLUMNS_512)
 BACKWARD = (*BACKWARDS, *ODD)
 IDS = ("lead", "shape", "block", "density", "dtype")
 CASES = {

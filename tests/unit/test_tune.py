@@ -80,7 +80,7 @@ def said(f):
 def test_a_choice_is_measured_once_kept_and_loaded(table, monkeypatch, impl):
     forward(impl)
     forward(impl)
-    assert len(table.measured) == 1 and len(table.measured[0]) == len(plans("forward")) + (impl == "auto")
+    assert len(table.measured) == 1 and len(table.measured[0]) == 2 + (impl == "auto")
     (file,) = table.files()
     content, (first,) = json.loads(file.read_text()), chosen.decisions.values()
     assert content["name"] == first.name == min(first.times, key=first.times.get) and content["stamp"] == tune.stamp()
@@ -263,7 +263,8 @@ def test_the_budget_is_held_and_the_fastest_wins():
     choice = REAL({"slow": candidate("slow", 0.02), "fast": candidate("fast", 0.002)}, 2, 0.1)
     assert 0.1 <= time.perf_counter() - begin < 0.1 + 10 * 0.022
     assert choice.name == "fast" and 0.002 <= choice.times["fast"] < choice.times["slow"] and choice.times["slow"] >= 0.02
-    assert 2 <= calls.count("slow") == calls.count("fast") <= 6 and calls[:2] == ["slow", "fast"]
+    assert 2 <= calls.count("slow") == calls.count("fast") <= 6
+    assert {tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)} == {("slow", "fast"), ("fast", "slow")}  # in turns, in either order
     calls.clear()
     REAL({"slow": candidate("slow", 0.02)}, 2, 0.0)
     assert len(calls) == tune.TURNS  # one to warm up, and those that count
@@ -287,8 +288,9 @@ def test_small_cases_are_never_timed(table, monkeypatch):
 
 @pytest.mark.parametrize("op", ["forward", "dx", "dw", "backward"])
 def test_estimates_name_every_plan(op):
-    choice = chosen.decide(Case(op, 600, (48, 64), BLOCK, 0.5, torch.float32), ("a", "case", op), False, 1, lambda plan: lambda: None)
-    assert set(choice.times) <= {*map(str, plans(op)), "masked_dense"} and choice.name in BY_NAME
+    case = Case(op, 600, (48, 64), BLOCK, 0.5, torch.float32)
+    choice = chosen.decide(case, ("a", "case", op), False, 1, lambda plan: lambda: None)
+    assert set(choice.times) <= {*map(str, plans(case)), "masked_dense"} and choice.name in BY_NAME
 
 
 def test_explain_says_what_was_chosen(monkeypatch):

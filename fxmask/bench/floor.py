@@ -1,0 +1,65 @@
+"""`fxmask bench --device cpu --floor`: is `auto` anywhere slower than masked-dense that rebuilds the same mask?
+
+A grid of shapes, layouts, tokens, blocks and ratios, whole steps in turns. Tiny layers are told apart: there an op's fixed cost decides, and it is given in
+microseconds. `fxmask_reference` is masked-dense behind the same op, so that the op's cost and the choice's cost can be read apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .cells import Cell
+from .table import Row, number
+
+CSV = "floor.csv"
+CONTENDERS = ("dense", "masked_dense", "fxmask_reference", "fxmask_auto")
+# (out, in), tokens, layouts; `token_mixing`: the tokens of the input are contiguous and its features apart, as behind a transpose
+GRID: tuple[tuple[tuple[int, int], tuple[int, ...], tuple[str, ...]], ...] = (
+    ((1024, 1024), (256, 1024), ("interleaved",)),
+    ((1536, 384), (256, 25088), ("interleaved",)),
+    ((384, 1536), (1024,), ("interleaved",)),
+    ((196, 196), (384, 25088), ("interleaved", "token_mixing")),
+    ((1000, 768), (256, 2048), ("interleaved",)),
+    ((33, 17), (256, 25088), ("interleaved",)),
+    ((384, 384), (1, 64, 255), ("interleaved",)),
+    ((33, 17), (1, 255), ("interleaved",)),
+)
+BLOCKS, RATIOS, LEAST = (16, 32, 64, 128), (0.5, 0.8, 0.9), 256
+FLOOR, OVER = 0.97, 100.0  # of masked-dense's speed; microseconds a call of forward or backward
+
+
+def cells(dtype: str, seed: int) -> Iterator[Cell]:
+    """The grid; a 16-bit dtype has fewer tokens, as it may be slow."""
+    for (n, k), tokens, layouts in GRID:
+        for m in tokens:
+            for layout in layouts:
+                for b in BLOCKS:
+                    for r in RATIOS:
+                        if b < max(n, k) and (dtype == "fp32" or m <= 2048):
+                            yield Cell("step", layout, m, n, k, dtype, (b, b), r, "random", seed)
+
+
+def summary(rows: list[Row]) -> str:
+    """How many cells hold the floor, and those that do not."""
+    by_cell: dict[tuple[str, ...], dict[str, Row]] = {}
+    for r in rows:
+        by_cell.setdefault(tuple(r[c] for c in ("phase", "M", "K", "N", "dtype", "block_n", "ratio", "threads")), {})[r["provider"]] = r
+    lines, counts = [], {"large": [0, 0], "small": [0, 0]}
+    for key, found in by_cell.items():
+        if not {"masked_dense", "fxmask_auto", "fxmask_reference"} <= set(found) or any(r["verdict"] != "ok" for r in found.values()):
+            continue
+        column = "cpu_ms_p50" if key[-1] == "1" else "ms_p50"
+        base, op, own, dense = (number(found[p], column) or float("nan") for p in ("masked_dense", "fxmask_reference", "fxmask_auto", "dense"))
+        x, over = base / own, 1e3 * (own - base) / 2  # two calls: forward and backward
+        kind = "large" if int(key[1]) >= LEAST else "small"
+        good = x >= FLOOR if kind == "large" else over <= OVER
+        counts[kind][0] += good
+        counts[kind][1] += 1
+        if not good:
+            name = f"{key[1]}x{key[2]}->{key[3]} {key[4]} b{key[5]} {float(key[6]):.0%} {key[0]}"
+            plans = f"{found['fxmask_auto']['forward_plan']}, {found['fxmask_auto']['backward_plan']}"
+            lines.append(f"  {name}: {x:.2f} of masked-dense, {over:+.0f} us a call; {op / own:.2f} of it behind the op; dense {dense / own:.2f}; {plans}")
+    large, small = counts["large"], counts["small"]
+    head = f"floor: {large[0]} of {large[1]} cells of {LEAST} tokens or more at {FLOOR} or more of masked-dense's speed"
+    head += f"; {small[0]} of {small[1]} smaller ones at most {OVER:.0f} us a call over it"
+    return "\n".join([head, *lines])
