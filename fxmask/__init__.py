@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
+from .finalizing import finalize as finalize
 from .guarding import guard as guard
 from .inspection import explain as explain
 from .inspection import masks as masks
@@ -17,11 +18,14 @@ from .masking import restore as restore
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
 from .report import Report as Report
+from .sources import tag_caches as _tag_caches
 from .state import load_state_dict as load_state_dict
 from .state import state_dict as state_dict
 from .steps import dense as dense
 from .steps import refresh as refresh
 from .steps import step as step
+
+_tag_caches()
 
 try:
     __version__ = version("fxmask")
@@ -37,6 +41,7 @@ __all__ = [
     "apply",
     "dense",
     "explain",
+    "finalize",
     "guard",
     "load_state_dict",
     "masks",

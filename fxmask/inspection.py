@@ -14,7 +14,7 @@ from .passes import site as state
 from .passes.find import find
 from .passes.site import Site
 from .report import Report
-from .sites import REASONS, required_sites, sites, values_of
+from .sites import FINAL, REASONS, any_masked, required_sites, sites, values_of
 
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
@@ -24,11 +24,14 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     """The masks of the next forward.
 
     Returns: {parameter's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}; all True before `start` and inside `fxmask.dense`. A weight
-    that a graph computes has a mask only while the graph runs, and is left out; `explain` has its row.
+    that a graph computes has a mask only while the graph runs, and is left out; `explain` has its row. Under fully_shard weights are gathered one at a time,
+    so all ranks call this, and `explain`, together.
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
+    if FINAL in model.__dict__ and not any_masked(model):  # after fxmask.finalize there are none, and that is no mistake
+        return {}
     found = [t for t in required_sites(model, "fxmask.masks") if t[2] is not None]
-    return {name: state.current_mask(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}
+    return {name: state.mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}
 
 
 def explain(model: nn.Module) -> Report:
@@ -101,7 +104,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     nb, kb = site._fxmask_grid
     known = weight is not None and not weight.is_meta
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
-    kept = int(kept_elements(state.current_mask(site, weight), shape, c.block)) if known and weight is not None else None
+    kept = int(kept_elements(state.mask_outside(site, weight.detach()), shape, c.block)) if known and weight is not None else None
     elements = shape[0] * shape[1]
     row = _row(name, torch.empty(shape, device="meta"), "selected")
     row.update(

@@ -13,6 +13,7 @@ from torch import nn
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
+from .passes import ranks
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Schedule, WeightMask
 from .passes.find import find, graph_modules
@@ -22,7 +23,7 @@ from .passes.rebuild import Job, rebuild
 from .passes.site import Site, graph_sites
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
-from .sites import REASONS, any_masked
+from .sites import FINAL, REASONS, any_masked, decide
 from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
@@ -75,7 +76,9 @@ def apply(
     _warn_of_graphs(model)
     _warn_if_dense(decisions)
     _change(model, decisions)
+    model.__dict__.pop(FINAL, None)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
+    decide((d.candidate.weight for d in decisions), True)
     return model
 
 
@@ -89,10 +92,11 @@ def restore(model: M) -> M:
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
-        if isinstance(m, MaskedLinear) and not is_own_class(m):
+        if isinstance(m, (MaskedLinear, WeightReader)) and not is_own_class(m):
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
             raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
     _unmask(model)
+    decide(model.parameters(), False)
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
     return model
@@ -123,6 +127,7 @@ def _check_model(model: object) -> None:
         what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
         what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
         what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
+        what = what or ("sharded by fully_shard" if ranks.is_sharded_module(m) else "")
         if what:
             fix = "call fxmask.apply on the plain module first, then compile or wrap it."
             raise UnsupportedError(message(f"fxmask.apply: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .kernels.errors import StateError, UnsupportedError, message
+from .kernels.grid import grid_shape
 from .loads import watch_loads
+from .passes import ranks
 from .passes.site import Site, graph_sites
 from .passes.weights import peek_weight
 from .swap import MaskedLinear
 
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
+FINAL = "_fxmask_final"  # on a model that finalize was given: its format
+_decided = WeakTensorKeyDictionary()  # weights that apply has masked, or left dense
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
-    """(parameter's name, mask's owner, dense weight) of every masked weight; the weight is None where a graph computes it."""
+    """(parameter's name, mask's owner, dense weight) of every masked weight; the weight is None where a graph computes it, a DTensor under fully_shard."""
+    ranks.at_rest(model)
     for prefix, m in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         if isinstance(m, MaskedLinear):
@@ -34,12 +40,25 @@ def any_masked(model: nn.Module) -> bool:
 
 
 def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
-    """The masks of a model; StateError where there are none."""
+    """The masks of a model; StateError where there are none, UnsupportedError where a wrapper has taken a weight's values or its shape."""
     found = list(sites(model))
     if not found:
         what = f"{caller}: nothing is masked in this model: expected one that fxmask.apply has changed."
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
+    flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
+    for name, site, weight in found:
+        if weight is not None and (flattened or _is_taken(site, weight)):
+            what = f"{caller}: a wrapper has flattened or freed this weight: expected one of {site._fxmask_grid} blocks, got shape {tuple(weight.shape)}."
+            fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."
+            raise UnsupportedError(message(what, name, fix))
     return found
+
+
+def _is_taken(site: Site, weight: Tensor) -> bool:
+    if weight.dim() != 2 or grid_shape(weight.shape, site._fxmask_config.block) != site._fxmask_grid:
+        return True
+    plain = not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
+    return plain and weight.untyped_storage().size() == 0
 
 
 def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
@@ -53,3 +72,17 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
     return weight
 
 
+
+
+def decide(weights: Iterable[Tensor], decided: bool) -> None:
+    """Note that `apply` has decided about these weights, or has no more to say of them."""
+    for w in weights:
+        if decided:
+            _decided[w] = True
+        else:
+            _decided.pop(w, None)
+
+
+def decided_by_apply(w: Tensor) -> bool:
+    """Whether `apply` has masked a weight or left it dense, so that nobody else may decide anew."""
+    return w in _decided

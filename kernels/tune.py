@@ -25,7 +25,7 @@ import torch
 from .errors import FxMaskWarning
 
 FORMAT = 1
-BUDGET = 0.4  # seconds of one tune, unless TURNS take longer
+BUDGET = 0.8  # seconds of one tune, unless TURNS take longer
 TURNS = 4  # at least, the first of which warms up
 AGAIN = 60.0  # seconds until a tune on a busy machine is repeated
 FIX = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."

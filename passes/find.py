@@ -37,6 +37,7 @@ class Candidate:
     host: GraphModule | None = None
     nodes: list[Node] = dataclasses.field(default_factory=list)
     weight_path: str | None = None
+    input: Node | None = None  # of a Dynamo graph: the node of the weight
     types: tuple[type, ...] = ()
     problem: str = ""  # why it cannot be masked at all; an error if it is selected
     skip: str = ""  # why it is left dense, with a warning; read='weight' lifts it
@@ -114,10 +115,10 @@ def _module_problem(m: nn.Module) -> str:
         return "its weight is not initialised yet; run one forward first"
     if "quantized" in type(m).__module__ and "Linear" in type(m).__name__ and not isinstance(m, nn.Linear):
         return "its weight is quantised; mask the float model first, then quantise"
-    return _weight_problem(peek_weight(m)) if isinstance(m, nn.Linear) else ""
+    return weight_problem(peek_weight(m)) if isinstance(m, nn.Linear) else ""
 
 
-def _weight_problem(w: Tensor) -> str:
+def weight_problem(w: Tensor) -> str:
     if w.is_complex():
         return f"its weight is complex ({w.dtype}), and masks are for real weights"
     if w.is_quantized or not w.is_floating_point() or w.element_size() == 1:
@@ -156,7 +157,7 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
             m, target = gm.get_submodule(str(node.target)), str(node.target)
             if not isinstance(m, nn.Linear) or not is_plain(m) or id(m) in outside:
                 continue  # its class is swapped, which keeps hooks and parametrisations
-            path, problem = f"{target}.weight", _weight_problem(m.weight)
+            path, problem = f"{target}.weight", weight_problem(m.weight)
             new = Candidate(_join(prefix, target), _join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = (id(m.weight), target)
         elif node.op == "call_function" and node.target in LINEARS:
@@ -170,12 +171,12 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
 def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
     arg = weight_arg(node)
-    owner, types = _stack(node)
+    owner, types = call_stack(node)
     if isinstance(arg, Node) and arg.op == "get_attr":
         path = str(arg.target)
         weight = resolve(gm, path)
         name = path.removesuffix(".weight") if path != "weight" else ""
-        new = Candidate(_join(prefix, name), _join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=_weight_problem(weight))
+        new = Candidate(_join(prefix, name), _join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
         new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
         key: Any = id(weight)
     else:
@@ -209,7 +210,7 @@ def input_arg(node: Node) -> Any:
     return node.args[0] if node.args else node.kwargs["input"]
 
 
-def _stack(node: Node) -> tuple[str, tuple[type, ...]]:
+def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
     """Path and classes of the module that made a call, as far as the trace recorded them."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     if not stack:

@@ -19,8 +19,8 @@ from .plans import BY_NAME, MASKED_DENSE, Case, Plan, plans, seconds
 
 SMALL = 1e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
 NEAR = 2.0  # times masked-dense, as estimated, behind which a plan is not timed
-SAMPLE = 2048  # tokens that they are timed on
-MARGIN = 0.96  # a plan that is not faster than masked-dense by so much may owe it to noise
+SAMPLE = 4096  # tokens that they are timed on
+MARGIN = 0.97  # a plan that is not faster than masked-dense by so much may owe it to noise
 decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
 _latest: dict[tuple[Any, ...], tune.Choice] = {}  # by op, shape, block and whether forced
 _deciding = threading.RLock()

@@ -1,11 +1,12 @@
 """`fxmask bench --device cpu`: whole steps in turns, on tiny shapes."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fxmask.bench import interleaved, provenance, table
+from fxmask.bench import floor, interleaved, provenance, table
 from fxmask.cli import main
 from fxmask.errors import ConfigError
 from fxmask.kernels.cpu import chosen, implementation
@@ -157,3 +158,33 @@ def test_another_csv_is_refused(tmp_path):
     (tmp_path / interleaved.CSV).write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="this version's columns"):
         interleaved.run([], tmp_path, 0.0, None, interleaved.CONTENDERS)
+
+
+def test_the_floor_counts_cells_and_names_those_below_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(floor, "GRID", (((48, 32), (300,), ("interleaved", "token_mixing")), ((48, 32), (20,), ("interleaved",))))
+    monkeypatch.setattr(floor, "BLOCKS", (16, 64))  # 64 is larger than the weight, and left out
+    assert main(["bench", "--device", "cpu", "--floor", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]) == 0
+    rows = table.read(tmp_path / floor.CSV, interleaved.COLUMNS)
+    assert len(rows) == 3 * len(floor.RATIOS) * len(floor.CONTENDERS) and {r["phase"] for r in rows} == {"interleaved", "token_mixing"}
+    assert {r["gate"] for r in rows} == {"pass"}
+    assert " of 6 cells of 256 tokens or more" in capsys.readouterr().out
+    for r in rows:  # as if: auto as fast as masked-dense, but for one cell, and slower by 300 us on few tokens
+        slow = r["phase"] == "token_mixing" and r["ratio"] == "0.9"
+        small = 0.6 if r["M"] == "20" else 0.0
+        r["cpu_ms_p50"] = str(1.0 + (0.5 * slow + small) * (r["provider"] == "fxmask_auto"))
+    lines = floor.summary(rows).splitlines()
+    assert lines[0] == "floor: 5 of 6 cells of 256 tokens or more at 0.97 or more of masked-dense's speed; 0 of 3 smaller ones at most 100 us a call over it"
+    assert "300x32->48 fp32 b16 90% token_mixing: 0.67 of masked-dense, +250 us a call; 0.67 of it behind the op; dense 0.67; masked_dense" in lines[1]
+    assert len(lines) == 5 and all("+300 us a call" in line for line in lines[2:])
+
+
+def test_token_mixing_has_contiguous_tokens():
+    cell = next(interleaved.cells((SHAPE,), (32,), (0.5,), ("random",), "fp32", 0))
+    assert interleaved.layer_of(cell).x.stride() == (64, 1)
+    mixed = interleaved.layer_of(replace(cell, phase="token_mixing"))
+    assert mixed.x.stride() == (1, 300) and torch.equal(mixed.x, interleaved.layer_of(cell).x)
+
+
+def test_masked_dense_behind_the_op_is_a_contender(tmp_path):
+    _, rows = bench(tmp_path, "--providers", "dense,masked_dense,fxmask_reference")
+    assert [r["provider"] for r in rows[:3]] == ["dense", "masked_dense", "fxmask_reference"] and not rows[2]["forward_plan"] and rows[2]["x_best"]

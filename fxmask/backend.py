@@ -1,0 +1,200 @@
+"""`torch.compile(model, backend="fxmask", options={...})`: masks the linears of each graph that Dynamo captures, then hands it to Inductor.
+
+Nothing is edited and nothing is kept: masks follow the weights in every forward, and what counts optimiser steps needs `fxmask.apply`. What Dynamo does not
+capture stays dense, so sites are counted, zero is a warning, `require` makes gaps an error, and an optimiser step whose gradients came around the compiled
+graph is a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import GraphModule, Node
+
+from . import backend_watch
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .passes.canonical import Canonicalise
+from .passes.choose import Decision, Pattern, as_patterns, choose, matches
+from .passes.config import WeightMask
+from .passes.find import Candidate
+from .passes.infra import CleanUp, Pass, run_passes
+from .passes.lifted import find_lifted, graphs_of
+from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
+from .sites import decided_by_apply
+from .sources import source_hash
+
+MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed")  # what a mask can be without any state
+STATEFUL = ("refresh", "start", "schedule", "dense_every")
+OWN = ("include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
+FORWARD_AD = ("_jvp_increment_nesting", "_grad_increment_nesting", "_vmap_increment_nesting", "make_dual", "_make_dual")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of the backend.
+
+    Args:
+        ratio, block, backward, criterion, ties, impl, seed: as in `fxmask.WeightMask`. include, exclude, overrides: as in `fxmask.apply`.
+        require: True: a graph in which a linear stays dense unasked, or nothing is masked, is an error. Patterns: each must be masked in each graph.
+        match: `linear`, or `matmul`: products with a transposed parameter count as linears.
+        passes: `fxmask.passes.infra.Pass` objects of your own, run in order before the masks; see passes/README.md.
+        inner: what compiles the rewritten graph: `inductor`, the name of another backend (`eager`, `aot_eager`), or a callable.
+        inductor: Inductor's own options, as `torch.compile(options=...)` would take them.
+    """
+
+    config: WeightMask
+    masks: bool  # whether any option of the masks was given
+    include: Any = None
+    exclude: Any = None
+    overrides: Any = None
+    require: Any = False
+    match: str = "linear"
+    passes: tuple[Pass, ...] = ()
+    inner: Any = "inductor"
+    inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def parse(given: Mapping[str, Any] | None) -> Options:
+    """Options from what torch.compile was given. Raises: ConfigError, UnsupportedError."""
+    given = dict(given or {})
+    stateful = sorted(set(given) & set(STATEFUL))
+    if stateful or given.get("backward") == "rigl":
+        what = f"the backend keeps no state between calls, and {', '.join(stateful) or 'backward=rigl'} counts optimiser steps."
+        raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."))
+    unknown = sorted(set(given) - {*MASK, *OWN})
+    if unknown:
+        what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}."
+        raise ConfigError(message(what, WHERE, "options of Inductor go into options={'inductor': {...}}."))
+    if given.get("match", "linear") not in ("linear", "matmul"):
+        raise ConfigError(f"match: expected linear or matmul, got {given['match']!r}.")
+    if not isinstance(given.get("inductor", {}), Mapping):
+        raise ConfigError(f"inductor: expected a dict of Inductor's options, got {given['inductor']!r}.")
+    if not isinstance(given.get("require", False), bool):
+        as_patterns("require", given["require"])
+    if given.get("inductor") and given.get("inner", "inductor") != "inductor":
+        raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
+    passes = tuple(given.get("passes", ()))
+    if not all(isinstance(p, Pass) for p in passes):
+        raise ConfigError(f"passes: expected fxmask.passes.infra.Pass objects, got {given['passes']!r}.")
+    mask = {k: given[k] for k in MASK if k in given}
+    own: dict[str, Any] = {k: given[k] for k in OWN if k in given}
+    about_masks = bool(mask) or bool({"include", "exclude", "overrides", "require", "match"} & set(own))
+    return Options(WeightMask(**mask), about_masks, **{**own, "passes": passes, "inductor": dict(given.get("inductor", {}))})
+
+
+def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The backend itself, as torch.compile calls it for each graph; see `Options`. Raises: FxMaskError, which torch.compile wraps with its text."""
+    backend_watch.state.reached = True
+    o = parse(options)
+    masked = rewrite(gm, example_inputs, o)
+    compiled = _inner(o, mode)(gm, example_inputs)
+    return backend_watch.watch(compiled, masked)
+
+
+def __getattr__(name: str) -> Any:
+    """`fxmask_backend`, for the entry point and for `backend=`: whoever takes it wants masks, so that an optimiser step without any graph is told."""
+    if name != "fxmask_backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend_watch.asked()
+    return _backend
+
+
+def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> dict[str, Tensor]:
+    """Mask one Dynamo graph in place: name -> real Parameter of what was masked."""
+    _refuse_transforms(gm)
+    hosts = list(graphs_of(gm))
+    for host, _ in hosts:
+        run_passes(host, o.passes)
+    if _masked_already(gm, inputs, o):
+        return {}
+    if o.match == "matmul":
+        real = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False))
+        for host, origin in hosts:
+            run_passes(host, [Canonicalise(_is_parameter(origin, real))])
+    found = find_lifted(gm, inputs)
+    decisions = choose(found, o.config, o.include, o.exclude, o.overrides)
+    passes: list[Pass] = [MaskLifted(decisions), CleanUp()]
+    for host, _ in hosts:
+        run_passes(host, passes)
+    gm.recompile()
+    _report(found, decisions, o)
+    return {d.candidate.name: d.candidate.weight for d in decisions if d.config is not None}
+
+
+def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Callable[[Node], bool]:
+    def is_parameter(node: Node) -> bool:
+        value = real.get(origin.get(node, node))
+        return isinstance(value, torch.nn.Parameter) and value.dim() == 2
+
+    return is_parameter
+
+
+def _refuse_transforms(gm: GraphModule) -> None:
+    for host, _ in graphs_of(gm):
+        for node in host.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name in FORWARD_AD:
+                what = f"this graph differentiates or maps by a function transform ({name}), which cannot see into the masked op."
+                raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...) and torch.compile(...) without backend."))
+
+
+def _masked_already(gm: GraphModule, inputs: Sequence[Any], o: Options) -> bool:
+    """Whether `apply` has decided about this model; options of the masks would contradict it."""
+    sites = sum(n.target is MASKED_LINEAR for host, _ in graphs_of(gm) for n in host.graph.nodes)
+    decided = sites or any(isinstance(t, Tensor) and decided_by_apply(t) for t in inputs)
+    if decided and o.masks:
+        what = "this model was masked by fxmask.apply, and the backend got options of its own: expected one of them to say what is masked."
+        raise StateError(message(what, WHERE, "leave the options out, or call fxmask.restore(model) first."))
+    return bool(decided)
+
+
+def _report(found: list[Candidate], decisions: list[Decision], o: Options) -> None:
+    """Count what was masked; what stays dense unasked is named."""
+    masked, left = ([d for d in decisions if (d.config is None) == dense] for dense in (False, True))
+    dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
+    patterns: list[Pattern] = [] if isinstance(o.require, bool) else as_patterns("require", o.require) or []
+    missing = [repr(p) for p in patterns if not any(matches(p, d.candidate) for d in masked)]
+    if o.require is True:
+        missing = [d.candidate.name for d in left if not d.reason.startswith(ASKED)] if masked else ["anything at all"]
+    if missing:
+        names = ", ".join(d.candidate.name for d in masked) or "nothing"
+        what = f"require: expected {', '.join(missing)} to be masked in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
+        raise UnsupportedError(message(what, WHERE, WAYS))
+    if not masked:
+        warnings.warn(message(f"backend='fxmask' masked nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
+
+
+WHERE = "torch.compile(backend='fxmask')"
+ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
+WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
+
+
+class SourceKey(CustomGraphPass):
+    """Changes nothing; puts the sources of the library and of the user's passes into Inductor's cache keys. Around the user's own Inductor pass, which runs."""
+
+    def __init__(self, own: Any = None, passes: tuple[Pass, ...] = ()) -> None:
+        self.own, self.passes = own, tuple(p.uuid() for p in passes)
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        if self.own is not None:
+            self.own(graph)
+
+    def uuid(self) -> Any:
+        return f"fxmask-{source_hash()}", self.passes, None if self.own is None else self.own.uuid()
+
+
+def _inner(o: Options, mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    if o.inner == "inductor":
+        compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
+        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **o.inductor}
+        patches["post_grad_custom_pre_pass"] = SourceKey(patches.get("post_grad_custom_pre_pass"), o.passes)
+        return lambda gm, inputs: compile_fx(gm, inputs, config_patches=patches)
+    found = torch._dynamo.lookup_backend(o.inner)
+    return lambda gm, inputs: found(gm, list(inputs))

@@ -1,0 +1,86 @@
+"""Whether the graphs that the backend masked are the ones that train: Dynamo falls back to eager code without an error, and eager code is dense."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .kernels.errors import FxMaskWarning, message
+
+
+@dataclasses.dataclass
+class Use:
+    """How often graphs with a masked weight were called, and how often they had been at the last optimiser step."""
+
+    name: str
+    calls: int = 0
+    seen: int = 0
+
+
+@dataclasses.dataclass
+class State:
+    """Of the process: whether somebody took the backend, whether a graph has reached it, and whether that was told."""
+
+    asked: bool = False
+    reached: bool = False
+    told: bool = False
+
+
+state = State()
+_uses = WeakTensorKeyDictionary()  # real Parameter -> Use
+_installed: list[Any] = []
+
+
+def asked() -> None:
+    """Somebody took the backend."""
+    state.asked = True
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def watch(compiled: Callable[..., Any], masked: dict[str, Tensor]) -> Callable[..., Any]:
+    """The compiled graph, counting its calls for the weights that it masks."""
+    if not masked:
+        return compiled
+    for name, w in masked.items():
+        if w not in _uses:
+            _uses[w] = Use(name)
+    uses = [_uses[w] for w in masked.values()]
+
+    @functools.wraps(compiled)
+    def counted(*args: Any) -> Any:
+        for u in uses:
+            u.calls += 1
+        return compiled(*args)
+
+    return counted
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if state.asked and not state.reached and not state.told:
+        state.told = True
+        what = "an optimiser step in a process that asked for torch.compile(backend='fxmask'), and no graph has reached it: everything is dense so far."
+        why = "module.compile() of a container and DDP around a container call no backend; compile a module of your own class"
+        warnings.warn(message(what, "", f"{why}, or use fxmask.apply(model, ...)."), FxMaskWarning, stacklevel=3)
+    around = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            use = _uses.get(p) if isinstance(p, Tensor) else None
+            if use is not None and p.grad is not None:
+                if use.calls == use.seen:
+                    around.append(use.name)
+                use.seen = use.calls
+    if around:
+        what = f"an optimiser step has gradients of {', '.join(around[:3])}{' ...' if len(around) > 3 else ''} though no masked graph ran since the last one."
+        why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), and that is dense"
+        warnings.warn(message(what, "", f"{why}; fxmask.apply(model, ...) is masked in eager code, too."), FxMaskWarning, stacklevel=3)

@@ -1,0 +1,163 @@
+"""`fxmask.finalize`: masks made permanent. Zeros in the weights, BSR weights, or PyTorch's semi-structured 2:4 ones; the model is an ordinary one again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .inspection import masks
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .kernels.reference import masked
+from .masking import restore
+from .passes import site as state
+from .passes.config import WeightMask
+from .passes.find import find, graph_modules, resolve
+from .passes.site import Site
+from .passes.weight_mask import MASKED_LINEAR
+from .sites import FINAL, required_sites, values_of
+from .swap import MaskedLinear
+
+M = TypeVar("M", bound=nn.Module)
+FORMATS = ("dense", "bsr", "2:4")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def finalize(model: M, format: str = "dense") -> M:
+    """Make the masks of a model permanent, in place, and return it: no layer is masked any more, and `fxmask.masks` is empty.
+
+    Args:
+        format: `dense`: every weight becomes W∘M, the same Parameter with zeros; exports carry them. `bsr`: frozen `torch.sparse_bsr` weights of the masks'
+            blocks, for inference under torch.no_grad (PyTorch has neither deepcopy, inference_mode nor a backward for them). `2:4`: frozen `torch.sparse.SparseSemiStructuredTensor` weights, where every row keeps at most 2 of 4 neighbours.
+
+    The masks are those of the next forward: call it at the end of training, when a schedule has come to its ratio (before, it warns).
+    Raises: ConfigError; StateError (nothing masked, inside `fxmask.dense`, a guard in force); UnsupportedError (a weight that is computed or sharded, one that
+    something else uses unmasked, ragged blocks or blocks that PyTorch cannot multiply for `bsr`, no 2:4 pattern or no device for it); then nothing has changed.
+    Cost: one copy a weight.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"finalize: expected format {', '.join(FORMATS)}, got {format!r}.")
+    found = required_sites(model, "fxmask.finalize")
+    users = _unmasked_users(model)
+    for name, site, weight in found:
+        _check(name, site, weight, format, users)
+    early = [f"{name} at {now:g} of {site._fxmask_config.ratio:g}" for name, site, _ in found if (now := _ratio(site)) != site._fxmask_config.ratio]
+    if early:
+        what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
+        warnings.warn(message(what, "", "train on, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict."), FxMaskWarning, 2)
+    kept = masks(model)
+    made: dict[int, Tensor] = {}  # by the weight: layers that share one share what becomes of it
+    for name, site, weight in found:
+        if id(weight) not in made:
+            assert weight is not None  # _check has seen it
+            made[id(weight)] = MAKE[format](name, masked(weight, kept[name], site._fxmask_config.block), site._fxmask_config)
+    if format != "dense":
+        made = {key: nn.Parameter(w, requires_grad=False) for key, w in made.items()}
+    restore(model)
+    for _, site, weight in found:
+        assert weight is not None
+        if format == "dense":
+            with torch.inference_mode() if weight.is_inference() else nullcontext():  # what was made inside it is written inside it
+                weight.copy_(made[id(weight)])
+        else:
+            site._parameters["weight"] = made[id(weight)]  # type: ignore[assignment]
+            if format == "bsr":
+                site.register_forward_pre_hook(_before_bsr, with_kwargs=True)
+    model.__dict__[FINAL] = format
+    return model
+
+
+def _ratio(site: Site) -> float:
+    return site._fxmask_config.ratio_at(site._fxmask_step)
+
+
+def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dict[int, str]) -> None:
+    """Raise for what cannot be made permanent."""
+    state.refuse_lost(site)
+    if site._fxmask_is_dense:
+        raise StateError(message("fxmask.finalize inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
+    if site._fxmask_guard is not None:
+        what = "fxmask.finalize under a guard, which would write masked weights back: expected training to be over."
+        raise StateError(message(what, name, "call remove() on the handle of fxmask.guard first."))
+    weight = values_of(name, weight, "fxmask.finalize")
+    if not isinstance(weight, nn.Parameter):
+        what = f"fxmask.finalize writes into Parameters, and this weight is computed (a {type(weight).__name__}, by a parametrisation or a pruning)."
+        raise UnsupportedError(message(what, name, "remove that first: torch.nn.utils.parametrize.remove_parametrizations, or torch.nn.utils.prune.remove."))
+    if is_traceable_wrapper_subclass(weight):
+        what = f"fxmask.finalize needs whole weights, and this one is a {type(weight).__name__}."
+        raise UnsupportedError(message(what, name, "load the gathered state_dict into a masked model that is not sharded, and finalize that."))
+    if id(weight) in users:
+        what = f"{users[id(weight)]} uses this weight unmasked, and would get the zeros."
+        raise UnsupportedError(message(what, name, "untie the two first: give the masked layer a Parameter of its own."))
+    if format != "dense" and not isinstance(site, MaskedLinear):
+        what = f"format={format!r} replaces the weight of a Linear, and this one is used by a traced graph."
+        raise UnsupportedError(message(what, name, "call fxmask.apply on the nn.Module, or use format='dense'."))
+    if format != "dense" and site._fxmask_config.read == "weight":
+        what = f"format={format!r} needs the call of the layer, and its owner reads the weight instead."
+        raise UnsupportedError(message(what, name, "use format='dense'."))
+
+
+def _unmasked_users(model: nn.Module) -> dict[int, str]:
+    """Who uses a weight without its mask, by the weight's id: linears that stay dense, tables, and whatever else holds the same Parameter."""
+    users = {id(c.weight): "an Embedding" if c.tied_embedding else c.name or "the model itself" for c in find(model) if c.tied_embedding or not c.masked}
+    in_graphs = {id(m) for _, gm in graph_modules(model) for m in gm.modules()}  # they hold what the graph uses, and `find` has read the graph
+    for name, m in model.named_modules():
+        if not isinstance(m, MaskedLinear) and id(m) not in in_graphs:
+            for leaf, p in m._parameters.items():
+                users.setdefault(id(p), f"{name}.{leaf}".removeprefix("."))
+    for prefix, gm in graph_modules(model):
+        for node in gm.graph.find_nodes(op="get_attr"):
+            for user in node.users:
+                if user.target is not MASKED_LINEAR and not (user.op == "call_module" and isinstance(gm.get_submodule(str(user.target)), Site)):
+                    users.setdefault(id(resolve(gm, str(node.target))), f"{prefix}.{user.name}".removeprefix("."))
+    return users
+
+
+def _dense(name: str, w: Tensor, c: WeightMask) -> Tensor:
+    return w
+
+
+def _bsr(name: str, w: Tensor, c: WeightMask) -> Tensor:
+    if w.shape[0] % c.block[0] or w.shape[1] % c.block[1]:
+        what = f"torch.sparse_bsr has no ragged blocks: expected a weight that {c.block} divides, got {tuple(w.shape)}."
+        raise UnsupportedError(message(what, name, "use format='dense', or exclude this layer from the masks."))
+    found = w.to_sparse_bsr(c.block)
+    x = torch.linspace(-1, 1, 4 * w.shape[1], dtype=w.dtype, device=w.device).reshape(2, 2, w.shape[1])
+    try:  # which blocks and dtypes F.linear takes depends on the device and on how PyTorch was built
+        F.linear(x, found)
+    except RuntimeError as e:
+        what = f"PyTorch cannot multiply by a torch.sparse_bsr weight in blocks of {c.block}, {w.dtype} on {w.device}: {str(e).splitlines()[0]}"
+        raise UnsupportedError(message(what, name, "use format='dense'.")) from None
+    return found
+
+
+def _before_bsr(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """PyTorch's product with a BSR weight takes no transposed tokens, and no inference_mode."""
+    if torch.is_inference_mode_enabled():
+        what = f"PyTorch cannot multiply by a torch.sparse_bsr weight inside torch.inference_mode: expected torch.no_grad, in {m}."
+        raise UnsupportedError(message(what, "fxmask.finalize(format='bsr')", "use torch.no_grad, or format='dense'."))
+    return tuple(a.contiguous() for a in args), {name: a.contiguous() for name, a in kwargs.items()}
+
+
+def _semi_structured(name: str, w: Tensor, c: WeightMask) -> Tensor:
+    most = int((w.reshape(-1, 4) != 0).sum(1).max()) if w.shape[1] % 4 == 0 and w.numel() else 4
+    if most > 2:
+        what = f"2:4 wants at most 2 nonzeros among 4 neighbours of a row: got {most}, with blocks of {c.block} at ratio {c.ratio}."
+        raise UnsupportedError(message(what, name, "use format='dense' or 'bsr'; masks of that pattern need a method of their own."))
+    if not w.is_cuda or torch.cuda.get_device_capability(w.device) < (8, 0):
+        raise UnsupportedError(message(f"semi-structured weights need a CUDA device of capability 8.0: got {w.device}.", name, "move the model there first."))
+    try:
+        return torch.sparse.to_sparse_semi_structured(w)
+    except RuntimeError as e:  # it takes some dtypes and shapes only
+        what = f"PyTorch cannot make a semi-structured weight of this one, {tuple(w.shape)} {w.dtype}: {str(e).splitlines()[0]}"
+        raise UnsupportedError(message(what, name, "use format='dense'.")) from None
+
+
+MAKE: dict[str, Callable[[str, Tensor, WeightMask], Tensor]] = {"dense": _dense, "bsr": _bsr, "2:4": _semi_structured}

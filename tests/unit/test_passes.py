@@ -1,0 +1,119 @@
+"""Passes on graphs of a few lines."""
+
+import operator
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.testing import FileCheck
+
+from fxmask.passes import infra
+from fxmask.passes.canonical import Canonicalise
+from fxmask.passes.infra import CleanUp, Pass, run_passes
+
+FORMS = {
+    "x @ w.t()": (lambda x, w, b: x @ w.t(), True),
+    "matmul(x, w.T)": (lambda x, w, b: torch.matmul(x, w.T), True),
+    "x @ w.mT": (lambda x, w, b: x @ w.mT, True),
+    "mm(x, w.transpose(0, 1))": (lambda x, w, b: torch.mm(x, w.transpose(0, 1)), True),
+    "mm(x, transpose(w, -1, -2))": (lambda x, w, b: torch.mm(x, torch.transpose(w, -1, -2)), True),
+    "x.matmul(w.permute(1, 0))": (lambda x, w, b: x.matmul(w.permute(1, 0)), True),
+    "x @ torch.permute(w, (1, 0))": (lambda x, w, b: x @ torch.permute(w, (1, 0)), True),
+    "addmm(b, x, w.t())": (lambda x, w, b: torch.addmm(b, x, w.t()), True),
+    "addmm(b, x, w.t(), alpha=2)": (lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2), False),
+    "addmm(x, x, w.t())": (lambda x, w, b: torch.addmm(x, x, w.t()), False),
+    "x @ w": (lambda x, w, b: x @ w, False),
+    "x @ w.transpose(0, 0)": (lambda x, w, b: x @ w.transpose(0, 0), False),
+    "x @ w.permute(0, 1)": (lambda x, w, b: x @ w.permute(0, 1), False),
+    "x @ x.t()": (lambda x, w, b: x @ x.t(), False),
+    "w @ w.t()": (lambda x, w, b: w @ w.t(), True),
+}
+
+
+def traced(f, **examples):
+    gm = fx.symbolic_trace(f)
+    for node in gm.graph.nodes:
+        if node.name in examples:
+            node.meta["example_value"] = examples[node.name]
+    return gm
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_with_a_transposed_weight_are_linears(form):
+    f, rewritten = FORMS[form]
+    x, w, b = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8)
+    gm = traced(f, x=x, w=w, b=b)
+    result, _ = run_passes(gm, [Canonicalise(lambda node: node.name == "w"), CleanUp()])
+    assert result.modified == rewritten
+    if rewritten:
+        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").run(gm.code)
+    else:
+        FileCheck().check_not("linear").run(gm.code)
+    torch.testing.assert_close(gm(x, w, b), f(x, w, b))
+
+
+class Twice(Pass):
+    """x + y becomes x + 2 y; leaves a dead node."""
+
+    def __init__(self, factor=2):
+        self.factor = factor
+
+    def settings(self):
+        return (self.factor,)
+
+    def run(self, gm):
+        names = []
+        for node in gm.graph.find_nodes(op="call_function", target=operator.add):
+            with gm.graph.inserting_before(node):
+                gm.graph.call_function(torch.neg, (node.args[0],))
+                node.args = (node.args[0], gm.graph.call_function(operator.mul, (node.args[1], self.factor)))
+            names.append(node.name)
+        return names
+
+
+def test_passes_run_in_order_and_the_last_one_cleans_up():
+    gm = fx.symbolic_trace(lambda x, y: x + y)
+    first, second, clean = run_passes(gm, [Twice(), Twice(3), CleanUp()])
+    assert first.rewritten == second.rewritten == ["add"] and len(clean.rewritten) == 2
+    assert gm(1, 1) == 7 and "neg" not in gm.code
+
+
+def test_a_pass_that_finds_nothing_changes_nothing():
+    gm = fx.symbolic_trace(lambda x, y: x * y)
+    code = gm.code
+    (result,) = run_passes(gm, [Twice()])
+    assert not result.modified and gm.code == code
+
+
+def test_an_identity_is_of_the_file_and_of_the_settings():
+    assert Twice().uuid() == Twice(2).uuid() != Twice(3).uuid()
+    assert Twice().uuid() != CleanUp().uuid() == CleanUp().uuid()
+
+
+def test_no_folder_no_dumps(tmp_path, monkeypatch):
+    monkeypatch.delenv("FXMASK_DUMP", raising=False)
+    monkeypatch.setattr(infra, "_write", lambda *_: pytest.fail("written"))
+    run_passes(fx.symbolic_trace(lambda x, y: x + y), [Twice()])
+
+
+def test_a_dump_of_every_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("FXMASK_DUMP", str(tmp_path / "a" / "b"))
+    run_passes(fx.symbolic_trace(lambda x, y: x + y), [Twice(), CleanUp()])
+    files = sorted((tmp_path / "a" / "b").iterdir())
+    assert [f.name.split(".", 2)[2] for f in files] == ["Twice.after.py", "Twice.before.py", "CleanUp.after.py", "CleanUp.before.py"]
+    FileCheck().check("# 1 rewritten: add").check("neg").run(files[0].read_text())
+    FileCheck().check("# before").check_not("neg").run(files[1].read_text())
+
+
+def test_the_example_of_an_own_pass(capsys):
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_pass.py"))
+    example["main"]()
+    out = capsys.readouterr().out
+    FileCheck().check("rewritten: square").check("relu").check_not("gelu").check("The compiled model computes the same.").run(out)
+    gm = fx.symbolic_trace(lambda x: F.gelu(x) + 1)
+    example["SquaredRelu"]()(gm)
+    FileCheck().check("relu").check("square").check_not("gelu").run(gm.code)
+    assert isinstance(example["Block"]().fc1, nn.Linear)
