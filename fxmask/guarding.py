@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
-from .passes import rebuild
+from .passes import ranks, rebuild
+from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, policy_of, reset_returned
 from .passes.site import Site
@@ -61,7 +62,7 @@ class GuardHandle:
 
     @torch.compiler.disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_nested(optimizer):
+        if _is_no_step(optimizer):
             return
         self._guarded = [g for g in self._guarded if self._is_ours(g.site)]
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
@@ -79,7 +80,7 @@ class GuardHandle:
 
     @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_nested(optimizer):
+        if _is_no_step(optimizer):
             return
         masks = after_step(optimizer, self._guarded)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
@@ -109,7 +110,7 @@ def _count(optimizer: Optimizer) -> int:
 
 def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
     """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
-    if not (site._fxmask_config.cached and isinstance(site, MaskedLinear)):
+    if not (site._fxmask_config.cached and isinstance(site, MaskedLinear)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
         return weight
     with torch.no_grad():
         return peek_weight(site)
@@ -118,11 +119,16 @@ def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that runs the hooks of a step
 
 
-def _is_nested(optimizer: Optimizer) -> bool:
-    """Whether another step of this optimiser is running: that of a subclass which calls super().step(). The outermost alone is a step."""
+def _is_no_step(optimizer: Optimizer) -> bool:
+    """Whether another step of this optimiser is running, that of a subclass which calls super().step(): the outermost alone is a step.
+
+    Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
+    """
     frame, steps = sys._getframe(), 0
     while frame is not None:
         steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
         frame = frame.f_back  # type: ignore[assignment]
     return steps > 1
 
@@ -142,7 +148,8 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
     Returns: a handle with `policies` and `remove()`.
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights), StateError (nothing masked, or guarded already),
     UnsupportedError (freeze or decay where masked weights must move, or of a weight that another parameter makes).
-    Cost: during a step a copy of each guarded weight, under freeze of its momenta too; nothing between steps. One `block_index` a layer without a cached mask.
+    Cost: during a step a copy of each guarded weight, under freeze of its momenta too; nothing between steps. One `block_index` a layer without a cached mask;
+    under fully_shard that gathers its weight.
     Not from a paper: the thesis (Bespalov 2025, listing 5.10) leaves masked weights to the optimiser.
     """
     for name, value, allowed in (("masked_weights", masked_weights, POLICIES), ("returning", returning, RETURNING)):
@@ -151,7 +158,8 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"fxmask.guard: expected a torch.optim.Optimizer first and the model second, got {type(optimizer).__name__}.")
     found = required_sites(model, "fxmask.guard")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    # a wrapper that skips Optimizer.__init__ may have the dicts of hooks, and a step that never calls them
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
         what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."
         raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
     guarded, followed, others = [], [], []
@@ -167,7 +175,7 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
             others.append((name, site, weight))
         if held or ((derived or (weight is not None and not weight.requires_grad)) and site._fxmask_guard is None):
             if site._fxmask_config.cached and weight is not None:
-                values_of(name, weight, "fxmask.guard")
+                state.check_agreed(site, values_of(name, weight, "fxmask.guard"))
             followed.append((site, weight))
     if not guarded and not followed:
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."

@@ -40,7 +40,7 @@ def step(model: nn.Module, n: int = 1) -> None:
             what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
             raise StateError(message(what, name, "leave fxmask.step out; or call remove() on the handle of fxmask.guard."))
         if site._fxmask_config.cached:
-            values_of(name, weight, "fxmask.step")  # raises before anything has moved
+            state.check_agreed(site, values_of(name, weight, "fxmask.step"))  # raises before anything has moved
     if n:
         warn_of_dense_readers(found)
     rebuild.advance([(site, weight) for _, site, weight in found], n)

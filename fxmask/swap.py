@@ -7,9 +7,10 @@ other time it is the Parameter, so that initialisers, optimisers and surgery see
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class WeightReader(nn.Module):
         for m in read:
             if not is_own_class(m):
                 what = f"the class of a masked layer was changed after fxmask.apply (to {type(m).__name__}), and its owner would read it dense."
-                raise UnsupportedError(message(what, m._fxmask_name, "change it before fxmask.apply."))
+                fix = "change it before fxmask.apply; where fully_shard did, shard the owner and not the layer, which its owner reads without calling it."
+                raise UnsupportedError(message(what, m._fxmask_name, fix))
         _count_readers(read, 1)
         try:
             return super().forward(*args, **kwargs)
@@ -122,7 +124,12 @@ class WeightReader(nn.Module):
 
 @cache
 def _masked_class(base: Any, mixin: Any) -> Any:
-    cls: Any = type(f"Masked{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__})
+    @wraps(base.forward)  # its signature, by which exporters and trainers name arguments
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    own = {"forward": forward} if mixin.forward.__code__.co_flags & inspect.CO_VARARGS else {}
+    cls: Any = type(f"Masked{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
     return cls
 
@@ -132,7 +139,7 @@ def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Modul
     return _masked_class(base, mixin)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
 
 
-def is_own_class(m: MaskedLinear) -> bool:
+def is_own_class(m: MaskedLinear | WeightReader) -> bool:
     """Whether nobody has changed the class since `swap`, as parametrisations and fully_shard do."""
     return type(m) is m._fxmask_class
 

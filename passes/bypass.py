@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.errors import FxMaskWarning, message
 from ..kernels.grid import expand_mask
+from . import ranks
 from .optimiser import Guarded
 from .site import Site
 
@@ -36,8 +37,8 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
             continue
         if grad.is_cuda and torch.cuda.is_current_stream_capturing():
             continue
-        masked = ~expand_mask(g.mask, g.weight.shape, config.block)
-        if bool((masked & (grad != 0)).any()):
+        masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)
+        if bool((masked & (ranks.part(grad) != 0)).any()):
             names.append(g.name)
     if names:
         what = f"masked blocks of {', '.join(names[:5])} have a gradient, which backward='masked' gives them none of."

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import expand_mask
+from . import ranks
 from . import site as state
 from .site import Site
 
@@ -49,9 +51,25 @@ def group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
 
 
 def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Tensors of the optimiser's state that have an element for each of the weight's."""
-    found = optimizer.state.get(weight, {})
-    return {k: t for k, t in found.items() if isinstance(t, Tensor) and t.shape == weight.shape}
+    """Tensors of the optimiser's state that have an element for each of the weight's; of a sharded weight, for each of this process's part."""
+    found = {k: t for k, t in optimizer.state.get(weight, {}).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
+    if not ranks.is_shard(weight):
+        return {k: t for k, t in found.items() if t.shape == weight.shape}
+    shape, parts = ranks.part(weight).shape, {}
+    for k, t in found.items():
+        if ranks.is_shard(t) and t.shape == weight.shape and t.placements == weight.placements:  # type: ignore[attr-defined]
+            parts[k] = ranks.part(t)
+        elif not ranks.is_shard(t) and t.shape == shape:  # an optimiser that works on its own part
+            parts[k] = t
+        elif t.shape == weight.shape:
+            what = f"the optimiser's {k!r} lies otherwise than its weight: expected it sharded as the weight is ({weight.placements})."  # type: ignore[attr-defined]
+            raise UnsupportedError(message(what, type(optimizer).__name__, "use an optimiser that shards its state, or masked_weights='free'."))
+    return parts
+
+
+def _elements(mask: Tensor, g: Guarded) -> Tensor:
+    """A block mask as one of elements; of a sharded weight, of this process's part."""
+    return ranks.part_like(expand_mask(mask, g.weight.shape, g.site._fxmask_config.block), g.weight)
 
 
 @torch.no_grad()
@@ -64,10 +82,10 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         g.mask, g.before, g.momenta = None, None, {}
         if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
-        g.mask = state.current_mask(g.site, g.weight.detach())
+        g.mask = state.mask_outside(g.site, g.weight.detach())
         if g.policy == "free":
             continue
-        g.before = g.weight.detach().clone()
+        g.before = ranks.part(g.weight.detach()).clone()
         if g.policy == "freeze":
             g.momenta = {k: t.detach().clone() for k, t in _momenta(optimizer, g.weight).items()}
 
@@ -84,8 +102,8 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor 
         if g.mask is None or g.before is None or g.weight.grad is None:
             g.before, g.momenta = None, {}
             continue
-        kept = expand_mask(g.mask, g.weight.shape, g.site._fxmask_config.block)
-        old = g.before
+        kept = _elements(g.mask, g)
+        weight, old = ranks.part(g.weight), g.before
         if g.policy == "decay":
             group = group_of(optimizer, g.weight) or {}
             lr = group.get("lr", 0.0)
@@ -98,7 +116,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor 
                 if was is None and k in NO_MOMENTA:
                     continue
                 t.copy_(torch.where(kept, t, torch.zeros_like(t) if was is None else was.to(t.device)))
-        g.weight.copy_(torch.where(kept, g.weight, old))
+        weight.copy_(torch.where(kept, weight, old))
         g.mask, g.before, g.momenta = None, None, {}
     return masks
 
@@ -108,8 +126,7 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded], masks: Iter
     """Zero the momenta of blocks that the rebuilt mask keeps and the last one did not."""
     for g, old in zip(guarded, masks, strict=True):
         if old is not None:
-            returned = state.current_mask(g.site, g.weight.detach()) & ~old
-            elements = expand_mask(returned, g.weight.shape, g.site._fxmask_config.block)
+            elements = _elements(state.mask_outside(g.site, g.weight.detach()) & ~old, g)
             for k, t in _momenta(optimizer, g.weight).items():
                 if k not in NO_MOMENTA:
                     t.masked_fill_(elements, 0)

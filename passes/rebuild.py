@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
+from . import ranks
 from . import site as state
 from .site import Site
 
@@ -74,7 +75,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     for i, (site, weight, _) in enumerate(jobs):
         c = site._fxmask_config
         state.same_device(site, weight)
-        if dispatch.runs_triton(c.impl, weight.device) and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties):
+        if not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device) and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():
@@ -84,7 +85,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))
     for i, (site, weight, _) in enumerate(jobs):
         if i not in found:
-            mask = state.build(site, weight.detach())
+            mask = state.build(site, ranks.whole(weight.detach()))  # gathered one at a time
             found[i] = (mask, state.lists_of(site, mask))
     return [found[i] for i in range(len(jobs))]
 

@@ -25,6 +25,7 @@ from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
+from . import ranks
 from .config import WeightMask
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips")  # the tensors among the attributes
@@ -41,6 +42,7 @@ class Site(nn.Module):
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_called: bool  # a forward has used the mask
+    _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_policy: str | None  # of the guard that is in force
     _fxmask_guard: object | None  # token of the guard that counts the steps
@@ -97,7 +99,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_saved = site._fxmask_policy = site._fxmask_guard = None
+    site._fxmask_saved = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
     place_on(site, weight.device)
 
 
@@ -155,7 +157,8 @@ def build(site: Site, weight: Tensor) -> Tensor:
     """The mask of a weight (N, K) as it is now: bool (NB, KB)."""
     c = site._fxmask_config
     same_device(site, weight)
-    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, site._fxmask_stream, c.impl)
+    stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
+    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl)
 
 
 def same_device(site: Site, weight: Tensor) -> None:
@@ -170,6 +173,25 @@ def current_mask(site: Site, weight: Tensor) -> Tensor:
     if site._fxmask_mask is None:
         return build(site, weight)
     return site._fxmask_mask
+
+
+def mask_outside(site: Site, weight: Tensor) -> Tensor:
+    """The mask of the next forward, asked for outside of one: bool (NB, KB). Of a weight that fully_shard has shared out, all ranks ask together."""
+    if site._fxmask_mask is None and ranks.is_shard(weight):
+        weight = ranks.whole(weight)
+        weight = weight.to(site._fxmask_seen or weight.dtype)
+    return current_mask(site, weight)
+
+
+@torch.no_grad()
+def check_agreed(site: Site, weight: Tensor) -> None:
+    """StateError where one of several processes begins with a cached mask that is not its weight's, as after DDP's broadcast: ranks would differ."""
+    exempt = site._fxmask_step or site._fxmask_config.start or site._fxmask_is_dense or site._fxmask_lost
+    if site._fxmask_mask is None or exempt or not ranks.several() or torch.equal(build(site, ranks.whole(weight.detach())), site._fxmask_mask):
+        return
+    what = "the cached mask was built from other weights than the layer has now: expected masks that are the same on all ranks."
+    fix = "call fxmask.refresh(model) on all ranks after DistributedDataParallel or fully_shard; or make the model under the same seed on all of them."
+    raise StateError(message(what, site._fxmask_name, fix))
 
 
 def forward_lists(site: Site, mask: Tensor) -> Tensor | None:
@@ -194,12 +216,39 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
+    refuse_lost(site)
+    _refuse_shard(site, weight)
+    if not torch.compiler.is_compiling():
+        _check_ranks(site, weight)
+        site._fxmask_called, site._fxmask_seen = True, weight.dtype
+    elif not torch.compiler.is_exporting():  # a write in the graph would be a side effect, which the body of a checkpoint must not have
+        torch._dynamo.comptime.comptime(_note_traced)
+    return current_mask(site, weight)
+
+
+def _note_traced(frame: Any) -> None:
+    """Note that a forward uses the mask, at the moment when the compiler traces it."""
+    site = frame.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
+    site._fxmask_called, site._fxmask_seen = True, frame.get_local("weight").as_fake().dtype
+
+
+def _refuse_shard(site: Site, weight: Tensor) -> None:
+    if ranks.is_shard(weight):
+        what = f"a masked layer runs on a sharded weight ({weight.placements}): expected the whole one, as fully_shard gathers it."  # type: ignore[attr-defined]
+        fix = "call the module that fully_shard was given (register_fsdp_forward_method for a method of it); exclude layers that are tensor-parallel."
+        raise UnsupportedError(message(what, site._fxmask_name, fix))
+
+
+def _check_ranks(site: Site, weight: Tensor) -> None:
+    if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # that may gather in another dtype
+        check_agreed(site, weight)
+
+
+def refuse_lost(site: Site) -> None:
+    """Raise StateError where a cached mask has no values."""
     if site._fxmask_lost:
         what = "a cached mask was lost on the meta device: expected weights to be loaded or the mask to be rebuilt since."
         raise StateError(message(what, site._fxmask_name, "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them."))
-    if not torch.compiler.is_exporting():
-        site._fxmask_called = True
-    return current_mask(site, weight)
 
 
 def refuse_tracing(site: Site) -> None:

@@ -65,6 +65,13 @@ OTHER = [(1, 1), (1, 4), (8, 8), (3, 5), (48, 16), (2, 128)]
 RATIOS = [0.0, 0.5, 0.9, 0.99]
 BLOCKS = SQUARE + WIDE + OTHER
 CASES = [(s, b, r) for i, s in enumerate(SHAPES) for j, b in enumerate(BLOCKS) for k, r in enumerate(RATIOS) if (i + j + k) % 3 == 0 or b in SQUARE]
+DTYPES = [(torch.float32, "fp32"), (torch.float16, "fp16")]
+# each case in one of the two dtypes, and in the other one, too, where there is time
+MATRIX = [
+    pytest.param(s, b, r, dtype, id="M{}-N{}-K{}-b{}x{}-r{}-{}".format(*s, *b, r, name), marks=pytest.mark.slow if (i + j) % 2 else ())
+    for i, (s, b, r) in enumerate(CASES)
+    for j, (dtype, name) in enumerate(DTYPES)
+]
 
 
 def make(shape, block, ratio, dtype, seed=0, contiguous=True):
@@ -88,8 +95,7 @@ def run(impl, x, w, b, gy, mask, block, backward="masked", dense=None):
     return [y.detach(), *torch.autograd.grad(y, [t for t in (x, w, b) if t is not None], gy)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize(("shape", "block", "ratio"), CASES, ids=["M{}-N{}-K{}-b{}x{}-r{}".format(*s, *b, r) for s, b, r in CASES])
+@pytest.mark.parametrize(("shape", "block", "ratio", "dtype"), MATRIX)
 def test_forward_dx_dw_against_the_reference(shape, block, ratio, dtype):
     index = CASES.index((shape, block, ratio))
     x, w, b, gy, mask = make(shape, block, ratio, dtype, index, contiguous=index % 3 != 0)
@@ -234,8 +240,11 @@ def test_lists_are_made_once_for_forward_and_backward():
     torch.library.opcheck(ops.strip_lists, (mask, 16, 16, "reference"))
 
 
-@pytest.mark.parametrize("form", ["module", "graph"])
-@pytest.mark.parametrize("backward", ["masked", "rigl"])
+SELDOM = pytest.mark.slow
+PAIRS = [("module", "masked"), ("graph", "rigl"), pytest.param("graph", "masked", marks=SELDOM), pytest.param("module", "rigl", marks=SELDOM)]
+
+
+@pytest.mark.parametrize(("form", "backward"), PAIRS)
 def test_cached_masks_keep_their_lists(form, backward):
     """Built in one set of launches for the model, at the steps that are due; a forward makes none. Equal to the reference through a schedule and a load."""
     import fxmask

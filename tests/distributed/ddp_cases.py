@@ -1,0 +1,89 @@
+"""Cases of DistributedDataParallel, on every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.common import batch_of, build, mean_over_ranks, same_on_all_ranks, share
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import fxmask
+from fxmask.errors import StateError
+
+CONFIGS = {
+    "masked": dict(schedule=fxmask.Schedule("cubic", steps=12)),
+    "cached": dict(refresh=3, start=5),
+    "random": dict(criterion="random", refresh=7),
+    "ste": dict(backward="ste"),
+    "rigl": dict(backward="rigl", dense_every=4),
+}
+
+
+def trains_alike(config: str, steps: int) -> None:
+    """After every step: masks, mean loss, weights and momenta have the same bits on all ranks, and are those of one process to rounding."""
+    mask = fxmask.WeightMask(ratio=0.7, block=(16, 16), **CONFIGS[config])
+    model, alone = fxmask.apply(build(), mask), fxmask.apply(build(), mask)
+    wrapped = DDP(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, weight_decay=0.05) for m in (model, alone)]
+    for optimizer, m in zip(optimizers, (model, alone), strict=True):
+        fxmask.guard(optimizer, m)
+    moved, first = False, fxmask.masks(model)
+    for step in range(steps):
+        x, y = batch_of(step)
+        losses = [nn.functional.mse_loss(wrapped(share(x)), share(y))]
+        if step < 40:  # two runs that round differently part in the end
+            losses.append(nn.functional.mse_loss(alone(x), y))
+        for optimizer, value in zip(optimizers, losses, strict=False):
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+        masks = fxmask.masks(model)
+        momenta = [t for s in optimizers[0].state.values() for t in s.values()]
+        loss = mean_over_ranks(losses[0])
+        assert same_on_all_ranks(loss, *masks.values(), *model.parameters(), *momenta), step
+        moved = moved or any(not torch.equal(masks[n], first[n]) for n in masks)
+        assert len(losses) == 1 or torch.allclose(loss, losses[1].detach(), rtol=1e-3), step
+    assert moved
+    assert {row["step"] for row in fxmask.explain(model).rows} == {steps}
+
+
+def disagreeing_seeds() -> None:
+    """DDP puts rank 0's weights on all ranks; a mask cached before says so, a mask of every forward follows."""
+    model = fxmask.apply(build(seed=dist.get_rank()), ratio=0.7, refresh=0)
+    wrapped, x = DDP(model), share(batch_of(0)[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 0:
+        fxmask.guard(optimizer, model)
+    else:
+        for call in (lambda: fxmask.guard(optimizer, model), lambda: fxmask.step(model, 0), lambda: model(x)):
+            with pytest.raises(StateError, match=r"the same on all ranks\.(.|\n)*fxmask\.refresh\(model\) on all ranks"):
+                call()
+        fxmask.refresh(model)
+        fxmask.guard(optimizer, model)
+    wrapped(x).sum().backward()
+    optimizer.step()
+    assert same_on_all_ranks(*fxmask.masks(model).values(), *model.parameters())
+    every = DDP(fxmask.apply(build(seed=dist.get_rank()), ratio=0.7))
+    every(x).sum().backward()
+    assert same_on_all_ranks(*fxmask.masks(every).values(), *(p.grad for p in every.parameters()))
+
+
+def wrapped_names() -> None:
+    """A state saved of the wrapper does not fit the plain model, and says why."""
+    model = fxmask.apply(build(), ratio=0.7)
+    saved = fxmask.state_dict(DDP(model))
+    with pytest.raises(StateError, match=r"a wrapper stands in the names \(module\."):
+        fxmask.load_state_dict(model, saved)
+
+
+CASES = {
+    **{f"ddp-{name}": partial(trains_alike, name, 15) for name in CONFIGS},
+    "ddp-1000-steps": partial(trains_alike, "masked", 1000),
+    "ddp-1000-steps-cached": partial(trains_alike, "cached", 1000),
+    "ddp-disagreeing-seeds": disagreeing_seeds,
+    "ddp-wrapped-names": wrapped_names,
+}

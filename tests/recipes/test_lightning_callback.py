@@ -1,0 +1,120 @@
+"""The Lightning recipe: its state goes through Lightning's checkpoints, and a resumed run ends with the bits of one that was never stopped."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxmask
+from fxmask.kernels.grid import expand_mask
+from fxmask.passes.site import Site
+
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*(num_workers|does not have many workers|logging interval|exists and is not empty|Please add the following callbacks)"),
+]
+RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "lightning_callback.py"
+
+
+@pytest.fixture(scope="module")
+def recipe(torchvision):
+    pytest.importorskip("lightning")
+    return runpy.run_path(str(RECIPE))
+
+
+@pytest.fixture
+def train(recipe):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda *args: recipe["main"]([str(a) for a in args])
+    torch.set_num_threads(before)
+
+
+def saved(folder):
+    state = torch.load(folder / "last.ckpt", weights_only=True)
+    return state, state["callbacks"]["MaskCallback"]["masks"]["masks"]
+
+
+def test_resumed_is_as_never_stopped(train, tmp_path):
+    whole = train("--steps", 20, "--out", tmp_path / "whole")
+    train("--steps", 10, "--out", tmp_path / "parts")
+    state, masks = saved(tmp_path / "parts")
+    assert state["global_step"] == 10 and {e["step"] for e in masks.values()} == {10} and {e["policy"] for e in masks.values()} == {"freeze"}
+    parts = train("--steps", 20, "--out", tmp_path / "parts", "--resume")
+    assert saved(tmp_path / "parts")[1] == saved(tmp_path / "whole")[1] and len(masks) == 2
+    assert {e["step"] for e in fxmask.state_dict(parts)["masks"].values()} == {20}
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), parts.parameters(), strict=True))
+    assert all(site._fxmask_guard is None for site in parts.modules() if isinstance(site, Site))
+
+
+def quiet(**options):
+    return dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False, **options)
+
+
+def test_masked_weights_rest(recipe):
+    """Blocks that were never kept have the bits they began with, though AdamW decays."""
+    import lightning
+
+    module = recipe["Classifier"]()
+    fxmask.apply(fxmask.restore(module.model), ratio=0.75, block=(16, 16))
+    masks, before = fxmask.masks(module), {n: p.detach().clone() for n, p in module.named_parameters()}
+    lightning.Trainer(max_steps=4, callbacks=[recipe["MaskCallback"]()], enable_checkpointing=False, **quiet()).fit(module, recipe["data"]())
+    for name, mask in fxmask.masks(module).items():
+        never, now = ~expand_mask(mask | masks[name], before[name].shape, (16, 16)), module.get_parameter(name)
+        assert torch.equal(now[never], before[name][never]) and not torch.equal(now, before[name])
+
+
+def test_manual_optimisation_and_two_optimisers(recipe, tmp_path):
+    """Each optimiser that holds masked weights is guarded, one that holds none is left alone."""
+    import lightning
+
+    class Manual(recipe["Classifier"]):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, index):
+            loss = torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.model[:4].parameters(), lr=0.1), torch.optim.SGD(self.model[4].parameters(), lr=0.1)]
+
+    callback, module = recipe["MaskCallback"](), Manual()
+    guards = []
+    callback.teardown = lambda *_, **__: guards.extend(callback.guards)
+    lightning.Trainer(max_epochs=1, callbacks=[callback], enable_checkpointing=False, **quiet()).fit(module, recipe["data"]())
+    assert len(guards) == 1 and set(guards[0].policies) == {"model.0.weight", "model.2.weight"}
+    assert {e["step"] for e in fxmask.state_dict(module)["masks"].values()} == {10}
+
+
+def test_a_checkpoint_without_masks_is_refused(train, tmp_path):
+    train("--steps", 10, "--out", tmp_path)
+    state, _ = saved(tmp_path)
+    del state["callbacks"]["MaskCallback"]
+    torch.save(state, tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match="no masks' state"):
+        train("--steps", 20, "--out", tmp_path, "--resume")
+
+
+def test_an_evaluation_of_a_checkpoint_has_its_masks(train, recipe, tmp_path):
+    """Inside the ramp the ratio is not the last one, and a fresh module would be dense."""
+    import lightning
+
+    train("--steps", 10, "--out", tmp_path)
+    seen = []
+
+    class Evaluated(recipe["Classifier"]):
+        def test_step(self, batch, index):
+            seen.append(fxmask.masks(self))
+            return self.model(batch[0]).sum()
+
+    trainer = lightning.Trainer(callbacks=[recipe["MaskCallback"]()], default_root_dir=tmp_path, **quiet())
+    trainer.test(Evaluated(), recipe["data"](), ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
+    assert seen and not seen[0]["model.0.weight"].all()
