@@ -35,7 +35,8 @@ def finalize(model: M, format: str = "dense") -> M:
 
     Args:
         format: `dense`: every weight becomes W∘M, the same Parameter with zeros; exports carry them. `bsr`: frozen `torch.sparse_bsr` weights of the masks'
-            blocks, for inference under torch.no_grad (PyTorch has neither deepcopy, inference_mode nor a backward for them). `2:4`: frozen `torch.sparse.SparseSemiStructuredTensor` weights, where every row keeps at most 2 of 4 neighbours.
+            blocks, for inference under torch.no_grad (PyTorch has neither deepcopy, inference_mode nor a backward for them).
+            `2:4`: frozen `torch.sparse.SparseSemiStructuredTensor` weights, where every row keeps at most 2 of 4 neighbours.
 
     The masks are those of the next forward: call it at the end of training, when a schedule has come to its ratio (before, it warns).
     Raises: ConfigError; StateError (nothing masked, inside `fxmask.dense`, a guard in force); UnsupportedError (a weight that is computed or sharded, one that

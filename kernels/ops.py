@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import reference
 from .dispatch import form
-from .errors import ConfigError, ShapeError, UnsupportedError
+from .errors import ConfigError, ShapeError, UnsupportedError, message
 from .grid import grid_shape
 from .lists import LISTED, listed, packed_length
 from .strides import empty_result
@@ -56,6 +56,17 @@ def check_gradients(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int],
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
     _check_lists(lists, mask, block)
     _check_backward(backward)
+
+
+def refuse_forward_ad() -> None:
+    """Raise UnsupportedError inside forward-mode AD, which loses its tangents at a custom op without a word. `linear` never comes here then.
+
+    Fakes ask, too: the compiler traces a forward derivative by them.
+    """
+    if forward_ad._current_level >= 0:
+        what = "forward-mode AD would silently see a zero tangent through the op of a masked linear, as a graph or a backward calls it."
+        fix = "differentiate forward over the module that fxmask.apply has masked, with its forward and backward inside the level; no graph of it."
+        raise UnsupportedError(message(what, "torch.autograd.forward_ad, torch.func.jvp", fix))
 
 
 def _check_features(name: str, t: Tensor, expected: int) -> None:
@@ -139,6 +150,7 @@ def masked_linear(
     Differentiable: x, w, bias; twice, too.
     Cost: 2 M useful FLOP a kept weight element; this plain form multiplies by the masked weight and so issues all 2 M N K.
     """
+    refuse_forward_ad()
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
     _check_bias(bias, w.shape[0])
@@ -160,6 +172,7 @@ def _(
     impl: str = "auto",
     lists: Tensor | None = None,
 ) -> Tensor:
+    refuse_forward_ad()
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("x", x, w.shape[1])
     _check_bias(bias, w.shape[0])
@@ -211,6 +224,7 @@ def masked_linear_dx(
     gy (..., N), w (N, K), mask bool (NB, KB) -> (..., K) contiguous. Differentiable: gy, w (there `dense` counts).
     Cost: as `masked_linear`. Raises: ShapeError.
     """
+    refuse_forward_ad()
     _check_mask(mask, w.shape, (block_rows, block_cols))
     _check_features("gy", gy, w.shape[0])
     _check_lists(lists, mask, (block_rows, block_cols))
@@ -230,6 +244,7 @@ def _(
     impl: str = "auto",
     lists: Tensor | None = None,
 ) -> Tensor:
+    refuse_forward_ad()
     if backward == "unmasked":
         return gy.new_empty((*gy.shape[:-1], w.shape[1]))
     return empty_result(gy, w.shape[1], (block_rows, block_cols), impl)
@@ -280,6 +295,7 @@ def masked_linear_dw(
     gy (..., N), x (..., K), mask bool (NB, KB) -> (N, K) contiguous, zeros where nothing is wanted. Differentiable: gy, x.
     Cost: 2 M useful FLOP a wanted weight element. Raises: ShapeError.
     """
+    refuse_forward_ad()
     check_gradients(gy, x, mask, (block_rows, block_cols), backward, lists)
     return form(impl, x).masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward, lists).contiguous()
 
@@ -296,6 +312,7 @@ def _(
     impl: str = "auto",
     lists: Tensor | None = None,
 ) -> Tensor:
+    refuse_forward_ad()
     return gy.new_empty((gy.shape[-1], x.shape[-1]))
 
 

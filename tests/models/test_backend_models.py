@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fxmask
-from fxmask.backend import fxmask_backend
+from fxmask import backend
 
 pytestmark = pytest.mark.models
 OPTIONS = dict(ratio=0.75, block=(16, 16))
@@ -57,7 +57,7 @@ def test_training_equals_apply(torchvision, name, inner):
     torch._dynamo.reset()
     make, x = MODELS[name]
     ours, applied = make(), fxmask.apply(make(), **OPTIONS)
-    call = torch.compile(ours, backend=fxmask_backend, fullgraph=True, options={**OPTIONS, "inner": inner, "require": True})
+    call = torch.compile(ours, backend=backend.fxmask_backend, fullgraph=True, options={**OPTIONS, "inner": inner, "require": True})
     found, expected = train(ours, call, x), train(applied, applied, x)
     if inner == "eager":
         assert found == expected

@@ -13,6 +13,7 @@ PUBLIC = [
     "apply",
     "dense",
     "explain",
+    "finalize",
     "guard",
     "load_state_dict",
     "masks",

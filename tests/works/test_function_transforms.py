@@ -1,0 +1,147 @@
+"""torch.func and forward-mode AD over a masked module: outputs, gradients and tangents of the twin, eager and compiled."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from sample_models import mlp
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, stack_module_state, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from works.twin import MODELS, elements, near, pair, slow_but, some
+
+import fxmask
+
+COMPILERS = {
+    "eager": lambda f: f,
+    "compiled": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True),
+}
+
+
+CASES = [f"{name}-{compiler}" for name in MODELS for compiler in COMPILERS]
+EAGER = [case for case in CASES if case.endswith("eager")]
+
+
+def loss_of(model):
+    return lambda params, x: functional_call(model, params, (x,)).pow(3).sum()
+
+
+def params_of(model):
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def masked_part(gradients, kept):
+    return {name: g * kept[name] if name in kept else g for name, g in gradients.items()}
+
+
+@pytest.fixture(autouse=True)
+def attention_out_of_ops():
+    """PyTorch's fused attention has no forward derivative."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def unpacked(case):
+    name, _, compiler = case.partition("-")
+    return *MODELS[name], COMPILERS[compiler]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *EAGER, "mlp-compiled"))
+def test_grad_and_vjp(case):
+    make, shape, compiler = unpacked(case)
+    masked, twin, kept = pair(make())
+    x = some(*shape)
+    found, expected = compiler(grad(loss_of(masked), argnums=(0, 1)))(params_of(masked), x), grad(loss_of(twin), argnums=(0, 1))(params_of(twin), x)
+    for key, value in masked_part(expected[0], kept).items():
+        near(found[0][key], value, name=key)
+        assert key not in kept or not found[0][key][~kept[key]].any()
+    near(found[1], expected[1])
+    y, pull = vjp(masked, x)
+    near(pull(torch.ones_like(y))[0], vjp(twin, x)[1](torch.ones_like(y))[0])
+
+
+@pytest.mark.parametrize("case", slow_but([c for c in CASES if c != "encoder-compiled"], *EAGER, "mlp-compiled"))
+def test_tangents(case):
+    """Of inputs and of weights: the tangent of a masked weight counts for nothing, as its gradient does. PyTorch cannot compile that of a layer norm."""
+    make, shape, compiler = unpacked(case)
+    masked, twin, kept = pair(make())
+    x, t = some(*shape), some(*shape, seed=5)
+    y, tangent = compiler(lambda x, t: jvp(masked, (x,), (t,)))(x, t)
+    near(y, twin(x).detach())
+    near(tangent, jvp(twin, (x,), (t,))[1].detach())
+    ts = {key: some(*p.shape, seed=6) for key, p in twin.named_parameters()}
+    found = compiler(lambda p, t: jvp(lambda p: functional_call(masked, p, (x,)), (p,), (t,))[1])(params_of(masked), ts)
+    near(found, jvp(lambda p: functional_call(twin, p, (x,)), (params_of(twin),), (masked_part(ts, kept),))[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dual_numbers(name):
+    make, shape = MODELS[name]
+    masked, twin, _ = pair(make())
+    x, t = some(*shape), some(*shape, seed=5)
+    tangents = []
+    for m in (masked, twin):
+        with forward_ad.dual_level():
+            tangents.append(forward_ad.unpack_dual(m(forward_ad.make_dual(x, t))).tangent.detach())
+    near(*tangents)
+
+
+@pytest.mark.parametrize("case", slow_but(["mlp-eager", "residual-eager", "mlp-compiled", "residual-compiled"], *EAGER, "mlp-compiled"))
+def test_per_sample_gradients(case):
+    make, shape, compiler = unpacked(case)
+    masked, twin, kept = pair(make())
+    x = some(*shape)
+    found = compiler(vmap(grad(loss_of(masked)), in_dims=(None, 0)))(params_of(masked), x[:, None])
+    expected = vmap(grad(loss_of(twin)), in_dims=(None, 0))(params_of(twin), x[:, None])
+    for key, value in masked_part(expected, kept).items():
+        near(found[key], value, name=key)
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_vmap_of_the_call(compiler):
+    masked, twin, _ = pair(mlp())
+    compiler = COMPILERS[compiler]
+    x = some(4, 3, 64)
+    near(compiler(vmap(masked, in_dims=1, out_dims=1))(x).detach(), twin(x).detach())
+
+
+def test_an_ensemble():
+    """Stacked weights: each member has the masks of its own."""
+    members = [pair(mlp(seed=seed)) for seed in range(3)]
+    params, buffers = stack_module_state([m for m, _, _ in members])
+    model, x = members[0][0], some(6, 64)
+    y = vmap(lambda p, b: functional_call(model, (p, b), (x,)))(params, buffers)
+    for i, (_, twin, _) in enumerate(members):
+        near(y[i].detach(), twin(x).detach())
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node with no underlying reference:UserWarning")  # torch.func.linearize of anything
+def test_jacobians_and_second_derivatives():
+    masked, twin, _ = pair(mlp())
+    x = some(64)
+
+    def scalar(m):
+        return lambda x: m(x).square().sum()
+
+    near(jacrev(masked)(x).detach(), jacrev(twin)(x).detach())
+    near(jacfwd(masked)(x).detach(), jacfwd(twin)(x).detach())
+    near(hessian(scalar(masked))(x).detach(), hessian(scalar(twin))(x).detach())
+    near(linearize(masked, x)[1](some(64, seed=5)).detach(), jvp(twin, (x,), (some(64, seed=5),))[1].detach())
+    found, expected = (torch.autograd.functional.hvp(scalar(m), x, some(64, seed=5))[1] for m in (masked, twin))  # twice backward, through the ops
+    near(found, expected)
+
+
+@pytest.mark.parametrize("backward", ["ste", "unmasked", "rigl"])
+def test_other_modes(backward):
+    """Forward and reverse agree with the mode's own gradients."""
+    model = fxmask.apply(mlp(), ratio=0.75, backward=backward)
+    fxmask.step(model, 99)  # for rigl, a step whose weight gradient is dense
+    x = some(6, 64)
+    loss = loss_of(model)
+    found = grad(loss)(params_of(model), x)
+    model.zero_grad()
+    loss(dict(model.named_parameters()), x).backward()
+    for name, p in model.named_parameters():
+        near(found[name], p.grad, name=name)
+    assert found["0.weight"][~elements(model[0].weight)].any()
+    ts = {key: some(*p.shape, seed=6) for key, p in model.named_parameters()}
+    tangent = jvp(lambda p: loss(p, x), (params_of(model),), (ts,))[1]
+    near(tangent, sum((ts[key] * g).sum() for key, g in found.items()))
