@@ -15,20 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from . import backend_watch
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .kernels.grid import grid_shape
 from .passes.canonical import Canonicalise
 from .passes.choose import Decision, Pattern, as_patterns, choose, matches
 from .passes.config import WeightMask
-from .passes.find import Candidate
+from .passes.find import LINEARS, Candidate
 from .passes.infra import CleanUp, Pass, run_passes
 from .passes.lifted import find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
 from .sites import decided_by_apply
-from .sources import source_hash
+from .sources import tag_caches
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed")  # what a mask can be without any state
 STATEFUL = ("refresh", "start", "schedule", "dense_every")
@@ -67,7 +68,7 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     stateful = sorted(set(given) & set(STATEFUL))
     if stateful or given.get("backward") == "rigl":
         what = f"the backend keeps no state between calls, and {', '.join(stateful) or 'backward=rigl'} counts optimiser steps."
-        raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."))
+        raise UnsupportedError(message(what, WHERE, APPLY))
     unknown = sorted(set(given) - {*MASK, *OWN})
     if unknown:
         what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}."
@@ -80,13 +81,13 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         as_patterns("require", given["require"])
     if given.get("inductor") and given.get("inner", "inductor") != "inductor":
         raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
-    passes = tuple(given.get("passes", ()))
-    if not all(isinstance(p, Pass) for p in passes):
-        raise ConfigError(f"passes: expected fxmask.passes.infra.Pass objects, got {given['passes']!r}.")
+    passes = given.get("passes", ())
+    if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
+        raise ConfigError(f"passes: expected a list of fxmask.passes.infra.Pass objects, got {given['passes']!r}.")
     mask = {k: given[k] for k in MASK if k in given}
     own: dict[str, Any] = {k: given[k] for k in OWN if k in given}
     about_masks = bool(mask) or bool({"include", "exclude", "overrides", "require", "match"} & set(own))
-    return Options(WeightMask(**mask), about_masks, **{**own, "passes": passes, "inductor": dict(given.get("inductor", {}))})
+    return Options(WeightMask(**mask), about_masks, **{**own, "passes": tuple(passes), "inductor": dict(given.get("inductor", {}))})
 
 
 def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -106,26 +107,53 @@ def __getattr__(name: str) -> Any:
     return _backend
 
 
-def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> dict[str, Tensor]:
-    """Mask one Dynamo graph in place: name -> real Parameter of what was masked."""
+def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor]]:
+    """Mask one Dynamo graph in place: names and real Parameters of what was masked."""
     _refuse_transforms(gm)
-    hosts = list(graphs_of(gm))
-    for host, _ in hosts:
-        run_passes(host, o.passes)
+    bodies = graphs_of(gm)
+    for body in bodies:
+        run_passes(body.graph, o.passes)
+    inputs = _real(gm, inputs)
     if _masked_already(gm, inputs, o):
-        return {}
+        return []
     if o.match == "matmul":
         real = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False))
-        for host, origin in hosts:
-            run_passes(host, [Canonicalise(_is_parameter(origin, real))])
+        for body in bodies:
+            run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
     found = find_lifted(gm, inputs)
     decisions = choose(found, o.config, o.include, o.exclude, o.overrides)
+    _refuse_state(decisions)
     passes: list[Pass] = [MaskLifted(decisions), CleanUp()]
-    for host, _ in hosts:
-        run_passes(host, passes)
+    for body in bodies:
+        run_passes(body.graph, passes)
     gm.recompile()
     _report(found, decisions, o)
-    return {d.candidate.name: d.candidate.weight for d in decisions if d.config is not None}
+    return [(d.candidate.name, d.candidate.weight) for d in decisions if d.config is not None]
+
+
+def _real(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs as the program holds them: DDP's splitting of a graph into buckets gives fake ones."""
+    found = []
+    for node, value in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False):
+        given = value
+        if isinstance(value, FakeTensor):
+            given = getattr(node.meta.get("grapharg"), "example", None)
+            if _is_lifted(node) and (given is None or isinstance(given, FakeTensor)):
+                what = f"the backend was given no real tensor for {node.name}, as where DDP splits graphs, and cannot tell what fxmask.apply has decided."
+                raise UnsupportedError(message(what, WHERE, "set torch._dynamo.config.optimize_ddp = False, or use fxmask.apply(model, ...) before DDP."))
+        found.append(given)
+    return found
+
+
+def _is_lifted(node: Node) -> bool:
+    return any(user.target in LINEARS for user in node.users)
+
+
+def _refuse_state(decisions: list[Decision]) -> None:
+    for d in decisions:
+        if d.config is not None and (d.config.needs_steps or d.config.cached):
+            what = f"the backend keeps no state between calls, and the options of {d.candidate.name!r} count optimiser steps or cache a mask: {d.config}."
+            raise UnsupportedError(message(what, WHERE, APPLY))
 
 
 def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Callable[[Node], bool]:
@@ -137,8 +165,8 @@ def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Call
 
 
 def _refuse_transforms(gm: GraphModule) -> None:
-    for host, _ in graphs_of(gm):
-        for node in host.graph.nodes:
+    for body in graphs_of(gm):
+        for node in body.graph.graph.nodes:
             name = getattr(node.target, "__name__", "")
             if name in FORWARD_AD:
                 what = f"this graph differentiates or maps by a function transform ({name}), which cannot see into the masked op."
@@ -147,7 +175,7 @@ def _refuse_transforms(gm: GraphModule) -> None:
 
 def _masked_already(gm: GraphModule, inputs: Sequence[Any], o: Options) -> bool:
     """Whether `apply` has decided about this model; options of the masks would contradict it."""
-    sites = sum(n.target is MASKED_LINEAR for host, _ in graphs_of(gm) for n in host.graph.nodes)
+    sites = sum(n.target is MASKED_LINEAR for body in graphs_of(gm) for n in body.graph.graph.nodes)
     decided = sites or any(isinstance(t, Tensor) and decided_by_apply(t) for t in inputs)
     if decided and o.masks:
         what = "this model was masked by fxmask.apply, and the backend got options of its own: expected one of them to say what is masked."
@@ -161,8 +189,12 @@ def _report(found: list[Candidate], decisions: list[Decision], o: Options) -> No
     dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
     patterns: list[Pattern] = [] if isinstance(o.require, bool) else as_patterns("require", o.require) or []
     missing = [repr(p) for p in patterns if not any(matches(p, d.candidate) for d in masked)]
+    whole = [d.candidate.name for d in masked if d.config and d.config.ratio > 0 and _keeps_all(d)]
+    if whole:
+        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}."
+        warnings.warn(message(what, WHERE, "choose a smaller block for them."), FxMaskWarning, stacklevel=2)
     if o.require is True:
-        missing = [d.candidate.name for d in left if not d.reason.startswith(ASKED)] if masked else ["anything at all"]
+        missing = [*(d.candidate.name for d in left if not d.reason.startswith(ASKED)), *whole] if masked else ["anything at all"]
     if missing:
         names = ", ".join(d.candidate.name for d in masked) or "nothing"
         what = f"require: expected {', '.join(missing)} to be masked in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
@@ -172,29 +204,30 @@ def _report(found: list[Candidate], decisions: list[Decision], o: Options) -> No
 
 
 WHERE = "torch.compile(backend='fxmask')"
+APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
 ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
 WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
 
 
-class SourceKey(CustomGraphPass):
-    """Changes nothing; puts the sources of the library and of the user's passes into Inductor's cache keys. Around the user's own Inductor pass, which runs."""
-
-    def __init__(self, own: Any = None, passes: tuple[Pass, ...] = ()) -> None:
-        self.own, self.passes = own, tuple(p.uuid() for p in passes)
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        if self.own is not None:
-            self.own(graph)
-
-    def uuid(self) -> Any:
-        return f"fxmask-{source_hash()}", self.passes, None if self.own is None else self.own.uuid()
+def _keeps_all(d: Decision) -> bool:
+    assert d.config is not None
+    nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
+    return d.config.keep_at(0, nb * kb) == nb * kb
 
 
 def _inner(o: Options, mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
-    if o.inner == "inductor":
-        compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
-        patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **o.inductor}
-        patches["post_grad_custom_pre_pass"] = SourceKey(patches.get("post_grad_custom_pre_pass"), o.passes)
-        return lambda gm, inputs: compile_fx(gm, inputs, config_patches=patches)
-    found = torch._dynamo.lookup_backend(o.inner)
-    return lambda gm, inputs: found(gm, list(inputs))
+    if o.inner != "inductor":
+        if mode is not None:
+            raise ConfigError(message(f"mode={mode!r} is Inductor's, and inner={o.inner!r}: expected one of them.", WHERE, "leave one of them out."))
+        found = torch._dynamo.lookup_backend(o.inner)
+        return lambda gm, inputs: found(gm, list(inputs))
+    compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
+    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **o.inductor}
+    tag_caches()  # anew: somebody may have set the tag since
+    tag = "+".join([torch.compiler.config.cache_key_tag, *(p.uuid() for p in o.passes)])
+
+    def compile_by_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            return compile_fx(gm, inputs, config_patches=patches)
+
+    return compile_by_inductor

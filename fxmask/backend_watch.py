@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,8 @@ class Use:
     name: str
     calls: int = 0
     seen: int = 0
+    gradient: weakref.ref[Tensor] | None = None  # which it was then, and its version: several hooks may see one step, and several steps one gradient
+    version: int = 0
 
 
 @dataclasses.dataclass
@@ -46,14 +49,14 @@ def asked() -> None:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def watch(compiled: Callable[..., Any], masked: dict[str, Tensor]) -> Callable[..., Any]:
+def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]]) -> Callable[..., Any]:
     """The compiled graph, counting its calls for the weights that it masks."""
     if not masked:
         return compiled
-    for name, w in masked.items():
+    for name, w in masked:
         if w not in _uses:
             _uses[w] = Use(name)
-    uses = [_uses[w] for w in masked.values()]
+    uses = [_uses[w] for _, w in masked]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
@@ -76,10 +79,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for group in optimizer.param_groups:
         for p in group["params"]:
             use = _uses.get(p) if isinstance(p, Tensor) else None
-            if use is not None and p.grad is not None:
-                if use.calls == use.seen:
-                    around.append(use.name)
-                use.seen = use.calls
+            if use is None or p.grad is None:
+                continue
+            same = use.gradient is not None and use.gradient() is p.grad and use.version == p.grad._version
+            if use.calls == use.seen and not same:
+                around.append(use.name)
+            use.seen, use.gradient, use.version = use.calls, weakref.ref(p.grad), p.grad._version
     if around:
         what = f"an optimiser step has gradients of {', '.join(around[:3])}{' ...' if len(around) > 3 else ''} though no masked graph ran since the last one."
         why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), and that is dense"

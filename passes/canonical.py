@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from .infra import Pass
+from .infra import TRANSPOSES, Pass
 
 PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
 SUMS = {torch.addmm, torch.ops.aten.addmm.default}
-TRANSPOSES = {torch.t, torch.transpose, torch.permute, torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default}
 
 
 class Canonicalise(Pass):

@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 _dumped = itertools.count()
 
@@ -38,8 +39,14 @@ class Pass:
         raise NotImplementedError
 
     def uuid(self) -> str:
-        """What a compiled artefact depends on: the pass's file, and its settings where it has any (`settings`)."""
-        return hashlib.sha256(Path(inspect.getfile(type(self))).read_bytes() + repr(self.settings()).encode()).hexdigest()
+        """What a compiled artefact depends on: the files of the pass's classes, and its settings where it has any (`settings`)."""
+        h = hashlib.sha256(repr((type(self).__qualname__, self.settings())).encode())
+        for cls in type(self).__mro__[:-1]:
+            try:
+                h.update(Path(inspect.getfile(cls)).read_bytes())
+            except (OSError, TypeError):  # written in a notebook or at a prompt
+                h.update(cls.__qualname__.encode())
+        return h.hexdigest()
 
     def settings(self) -> tuple[object, ...]:
         """What else than its source decides what the pass does, as plain values."""
@@ -53,14 +60,29 @@ class Pass:
         return PassResult(gm, rewritten)
 
 
+TRANSPOSES = {torch.t, torch.transpose, torch.permute, torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default}
+
+
+def is_transpose(node: Node) -> bool:
+    """Whether a node only looks at a tensor with its axes in another order."""
+    if node.op == "call_function":
+        return node.target in TRANSPOSES or (node.target is getattr and node.args[1] in ("T", "mT"))
+    return node.op == "call_method" and node.target in ("t", "transpose", "permute")
+
+
 class CleanUp(Pass):
-    """Removes nodes that nothing uses any more, such as the transpose in front of a product that became a linear."""
+    """Removes what rewritten nodes leave behind: transposes and attributes that nothing uses.
+
+    Nothing else, because a graph before functionalisation may write into tensors by calls whose results nobody uses (a counter's `add_`, a buffer's `copy_`).
+    """
 
     def run(self, gm: GraphModule) -> list[str]:
-        before = [n.name for n in gm.graph.nodes]
-        gm.graph.eliminate_dead_code()
-        left = {n.name for n in gm.graph.nodes}
-        return [name for name in before if name not in left]
+        names = []
+        for node in reversed(list(gm.graph.nodes)):
+            if not node.users and (is_transpose(node) or node.op == "get_attr"):
+                names.append(node.name)
+                gm.graph.erase_node(node)
+        return names
 
 
 def run_passes(gm: GraphModule, passes: Sequence[Pass]) -> list[PassResult]:

@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .find import EMBEDDINGS, LINEARS, Candidate, call_stack, weight_arg, weight_problem
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
-# calls that take the weights of Linears as arguments, and where: name of the layer inside the module that makes the call, position
-READERS: dict[Any, tuple[tuple[str, int], ...]] = {
-    F.multi_head_attention_forward: (("out_proj", 11),),
-    torch._native_multi_head_attention: (("out_proj", 7),),
-    torch._transformer_encoder_layer_fwd: (("self_attn.out_proj", 5), ("linear1", 14), ("linear2", 16)),
+# calls that take the weights of Linears as arguments: their signature's names, and the layer's name inside the module that makes the call
+READERS: dict[Any, dict[str, str]] = {
+    F.multi_head_attention_forward: {f"{x}_proj_weight": f"{x}_proj" for x in ("out", "q", "k", "v")},
+    torch._native_multi_head_attention: {"7": "out_proj"},
+    torch._transformer_encoder_layer_fwd: {"5": "self_attn.out_proj", "14": "linear1", "16": "linear2"},
 }
+# bodies that compute what they say, of operands that are passed one by one
+TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
+_looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
 
 
-def graphs_of(gm: GraphModule) -> Iterator[tuple[GraphModule, dict[Node, Node]]]:
-    """The graph and the bodies inside it, each with where its inputs come from: placeholder -> placeholder of the outermost graph."""
-    yield from _graphs(gm, {n: n for n in gm.graph.nodes if n.op == "placeholder"}, set())
+class Body(NamedTuple):
+    """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does."""
+
+    graph: GraphModule
+    origin: dict[Node, Node]
+    closed: str = ""
 
 
-def _graphs(gm: GraphModule, origin: dict[Node, Node], seen: set[int]) -> Iterator[tuple[GraphModule, dict[Node, Node]]]:
-    if id(gm) in seen:
-        return
-    seen.add(id(gm))
-    yield gm, origin
+def graphs_of(gm: GraphModule) -> list[Body]:
+    """The graph and the bodies inside it, each once."""
+    return list(_graphs(gm, {n: n for n in gm.graph.nodes if n.op == "placeholder"}, "", {}).values())
+
+
+def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
+    if id(gm) in found:
+        known = found[id(gm)]
+        if known.origin != origin:  # one body for several layers: it can have one mask only
+            found[id(gm)] = known._replace(closed="a region that is compiled once for several layers")
+        return found
+    found[id(gm)] = Body(gm, origin, closed)
     for node in gm.graph.nodes:
         operands = tree_leaves((node.args, node.kwargs))
         bodies = [a for a in operands if isinstance(a, Node) and a.op == "get_attr" and isinstance(_attribute(gm, a), GraphModule)]
+        name = getattr(node.target, "__name__", str(node.target))
         for body in bodies:
             inner = _attribute(gm, body)
             inputs = [n for n in inner.graph.nodes if n.op == "placeholder"]
             given = [a for a in operands[operands.index(bodies[-1]) + 1 :] if isinstance(a, Node)]
-            known = {i: origin[g] for i, g in zip(inputs, given, strict=False) if g in origin} if len(inputs) == len(given) else {}
-            yield from _graphs(inner, known, seen)
+            passed = {i: origin[g] for i, g in zip(inputs, given, strict=False) if g in origin} if len(inputs) == len(given) else {}
+            _graphs(inner, passed, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
+    return found
 
 
 def _attribute(gm: GraphModule, node: Node) -> Any:
@@ -56,45 +73,60 @@ def find_lifted(gm: GraphModule, inputs: Sequence[Any]) -> list[Candidate]:
     """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `inputs` are what the backend was given, real Parameters among them."""
     real = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False))
     found: dict[Any, Candidate] = {}
-    looked_up: set[int] = set()
-    for host, origin in graphs_of(gm):
-        for node in host.graph.nodes:
+    for body in graphs_of(gm):
+        for node in body.graph.graph.nodes:
             if node.op != "call_function":
                 continue
             if node.target in LINEARS:
-                _add(found, host, node, weight_arg(node), "", origin, real)
-            for layer, position in READERS.get(node.target, ()):
-                if position < len(node.args) and isinstance(node.args[position], Node):
-                    _add(found, host, node, node.args[position], layer, origin, real)
+                _add(found, body, node, weight_arg(node), "", real)
+            for w, layer in _read_weights(node):
+                if layer[0] not in "qkv" or _source_name(body.origin.get(w, w)).endswith(".weight"):
+                    _add(found, body, node, w, layer, real)
             if node.target in EMBEDDINGS:
-                looked_up |= {id(real.get(origin.get(a, a))) for a in node.all_input_nodes}
+                for a in node.all_input_nodes:
+                    value = real.get(body.origin.get(a, a))
+                    if isinstance(value, nn.Parameter):
+                        _looked_up[value] = True
     for c in found.values():
-        c.tied_embedding = id(c.weight) in looked_up
+        c.tied_embedding = c.weight in _looked_up
     return list(found.values())
 
 
-def _add(found: dict[Any, Candidate], host: GraphModule, node: Node, w: Node, layer: str, origin: dict[Node, Node], real: dict[Node, Any]) -> None:
+def _read_weights(node: Node) -> list[tuple[Node, str]]:
+    """The weights of Linears that a call takes as arguments, by position or by name, and what their layers are called."""
+    layers = READERS.get(node.target)
+    if layers is None:
+        return []
+    given = {str(i): a for i, a in enumerate(node.args)}
+    if node.target is F.multi_head_attention_forward:
+        given = inspect.signature(F.multi_head_attention_forward).bind_partial(*node.args, **node.kwargs).arguments
+    return [(a, layer) for key, layer in layers.items() if isinstance(a := given.get(key), Node)]
+
+
+def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: dict[Node, Any]) -> None:
     """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call)."""
-    source = origin.get(w)
+    source = body.origin.get(w)
     value = real.get(source) if source is not None else None
     if not isinstance(value, Tensor):
         value = w.meta.get("example_value", w.meta.get("val"))
     path, types = call_stack(node)
     stacked = ".".join(filter(None, (path, layer)))
     param = _source_name(source) if source is not None else ""
-    name = param.removesuffix(".weight") if param.endswith(".weight") else stacked or param or node.name
-    c = found.get((id(host), w))
+    name = (param.removesuffix(".weight") if param != "weight" else "") or stacked or node.name
+    c = found.get((id(body.graph), w))
     if c is None:
-        c = Candidate(name, param or f"{name}.weight", value if isinstance(value, Tensor) else torch.empty(0, 0), host=host, input=w)
-        c.types = () if layer else types
-        found[id(host), w] = c
+        shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
+        c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, input=w, types=() if layer else types)
+        found[id(body.graph), w] = c
         if not isinstance(value, Tensor):
             c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
         elif weight_problem(value):
             c.problem = weight_problem(value)
-        elif value.dim() != 2:
-            c.skip = f"its weight has {value.dim()} axes"
-        else:
+        elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
+            c.skip = f"its weight has the shape {tuple(value.shape)}"
+        elif body.closed:
+            c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
+        if isinstance(value, Tensor) and not c.problem and not c.skip:
             c.module = nn.utils.skip_init(nn.Linear, value.shape[1], value.shape[0], device="meta")  # for patterns that look at a module
             c.types = (*c.types, *nn.Linear.__mro__) if nn.Linear not in c.types else c.types
     c.nodes.append(node)
@@ -110,4 +142,6 @@ def _source_name(node: Node) -> str:
     if not rest:
         return ""
     parts = [a or b or c for a, b, c in PARTS.findall(rest)]
+    if "cell_contents" in parts:  # of a closure
+        parts = parts[parts.index("cell_contents") + 1 :]
     return ".".join(p for p in parts if p not in CONTAINERS)

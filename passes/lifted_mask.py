@@ -61,7 +61,7 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
                 keep, step = (
                     gm.graph.call_function(torch.full, ((), value), {"dtype": torch.int64, "device": found.device}) for value in (c.keep_at(0, nb * kb), 0)
                 )
-                stream = stream_of(c.seed, d.candidate.param_name)
+                stream = stream_of(c.seed, d.candidate.param_name) if c.criterion == "random" else 0
                 mask = gm.graph.call_function(BLOCK_INDEX, (w, keep, step, *c.block, c.criterion, c.ties, stream, c.impl))
                 mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
                 given["mask"] = mask
@@ -78,7 +78,7 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
                     raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: dict(backward='ste')}}, or exclude it."))
                 if "w" not in given:
                     given["w"] = _masked_weight(w, given["mask"], c, (found.shape[0], found.shape[1]))
-                node.args = tuple(given["w"] if a is w else a for a in node.args)
+                node.replace_input_with(w, given["w"])
         if node.target in LINEARS:
             gm.graph.erase_node(node)
 

@@ -1,5 +1,6 @@
 """torch.compile(backend="fxmask"): the same training as fxmask.apply, and no silence about what it cannot see."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -222,6 +223,125 @@ def test_products_with_transposed_parameters_are_linears_when_asked():
     torch.testing.assert_close(compiled(model, ratio=0.0, match="matmul")(x), model(x))
 
 
+class Norm(nn.Module):
+    """Writes into buffers, whose results nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+        self.register_buffer("last", torch.zeros(4, 32))
+
+    def forward(self, x):
+        y = self.norm(self.fc(x))
+        self.last.copy_(y.detach())
+        return y
+
+
+def test_writes_into_buffers_stay():
+    ours, applied, x = Norm(), fxmask.apply(Norm(), **OPTIONS), torch.randn(4, 32)
+    call = compiled(ours, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(call(x), applied(x))
+    assert ours.norm.num_batches_tracked == 2 and all(torch.equal(a, b) for a, b in zip(ours.buffers(), applied.buffers(), strict=True))
+
+
+class Keywords(nn.Module):
+    """Multi-head attention by keywords, of four Linears, as CLIP pools."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj, self.v_proj, self.c_proj = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        return F.multi_head_attention_forward(
+            query=x, key=x, value=x, embed_dim_to_check=32, num_heads=2, in_proj_weight=None, use_separate_proj_weight=True, add_zero_attn=False,
+            q_proj_weight=self.q_proj.weight, k_proj_weight=self.k_proj.weight, v_proj_weight=self.v_proj.weight, dropout_p=0.0, bias_k=None, bias_v=None,
+            in_proj_bias=torch.cat([self.q_proj.bias, self.k_proj.bias, self.v_proj.bias]), out_proj_weight=self.c_proj.weight,
+            out_proj_bias=self.c_proj.bias, training=self.training, need_weights=False,
+        )[0]  # fmt: skip
+
+
+def test_weights_that_are_given_by_keyword():
+    ours, applied = Keywords(), fxmask.apply(Keywords(), **OPTIONS)
+    make_x = lambda: torch.randn(6, 2, 32)  # noqa: E731
+    call = compiled(ours, **OPTIONS, require=["q_proj", "k_proj", "v_proj", "c_proj"])
+    assert train(ours, call, make_x) == train(applied, applied, make_x)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.a), self.b)
+
+
+def test_parameters_of_one_module_have_names_of_their_own():
+    (text,) = graph_of(Wrap(Named()), torch.randn(4, 32), **OPTIONS, exclude="inner.b")
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).check("l_self_modules_inner_parameters_b_").run(text)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, w = ctx.saved_tensors
+        return gy @ w, gy.t() @ x
+
+
+class OwnBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.other = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.other(Own.apply(x, self.fc.weight))
+
+
+def test_a_linear_with_a_backward_of_its_own_stays_dense_and_says_so():
+    with pytest.warns(FxMaskWarning, match="stands in the body of autograd_function_apply"):
+        (text,) = graph_of(OwnBackward(), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+class Region(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return F.gelu(self.fc(x))
+
+
+def test_a_region_that_several_layers_share_stays_dense_and_says_so():
+    torch.manual_seed(0)
+    model, x = Wrap(nn.Sequential(*(Region() for _ in range(3)))), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match=r"inner\.1\.fc stays dense: it stands in a region that is compiled once for several layers"):
+        found = compiled(model, "aot_eager", **OPTIONS)(x)
+    first = fxmask.apply(copy.deepcopy(model), **OPTIONS, include="inner.0.fc")  # the first one is traced by itself
+    torch.testing.assert_close(found, first(x))
+
+
+def test_a_tied_head_in_a_graph_of_its_own_stays_dense():
+    table = nn.Embedding(64, 32)
+    head = nn.Linear(32, 64, bias=False)
+    head.weight = table.weight
+    with pytest.warns(FxMaskWarning, match="masked nothing"):
+        compiled(Wrap(table), **OPTIONS)(torch.arange(4))
+    with pytest.warns(FxMaskWarning, match="default exclusion: weight tied to an Embedding"):
+        compiled(Wrap(head), **OPTIONS)(torch.randn(4, 32))
+
+
 # ---- coverage ------------------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +371,15 @@ class Wrap(nn.Module):
         return self.inner(x)
 
 
+def test_a_layer_that_one_block_covers_is_a_gap():
+    with pytest.warns(FxMaskWarning, match="so these stay dense: inner"):
+        compiled(Wrap(nn.Linear(32, 32)), ratio=0.9, block=(64, 64))(torch.randn(4, 32))
+    torch._dynamo.reset()
+    with pytest.warns(FxMaskWarning, match="choose a smaller block"):
+        error = failing(Wrap(nn.Linear(32, 32)), torch.randn(4, 32), ratio=0.9, block=(64, 64), require=True)
+    assert "require: expected inner to be masked in this graph" in str(error)
+
+
 def test_a_layer_that_is_required_has_to_be_there():
     x = torch.randn(4, 64)
     compiled(Wrap(mlp()), **OPTIONS, require=["inner.0", "*.2"])(x)
@@ -273,12 +402,26 @@ def test_a_layer_that_is_required_has_to_be_there():
         (dict(inductor=3), ConfigError, "expected a dict of Inductor's options"),
         (dict(inductor={"max_autotune": True}, inner="eager"), ConfigError, "expected one of them"),
         (dict(require=[3]), ConfigError, "require: expected a glob"),
+        (dict(passes=3), ConfigError, "passes: expected a list of"),
     ],
     ids=lambda v: str(v)[:40],
 )
 def test_wrong_options(options, kind, text):
     with pytest.raises(kind, match=text.replace("(", r"\(").replace("{", r"\{")):
         backend.parse(options)
+
+
+@pytest.mark.parametrize("change", [dict(start=100), dict(schedule=fxmask.Schedule(steps=9)), dict(backward="rigl")], ids=str)
+def test_options_that_need_state_are_refused_in_overrides_too(change):
+    error = failing(Wrap(mlp()), torch.randn(4, 64), **OPTIONS, overrides={"inner.0": change})
+    assert isinstance(error, UnsupportedError) and "the options of 'inner.0' count optimiser steps or cache a mask" in str(error)
+
+
+def test_a_mode_of_inductor_needs_inductor():
+    call = torch.compile(Wrap(mlp()), backend=backend.fxmask_backend, options={**OPTIONS, "inner": "eager"})
+    with pytest.raises(ConfigError, match="mode='max-autotune' is Inductor's, and inner='eager'"):
+        backend._inner(backend.parse({"inner": "eager"}), "max-autotune")
+    call(torch.randn(4, 64))
 
 
 def test_options_that_contradict_apply():
@@ -332,6 +475,14 @@ def test_a_step_around_the_graph_is_a_warning():
         steps_of(model, call, 1)
     assert "fxmask.apply(model, ...) is masked in eager code, too" in str(seen[0].message)
     steps_of(model, call, 1)
+
+
+def test_one_gradient_in_two_steps_is_no_warning():
+    model = Wrap(mlp())
+    call, optimizer = compiled(model, **OPTIONS), torch.optim.SGD(model.parameters(), 0.1)
+    call(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    optimizer.step()
 
 
 def test_the_recompile_limit_is_a_warning():

@@ -68,7 +68,7 @@ class Twice(Pass):
         names = []
         for node in gm.graph.find_nodes(op="call_function", target=operator.add):
             with gm.graph.inserting_before(node):
-                gm.graph.call_function(torch.neg, (node.args[0],))
+                gm.graph.call_function(torch.t, (node.args[0],))
                 node.args = (node.args[0], gm.graph.call_function(operator.mul, (node.args[1], self.factor)))
             names.append(node.name)
         return names
@@ -78,7 +78,7 @@ def test_passes_run_in_order_and_the_last_one_cleans_up():
     gm = fx.symbolic_trace(lambda x, y: x + y)
     first, second, clean = run_passes(gm, [Twice(), Twice(3), CleanUp()])
     assert first.rewritten == second.rewritten == ["add"] and len(clean.rewritten) == 2
-    assert gm(1, 1) == 7 and "neg" not in gm.code
+    assert gm(1, 1) == 7 and "torch.t(" not in gm.code
 
 
 def test_a_pass_that_finds_nothing_changes_nothing():
@@ -93,6 +93,26 @@ def test_an_identity_is_of_the_file_and_of_the_settings():
     assert Twice().uuid() != CleanUp().uuid() == CleanUp().uuid()
 
 
+def test_writes_whose_results_nobody_uses_are_not_cleaned_up():
+    def f(x, buffer):
+        buffer.copy_(x)
+        x.t()
+        buffer.add_(1)
+        return x + 1
+
+    gm = fx.symbolic_trace(f)
+    assert CleanUp()(gm).rewritten == ["t"]
+    buffer = torch.zeros(2, 2)
+    gm(torch.ones(2, 2), buffer)
+    assert torch.equal(buffer, torch.full((2, 2), 2.0))
+
+
+def test_a_pass_without_a_file_has_an_identity():
+    space = {"Pass": Pass}
+    exec("class Here(Pass):\n    __module__ = '__nowhere__'", space)
+    assert space["Here"]().uuid() != CleanUp().uuid()
+
+
 def test_no_folder_no_dumps(tmp_path, monkeypatch):
     monkeypatch.delenv("FXMASK_DUMP", raising=False)
     monkeypatch.setattr(infra, "_write", lambda *_: pytest.fail("written"))
@@ -104,8 +124,8 @@ def test_a_dump_of_every_pass(tmp_path, monkeypatch):
     run_passes(fx.symbolic_trace(lambda x, y: x + y), [Twice(), CleanUp()])
     files = sorted((tmp_path / "a" / "b").iterdir())
     assert [f.name.split(".", 2)[2] for f in files] == ["Twice.after.py", "Twice.before.py", "CleanUp.after.py", "CleanUp.before.py"]
-    FileCheck().check("# 1 rewritten: add").check("neg").run(files[0].read_text())
-    FileCheck().check("# before").check_not("neg").run(files[1].read_text())
+    FileCheck().check("# 1 rewritten: add").check("torch.t").run(files[0].read_text())
+    FileCheck().check("# before").check_not("torch.t").run(files[1].read_text())
 
 
 def test_the_example_of_an_own_pass(capsys):
