@@ -34,7 +34,7 @@ test-all: $(READY)  ## the tests, slow ones included
 
 models: $(READY)  ## the tests with models of timm, Hugging Face and peft, which it installs
 	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'
-	@$(PY) -m pytest tests/models tests/recipes -m "not gpu"
+	@$(PY) -m pytest tests/models tests/recipes tests/works/test_onnx.py -m "not gpu"
 
 # with another Triton: make aot AOT_PYTHON=/path/to/python; fewer: make aot AOT_ARGS="--arch 90 --only forward"
 aot: $(if $(AOT_PYTHON),,$(READY))  ## compile the kernels for sm_80, sm_90 and sm_100, without a GPU, and check what came out

@@ -1,16 +1,15 @@
 """ONNX: a finalised model goes through torch.onnx, and its file holds the zeros; a masked one is refused there."""
 
+import importlib
+
 import pytest
 import torch
 from works.twin import MODELS, near, pair, some
 
 import fxmask
 
-onnx = pytest.importorskip("onnx", reason="needs fxmask[onnx]")
-onnxruntime = pytest.importorskip("onnxruntime", reason="needs fxmask[onnx]")
-pytest.importorskip("onnxscript", reason="needs fxmask[onnx]")
 pytestmark = [
-    pytest.mark.slow,  # the exporter alone takes seconds to import
+    pytest.mark.models,  # the exporter's packages come with them
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),  # torch.export's own
 ]
 
@@ -26,9 +25,10 @@ def test_a_finalised_model(name, tmp_path):
     masked, twin, kept = pair(make().eval())
     path, x = tmp_path / "model.onnx", some(*shape)
     exported(fxmask.finalize(masked), x, path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = importlib.import_module("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     near(torch.from_numpy(y), twin.eval()(x).detach())
+    onnx = importlib.import_module("onnx")
     weights = [onnx.numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer]
     zeros = sorted(int((w == 0).sum()) for w in weights if w.ndim == 2 and (w == 0).any())
     assert zeros == sorted(int((~k).sum()) for k in kept.values())
