@@ -221,13 +221,15 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
-    elif not torch.compiler.is_exporting():  # a write in the graph would be a side effect, which the body of a checkpoint must not have
+    else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
         torch._dynamo.comptime.comptime(_note_traced)
     return current_mask(site, weight)
 
 
 def _note_traced(frame: Any) -> None:
-    """Note that a forward uses the mask, at the moment when the compiler traces it."""
+    """Note that a forward uses the mask, at the moment when the compiler traces it; an export is none. (Inside the trace torch 2.11 calls all of it export.)"""
+    if torch.compiler.is_exporting():
+        return
     site = frame.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
     site._fxmask_called, site._fxmask_seen = True, frame.get_local("weight").as_fake().dtype
 
