@@ -15,6 +15,7 @@ import fxmask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),  # torch.export's own, when it saves and loads
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),  # of torch 2.11's archive
     # in strict mode: the readers of a weight are counted while they are traced
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects happened:UserWarning"),
 ]
