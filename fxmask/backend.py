@@ -26,7 +26,7 @@ from .passes.choose import Decision, Pattern, as_patterns, choose, matches
 from .passes.config import WeightMask
 from .passes.find import LINEARS, Candidate
 from .passes.infra import CleanUp, Pass, run_passes
-from .passes.lifted import find_lifted, graphs_of
+from .passes.lifted import Body, find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
 from .sites import decided_by_apply
 from .sources import tag_caches
@@ -34,6 +34,10 @@ from .sources import tag_caches
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed")  # what a mask can be without any state
 STATEFUL = ("refresh", "start", "schedule", "dense_every")
 OWN = ("include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
+WHERE = "torch.compile(backend='fxmask')"
+APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
+ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
+WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
 FORWARD_AD = ("_jvp_increment_nesting", "_grad_increment_nesting", "_vmap_increment_nesting", "make_dual", "_make_dual")
 
 
@@ -109,18 +113,17 @@ def __getattr__(name: str) -> Any:
 
 def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor]]:
     """Mask one Dynamo graph in place: names and real Parameters of what was masked."""
-    _refuse_transforms(gm)
     bodies = graphs_of(gm)
+    _refuse_transforms(bodies)
     for body in bodies:
         run_passes(body.graph, o.passes)
-    inputs = _real(gm, inputs)
-    if _masked_already(gm, inputs, o):
+    real = _real(gm, inputs)
+    if _masked_already(bodies, real, o):
         return []
     if o.match == "matmul":
-        real = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False))
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
-    found = find_lifted(gm, inputs)
+    found = find_lifted(bodies, real)
     decisions = choose(found, o.config, o.include, o.exclude, o.overrides)
     _refuse_state(decisions)
     passes: list[Pass] = [MaskLifted(decisions), CleanUp()]
@@ -131,9 +134,9 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     return [(d.candidate.name, d.candidate.weight) for d in decisions if d.config is not None]
 
 
-def _real(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs as the program holds them: DDP's splitting of a graph into buckets gives fake ones."""
-    found = []
+def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
+    """The inputs as the program holds them, by placeholder: DDP's splitting of a graph into buckets gives fake ones."""
+    found = {}
     for node, value in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False):
         given = value
         if isinstance(value, FakeTensor):
@@ -141,7 +144,7 @@ def _real(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
             if _is_lifted(node) and (given is None or isinstance(given, FakeTensor)):
                 what = f"the backend was given no real tensor for {node.name}, as where DDP splits graphs, and cannot tell what fxmask.apply has decided."
                 raise UnsupportedError(message(what, WHERE, "set torch._dynamo.config.optimize_ddp = False, or use fxmask.apply(model, ...) before DDP."))
-        found.append(given)
+        found[node] = given
     return found
 
 
@@ -164,8 +167,8 @@ def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Call
     return is_parameter
 
 
-def _refuse_transforms(gm: GraphModule) -> None:
-    for body in graphs_of(gm):
+def _refuse_transforms(bodies: Sequence[Body]) -> None:
+    for body in bodies:
         for node in body.graph.graph.nodes:
             name = getattr(node.target, "__name__", "")
             if name in FORWARD_AD:
@@ -173,10 +176,10 @@ def _refuse_transforms(gm: GraphModule) -> None:
                 raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...) and torch.compile(...) without backend."))
 
 
-def _masked_already(gm: GraphModule, inputs: Sequence[Any], o: Options) -> bool:
+def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:
     """Whether `apply` has decided about this model; options of the masks would contradict it."""
-    sites = sum(n.target is MASKED_LINEAR for body in graphs_of(gm) for n in body.graph.graph.nodes)
-    decided = sites or any(isinstance(t, Tensor) and decided_by_apply(t) for t in inputs)
+    sites = sum(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
+    decided = sites or any(isinstance(t, Tensor) and decided_by_apply(t) for t in real.values())
     if decided and o.masks:
         what = "this model was masked by fxmask.apply, and the backend got options of its own: expected one of them to say what is masked."
         raise StateError(message(what, WHERE, "leave the options out, or call fxmask.restore(model) first."))
@@ -201,12 +204,6 @@ def _report(found: list[Candidate], decisions: list[Decision], o: Options) -> No
         raise UnsupportedError(message(what, WHERE, WAYS))
     if not masked:
         warnings.warn(message(f"backend='fxmask' masked nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
-
-
-WHERE = "torch.compile(backend='fxmask')"
-APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
-ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
-WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
 
 
 def _keeps_all(d: Decision) -> bool:

@@ -23,7 +23,7 @@ from .passes.rebuild import Job, rebuild
 from .passes.site import Site, graph_sites
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
-from .sites import FINAL, REASONS, any_masked, decide
+from .sites import FINAL, REASONS, any_masked, mark_decided
 from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
@@ -78,7 +78,7 @@ def apply(
     _change(model, decisions)
     model.__dict__.pop(FINAL, None)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
-    decide((d.candidate.weight for d in decisions), True)
+    mark_decided((d.candidate.weight for d in decisions), True)
     return model
 
 
@@ -96,7 +96,7 @@ def restore(model: M) -> M:
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
             raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
     _unmask(model)
-    decide(model.parameters(), False)
+    mark_decided(model.parameters(), False)
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
     return model

@@ -74,7 +74,7 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
 
 
 
-def decide(weights: Iterable[Tensor], decided: bool) -> None:
+def mark_decided(weights: Iterable[Tensor], decided: bool) -> None:
     """Note that `apply` has decided about these weights, or has no more to say of them."""
     for w in weights:
         if decided:

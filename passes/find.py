@@ -37,7 +37,7 @@ class Candidate:
     host: GraphModule | None = None
     nodes: list[Node] = dataclasses.field(default_factory=list)
     weight_path: str | None = None
-    input: Node | None = None  # of a Dynamo graph: the node of the weight
+    weight_node: Node | None = None  # in a Dynamo graph, where the weight is an input
     types: tuple[type, ...] = ()
     problem: str = ""  # why it cannot be masked at all; an error if it is selected
     skip: str = ""  # why it is left dense, with a warning; read='weight' lifts it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +69,10 @@ def _attribute(gm: GraphModule, node: Node) -> Any:
     return value
 
 
-def find_lifted(gm: GraphModule, inputs: Sequence[Any]) -> list[Candidate]:
-    """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `inputs` are what the backend was given, real Parameters among them."""
-    real = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False))
+def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:
+    """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `real`: what outermost inputs are given."""
     found: dict[Any, Candidate] = {}
-    for body in graphs_of(gm):
+    for body in bodies:
         for node in body.graph.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -103,7 +102,7 @@ def _read_weights(node: Node) -> list[tuple[Node, str]]:
     return [(a, layer) for key, layer in layers.items() if isinstance(a := given.get(key), Node)]
 
 
-def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: dict[Node, Any]) -> None:
+def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any]) -> None:
     """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call)."""
     source = body.origin.get(w)
     value = real.get(source) if source is not None else None
@@ -116,7 +115,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     c = found.get((id(body.graph), w))
     if c is None:
         shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
-        c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, input=w, types=() if layer else types)
+        c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
         found[id(body.graph), w] = c
         if not isinstance(value, Tensor):
             c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"

@@ -52,7 +52,8 @@ class MaskLifted(Pass):
 
 
 def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
-    w, found = _weight_of(d), d.candidate.weight
+    w, found = d.candidate.weight_node, d.candidate.weight
+    assert w is not None  # of lifted candidates
     nb, kb = grid_shape(found.shape, c.block)
     given: dict[str, Any] = {}
     for node in d.candidate.nodes:
@@ -81,12 +82,6 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
                 node.replace_input_with(w, given["w"])
         if node.target in LINEARS:
             gm.graph.erase_node(node)
-
-
-def _weight_of(d: Decision) -> Node:
-    w = d.candidate.input
-    assert w is not None  # of lifted candidates
-    return w
 
 
 def _masked_weight(w: Node, mask: Node, c: WeightMask, shape: tuple[int, int]) -> Node:

@@ -3,6 +3,7 @@
 import fresh_process
 import pytest
 import torch
+from compile_backend.helpers import train
 from torch import nn
 
 import fxmask
@@ -39,18 +40,6 @@ def vit():
 MODELS = {"llama": (llama, lambda: torch.randint(128, (2, 16))), "vit": (vit, lambda: torch.randn(2, 3, 32, 32))}
 
 
-def train(model, call, make_x, steps=4):
-    torch.manual_seed(1)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = call(make_x()).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_apply(torchvision, name, inner):
@@ -58,7 +47,7 @@ def test_training_equals_apply(torchvision, name, inner):
     make, x = MODELS[name]
     ours, applied = make(), fxmask.apply(make(), **OPTIONS)
     call = torch.compile(ours, backend=backend.fxmask_backend, fullgraph=True, options={**OPTIONS, "inner": inner, "require": True})
-    found, expected = train(ours, call, x), train(applied, applied, x)
+    found, expected = train(ours, call, x, 4, 1e-3), train(applied, applied, x, 4, 1e-3)
     if inner == "eager":
         assert found == expected
         assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), applied.parameters(), strict=True))

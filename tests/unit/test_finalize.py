@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from sample_models import Residual, mlp, same_snapshot, snapshot, with_zeros
+from sample_models import Attention, Residual, mlp, same_snapshot, snapshot, with_zeros
 from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -17,18 +17,6 @@ from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedErr
 # torch says once in a process that a layout is young
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta:UserWarning")
 NAMES = ["0.weight", "2.weight"]
-
-
-class Attention(nn.Module):
-    """A layer that is called, and one whose weight is read."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention, self.fc = nn.MultiheadAttention(32, 2, batch_first=True), nn.Linear(32, 48)
-
-    def forward(self, x):
-        return self.fc(self.attention(x, x, x, need_weights=False)[0])
 
 
 class Tied(nn.Module):

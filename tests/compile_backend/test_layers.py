@@ -1,0 +1,190 @@
+"""Which linears of a Dynamo graph are masked, in whatever form it shows them."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import OPTIONS, Wrap, compiled, graph_of, train
+from sample_models import Residual, mlp
+from torch import nn
+from torch.testing import FileCheck
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+
+
+def test_a_functional_linear_is_masked_too():
+    (text,) = graph_of(Residual(), torch.randn(4, 32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 4, exactly=True).run(text)
+    FileCheck().check("block_index.default(l_self_parameters_proj_").run(text)
+
+
+def test_layers_are_selected_by_name():
+    (text,) = graph_of(mlp(), torch.randn(4, 64), **OPTIONS, include=["0", "2"], exclude="re:^2$")
+    FileCheck().check_count("torch.ops.fxmask.masked_linear", 1, exactly=True).run(text)
+    (text,) = graph_of(mlp(), torch.randn(4, 64), **OPTIONS, overrides={"2": dict(block=(4, 4))})
+    FileCheck().check("block_index.default").check(", 8, 16,").check("block_index.default").check(", 4, 4,").run(text)
+
+
+class Tied(nn.Module):
+    """One weight, two calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.fc(F.gelu(self.fc(x)))
+
+
+def test_a_weight_that_is_used_twice_has_one_mask():
+    (text,) = graph_of(Tied(), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("block_index.default", 1, exactly=True).run(text)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+
+
+class Products(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in "abcdef":
+            setattr(self, name, nn.Parameter(torch.randn(32, 32) / 6))
+        self.bias = nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        x = torch.addmm(self.bias, torch.mm(torch.matmul(x @ self.a.t(), self.b.T), self.c.transpose(0, 1)), self.d.permute(1, 0))
+        return (x @ self.e) @ (x.t() @ x) @ self.f.mT
+
+
+def test_products_with_transposed_parameters_are_linears_when_asked():
+    x = torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="masked nothing in a graph: it has no linear"):
+        (text,) = graph_of(Products(), x, **OPTIONS)
+    FileCheck().check_not("fxmask").run(text)
+    (text,) = graph_of(Products(), x, **OPTIONS, match="matmul")
+    FileCheck().check_count("masked_linear.default", 5, exactly=True).run(text)
+    code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    assert not [line for line in code if "permute" in line or "transpose" in line]  # nothing uses them any more
+    model = Products()
+    torch.testing.assert_close(compiled(model, ratio=0.0, match="matmul")(x), model(x))
+
+
+class Norm(nn.Module):
+    """Writes into buffers, whose results nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+        self.register_buffer("last", torch.zeros(4, 32))
+
+    def forward(self, x):
+        y = self.norm(self.fc(x))
+        self.last.copy_(y.detach())
+        return y
+
+
+def test_writes_into_buffers_stay():
+    ours, applied, x = Norm(), fxmask.apply(Norm(), **OPTIONS), torch.randn(4, 32)
+    call = compiled(ours, **OPTIONS)
+    for _ in range(2):
+        assert torch.equal(call(x), applied(x))
+    assert ours.norm.num_batches_tracked == 2 and all(torch.equal(a, b) for a, b in zip(ours.buffers(), applied.buffers(), strict=True))
+
+
+class Keywords(nn.Module):
+    """Multi-head attention by keywords, of four Linears, as CLIP pools."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj, self.v_proj, self.c_proj = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        return F.multi_head_attention_forward(
+            query=x, key=x, value=x, embed_dim_to_check=32, num_heads=2, in_proj_weight=None, use_separate_proj_weight=True, add_zero_attn=False,
+            q_proj_weight=self.q_proj.weight, k_proj_weight=self.k_proj.weight, v_proj_weight=self.v_proj.weight, dropout_p=0.0, bias_k=None, bias_v=None,
+            in_proj_bias=torch.cat([self.q_proj.bias, self.k_proj.bias, self.v_proj.bias]), out_proj_weight=self.c_proj.weight,
+            out_proj_bias=self.c_proj.bias, training=self.training, need_weights=False,
+        )[0]  # fmt: skip
+
+
+def test_weights_that_are_given_by_keyword():
+    ours, applied = Keywords(), fxmask.apply(Keywords(), **OPTIONS)
+    make_x = lambda: torch.randn(6, 2, 32)  # noqa: E731
+    call = compiled(ours, **OPTIONS, require=["q_proj", "k_proj", "v_proj", "c_proj"])
+    assert train(ours, call, make_x) == train(applied, applied, make_x)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.a), self.b)
+
+
+def test_parameters_of_one_module_have_names_of_their_own():
+    (text,) = graph_of(Wrap(Named()), torch.randn(4, 32), **OPTIONS, exclude="inner.b")
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).check("l_self_modules_inner_parameters_b_").run(text)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, w = ctx.saved_tensors
+        return gy @ w, gy.t() @ x
+
+
+class OwnBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.other = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.other(Own.apply(x, self.fc.weight))
+
+
+def test_a_linear_with_a_backward_of_its_own_stays_dense_and_says_so():
+    with pytest.warns(FxMaskWarning, match="stands in the body of autograd_function_apply"):
+        (text,) = graph_of(OwnBackward(), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+class Region(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return F.gelu(self.fc(x))
+
+
+def test_a_region_that_several_layers_share_stays_dense_and_says_so():
+    torch.manual_seed(0)
+    model, x = Wrap(nn.Sequential(*(Region() for _ in range(3)))), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match=r"inner\.1\.fc stays dense: it stands in a region that is compiled once for several layers"):
+        found = compiled(model, "aot_eager", **OPTIONS)(x)
+    first = fxmask.apply(copy.deepcopy(model), **OPTIONS, include="inner.0.fc")  # the first one is traced by itself
+    torch.testing.assert_close(found, first(x))
+
+
+def test_a_tied_head_in_a_graph_of_its_own_stays_dense():
+    table = nn.Embedding(64, 32)
+    head = nn.Linear(32, 64, bias=False)
+    head.weight = table.weight
+    with pytest.warns(FxMaskWarning, match="masked nothing"):
+        compiled(Wrap(table), **OPTIONS)(torch.arange(4))
+    with pytest.warns(FxMaskWarning, match="default exclusion: weight tied to an Embedding"):
+        compiled(Wrap(head), **OPTIONS)(torch.randn(4, 32))

@@ -1,0 +1,106 @@
+"""What the backend is asked for: options, coverage, and what it cannot do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import OPTIONS, Wrap, compiled, failing
+from sample_models import mlp
+from torch import nn
+
+import fxmask
+from fxmask import backend
+from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
+
+
+def test_nothing_to_mask_is_a_warning_and_with_require_an_error():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU())
+    x = torch.randn(2, 1, 8, 8)
+    with pytest.warns(FxMaskWarning, match=r"masked nothing in a graph: it has no linear\.\n.*\n.*a graph break splits a model"):
+        compiled(Wrap(model), **OPTIONS)(x)
+    error = failing(Wrap(model), x, **OPTIONS, require=True)
+    assert isinstance(error, UnsupportedError) and "expected anything at all to be masked in this graph, got nothing" in str(error)
+
+
+def test_a_layer_that_one_block_covers_is_a_gap():
+    with pytest.warns(FxMaskWarning, match="so these stay dense: inner"):
+        compiled(Wrap(nn.Linear(32, 32)), ratio=0.9, block=(64, 64))(torch.randn(4, 32))
+    torch._dynamo.reset()
+    with pytest.warns(FxMaskWarning, match="choose a smaller block"):
+        error = failing(Wrap(nn.Linear(32, 32)), torch.randn(4, 32), ratio=0.9, block=(64, 64), require=True)
+    assert "require: expected inner to be masked in this graph" in str(error)
+
+
+def test_a_layer_that_is_required_has_to_be_there():
+    x = torch.randn(4, 64)
+    compiled(Wrap(mlp()), **OPTIONS, require=["inner.0", "*.2"])(x)
+    error = failing(Wrap(mlp()), x, **OPTIONS, require="inner.9")
+    assert isinstance(error, UnsupportedError) and "expected 'inner.9' to be masked in this graph, got inner.0, inner.2" in str(error)
+    error = failing(Wrap(mlp()), x, **OPTIONS, exclude="inner.0", require="inner.0")
+    assert "dense: inner.0: in exclude" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        (dict(rato=0.5), ConfigError, "unknown option: expected some of ratio, block"),
+        (dict(max_autotune=True), ConfigError, "options of Inductor go into options={'inductor'"),
+        (dict(ratio=1.5), ConfigError, "expected a finite number in"),
+        (dict(refresh=10), UnsupportedError, "keeps no state between calls, and refresh counts optimiser steps"),
+        (dict(schedule=fxmask.Schedule(steps=3)), UnsupportedError, "use fxmask.apply"),
+        (dict(backward="rigl"), UnsupportedError, "backward=rigl counts optimiser steps"),
+        (dict(match="all"), ConfigError, "expected linear or matmul, got 'all'"),
+        (dict(inductor=3), ConfigError, "expected a dict of Inductor's options"),
+        (dict(inductor={"max_autotune": True}, inner="eager"), ConfigError, "expected one of them"),
+        (dict(require=[3]), ConfigError, "require: expected a glob"),
+        (dict(passes=3), ConfigError, "passes: expected a list of"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_wrong_options(options, kind, text):
+    with pytest.raises(kind, match=text.replace("(", r"\(").replace("{", r"\{")):
+        backend.parse(options)
+
+
+@pytest.mark.parametrize("change", [dict(start=100), dict(schedule=fxmask.Schedule(steps=9)), dict(backward="rigl")], ids=str)
+def test_options_that_need_state_are_refused_in_overrides_too(change):
+    error = failing(Wrap(mlp()), torch.randn(4, 64), **OPTIONS, overrides={"inner.0": change})
+    assert isinstance(error, UnsupportedError) and "the options of 'inner.0' count optimiser steps or cache a mask" in str(error)
+
+
+def test_a_mode_of_inductor_needs_inductor():
+    call = torch.compile(Wrap(mlp()), backend=backend.fxmask_backend, options={**OPTIONS, "inner": "eager"})
+    with pytest.raises(ConfigError, match="mode='max-autotune' is Inductor's, and inner='eager'"):
+        backend._inner(backend.parse({"inner": "eager"}), "max-autotune")
+    call(torch.randn(4, 64))
+
+
+def test_options_that_contradict_apply():
+    model = Wrap(fxmask.apply(mlp(), ratio=0.5, block=(16, 16)))
+    error = failing(model, torch.randn(4, 64), **OPTIONS)
+    assert isinstance(error, StateError) and "masked by fxmask.apply, and the backend got options of its own" in str(error)
+    torch._dynamo.reset()
+    x = torch.randn(4, 64)
+    assert torch.equal(compiled(model)(x), model(x))  # without options: what apply has decided, head and all
+
+
+def test_a_layer_that_apply_left_out_stays_dense_in_a_graph_of_its_own():
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 32)
+    model = fxmask.apply(nn.ModuleDict({"a": nn.Linear(32, 32), "b": layer}), ratio=0.75, exclude="b")
+    x = torch.randn(4, 32)
+    assert torch.equal(compiled(Wrap(layer))(x), F.linear(x, layer.weight, layer.bias))
+    torch._dynamo.reset()
+    fxmask.restore(model)
+    assert not torch.equal(compiled(Wrap(layer), ratio=0.75)(x), layer(x))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_function_transforms_raise(transform):
+    model, x = Wrap(nn.Linear(32, 32)), torch.randn(4, 32)
+    call = {
+        "grad": lambda: torch.func.grad(lambda t: model(t).sum())(x),
+        "vmap": lambda: torch.func.vmap(model)(x),
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
+    }[transform]
+    error = failing(call, **OPTIONS)
+    assert isinstance(error, UnsupportedError) and "use fxmask.apply" in str(error)

@@ -1,0 +1,116 @@
+"""torch.compile(backend="fxmask") trains as fxmask.apply does."""
+
+import fresh_process
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import OPTIONS, compiled, train
+from resmlp import PRESETS, ResMLP
+from sample_models import Attention, Residual, mlp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxmask
+
+
+def resmlp():
+    torch.manual_seed(0)
+    return ResMLP(PRESETS["digits"])
+
+
+class Checkpointed(nn.Module):
+    """A body inside the graph."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.outside = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.outside(checkpoint(lambda t: F.gelu(self.inside(t)), x, use_reentrant=False))
+
+
+class Tied(nn.Module):
+    """One weight, two calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.fc(F.gelu(self.fc(x)))
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False)
+
+
+MODELS = {
+    "mlp": (mlp, (8, 64)),
+    "residual": (Residual, (8, 32, 32)),
+    "resmlp": (resmlp, (8, 1, 8, 8)),
+    "attention": (Attention, (4, 6, 32)),
+    "encoder": (encoder, (4, 6, 32)),
+    "checkpoint": (Checkpointed, (8, 32)),
+    "tied": (Tied, (8, 32)),
+}
+
+
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_has_the_bits_of_apply(name, backward):
+    make, shape = MODELS[name]
+    options = dict(OPTIONS, backward=backward)
+    ours, applied = make(), fxmask.apply(make(), **options)
+    more = dict(exclude="proj") if name == "residual" else {}  # a functional linear, which no class swap reaches and this graph shows
+    assert train(ours, compiled(ours, **options, **more), lambda: torch.randn(shape)) == train(applied, applied, lambda: torch.randn(shape))
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), applied.parameters(), strict=True))
+    dense = make()
+    train(dense, dense, lambda: torch.randn(shape))
+    assert not all(torch.equal(p, q) for p, q in zip(ours.parameters(), dense.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [dict(criterion="random", seed=3), dict(backward="unmasked"), dict(criterion="l1", ties="keep"), dict(impl="cpu")], ids=str)
+def test_every_option_of_the_mask_means_what_apply_means(options):
+    options = dict(OPTIONS, **options)
+    ours, applied = mlp(), fxmask.apply(mlp(), fxmask.WeightMask(**options))
+    assert train(ours, compiled(ours, **options), lambda: torch.randn(8, 64)) == train(applied, applied, lambda: torch.randn(8, 64))
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_training_through_aot_and_inductor(inner):
+    ours, applied = resmlp(), fxmask.apply(resmlp(), **OPTIONS)
+    found = train(ours, compiled(ours, inner, **OPTIONS), lambda: torch.randn(8, 1, 8, 8))
+    assert found == pytest.approx(train(applied, applied, lambda: torch.randn(8, 1, 8, 8)), rel=1e-5)
+    for p, q in zip(ours.parameters(), applied.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_of_an_encoder_takes_its_fast_path_masked():
+    ours, applied = encoder().eval(), fxmask.apply(encoder().eval(), **OPTIONS)
+    x = torch.randn(4, 6, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ours, **OPTIONS)(x), applied(x), rtol=1e-5, atol=1e-6)
+
+
+FRESH = {
+    "mlp": """
+make = lambda: torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32))
+inputs = lambda: torch.randn(8, 64)
+""",
+    "resmlp": """
+from resmlp import PRESETS, ResMLP
+make = lambda: ResMLP(PRESETS["digits"])
+inputs = lambda: torch.randn(8, 1, 8, 8)
+""",
+}
+
+
+CASES = [pytest.param(n, i, marks=() if (n, i) == ("mlp", "eager") else pytest.mark.slow) for n in FRESH for i in ("eager", "inductor")]
+
+
+@pytest.mark.parametrize(("name", "inner"), CASES)
+def test_a_process_that_never_imports_fxmask(name, inner):
+    fresh_process.check(FRESH[name], inner)
