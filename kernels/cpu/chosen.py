@@ -49,6 +49,7 @@ def _tokens(tokens: int) -> int:
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:
     """The choice for a case. `timed(plan)` gives what runs a plan on a sample."""
     estimates = {str(p): seconds(p, case) for p in plans(case)}
+    candidates = {*estimates} if forced else {*estimates, str(MASKED_DENSE)}
     best = sorted(estimates, key=lambda n: estimates[n])
     dense = seconds(MASKED_DENSE, case)
     if not forced:
@@ -61,7 +62,7 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
     if dense < SMALL or len(best) == 1 or not tune.enabled():
         return tune.Choice(first, "estimated", estimates)
     name = "/".join(map(str, key))
-    known = tune.load(name, BY_NAME)
+    known = tune.load(name, candidates)
     if known is None or stale(known):
         known = tune.measure({n: timed(BY_NAME[n]) for n in best}, threads)
         dense_time = known.times.get(str(MASKED_DENSE))
