@@ -65,7 +65,8 @@ def _triton() -> tuple[str, str]:
 
 
 @cache
-def _nvml() -> Any:
+def nvml() -> Any:
+    """The pynvml module, initialised; None where it is not installed or finds no driver."""
     try:
         import pynvml
 
@@ -75,7 +76,8 @@ def _nvml() -> Any:
     return pynvml
 
 
-def _handle(nvml: Any, index: int) -> Any:
+def nvml_handle(nvml: Any, index: int) -> Any:
+    """NVML's handle of the device that torch calls cuda:index."""
     uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     try:  # NVML counts all GPUs, torch those that are visible
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else nvml.nvmlDeviceGetHandleByIndex(index)
@@ -86,28 +88,29 @@ def _handle(nvml: Any, index: int) -> Any:
 def clocks(device: torch.device) -> dict[str, str]:
     """Power limit in W, SM clock in MHz and temperature in °C, now; empty texts without NVML."""
     names = {"power_limit_w": "", "sm_clock_mhz": "", "temperature_c": ""}
-    nvml = _nvml() if device.type == "cuda" else None
-    if nvml is None:
+    api = nvml() if device.type == "cuda" else None
+    if api is None:
         return names
     try:
-        h = _handle(nvml, device.index or 0)
-        names["power_limit_w"] = f"{nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000:.0f}"
-        names["sm_clock_mhz"] = str(nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM))
-        names["temperature_c"] = str(nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU))
+        h = nvml_handle(api, device.index or 0)
+        names["power_limit_w"] = f"{api.nvmlDeviceGetEnforcedPowerLimit(h) / 1000:.0f}"
+        names["sm_clock_mhz"] = str(api.nvmlDeviceGetClockInfo(h, api.NVML_CLOCK_SM))
+        names["temperature_c"] = str(api.nvmlDeviceGetTemperature(h, api.NVML_TEMPERATURE_GPU))
     except Exception:  # a virtual machine may refuse any of them
         pass
     return names
 
 
 def _driver() -> str:
-    nvml = _nvml()
+    api = nvml()
     try:
-        return str(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
+        return str(api.nvmlSystemGetDriverVersion()) if api else ""
     except Exception:
         return ""
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The model's name as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -125,7 +128,7 @@ def provenance(device: torch.device) -> dict[str, str]:
         "git_sha": sha,
         "dirty": dirty,
         "source": source_hash(),
-        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "driver": _driver() if cuda else "",
         "torch": torch.__version__,
         "triton": triton,
