@@ -10,7 +10,7 @@ import torch
 from fxmask.errors import ConfigError, ShapeError
 from fxmask.kernels.grid import check_block, expand_mask, grid_shape, keep_count, kept_elements, ratio_units, to_blocks
 
-TABLE = Path(__file__).parent.parent / "oracles" / "thesis_table_6_2.csv"
+TABLE = Path(__file__).parents[2] / "examples" / "thesis" / "published" / "table_6_2.csv"
 CIFAR_LAYERS = [((64, 64), 5), ((256, 64), 5), ((64, 256), 5)]
 
 

@@ -1,0 +1,108 @@
+"""What the scripts of tables and figures share: published values, rows of published / formula / ours, the csv, the last line that counts."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PUBLISHED = Path(__file__).resolve().parent / "published"
+Row = dict[str, Any]
+Number = Fraction | int | float
+
+
+def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[str, Any]]) -> argparse.Namespace:
+    """The command line: `--out DIR`, and what a script adds."""
+    p = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    p.add_argument("--out", type=Path, metavar="DIR", help="write a csv, and a png where the source plots")
+    for name, how in more:
+        p.add_argument(name, **how)
+    return p.parse_args(argv)
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """Rows of `published/<name>.csv`, as text: a printed value says how exact it is by its digits."""
+    with (PUBLISHED / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def blocks_and_ratios() -> list[tuple[tuple[int, int], float]]:
+    """The thesis' grid of 19 blocks by 9 ratios, as its table 6.2 lists it."""
+    table = published("table_6_2")
+    ratios = [int(column.rstrip("%")) / 100 for column in table[0] if column != "block"]
+    return [(block_of(row["block"]), ratio) for row in table for ratio in ratios]
+
+
+def block_of(text: str) -> tuple[int, int]:
+    rows, cols = map(int, text.split("x"))
+    return rows, cols
+
+
+def row(keys: Row, formula: Number, ours: Number, text: str = "", *, unit: str, digits: int = 2, within_percent: float | None = None) -> Row:
+    """One cell: `text` as published, or derived without. It agrees where formula and ours both round to the printed digits, or lie `within_percent`."""
+    values = {"formula": formula, "ours": ours}
+    cell = {**keys, "published": text, **{name: f"{float(value):.{digits}f}" for name, value in values.items()}, "unit": unit}
+    if not text:
+        return {**cell, "status": "derived"}
+    known = Fraction(text)
+    allowed = Fraction(1, 2 * 10 ** len(text.partition(".")[2])) if within_percent is None else abs(known) * Fraction(within_percent) / 100
+    off = {f"{name}_off_pct": f"{100 * (float(value) / float(known) - 1):+.2f}" for name, value in values.items()}
+    return {**cell, **off, "status": "agrees" if all(abs(Fraction(value) - known) <= allowed for value in values.values()) else "differs"}
+
+
+def show(title: str, rows: list[Row], notes: Sequence[str] = ()) -> None:
+    """Print a table with its title above and its notes below; columns that hold nothing, and the unit, which the title names, are left out."""
+    columns = [c for c in dict.fromkeys(key for r in rows for key in r) if c != "unit" and any(r.get(c, "") != "" for r in rows)]
+    print(title + "\n")
+    print(tabulate([[r.get(c, "") for c in columns] for r in rows], headers=columns, disable_numparse=True))
+    print("\n" + "\n".join(notes) if notes else "")
+
+
+def tally(rows: list[Row], how: str = "") -> str:
+    """The last line of a script: how many published cells agree, by formula and by ours, and how far apart these two are at most."""
+    known = [r for r in rows if r["status"] != "derived"]
+    text = f"{sum(r['status'] == 'agrees' for r in known)} of {len(known)} published cells agree ({how}); " if known else "all cells derived; "
+    same = sum(r["formula"] == r["ours"] for r in rows)
+    apart = max(abs(float(r["formula"]) - float(r["ours"])) / (abs(float(r["formula"])) or 1.0) for r in rows)
+    return f"{text}formula and ours are the same in {same} of {len(rows)}" + (f", at most {100 * apart:.2g} % apart" if same < len(rows) else "")
+
+
+def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure] | None = None) -> None:
+    """Write `out/name.csv`, and `out/name.png` if matplotlib is there. A file is complete or not there at all."""
+    if out is None:
+        return
+    columns = list(dict.fromkeys(key for r in rows for key in r))
+
+    def table(path: Path) -> None:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    files: dict[str, Callable[[Path], Any]] = {f"{name}.csv": table}
+    if draw is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            print(f"no {name}.png: matplotlib is not installed (pip install matplotlib)")
+        else:
+            files[f"{name}.png"] = lambda path: draw().savefig(path, dpi=150, format="png")
+    for file, write in files.items():
+        part = out / f".{file}.part"
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write(part)
+            os.replace(part, out / file)
+        except OSError as error:
+            sys.exit(f"--out: cannot write {out / file}: {error.strerror}. Name a folder that can be written to.")
+        print(out / file)
