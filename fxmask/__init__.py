@@ -4,8 +4,7 @@
     print(fxmask.explain(model))
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
+from .analysis.run import analyze as analyze
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
 from .finalizing import finalize as finalize
@@ -17,6 +16,7 @@ from .masking import apply as apply
 from .masking import restore as restore
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
+from .passes.registered import register_cost as register_cost
 from .report import Report as Report
 from .sources import tag_caches as _tag_caches
 from .state import load_state_dict as load_state_dict
@@ -24,13 +24,9 @@ from .state import state_dict as state_dict
 from .steps import dense as dense
 from .steps import refresh as refresh
 from .steps import step as step
+from .version import __version__ as __version__
 
 _tag_caches()
-
-try:
-    __version__ = version("fxmask")
-except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+unknown"
 
 __all__ = [
     "FxMaskError",
@@ -38,6 +34,7 @@ __all__ = [
     "Report",
     "Schedule",
     "WeightMask",
+    "analyze",
     "apply",
     "dense",
     "explain",
@@ -46,6 +43,7 @@ __all__ = [
     "load_state_dict",
     "masks",
     "refresh",
+    "register_cost",
     "restore",
     "state_dict",
     "step",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .analysis import command as analysis
 from .bench import command
 from .bench.provenance import clocks, provenance
 from .errors import FxMaskError
@@ -22,11 +23,14 @@ def env(_: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="fxmask", description="Block-sparse masks for PyTorch models: measure, and say what is installed.")
+    p = argparse.ArgumentParser(prog="fxmask", description="Block-sparse masks for PyTorch models: analyse, measure, and say what is installed.")
     sub = p.add_subparsers(dest="command", required=True)
     bench = sub.add_parser("bench", help="time the masked linear against dense, masked-dense and torch's block-sparse kernels")
     command.add_options(bench)
     bench.set_defaults(run=command.main)
+    tables = sub.add_parser("analyze", help="FLOP and memory movement of a model, layer by layer, dense or masked, without a GPU")
+    analysis.add_options(tables)
+    tables.set_defaults(run=analysis.main)
     sub.add_parser("env", help="print versions, devices and clocks").set_defaults(run=env)
     return p
 

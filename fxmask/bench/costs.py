@@ -1,47 +1,24 @@
-"""FLOP and bytes of a cell, from the closed forms of `kernels.cost`, with the tiles that the launchers choose."""
+"""FLOP and bytes of a cell, from the closed forms of `kernels.layer_cost`, with the tiles that the launchers choose."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..kernels import cost
+from ..kernels import layer_cost
 from ..kernels.cost import Cost
 from ..kernels.dispatch import triton_ops
 from ..kernels.grid import kept_elements
-from ..kernels.lists import STEP
 from .inputs import Inputs
 
 PARTS = {"step": ("forward", "dx", "dw")}
 
 
-def _matmul(i: Inputs, op: str, tile: Any, splits: int) -> Cost:
-    shape, item, m, launch = (i.cell.N, i.cell.K), i.w.element_size(), i.cell.M, triton_ops().launch
-    tile = tile or launch.candidates(i.w.dtype, i.block, op == "dx", i.cell.dtype == "tf32")[0]
-    found = cost.lists_of(i.mask.cpu(), shape, i.block, op == "dx", tile.strip)
-    if op != "dw":
-        return cost.list_matmul(found, m, item, tile_tokens=tile.tokens, step=tile.step, predicated=tile.tma)
-    lay, features = found.layout, launch.TILE_FEATURES
-    splits = splits or launch.splits_of(m, lay.strips * -(-lay.units // max(1, features // lay.unit)))
-    total = cost.sampled_matmul(found, m, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=features) + cost.zero_fill(shape, item)
-    return total if splits == 1 else total + cost.sum_splits(shape, i.block, found.kept, item, splits=splits)
-
-
-def _selection(blocks: int, triton: bool) -> Cost:
-    refresh = triton_ops().refresh if triton else None
-    if refresh is None or blocks <= refresh.SELECT_MAX:
-        return cost.select(blocks)
-    total = cost.write_mask(blocks, refresh.CHUNK, ties_split=False)
-    for digit in range(3):
-        total += cost.histogram(blocks, digit, refresh.CHUNK)
-    return total
-
-
 def _metadata(i: Inputs) -> Cost:
+    shape = (i.cell.N, i.cell.K)
     if i.cell.phase == "block_index":
-        return cost.block_keys((i.cell.N, i.cell.K), i.block, i.w.element_size()) + _selection(i.mask.numel(), i.cell.provider == "fxmask_triton")
-    grid = (i.mask.shape[0], i.mask.shape[1])
-    return cost.strip_lists(grid, i.block) + cost.order(grid, i.block)
+        return layer_cost.block_index(shape, i.block, i.w.element_size(), i.cell.provider == "fxmask_triton")
+    return layer_cost.strip_lists(shape, i.block)
 
 
 def _columns(total: Cost) -> dict[str, int]:
@@ -52,8 +29,10 @@ def triton_cost(i: Inputs, tile: Any = None, splits: int = 0) -> dict[str, int]:
     """All four counts of a matmul op by our kernels, with another tile or another number of splits than the launchers choose; empty without Triton."""
     total = Cost()
     try:
+        triton_ops()
+        mask, shape, tf32 = i.mask.cpu(), (i.cell.N, i.cell.K), i.cell.dtype == "tf32"
         for op in PARTS.get(i.cell.op, (i.cell.op,)):
-            total += _matmul(i, op, tile, splits)
+            total += layer_cost.by_lists(op, i.cell.M, shape, mask, i.block, i.w.dtype, tf32=tf32, tile=tile, splits=splits)
     except UnsupportedError:
         return {}
     return _columns(total)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..errors import UnsupportedError
 from ..kernels import grid
 from ..kernels.dispatch import triton_ops
+from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # what must agree for a row to count as measured already

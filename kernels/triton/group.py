@@ -18,6 +18,7 @@ import triton.language as tl
 from ..grid import grid_shape
 from ..lists import packed_length, pair
 from .device import divisor
+from .tiles import CHUNK
 
 FIELDS = tl.constexpr(10)
 WEIGHT = tl.constexpr(0)  # distance from the first weight, in units of `weight_unit` elements
@@ -31,7 +32,6 @@ TILE0 = tl.constexpr(7)  # first program of the keys
 CHUNK0 = tl.constexpr(8)  # first program of the histograms
 STRIP0 = tl.constexpr(9)  # first program of the lists
 
-CHUNK = 4096  # keys of a histogram's program
 ALIGN = 16  # masks of a group begin at multiples of it: Triton compiles for one alignment, and loads are wide
 
 

@@ -17,11 +17,7 @@ from .device import aligned, divisor, rows_of
 from .elementwise import mask_cast_kernel
 from .list_matmul import list_matmul_kernel
 from .sampled_matmul import sampled_matmul_kernel, sum_splits_kernel
-from .tiles import Tile, candidates, takes_tma
-
-TOKEN_GROUP = 2048  # tokens whose tiles run together, so that X is read from L2
-SPLIT_FILL, SPLIT_TOKENS = 264, 1024  # dW's programs fill a device of 132 multiprocessors twice; a share has at least so many tokens
-TILE_FEATURES = 128  # features of a tile of dW on the reduction axis of the forward
+from .tiles import TILE_FEATURES, TOKEN_GROUP, Tile, candidates, splits_of, takes_tma
 
 
 def _descriptor(t: Tensor, box: list[int]) -> Any:
@@ -88,11 +84,6 @@ def list_matmul(
         maxnreg=255 if inner else None,  # else ptxas aims at 128 on sm_80, and spills
     )  # fmt: skip
     return y
-
-
-def splits_of(tokens: int, programs: int) -> int:
-    """Shares of the tokens that dW is cut into, so that `programs` programs a share fill the device."""
-    return max(1, min(-(-SPLIT_FILL // max(1, programs)), tokens // SPLIT_TOKENS))
 
 
 def sampled_matmul(

@@ -23,12 +23,12 @@ from ..grid import grid_shape
 from ..lists import STEP, STRIP, packed_length, pair
 from ..score import KEY_INF, KEY_NAN, MANTISSA, OFFSET, sum_shift
 from . import device
-from .group import CHUNK, Group, group_of, place
+from .group import Group, group_of, place
 from .keys import block_keys_kernel
 from .selection import BINS, histogram_kernel, select_kernel, write_mask_kernel
 from .strip_lists import order_kernel, strip_lists_kernel
+from .tiles import CHUNK, SELECT_MAX
 
-SELECT_MAX = 16_384  # blocks that one program selects among in registers
 LIST_CHUNK = 512  # units of a list that one program takes at a time; more spill
 KEY_CONSTANTS = {"MANTISSA": MANTISSA, "OFFSET": OFFSET, "KEY_NAN": KEY_NAN, "KEY_INF": KEY_INF}
 

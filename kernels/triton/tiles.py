@@ -8,6 +8,12 @@ import torch
 
 from ..lists import STEP, STRIP
 
+TOKEN_GROUP = 2048  # tokens whose tiles run together, so that X is read from L2
+SPLIT_FILL, SPLIT_TOKENS = 264, 1024  # dW's programs fill a device of 132 multiprocessors twice; a share has at least so many tokens
+TILE_FEATURES = 128  # features of a tile of dW on the reduction axis of the forward
+SELECT_MAX = 16_384  # blocks that one program selects among in registers
+CHUNK = 4096  # keys of a histogram's program, of selections above that
+
 
 class Tile(NamedTuple):
     """Sizes of a matmul program: a tile of `tokens` x `strip`, `step` features of the reduction axis at a time."""
@@ -47,3 +53,8 @@ def runs_on(tile: Tile, major: int) -> bool:
 def tile_for(dtype: torch.dtype, tf32: bool = False) -> Tile:
     """The default tile of a dtype, for every block."""
     return candidates(dtype, (16, 16), False, tf32)[0]
+
+
+def splits_of(tokens: int, programs: int) -> int:
+    """Shares of the tokens that dW is cut into, so that `programs` programs a share fill the device."""
+    return max(1, min(-(-SPLIT_FILL // max(1, programs)), tokens // SPLIT_TOKENS))

@@ -1,0 +1,103 @@
+"""`fxmask analyze`: the tables of a model, from a command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigError
+from ..masking import apply
+from . import devices, models, optimiser, plots
+from .report import SUFFIX, TABLES, Analysis
+from .run import IMPLS, analyze
+
+FORMATS = tuple(SUFFIX)
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", help="timm:resmlp_12_224, torchvision:vit_b_16, or package.module:callable")
+    p.add_argument("--input", action="append", required=True, metavar="SHAPE", help="1x3x224x224 or 2x128:int64; once for each argument of the model")
+    p.add_argument("--ratio", type=float, default=None, help="mask the linears with this share of masked blocks")
+    p.add_argument("--block", default="16x16", metavar="OUTxIN", help="block of the masks (16x16)")
+    p.add_argument("--backward", default="masked", help="masked, ste, unmasked or rigl")
+    p.add_argument("--impl", choices=IMPLS, default=None, help="count masked layers as these kernels")
+    p.add_argument("--device", default=None, help=f"{', '.join(devices.DEVICES)}, or cpu (measured)")
+    p.add_argument("--dtype", default=None, help="count floating tensors as bfloat16, float16, ...")
+    p.add_argument("--optimizer", default="adamw", help=f"{', '.join(optimiser.STATES)}, or none")
+    p.add_argument("--steps", type=int, default=None, help="totals of a run of so many steps, too")
+    p.add_argument("--eval", action="store_true", help="eval mode, forward only")
+    p.add_argument("--strict", action="store_true", help="an op without a known cost is an error")
+    p.add_argument("--compare", action="store_true", help="dense and masked side by side")
+    p.add_argument("--explain", metavar="NODE", default=None, help="print the formulas of a node or module with their numbers")
+    p.add_argument("--table", choices=TABLES, action="append", default=None, help="print these tables instead")
+    p.add_argument("--format", choices=FORMATS, action="append", default=None, help="of what is written (csv, json, markdown) or printed")
+    p.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="write all tables there, and plots with --plot")
+    p.add_argument("--plot", action="store_true", help="roofline.png and traffic.png in DIR (needs matplotlib)")
+
+
+def main(a: argparse.Namespace) -> int:
+    """Build, mask, analyse, print or write."""
+    if a.plot and a.out is None:
+        raise ConfigError("--plot writes into a folder: expected -o DIR, got none.")
+    dtype = getattr(torch, a.dtype, None) if a.dtype else None
+    if a.dtype and not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype: expected a floating dtype of torch, such as bfloat16, got {a.dtype!r}.")
+    inputs = tuple(models.make_input(s) for s in a.input)
+    model = models.load(a.model).train(not a.eval)
+
+    def run() -> Analysis:
+        with _progress(a.model) as tick:
+            return analyze(
+                model, inputs, phases=("fwd",) if a.eval else ("fwd", "dX", "dW", "opt"), device=a.device,
+                optimizer=None if a.optimizer == "none" else a.optimizer, steps=a.steps, impl=a.impl, dtype=dtype, strict=a.strict, progress=tick,
+            )  # fmt: skip
+
+    plain = run() if a.compare or a.ratio is None else None
+    report = plain
+    if a.ratio is not None:
+        apply(model, ratio=a.ratio, block=models.make_block(a.block), backward=a.backward)
+        report = run()
+    assert report is not None
+    if a.out is not None:
+        report.save(a.out, formats=a.format or ("csv", "json", "markdown"))
+        if a.plot:
+            plots.roofline(report, a.out / "roofline.png")
+            plots.traffic(report, a.out / "traffic.png")
+    print(_said(a, report, plain))
+    return 0
+
+
+def _said(a: argparse.Namespace, report: Analysis, plain: Analysis | None) -> str:
+    if a.explain:
+        return report.explain(a.explain)
+    if a.table:
+        form = (a.format or ["text"])[0]
+        return "\n\n".join(report.printed(t, form) for t in a.table)
+    if a.compare and plain is not None and plain is not report:
+        return f"{plain.compare(report)}\n\n" + "\n".join(report.notes)
+    if a.format and a.out is None:
+        return report.printed("all", a.format[0])
+    return str(report)
+
+
+class _progress:
+    """Counts ops on a terminal's error stream; silent where there is none."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.shown = name, False
+
+    def __enter__(self) -> Callable[[int], None] | None:
+        return self._tick if sys.stderr.isatty() else None
+
+    def _tick(self, ops: int) -> None:
+        if ops % 200 == 0:
+            self.shown = True
+            print(f"\r{self.name}: {ops} ops", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

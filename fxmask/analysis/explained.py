@@ -1,0 +1,80 @@
+"""The formulas of a node with its numbers in them: what makes a table believable."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ..errors import ConfigError
+from ..kernels import cost, dense_cost, layer_cost
+from ..passes.work import Work
+from . import roofline, tables, traffic
+from .devices import Device
+
+FORMULAS: dict[str, Any] = {
+    "fxmask.masked_linear": cost.list_matmul,
+    "fxmask.masked_linear_dx": cost.list_matmul,
+    "fxmask.masked_linear_dw": cost.sampled_matmul,
+    "fxmask.block_index": cost.block_keys,
+    "fxmask.strip_lists": cost.strip_lists,
+}
+
+
+def formulas(work: Work) -> str:
+    """The text of the closed forms that a work was counted by: their docstring, so that there is one of them."""
+    if work.impl == "masked_dense":
+        source: Any = layer_cost.masked_dense
+    elif work.op in FORMULAS and work.impl in ("triton", ""):
+        source = FORMULAS[work.op]
+    elif "attention" in work.op:
+        source = dense_cost.attention_backward if "backward" in work.op else dense_cost.attention
+    elif "conv" in work.op:
+        source = dense_cost.convolution
+    else:
+        source = dense_cost.matmul if work.m else dense_cost.stream
+    return inspect.getdoc(source) or ""
+
+
+def explain(node: str, works: list[Work], names: dict[int, str], device: Device, tf32: bool) -> str:
+    """All works of a node or a module, one after the other."""
+    chosen = [w for w in works if w.status != "free" and tables.name_of(w, names) == node]
+    chosen = chosen or [w for w in works if w.status != "free" and tables.module_of(w) == node]
+    if not chosen:
+        known = list(dict.fromkeys(tables.name_of(w, names) for w in works if w.m))
+        near = [n for n in known if node in n][:5] or known[:5]
+        some = f"{len(known)} nodes, such as {', '.join(near)}, or a module's name"
+        raise ConfigError(f"no node or module {node!r} in this analysis: expected one of its {some}.")
+    return "\n\n".join(_one(w, names, device, tf32) for w in chosen)
+
+
+def _one(w: Work, names: dict[int, str], device: Device, tf32: bool) -> str:
+    c = w.cost
+    lines = [f"{tables.name_of(w, names)}  {w.op}  {w.phase}  [{w.status}{', ' + w.impl if w.impl else ''}]"]
+    if w.m:
+        item = "" if w.dtype is None else f"{str(w.dtype).removeprefix('torch.')}, {w.dtype.itemsize} B an element"
+        lines.append(f"  sizes    M = {w.m}, N = {w.n}, K = {w.k}, batch = {w.batch}, {item}")
+    if w.kept is not None and w.block is not None:
+        lines.append(
+            f"  mask     blocks {w.block[0]}x{w.block[1]}, nnzb = {w.nnzb}, kept = {w.kept} of {w.elements} weight elements: "
+            f"sparsity {1 - w.kept / w.elements if w.elements else 0:.4f}"
+        )
+    if w.m and w.kept is not None:
+        tokens = w.cost.flop_useful // (2 * w.kept) if w.kept else 0
+        lines.append(f"  useful   2 * tokens * kept = 2 * {tokens} * {w.kept} = {c.flop_useful} FLOP; dense 2 M N K = {w.flop_dense}; issued {c.flop_issued}")
+    elif w.m:
+        lines.append(f"  useful   {c.flop_useful} FLOP; issued {c.flop_issued}")
+    for o in traffic.operands(w, device):
+        reread = "" if o["reread"] is None else f", {o['reread']:.2f}x"
+        asked = f"compulsory {o['bytes_min']} B, requested {o['bytes_req']} B{reread}, DRAM estimate {o['bytes_dram_est']} B"
+        lines.append(f"  {o['direction']:5} {o['operand']:9} {asked}")
+    lines.append(f"  bytes    compulsory {c.bytes_min}, requested {c.bytes_req}")
+    for roof, t in sorted(roofline.bounds(w, device, tf32).items(), key=lambda p: -p[1]):
+        how = {
+            "compute": f"{c.flop_issued} FLOP / peak",
+            "dram": f"{c.bytes_min} B / {device.dram_bytes_s:.4g} B/s",
+            "l2": f"{c.bytes_req} B / L2 bandwidth",
+            "launch": f"{w.launches} x {device.launch_s:.2g} s",
+        }[roof]
+        lines.append(f"  roof     {roof:8} {1e6 * t:.4g} us = {how}")
+    lines += ["  formulas", *(f"    {line}" for line in formulas(w).splitlines())]
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""What a training step holds in memory, by kind and module: bytes of tensors, without the allocator's rounding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ..kernels.lists import listed, packed_length
+from ..passes.capture import Recording
+from ..passes.work import Work
+
+KINDS = ("weights", "buffers", "metadata", "saved_activations", "gradients", "optimizer_state")
+
+
+def rows(recording: Recording, works: list[Work], state_tensors: int) -> list[dict[str, Any]]:
+    """T5: a row for each module that holds something itself, one for the input, one for the largest tensor that an op makes (workspace), and the total.
+
+    saved_activations: storages that autograd holds for the backward, each once, without parameters, buffers and the model's inputs. metadata: masks and strip
+    lists as bytes a layer needs while it runs (masks that are built in every forward are among the saved tensors, too, and count there alone). naive_mask: what
+    a layer that multiplies by W∘M needs more, an element mask and the masked copy of the weight.
+    """
+    held: dict[str, Counter[str]] = {}
+
+    def add(module: str, kind: str, size: int) -> None:
+        if size:
+            held.setdefault(module, Counter())[kind] += size
+
+    for name, p in recording.parameters.items():
+        module, size = name.rpartition(".")[0], p.numel() * p.dtype.itemsize
+        add(module, "weights", size)
+        if p.requires_grad and recording.backward:
+            add(module, "gradients", size)
+            add(module, "optimizer_state", state_tensors * size)
+    for name, b in recording.buffers.items():
+        add(name.rpartition(".")[0], "buffers", b.numel() * b.dtype.itemsize)
+    for s in recording.saved:
+        add(s.module, "saved_activations", s.place.bytes)
+    for name, site in recording.sites.items():
+        grid, module = site._fxmask_grid, name.rpartition(".")[0]
+        if site._fxmask_mask is not None:
+            add(module, "metadata", grid[0] * grid[1])
+            if site._fxmask_config.impl == "triton" and listed(site._fxmask_config.block):
+                add(module, "metadata", 4 * packed_length(grid, site._fxmask_config.block))
+    naive: Counter[str] = Counter()
+    for w in works:
+        if w.phase == "fwd" and w.kept is not None and w.dtype is not None:
+            naive[w.call.module if w.call else ""] += w.elements * (1 + w.dtype.itemsize)
+    found: list[dict[str, Any]] = []
+    for module, kinds in held.items():
+        found.append({"module": module or "(model)", **{k: kinds[k] for k in KINDS}, "total": sum(kinds.values()), "naive_mask": naive[module]})
+    size = sum(t.numel() * t.dtype.itemsize for t in recording.inputs)
+    found.append({"module": "(input)", **dict.fromkeys(KINDS, 0), "input": size, "total": size, "naive_mask": 0})
+    largest = max((sum(p.bytes for p in w.call.outputs) for w in works if w.call and not w.call.is_view), default=0)
+    found.append({"module": "(workspace)", **dict.fromkeys(KINDS, 0), "workspace": largest, "total": largest, "naive_mask": 0})
+    columns = (*KINDS, "input", "workspace", "total", "naive_mask")
+    found = [{"module": r["module"], **{c: r.get(c, 0) for c in columns}} for r in found]
+    found.append({"module": "(total)", **{c: sum(r[c] for r in found) for c in columns}})
+    return found

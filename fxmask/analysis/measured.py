@@ -1,0 +1,63 @@
+"""Measured columns beside predicted ones: times, traffic and hit rates of Nsight Compute, energy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from . import ncu
+
+if TYPE_CHECKING:
+    from .report import Analysis
+
+
+def attach(report: Analysis, ncu_csv: str | Path | None, timings: Mapping[str, float] | None, energy: Mapping[str, Any] | None) -> None:
+    """Add rows and columns in place. A name is a node, `node/phase`, or a module, whose predicted figures are summed; ConfigError where none is known."""
+    found: dict[str, dict[str, Any]] = {}
+    if ncu_csv is not None:
+        found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}
+    for name, seconds in (timings or {}).items():
+        if not seconds > 0:
+            raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
+        found.setdefault(name, {})["time_us"] = 1e6 * seconds
+    rows = report.tables["roofline"]
+    matched = {name: group for name in found if (group := rows_of(rows, name))}
+    if found and not matched:
+        names = ", ".join(list(found)[:5])
+        raise ConfigError(f"measurements are named {names}: expected nodes or modules of this analysis, such as {rows[0]['node']!r} or {rows[0]['module']!r}.")
+    measured = [_row(name, found[name], group, report) for name, group in matched.items()]
+    if measured:
+        report.tables["measured"] = measured
+        for row in measured:
+            if len(matched[row["name"]]) == 1:  # one node and phase: its own row can carry it
+                matched[row["name"]][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
+    left = [name for name in found if name not in matched]
+    if left:
+        report.notes.append(f"{len(left)} measured ranges are no node or module of this analysis: {', '.join(left[:5])}.")
+    if energy is not None:
+        report.tables["energy"] = [dict(energy)]
+
+
+def rows_of(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The rows that a name means."""
+    exact = [r for r in rows if name in (f"{r['node']}/{r['phase']}", f"{r['module']}/{r['phase']}")]
+    return exact or [r for r in rows if r["node"] == name] or [r for r in rows if r["module"] == name or r["module"].startswith(f"{name}.")]
+
+
+def _row(name: str, got: dict[str, Any], group: list[dict[str, Any]], report: Analysis) -> dict[str, Any]:
+    keys = {(r["node"], r["phase"], r["op"]) for r in group}
+    moved = [r for r in report.tables["traffic"] if (r["node"], r["phase"], r["op"]) in keys]
+    flop, low = sum(r["flop"] for r in group), sum(r["bytes_min"] for r in moved)
+    least = sum(r["t_min_us"] for r in group)
+    row: dict[str, Any] = {"name": name, "rows": len(group), "flop": flop, "bytes_min": low, "t_min_us": least}
+    t = got.get("time_us")
+    if t:
+        row |= {"t_meas_us": t, "roof_pct": 100 * least / t, "pred_err": (least - t) / t, "tflops_meas": flop / t / 1e6, "gbps_min_meas": low / t / 1e3}
+    dram = [got[k] for k in ("dram_read_bytes", "dram_write_bytes") if got.get(k) is not None]
+    if len(dram) == 2:
+        row["bytes_meas"] = sum(dram)
+        row["dram_est"] = sum(r["bytes_dram_est"] for r in moved)
+    copied = ("l2_bytes", "l1_hit_rate", "l2_hit_rate", "gbps_meas", "launches")
+    return row | {k: got[k] for k in copied if got.get(k) is not None}

@@ -1,0 +1,92 @@
+"""Models and inputs as a command line names them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..kernels.errors import message
+
+EXPECTED = "expected timm:NAME, torchvision:NAME or package.module:CALLABLE"
+
+
+def load(spec: str) -> nn.Module:
+    """The model of `timm:resmlp_12_224`, `torchvision:vit_b_16` or `module:callable` (a function without arguments, or a class, that gives a module).
+
+    It is made on the meta device, without memory and without weights' values, where it can be; otherwise as it is. ConfigError for a spec that names nothing.
+    """
+    source, colon, name = spec.partition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"model: {EXPECTED}, got {spec!r}.")
+    make = {"timm": _timm, "torchvision": _torchvision}.get(source, _own)
+    build = make(source, name, spec)
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception:  # code that reads values while it builds, as .item() and .tolist() do
+        try:
+            model = build()
+        except Exception as e:
+            what = f"model: {spec!r} cannot be built: {type(e).__name__}: {e}"
+            raise ConfigError(message(what, spec, "build it yourself and give fxmask.analyze the result.")) from e
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected {spec!r} to give an nn.Module, got {type(model).__name__}.")
+    return model
+
+
+def _module(name: str, spec: str, package: str = "") -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as e:  # a broken installation raises what it likes
+        fix = f"pip install {package}" if package else "check the name, and that its folder is on PYTHONPATH."
+        raise ConfigError(message(f"model: {name} cannot be imported: {type(e).__name__}: {str(e)[:300]}", spec, fix)) from e
+
+
+def _timm(source: str, name: str, spec: str) -> Any:
+    timm = _module("timm", spec, "timm")
+    if not timm.is_model(name):
+        near = timm.list_models(f"*{name.split('_')[0]}*")[:5]
+        raise ConfigError(f"model: timm has no {name!r}: expected one of timm.list_models(){', such as ' + ', '.join(near) if near else ''}.")
+    return lambda: timm.create_model(name)
+
+
+def _torchvision(source: str, name: str, spec: str) -> Any:
+    models = _module("torchvision.models", spec, "torchvision")
+    if name not in models.list_models():
+        raise ConfigError(f"model: torchvision has no {name!r}: expected one of torchvision.models.list_models().")
+    return lambda: models.get_model(name)
+
+
+def _own(source: str, name: str, spec: str) -> Any:
+    found = _module(source, spec)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"model: {source} has no {name!r}: {EXPECTED}, got {spec!r}.")
+        found = getattr(found, part)
+    if isinstance(found, nn.Module):
+        return lambda: found
+    if not callable(found):
+        raise ConfigError(f"model: expected {spec!r} to be callable, got {type(found).__name__}.")
+    return found
+
+
+def make_input(spec: str) -> Tensor:
+    """A meta tensor of `1x3x224x224`, or `2x128:int64`; float32 unless said. ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", spec.strip())
+    dtype = getattr(torch, match[2] or "float32", None) if match else None
+    if not match or not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"input: expected sizes and maybe a dtype, such as 1x3x224x224 or 2x128:int64, got {spec!r}.")
+    return torch.empty([int(s) for s in match[1].split("x")], dtype=dtype, device="meta")
+
+
+def make_block(spec: str) -> tuple[int, int]:
+    """(16, 32) of `16x32`, (16, 16) of `16`."""
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", spec.strip())
+    if not match:
+        raise ConfigError(f"block: expected out x in, such as 16x16, got {spec!r}.")
+    return int(match[1]), int(match[2] or match[1])

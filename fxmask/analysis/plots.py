@@ -1,0 +1,72 @@
+"""Pictures of an analysis: the roofline, and bytes by phase and level. They need matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .report import Analysis
+
+COLOURS = {"fwd": "tab:blue", "recompute": "tab:cyan", "dX": "tab:orange", "dW": "tab:green", "db": "tab:gray", "opt": "tab:purple"}
+
+
+def _figure() -> Any:
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise UnsupportedError(f"plots need matplotlib: expected it installed, got {e!r}.\n  fix: pip install 'fxmask[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def roofline(report: Analysis, path: str | Path) -> Path:
+    """Useful FLOP a second at the least time, against FLOP a compulsory byte, of every op with products, under the device's roofs. Bounds, not times."""
+    plt = _figure()
+    peaks, bandwidth = report.meta["peaks"], report.meta["dram_bytes_s"]
+    rows = [r for r in report.tables["roofline"] if r["ai_dram"] and r["flop"]]
+    fig, ax = plt.subplots(figsize=(7, 4.5))
+    ridges = [r["ridge_dram"] for r in rows if r["ridge_dram"]] or [1.0]
+    low, high = min([r["ai_dram"] for r in rows] + ridges) / 4, max([r["ai_dram"] for r in rows] + ridges) * 4
+    used = {p for p in peaks.values() if any(r["ridge_dram"] and abs(r["ridge_dram"] * bandwidth - p) < 1e-3 * p for r in rows)}
+    for name, peak in peaks.items():
+        if peak in used:
+            used.discard(peak)
+            xs = [low, peak / bandwidth, high]
+            ax.plot(xs, [min(peak, x * bandwidth) / 1e12 for x in xs], color="black", lw=1)
+            ax.annotate(f"{name}: {peak / 1e12:.4g} TFLOP/s", (high, peak / 1e12), ha="right", va="bottom", fontsize=8)
+    for phase, colour in COLOURS.items():
+        own = [r for r in rows if r["phase"] == phase]
+        ax.scatter([r["ai_dram"] for r in own], [r["flop"] / r["t_min_us"] / 1e6 for r in own], s=14, color=colour, label=phase, alpha=0.7) if own else None
+    ax.set(xscale="log", yscale="log", xlabel="useful FLOP a compulsory byte", ylabel="TFLOP/s at the least time", title=report.title)
+    ax.title.set_fontsize(8)
+    ax.legend(fontsize=8)
+    return _save(fig, plt, path)
+
+
+def traffic(report: Analysis, path: str | Path) -> Path:
+    """Bytes of a step by phase: compulsory, requested, in sectors, in lines."""
+    plt = _figure()
+    rows = report.tables["traffic"]
+    phases = list(dict.fromkeys(r["phase"] for r in rows))
+    levels = ("bytes_min", "bytes_dram_est", "bytes_req", "bytes_sector", "bytes_line")
+    fig, ax = plt.subplots(figsize=(7, 4))
+    for i, level in enumerate(levels):
+        heights = [sum(r[level] for r in rows if r["phase"] == p) / 1e9 for p in phases]
+        ax.bar([x + i / (len(levels) + 1) for x in range(len(phases))], heights, width=1 / (len(levels) + 1), label=level)
+    ax.set_xticks([x + 0.4 for x in range(len(phases))], phases)
+    ax.set(ylabel="GB a step", title=report.title)
+    ax.title.set_fontsize(8)
+    ax.legend(fontsize=8)
+    return _save(fig, plt, path)
+
+
+def _save(fig: Any, plt: Any, path: str | Path) -> Path:
+    fig.tight_layout()
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+    return Path(path)

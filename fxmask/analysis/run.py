@@ -1,0 +1,184 @@
+"""`fxmask.analyze`: run the model once without arithmetic, cost every op, make the tables."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..bench.provenance import provenance, utc
+from ..errors import ConfigError, UnsupportedError
+from ..passes import masked_rules, rules  # noqa: F401  (they register their rules)
+from ..passes.capture import Recording, capture
+from ..passes.moves import work_of
+from ..passes.work import Target, Work
+from . import devices, footprint, optimiser, tables
+from . import summary as totals
+from .explained import explain
+from .report import SCHEMA, Analysis
+
+PHASES = ("fwd", "dX", "dW", "opt")
+IMPLS = ("triton", "reference")
+
+
+def analyze(
+    model: Any,
+    inputs: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    phases: Sequence[str] = PHASES,
+    device: str | devices.Device | torch.device | None = None,
+    optimizer: str | torch.optim.Optimizer | None = "adamw",
+    steps: int | None = None,
+    impl: str | None = None,
+    dtype: torch.dtype | None = None,
+    count_elementwise: bool = False,
+    strict: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Analysis:
+    """FLOP and memory movement of one training step, layer by layer, predicted for a device; no GPU is needed and nothing is computed.
+
+    Args:
+        model: nn.Module (masked or not), fx.GraphModule, graph of Dynamo, or torch.export.ExportedProgram; its weights may be on the meta device.
+        inputs: a tensor, a tuple of the model's arguments, or a dict of its keyword arguments; only shapes and dtypes are looked at. kwargs: more of them.
+        phases: of fwd, dX, dW (the bias' gradient with it), opt; only ("fwd",) runs no backward.
+        device: whose roofs are drawn: a name of `fxmask.analysis.devices`, "cpu" (this one, measured), a torch.device, a Device. Default: this machine's GPU
+            where it is known, else "h100-sxm".
+        optimizer: a name (adamw, sgd, sgd_momentum, ...), an instance, or None.
+        steps: adds the totals of a run of so many steps to the summary.
+        impl: how masked layers are counted: "triton" or "reference" (masked-dense); default: as each layer says, and triton for "auto".
+        dtype: count as if all floating tensors had this dtype.
+        count_elementwise: count one FLOP an element for ops without products, too. strict: raise where an op is unknown. progress: called with the
+            number of ops so far.
+
+    Returns:
+        An `Analysis` with the tables summary, modules, nodes, traffic, roofline, footprint, coverage. FLOP are useful ones unless their name says
+        otherwise; a MAC is two. Rows are integers and add up to the totals exactly; a parameter that is used twice counts once for memory, twice for FLOP.
+
+    Raises:
+        ConfigError: an unknown device, phase, optimizer or impl, or no model.   UnsupportedError: the model cannot run without values, or with these inputs;
+        with `strict`, an op without a cost.
+
+    Side effects: none; parameters, buffers, attributes, hooks, random states and the training flag are what they were. A mask that each forward builds is
+    read off the real weight; a weight without values gets a typical mask with exactly as many kept blocks, and a note.
+    Cost: an eager step without arithmetic, about 0.5 ms an op.
+    """
+    target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
+    _check(phases, impl)
+    args, named = _arguments(inputs, kwargs)
+    backward = any(p in phases for p in ("dX", "dW"))
+    recording = capture(model, args, named, backward, dtype, progress)
+    target = Target(target_device.dense_tile, impl or "", count_elementwise)
+    works = [w for c in recording.calls for w in work_of(c, target)]
+    if "opt" in phases and recording.backward:
+        works += optimiser.step(recording.parameters, optimizer)
+    wanted = {*phases, "db"} if "dW" in phases else {*phases}
+    wanted |= {"recompute"} if backward else set()
+    works = [w for w in works if w.phase in wanted]
+    rows, shares = tables.coverage(works, recording)
+    if strict and rows:
+        ops = ", ".join(f"{r['op']} ({r['count']}x, {r['example_shapes']})" for r in rows)
+        raise _unknown(ops, rows[0]["op"])
+    return _report(model, recording, works, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
+
+
+def _unknown(ops: str, first: str) -> Exception:
+    fix = f"\n  fix: register one: @fxmask.register_cost(torch.ops.{first}) on a function of the op's arguments that gives its FLOP; or strict=False."
+    return UnsupportedError(f"analyze(strict=True) knows no cost of: {ops}.{fix}")
+
+
+def _check(phases: Sequence[str], impl: str | None) -> None:
+    bad = [p for p in phases if p not in PHASES] if not isinstance(phases, str) else [phases]
+    if bad or not phases:
+        raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {phases!r}.")
+    if impl is not None and impl not in IMPLS:
+        raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
+
+
+def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        args, named = (), {**inputs, **(kwargs or {})}
+    else:
+        args, named = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs or {})
+    if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
+        got = type(inputs).__name__
+        raise ConfigError(f"inputs: expected a tensor, a tuple of arguments or a dict of keyword arguments with at least one tensor in it, got {got}.")
+    return args, named
+
+
+def _report(
+    model: Any, recording: Recording, works: list[Work], device: devices.Device, optimizer: Any, steps: int | None, impl: str | None,
+    unknown: list[dict[str, Any]], shares: dict[str, float],
+) -> Analysis:  # fmt: skip
+    names = tables.node_names(recording.calls)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    summary = totals.summary(works, recording, device, tf32, steps)
+    summary |= {"coverage": shares, **optimiser.summary(optimizer)}
+    shapes = [f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in recording.inputs]
+    _, states = optimiser.states_of(optimizer)
+    found = {
+        "summary": summary_rows(summary),
+        "modules": tables.modules(works, recording),
+        "nodes": tables.nodes(works, names),
+        "traffic": tables.traffic_rows(works, names, device),
+        "roofline": tables.roofline_rows(works, names, device, tf32),
+        "footprint": footprint.rows(recording, works, states),
+        "coverage": unknown,
+    }
+    where = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    meta = {
+        "schema_version": SCHEMA,
+        "utc": utc(),
+        "model": type(model).__name__,
+        "inputs": shapes,
+        "optimizer": summary["optimizer"],
+        "impl": impl or "as each layer says",
+        "mask_hash": _hash(works),
+        "analysed_device": device.name,
+        "peaks": device.peak_flops,
+        "dram_bytes_s": device.dram_bytes_s,
+        "l2_bytes_s": device.l2_bytes_s,
+        "peaks_source": device.source,
+        **{f"run_{k}" if k == "device" else k: v for k, v in provenance(where).items()},
+    }
+    notes = totals.words(works, device, tf32, shares)
+    if recording.typical:
+        notes.append(f"{len(recording.typical)} weights have no values: their masks are drawn at random, with exactly as many kept blocks as real ones have.")
+    if not recording.backward and "dX" not in {w.phase for w in works}:
+        notes.append("No output requires a gradient, or none was asked for: forward only.")
+    sites = recording.sites.values()
+    if impl is None and any(s._fxmask_config.impl == "auto" for s in sites):
+        notes.append(
+            "impl='auto' is counted as the kernels that skip blocks; until a recorded run shows them faster, auto multiplies by W∘M on CUDA, "
+            "which impl='reference' counts."
+        )
+    title = f"fxmask.analyze: {type(model).__name__}, inputs {', '.join(shapes)}, on {device.name}"
+    return Analysis(title, found, notes, summary, meta, lambda node: explain(node, works, names, device, tf32))
+
+
+def summary_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The summary as rows: quantity, its phases, total; what has no phases has a total alone."""
+    rows: list[dict[str, Any]] = []
+    for name, value in summary.items():
+        if isinstance(value, dict) and "total" in value:
+            rows.append({"quantity": name, **value})
+        elif isinstance(value, dict):
+            rows += [{"quantity": f"{name}_{k}", "total": v} for k, v in value.items()]
+        else:
+            rows.append({"quantity": name, "total": value})
+    return rows
+
+
+def _hash(works: list[Work]) -> str:
+    h = hashlib.sha256()
+    for w in works:
+        if w.phase == "fwd" and w.call is not None and w.kept is not None:
+            for p in w.call.inputs:
+                if p.mask is not None:
+                    h.update(p.mask.values.numpy().tobytes())
+    return h.hexdigest()[:16]
+

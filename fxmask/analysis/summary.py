@@ -1,0 +1,130 @@
+"""Totals of an analysis, and what they say: where masking helps, and where it cannot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from ..passes.capture import Recording
+from ..passes.work import Work
+from . import roofline, tables, traffic
+from .devices import Device
+
+NAMES = {"fwd": "fwd", "recompute": "recompute", "dX": "bwd_dx", "dW": "bwd_dw", "db": "bwd_db", "opt": "opt"}
+
+
+def by_phase(works: list[Work], count: Callable[[Work], int]) -> dict[str, int]:
+    """{fwd, bwd_dx, bwd_dw, ..., total}: sums of a count, integers."""
+    found: Counter[str] = Counter()
+    for w in works:
+        found[NAMES[w.phase]] += count(w)
+    always = ("fwd", "bwd_dx", "bwd_dw")
+    return {n: found[n] for n in NAMES.values() if n in always or found[n]} | {"total": sum(found.values())}
+
+
+def summary(works: list[Work], recording: Recording, device: Device, tf32: bool, steps: int | None) -> dict[str, Any]:
+    """T6, nested: FLOP, bytes and times of a step, parameters, and with `steps` the totals of a run."""
+    kept = tables.kept_parameters(works, recording)
+    params = sum(p.numel() for p in recording.parameters.values())
+    useful, dense = by_phase(works, lambda w: w.cost.flop_useful), by_phase(works, lambda w: w.flop_dense)
+    moved = by_phase(works, lambda w: w.cost.bytes_min)
+    operands = [o for w in works for o in traffic.operands(w, device)]
+    loaded = sum(tables.loaded_weights(w) for w in works)
+    found: dict[str, Any] = {
+        "params": params,
+        "params_kept": sum(kept.values()),
+        "density": sum(kept.values()) / params if params else None,
+        "flop": useful,
+        "flop_dense": dense,
+        "flop_executed": by_phase(works, lambda w: w.cost.flop_issued),
+        "mac": {n: v // 2 for n, v in useful.items()},
+        "bytes_min": moved,
+        "bytes_req": by_phase(works, lambda w: w.cost.bytes_req),
+        "bytes_sector": traffic.total(operands, "bytes_sector"),
+        "bytes_line": traffic.total(operands, "bytes_line"),
+        "bytes_dram_est": traffic.total(operands, "bytes_dram_est"),
+        "weights_loaded": loaded,
+        "ai_dram": useful["total"] / moved["total"] if moved["total"] else None,
+        "t_min_us": 1e6 * sum(roofline.seconds(w, device, tf32) for w in works if w.launches),
+        "t_dense_min_us": 1e6 * sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in works if w.launches),
+    }
+    if steps is not None:
+        run = {"flop_dense": dense["total"], "flop_adjusted": useful["total"], "flop_saved": dense["total"] - useful["total"]}
+        run |= {"weights_loaded": loaded, "bytes_min": moved["total"]}
+        found["run"] = {"steps": steps, **{n: v * steps for n, v in run.items()}}
+    return found
+
+
+def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, float]) -> list[str]:
+    """What the numbers say, one sentence each, with the numbers."""
+    said = ["A FLOP ratio is not a speed-up; t_min is a lower bound; L1 hits and bank conflicts are not modelled."]
+    if min(covered.values()) < 100:
+        parts = ", ".join(f"{v:.1f} % of {n.removesuffix('_pct')}" for n, v in covered.items())
+        said.append(f"Totals are lower bounds (>=): covered are {parts}; table coverage names the ops, register_cost adds one.")
+    masked = [w for w in works if w.dense is not None]
+    return said + (_of_masked(masked, works, device, tf32) if masked else ["No layer is masked: dense and useful FLOP agree."])
+
+
+def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool) -> list[str]:
+    low, plain = sum(w.cost.bytes_min for w in masked), sum(roofline.dense_of(w).cost.bytes_min for w in masked)
+    flop, dense = sum(w.cost.flop_useful for w in masked), sum(w.flop_dense for w in masked)
+    weights = sum(_weight_bytes(roofline.dense_of(w)) for w in masked)
+    less_flop, less_bytes = 1 - flop / dense if dense else 0, 1 - low / plain if plain else 0
+    said = [f"Masked layers: {less_flop:.1%} of their FLOP are left out, and {less_bytes:.1%} of their compulsory bytes"]
+    said[0] += f" ({plain / 1e6:.4g} -> {low / 1e6:.4g} MB a step)."
+    if plain and weights / plain < 0.5:
+        said.append(
+            f"Activations dominate: of those bytes {1 - weights / plain:.1%} are activations and their gradients, which a weight mask does not shrink; "
+            "fewer tokens a step, or wider layers, make weights count."
+        )
+    by_bound = Counter(max(b := roofline.bounds(w, device, tf32), key=lambda n: b[n]) for w in masked)
+    t, t_dense = sum(roofline.seconds(w, device, tf32) for w in masked), sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in masked)
+    parts = ", ".join(f"{n} {c}" for n, c in by_bound.most_common())
+    said.append(
+        f"On {device.name} their {len(masked)} ops are bound by: {parts}. Least time {1e6 * t:.4g} us, of the dense ones {1e6 * t_dense:.4g} us: "
+        f"no more than {t_dense / t if t else 0:.2f}x can be gained there."
+    )
+    if by_bound["launch"] > len(masked) / 2:
+        said.append("Launch-bound: most of these ops are shorter than a launch, so masking cannot make them faster; larger batches or CUDA graphs first.")
+    said += _of_l2(masked, device, tf32)
+    rest = sum(roofline.seconds(w, device, tf32) for w in works if w.dense is None and w.launches)
+    if t + rest:
+        share, gain = rest / (t_dense + rest), (t_dense + rest) / (t + rest)
+        said.append(f"Ops that no mask touches take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
+    issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
+    if "masked_dense" in impls:
+        said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
+    elif flop and issued > 1.5 * flop:
+        blocks = ", ".join(f"{a}x{b}" for a, b in sorted({w.block for w in masked if w.block}))
+        said.append(
+            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: blocks of {blocks} are smaller than the tiles that tensor cores "
+            "take, and a tile is computed where any of its blocks is kept."
+        )
+    return said
+
+
+def _weight_bytes(w: Work) -> int:
+    names = ("w",) if w.phase != "dW" else ("dw",)
+    return sum(w.cost.reads_min.get(n, 0) + w.cost.writes_min.get(n, 0) for n in names)
+
+
+def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
+    """Ops that would need more from the L2 than it has, to be as fast as the dense matmul."""
+    needs = [(w.cost.bytes_req / roofline.seconds(roofline.dense_of(w), device, tf32), w) for w in masked if w.cost.bytes_req]
+    if not needs:
+        return []
+    plain = max(roofline.dense_of(w).cost.bytes_req / roofline.seconds(roofline.dense_of(w), device, tf32) for _, w in needs)
+    worst, w = max(needs, key=lambda p: p[0])
+    if device.l2_bytes_s:
+        over = [p for p in needs if p[0] > device.l2_bytes_s]
+        known = f"; the device gives {device.l2_bytes_s / 1e12:.3g} TB/s, which {len(over)} of {len(needs)} ops exceed"
+    else:
+        known = "; its bandwidth is in no datasheet, measure it by `make gpu`"
+    if worst <= plain and not (device.l2_bytes_s and worst > device.l2_bytes_s):
+        return []
+    where = w.call.module if w.call else w.weight
+    return [
+        f"L2-bound, maybe: to tie with the dense matmul, {where} ({w.phase}) needs {worst / 1e12:.3g} TB/s from the L2 cache, dense ones at most "
+        f"{plain / 1e12:.3g}{known}. Larger blocks ask for less."
+    ]

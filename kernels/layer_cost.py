@@ -1,0 +1,128 @@
+"""What a masked layer costs by an implementation: the closed forms of `kernels.cost` and `kernels.dense_cost`, put together as the launchers do.
+
+One place for the analysis' tables, the benchmark's columns and the FLOP formulas that PyTorch's counter asks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from . import cost, dense_cost
+from .cost import Cost
+from .grid import grid_shape, kept_elements
+from .lists import STEP, listed
+from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, splits_of
+
+OPS = ("forward", "dx", "dw")
+
+
+def useful_flop(tokens: int, kept: int) -> int:
+    """2 FLOP a token and kept weight element, for forward, dX and dW alike."""
+    return 2 * tokens * kept
+
+
+def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> cost.Lists:
+    """`kernels.cost.lists_of`, remembered for the masks that were asked for last."""
+    return _lists_of(_Same(mask), shape, block, transposed, strip)
+
+
+class _Same:
+    """A tensor as a key: by identity, and held so that its id stays its own."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t, self.version = t, t._version
+
+    def __hash__(self) -> int:
+        return hash((id(self.t), self.version))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.t is self.t and other.version == self.version
+
+
+@lru_cache(maxsize=256)
+def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> cost.Lists:
+    return cost.lists_of(mask.t, shape, block, transposed, strip)
+
+
+def by_lists(
+    op: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
+    tile: Tile | None = None, splits: int = 0,
+) -> Cost:  # fmt: skip
+    """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the default tile and splits unless given. `shape` is W's (N, K)."""
+    item = dtype.itemsize
+    tile = tile or candidates(dtype, block, op == "dx", tf32)[0]
+    found = lists_of(mask, shape, block, op == "dx", tile.strip)
+    if op != "dw":
+        return cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma)
+    lay = found.layout
+    splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, TILE_FEATURES // lay.unit)))
+    total = cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES)
+    total += cost.zero_fill(shape, item)
+    return total if splits == 1 else total + cost.sum_splits(shape, block, found.kept, item, splits=splits)
+
+
+def masked_dense(op: str, tokens: int, shape: tuple[int, int], kept: int, itemsize: int, tile: tuple[int, int], *, bias: bool = False) -> Cost:
+    """One op by PyTorch over W∘M: the masked copy is written and read, dW's other elements are computed and then zeroed; a mask is a byte an element.
+
+    Useful FLOP are those of the mask, issued FLOP those of the dense matmul.
+    """
+    (n, k), m = shape, tokens
+    wb = itemsize * n * k
+    if op == "dw":
+        product = dense_cost.matmul(n, k, m, itemsize, tile, names=("gy", "x", "out"))
+        mask = dense_cost.stream({"out": wb, "mask": n * k}, {"out": wb})
+    else:
+        across, along = (n, k) if op == "forward" else (k, n)
+        product = dense_cost.matmul(m, across, along, itemsize, tile, bias=across if bias else 0)
+        mask = dense_cost.stream({"w": wb, "mask": n * k}, {"w": wb})
+    return Cost(
+        useful_flop(m, kept), product.flop_issued, *(_merged(getattr(product, f), getattr(mask, f)) for f in ("reads", "writes", "reads_min", "writes_min"))
+    )
+
+
+def _merged(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {n: a.get(n, 0) + b.get(n, 0) for n in (*a, *(n for n in b if n not in a))}
+
+
+def layer(
+    op: str, impl: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, tile: tuple[int, int], *,
+    bias: bool = False, tf32: bool = False,
+) -> Cost:  # fmt: skip
+    """One op (`forward`, `dx`, `dw`) of a masked layer by `impl`: `triton`, or anything else for masked-dense. `tile`: a dense matmul's, see `dense_cost`."""
+    if impl == "triton" and listed(block):
+        return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, tf32=tf32)
+    return masked_dense(op, tokens, shape, int(kept_elements(mask, shape, block)), dtype.itemsize, tile, bias=bias)
+
+
+def dense(op: str, tokens: int, shape: tuple[int, int], itemsize: int, tile: tuple[int, int], *, bias: bool = False) -> Cost:
+    """The same op of the dense layer."""
+    n, k = shape
+    if op == "dw":
+        return dense_cost.matmul(n, k, tokens, itemsize, tile, names=("gy", "x", "out"))
+    across, along = (n, k) if op == "forward" else (k, n)
+    return dense_cost.matmul(tokens, across, along, itemsize, tile, bias=across if bias else 0)
+
+
+def selection(blocks: int, triton: bool) -> Cost:
+    """Choosing the kept blocks among their scores."""
+    if not triton or blocks <= SELECT_MAX:
+        return cost.select(blocks)
+    total = cost.write_mask(blocks, CHUNK, ties_split=False)
+    for digit in range(3):
+        total += cost.histogram(blocks, digit, CHUNK)
+    return total
+
+
+def block_index(shape: tuple[int, int], block: tuple[int, int], itemsize: int, triton: bool) -> Cost:
+    """Scores and selection of one mask."""
+    nb, kb = grid_shape(shape, block)
+    return cost.block_keys(shape, block, itemsize) + selection(nb * kb, triton)
+
+
+def strip_lists(shape: tuple[int, int], block: tuple[int, int]) -> Cost:
+    """Lists of both directions and their order."""
+    grid = grid_shape(shape, block)
+    return cost.strip_lists(grid, block) + cost.order(grid, block)

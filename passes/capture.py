@@ -1,0 +1,245 @@
+"""Run a model once on fake tensors, forward and backward, and leave it as it was.
+
+What may be given: an nn.Module, an fx.GraphModule (traced, from Dynamo with its parameters among the inputs, or unlifted), an exported program. Parameters and
+buffers are replaced by fake ones for the time of the run, and every attribute of every module is put back afterwards, and the random states with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
+from . import ranks
+from . import site as state
+from .record import Call, Place, Recorder, typical_mask
+from .site import Site
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
+
+
+@dataclass
+class Saved:
+    """A tensor that autograd holds for the backward."""
+
+    place: Place
+    module: str
+
+
+@dataclass
+class Recording:
+    """What ran, and the tensors that were there before."""
+
+    calls: list[Call]
+    saved: list[Saved]  # each storage once, without parameters, buffers and inputs of the model
+    parameters: dict[str, Tensor]  # by name, tied ones once; the real ones
+    buffers: dict[str, Tensor]
+    inputs: list[Tensor]
+    modules: dict[str, str]  # name -> class
+    sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
+    executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
+    typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
+    backward: bool = False  # whether a backward ran
+
+
+class _Nodes(fx.Interpreter):
+    """Runs a graph, and tells the recorder which node runs."""
+
+    def __init__(self, gm: fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(gm)
+        self.recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.recorder.node, self.recorder.stack = n.name, _module_of(n)
+        try:
+            return super().run_node(n)
+        finally:
+            self.recorder.node = self.recorder.stack = ""
+
+
+def _module_of(n: fx.Node) -> str:
+    """The innermost module of a node of Dynamo or export, as it is named in the model that was traced."""
+    stack = n.meta.get("nn_module_stack") or {}
+    name = next(reversed(stack.values()))[0] if stack else ""
+    for prefix in ("L['self'].", "L__self___", "L['self']"):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def capture(
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = True,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Recording:
+    """Record one step of a model: its forward on `args` and `kwargs`, and, where anything requires a gradient, the backward from all its floating outputs.
+
+    Tensors among the inputs are looked at for shape, dtype and requires_grad alone; they may be meta tensors, and so may the model's. With `dtype` all floating
+    tensors are taken as if they had it. `progress` is called with the number of ops so far.
+    Raises UnsupportedError where the model cannot run without values (an `.item()`, an `if` over a tensor) or is sharded, ConfigError for what is no model.
+    Cost: one eager forward and backward without arithmetic, some 0.5 ms an op; no memory for tensors. A mask that each forward builds is built once, from the
+    real weight.
+    """
+    gm, root = _runnable(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    faked = _Fakes(mode, dtype)
+    with _unchanged(root), torch.compiler.set_stance("force_eager"):
+        parameters, buffers = _swap(root, faked)
+        given = tree_leaves((args, kwargs or {}))
+        inputs = [t for t in given if isinstance(t, Tensor)]
+        for name, t in _placeholders(gm, args):
+            if isinstance(t, nn.Parameter):  # Dynamo gives the model's parameters as inputs
+                parameters.setdefault(name, t)
+        inputs = [t for t in inputs if not isinstance(t, nn.Parameter)]
+        fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
+        weights = {faked(p).untyped_storage()._cdata: (name, p) for name, p in parameters.items()}
+        constants = {faked(b).untyped_storage()._cdata for b in buffers.values()}
+        names = {id(m): name for name, m in reversed(list(root.named_modules()))}
+        recorder = Recorder(names, weights, constants)
+        recorder.progress = progress
+        saved: list[Saved] = []
+        run = _Nodes(gm, recorder).run if gm is not None else root
+        before = {faked(t).untyped_storage()._cdata for t in inputs}
+        graph = torch.enable_grad() if backward else torch.no_grad()
+        with mode, recorder, graph, _saves(recorder, saved, before) if backward else nullcontext():
+            try:
+                out = run(*fake_args, **fake_kwargs)
+                ran = _backward(out) if backward else False
+            except FxMaskError:
+                raise
+            except Exception as e:
+                raise _failed(recorder, e) from e
+    sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
+    kinds = {name: type(m).__name__ for name, m in root.named_modules()}
+    executions = dict(Counter(name for _, name in recorder.frames.values()))
+    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, ran)
+
+
+def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
+    if isinstance(model, torch.export.ExportedProgram):
+        model = model.module()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"analyze takes an nn.Module, an fx.GraphModule or a torch.export.ExportedProgram: got {type(model).__name__}.")
+    while True:
+        inner = getattr(model, "_orig_mod", None) if type(model).__name__ == "OptimizedModule" else None
+        inner = model.module if type(model).__name__ in WRAPPERS else inner
+        if inner is None:
+            break
+        model = inner
+    return model if isinstance(model, fx.GraphModule) else None, model
+
+
+def _placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [] if gm is None else list(zip([n.target for n in gm.graph.nodes if n.op == "placeholder"], args, strict=False))
+
+
+class _Fakes:
+    """Fake tensors of one mode: the same one for the same tensor, on a device that needs no hardware."""
+
+    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+        self.mode, self.dtype = mode, dtype
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # the original is held, so that its id stays its own
+
+    def __call__(self, t: Tensor) -> Tensor:
+        if id(t) not in self.made:
+            if ranks.is_shard(t) or is_traceable_wrapper_subclass(t):
+                what = f"analyze runs the model on plain fake tensors: expected none of a wrapper class, got {type(t).__name__}."
+                raise UnsupportedError(message(what, "", "analyse the model before fully_shard, tensor parallelism or quantisation changes its parameters."))
+            device = "cpu" if t.is_meta else t.device
+            with self.mode:
+                dtype = self.dtype if self.dtype and t.is_floating_point() else t.dtype
+                fake = torch.empty_strided(tuple(map(int, t.shape)), tuple(map(int, t.stride())), dtype=dtype, device=device)
+                fake = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake.requires_grad_(t.requires_grad)
+            self.made[id(t)] = (t, fake)
+        return self.made[id(t)][1]
+
+
+def _swap(root: nn.Module, faked: _Fakes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Put fake parameters and buffers in place of the real ones, which are returned by their names."""
+    parameters: dict[str, Tensor] = dict(root.named_parameters())
+    buffers = dict(root.named_buffers())
+    for m in root.modules():
+        tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers)
+        for table in tables:
+            for name, t in table.items():
+                if t is not None:
+                    table[name] = faked(t)
+        if isinstance(m, Site):
+            _prepare(m)
+    return parameters, buffers
+
+
+def _prepare(site: Site) -> None:
+    """For a look nobody needs to count steps, and ranks need not agree; state on the meta device gets values, a cached mask there typical ones."""
+    site._fxmask_announced, site._fxmask_unguarded, site._fxmask_called = True, False, True
+    if site._fxmask_keep.is_meta:
+        state.place_on(site, torch.device("cpu"))
+        site._fxmask_lost = False
+        if site._fxmask_mask is not None:
+            site._fxmask_mask = typical_mask(site._fxmask_grid, int(site._fxmask_keep))
+            site._fxmask_lists = state.lists_of(site, site._fxmask_mask)
+
+
+@contextmanager
+def _unchanged(root: nn.Module) -> Iterator[None]:
+    """Inside, modules may be changed at will: afterwards every attribute is what it was, and so are the random states of Python and PyTorch."""
+    modules = list(root.modules())
+    tables = ("_parameters", "_buffers", "_modules")
+    before = [(m, dict(m.__dict__), {t: copy.copy(m.__dict__[t]) for t in tables}) for m in modules]
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        for m, attributes, contents in before:
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for t in tables:
+                m.__dict__[t].clear()
+                m.__dict__[t].update(contents[t])
+
+
+@contextmanager
+def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator[None]:
+    known = set(recorder.real) | inputs
+
+    def pack(t: Tensor) -> Tensor:
+        key = t.untyped_storage()._cdata
+        if key not in known and key not in recorder.neutral:
+            known.add(key)
+            saved.append(Saved(recorder._place(t), recorder._module()[0]))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield
+
+
+def _backward(out: Any) -> bool:
+    """Backward from every floating output that has a gradient, as a loss would begin it; False where there is none."""
+    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+    if found:
+        torch.autograd.backward(found, [torch.empty_like(t) for t in found])
+    return bool(found)
+
+
+def _failed(recorder: Recorder, e: Exception) -> UnsupportedError:
+    last = recorder.calls[-1] if recorder.calls else None
+    where = f"{recorder.node or (last.module if last else '') or 'the first op'}, after {last.op if last else 'nothing'}"
+    text = str(e).strip().splitlines()
+    what = f"the model cannot run on fake tensors, which have shapes and no values: {type(e).__name__}: {text[0][:300] if text else ''}"
+    fix = "check the inputs' shapes and dtypes; where the code needs values (.item(), an if over a tensor), pass the part of the model that"
+    return UnsupportedError(message(what, where, f"{fix} does not, or a traced graph of it (torch.fx.symbolic_trace, torch.export.export)."))

@@ -1,0 +1,41 @@
+"""ATen ops that multiply no matrices: their cost is what they read and write. Pointwise ops are known by their tag and not listed."""
+
+from __future__ import annotations
+
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{n}" for n in names.split())
+
+
+REDUCE = _aten("""
+    sum nansum mean var var_mean std std_mean amax amin aminmax max min argmax argmin prod norm linalg_vector_norm logsumexp cumsum cumprod any all
+    count_nonzero _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
+    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
+""")
+NORMALISE = _aten("""
+    native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
+    native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+    _batch_norm_with_update _batch_norm_no_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward native_dropout native_dropout_backward
+""")
+MOVE = _aten("""
+    cat stack copy copy_ clone contiguous _to_copy slice_backward select_backward slice_scatter select_scatter diagonal_backward as_strided_scatter
+    index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add index_add_ gather scatter scatter_ scatter_add
+    scatter_add_ embedding embedding_dense_backward masked_fill masked_fill_ masked_scatter masked_select tril triu roll flip repeat constant_pad_nd
+    reflection_pad1d reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward unfold_backward im2col col2im pixel_shuffle
+    pixel_unshuffle channel_shuffle native_channel_shuffle topk sort one_hot bincount nonzero split_with_sizes_copy expand_copy detach_copy lift_fresh_copy
+    as_strided_copy view_copy repeat_interleave
+""")
+RESAMPLE = _aten("""
+    max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d _adaptive_avg_pool2d
+    _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_nearest1d
+    upsample_nearest2d upsample_nearest2d_backward upsample_bicubic2d upsample_bicubic2d_backward _upsample_bicubic2d_aa _upsample_bilinear2d_aa
+    grid_sampler_2d grid_sampler_2d_backward glu glu_backward
+""")
+MAKE = _aten("""
+    fill fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full arange linspace eye scalar_tensor rand randn rand_like
+    randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
+""")
+KNOWN = REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
+NOTHING = _aten("empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ as_strided_ lift_fresh")
+GATHERS = _aten("embedding index index_select gather _unsafe_index")  # read what they give of their first operand
+OVERWRITES = _aten("copy_ fill_ zero_ bernoulli_ uniform_ normal_ exponential_ random_")  # write an argument without reading it

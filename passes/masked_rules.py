@@ -1,0 +1,125 @@
+"""Rules for the ops of `fxmask`: kept blocks count, by the implementation that would run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import layer_cost
+from ..kernels.cost import Cost
+from ..kernels.grid import kept_elements
+from ..kernels.lists import listed
+from .record import Call, Place, typical_mask
+from .work import EXACT, Target, Work, phase_of, rule
+
+PHASE = {"forward": "fwd", "dx": "dX", "dw": "dW"}
+ROLES = {"forward": {}, "dx": {"x": "dy", "y": "dx"}, "dw": {"gy": "dy", "out": "dw"}}
+
+
+def bound(call: Call) -> dict[str, Any]:
+    """The arguments of an op by the names of its schema."""
+    schema = call.func._schema.arguments
+    found = {a.name: a.default_value for a in schema if a.has_default_value()}
+    found |= {a.name: value for a, value in zip(schema, call.args, strict=False)}
+    return found | call.kwargs
+
+
+def implementation(impl: str, target: Target) -> str:
+    """What a layer's `impl` means on the analysed device: `auto` stands for the kernels that skip blocks."""
+    wanted = target.impl or impl
+    return "triton" if wanted in ("auto", "triton", "cpu") else "masked_dense"
+
+
+def _mask(a: dict[str, Any], shape: tuple[int, int]) -> Tensor:
+    p: Place = a["mask"]
+    if p.mask is not None and p.mask.values.shape == p.shape:
+        return p.mask.values
+    return typical_mask((p.shape[0], p.shape[1]), p.shape[0] * p.shape[1])  # a mask that nobody knows is dense: an upper bound
+
+
+def _work(op: str, call: Call, t: Target, a: dict[str, Any], tokens: int, shape: tuple[int, int], dtype: torch.dtype, weight: str, bias: bool) -> Work:
+    block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
+    mask = _mask(a, shape)
+    whole = (op == "dx" and mode == "unmasked") or (op == "dw" and mode in ("ste", "unmasked"))
+    plain = layer_cost.dense(op, tokens, shape, dtype.itemsize, t.tile, bias=bias)
+    impl = implementation(a["impl"], t)
+    kept = shape[0] * shape[1] if whole else int(kept_elements(mask, shape, block))
+    cost = plain if whole else layer_cost.layer(op, impl, tokens, shape, mask, block, dtype, t.tile, bias=bias)
+    if impl == "triton" and not listed(block):
+        impl = "triton (mask, then dense)"
+    names = ROLES[op]
+    cost, plain = _renamed(cost, names), _renamed(plain, names)
+    (n, k), item = shape, dtype.itemsize
+    unit = min(block[1], 64) * item if impl == "triton" else 64 * item
+    across = min(block[0], 64) * item if impl == "triton" else 64 * item
+    widths = {
+        "forward": {"x": (unit, k * item), "w": (unit, k * item), "y": (min(128, n) * item, n * item)},
+        "dx": {"dy": (across, n * item), "w": (min(128, k) * item, k * item), "dx": (min(128, k) * item, k * item)},
+        "dw": {"dy": (min(128, n) * item, n * item), "x": (unit, k * item), "dw": (unit, k * item)},
+    }[op]
+    m, nn, kk = {"forward": (tokens, n, k), "dx": (tokens, k, n), "dw": (n, k, tokens)}[op]
+    phase = phase_of(call) if op == "forward" else PHASE[op]
+    return Work(
+        call, phase, EXACT, cost, m, nn, kk, 1, dtype, plain, block, int(mask.sum()), kept, n * k, weight, "dense" if whole else impl, widths,
+        launches=1 + (impl == "masked_dense"), name=f"fxmask.masked_linear_{op}" if op != "forward" else "",
+    )  # fmt: skip
+
+
+def _renamed(c: Cost, names: dict[str, str]) -> Cost:
+    def new(d: dict[str, int]) -> dict[str, int]:
+        return {names.get(n, n): v for n, v in d.items()}
+
+    return Cost(c.flop_useful, c.flop_issued, new(c.reads), new(c.writes), new(c.reads_min), new(c.writes_min))
+
+
+def _tokens(p: Place) -> int:
+    n = 1
+    for s in p.shape[:-1]:
+        n *= s
+    return n
+
+
+@rule("fxmask.masked_linear")
+def _linear(call: Call, t: Target) -> list[Work]:
+    a = bound(call)
+    x, w = a["x"], a["w"]
+    return [_work("forward", call, t, a, _tokens(x), w.shape, x.dtype, w.weight, a["bias"] is not None)]
+
+
+@rule("fxmask.masked_linear_dx")
+def _dx(call: Call, t: Target) -> list[Work]:
+    a = bound(call)
+    gy, w = a["gy"], a["w"]
+    return [_work("dx", call, t, a, _tokens(gy), w.shape, gy.dtype, w.weight, False)]
+
+
+@rule("fxmask.masked_linear_dw")
+def _dw(call: Call, t: Target) -> list[Work]:
+    a = bound(call)
+    gy, x = a["gy"], a["x"]
+    return [_work("dw", call, t, a, _tokens(gy), (gy.shape[-1], x.shape[-1]), gy.dtype, a["mask"].weight, False)]
+
+
+@rule("fxmask.masked_linear_backward")
+def _both(call: Call, t: Target) -> list[Work]:
+    a = bound(call)
+    gy, w = a["gy"], a["w"]
+    return [_work(op, call, t, a, _tokens(gy), w.shape, gy.dtype, w.weight, False) for op in ("dx", "dw")]
+
+
+@rule("fxmask.block_index")
+def _index(call: Call, t: Target) -> list[Work]:
+    a = bound(call)
+    w, block = a["w"], (a["block_rows"], a["block_cols"])
+    cost = layer_cost.block_index(w.shape, block, w.dtype.itemsize, implementation(a["impl"], t) == "triton")
+    return [Work(call, phase_of(call), EXACT, cost, dtype=w.dtype, block=block, weight=w.weight, launches=2)]
+
+
+@rule("fxmask.strip_lists")
+def _lists(call: Call, t: Target) -> list[Work]:
+    a = bound(call)
+    block, grid = (a["block_rows"], a["block_cols"]), a["mask"].shape
+    shape = (grid[0] * block[0], grid[1] * block[1])
+    return [Work(call, phase_of(call), EXACT, layer_cost.strip_lists(shape, block), block=block, weight=a["mask"].weight, launches=2)]

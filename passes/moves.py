@@ -1,0 +1,92 @@
+"""Ops without products: what they read and write, each byte once. Those that nobody listed are unknown, and said so."""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import dense_cost
+from ..kernels.cost import Cost
+from .known_ops import GATHERS, KNOWN, NOTHING, OVERWRITES
+from .record import Call, Place
+from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
+
+
+def _is_known(call: Call) -> bool:
+    tags = getattr(call.func, "tags", ())
+    return call.op in KNOWN or torch.Tag.pointwise in tags
+
+
+def work_of(call: Call, target: Target) -> list[Work]:
+    """The cost of a call, by its rule; of an op without a rule its bytes, each once, and whether it is known to have no products."""
+    if call.is_view or call.op in NOTHING:
+        return [Work(call, phase_of(call), FREE, Cost(), launches=0)]
+    found = RULES.get(call.op)
+    if found is not None:
+        return found(call, target)
+    known = _is_known(call)
+    cost = stream_of(call)
+    if known and target.elementwise:
+        n = max([p.numel for p in (*call.inputs, *call.outputs)], default=0)
+        cost = Cost(n, n, cost.reads, cost.writes, cost.reads_min, cost.writes_min)
+    phase = phase_of(call)
+    if phase == "dW" and call.forward is not None and call.op == "aten.sum" and _sums_bias(call):
+        phase = "db"
+    dtype = next((p.dtype for p in (*call.outputs, *call.inputs)), None)
+    return [Work(call, phase, ELEMENTWISE if known else UNKNOWN, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
+
+
+def _sums_bias(call: Call) -> bool:
+    """Whether a sum in the backward is that of a bias: its forward multiplies, or adds a parameter to something."""
+    assert call.forward is not None
+    return call.forward.op in ("aten.addmm", "aten.baddbmm", "aten.add", "aten.add_", "fxmask.masked_linear", "aten._addmm_activation")
+
+
+def stream_of(call: Call) -> Cost:
+    reads: dict[str, int] = {}
+    writes: dict[str, int] = {}
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    mutated = _mutated(call)
+    out_bytes = sum(p.bytes for p in call.outputs)
+    for p in call.inputs:
+        key = (p.storage, p.shape, p.stride)
+        if key in seen or (p.storage in mutated and call.op in OVERWRITES):
+            continue
+        seen.add(key)
+        size = p.bytes
+        if call.op in GATHERS and p is call.inputs[0]:
+            size = min(size, out_bytes)
+        name = _input_name(call, p)
+        reads[name] = reads.get(name, 0) + size
+    known = {p.storage for p in call.inputs}
+    written: set[int] = set()
+    for p in call.outputs:
+        if p.storage in written or (p.storage in known and p.storage not in mutated):
+            continue
+        written.add(p.storage)
+        name = "y" if not call.backward or call.recomputed else "dw" if phase_of(call) == "dW" else "dx"
+        writes[name] = writes.get(name, 0) + p.bytes
+    for p in call.inputs:
+        if p.storage in mutated and p.storage not in written:
+            written.add(p.storage)
+            writes["y"] = writes.get("y", 0) + p.bytes
+    return dense_cost.stream(reads, writes)
+
+
+def _mutated(call: Call) -> set[int]:
+    schema = getattr(call.func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return set()
+    found: set[int] = set()
+    for a, value in zip(schema.arguments, call.args, strict=False):
+        if a.alias_info is not None and a.alias_info.is_write:
+            found |= {p.storage for p in torch.utils._pytree.tree_leaves(value) if isinstance(p, Place)}
+    return found
+
+
+def _input_name(call: Call, p: Place) -> str:
+    if p.weight:
+        return "mask" if p.dtype == torch.bool else "w"
+    if not call.backward or call.recomputed:
+        return "x"
+    known = set() if call.forward is None else {q.storage for q in (*call.forward.inputs, *call.forward.outputs)}
+    return "saved" if p.storage in known else "dy"

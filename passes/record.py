@@ -1,0 +1,230 @@
+"""What a model does, op by op: it runs once on fake tensors, which have shapes and no memory, and every ATen op that arrives below autograd is written down.
+
+Forward and backward are both run, so the record holds what autograd really does: no gradient for an input that needs none, recomputation inside checkpoints,
+both gradients of an attention matmul. A backward op is put to the forward op that it belongs to by autograd's sequence numbers, and that one to its module by
+the frames of the call stack: nothing is hooked into the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+PHASES = ("fwd", "dX", "dW", "db", "recompute")
+CALL_CODE = nn.Module._call_impl.__code__
+SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
+
+
+class Mask(NamedTuple):
+    """The values of a block mask, bool [NB, KB]; the block where it is known."""
+
+    values: Tensor
+    block: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of a call: sizes, and what it is. Two places with the same `storage` are the same memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    weight: str = ""  # the parameter that it is, or is computed from alone; joined by + where there are several
+    whole: bool = False  # it is that parameter itself, or a view of it
+    mask: Mask | None = field(default=None, compare=False, repr=False)  # of a mask, and of a weight that was multiplied by one
+    neutral: bool = False  # a constant: neither a weight nor computed from the model's inputs
+
+    @property
+    def bytes(self) -> int:
+        """Distinct bytes: an axis that is only expanded counts once."""
+        n = self.dtype.itemsize
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            n *= size if stride or size == 0 else 1
+        return n
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+
+@dataclass
+class Call:
+    """One op that ran."""
+
+    func: Any
+    args: tuple[Any, ...]  # as given, every tensor a Place
+    kwargs: dict[str, Any]
+    outputs: list[Place]
+    module: str
+    kind: str  # the module's class
+    node: str  # of the graph, where a graph was run
+    backward: bool = False
+    recomputed: bool = False
+    forward: Call | None = None  # of a backward op, the forward op that it differentiates
+    seq: int = -1
+
+    @property
+    def op(self) -> str:
+        """`aten.mm`, `fxmask.masked_linear`."""
+        return str(getattr(self.func, "overloadpacket", self.func))
+
+    @property
+    def inputs(self) -> list[Place]:
+        return [p for p in tree_leaves((self.args, self.kwargs)) if isinstance(p, Place)]
+
+    @property
+    def weights(self) -> set[str]:
+        return {p.weight for p in self.inputs if p.weight}
+
+    @property
+    def is_view(self) -> bool:
+        """Whether nothing is moved: every output is memory of an input, and none is written to."""
+        schema = getattr(self.func, "_schema", None)
+        if schema is None or schema.is_mutable or not self.outputs:
+            return False
+        known = {p.storage for p in self.inputs}
+        return all(p.storage in known for p in self.outputs)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the ops of a model inside a FakeTensorMode.
+
+    `modules`: {id(module): name}; `weights`: {storage of a fake parameter: (its name, the real parameter)}; `constants`: storages of fake buffers.
+    """
+
+    def __init__(self, modules: dict[int, str], weights: dict[int, tuple[str, Tensor]], constants: set[int]) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.typical: set[str] = set()  # weights whose masks were drawn, because they have no values
+        self.modules, self.real, self.neutral = modules, weights, constants
+        self.node, self.stack = "", ""  # of the graph that is being run
+        self.frames: dict[int, tuple[FrameType, str]] = {}  # every call of a module that ran an op, and its name; a frame that is held keeps its id
+        self.progress: Callable[[int], None] | None = None  # told how many ops there are so far
+        self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
+        self._kept: list[Any] = []  # a storage that was freed would give its address to another
+        self._by_seq: dict[int, Call] = {}
+        self._seq = torch.autograd._get_sequence_nr()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Not one that the compiler must trace."""
+        return True
+
+    def _place(self, t: Tensor) -> Place:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        self._kept.append(storage)
+        name, whole, mask, neutral = "", key in self.real, None, key in self.neutral
+        if whole:
+            name = self.real[key][0]
+        elif key in self._derived:
+            name, mask = self._derived[key]
+        elif not isinstance(t, FakeTensor):  # a constant of the model's code
+            neutral = True
+            mask = Mask(t) if t.dtype == torch.bool and t.dim() == 2 and not t.is_meta else None
+        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "_schema", None) is not None and func._schema.name in SILENT:
+            return func(*args, **kwargs)
+        composite = hasattr(func, "decompose") and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if composite:
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        now = torch.autograd._get_sequence_nr()
+        out = func(*args, **kwargs)
+        self._note(func, args, kwargs, out, now)
+        return out
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
+        places = torch.utils._pytree.tree_map(lambda a: self._place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
+        node = torch._C._current_autograd_node()
+        backward, recomputed = node is not None, node is not None and torch.is_grad_enabled()
+        module, kind = self._module()
+        call = Call(func, places[0], places[1], [], module, kind, self.node, backward, recomputed)
+        if backward and not recomputed:
+            call.forward = self._by_seq.get(node._sequence_nr()) if node.name() != "torch::autograd::AccumulateGrad" else None
+            if call.forward is not None:
+                call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
+        elif now > self._seq:  # autograd made a node for this op just before it came here
+            call.seq, self._seq = now - 1, now
+            self._by_seq[call.seq] = call
+        inputs = call.inputs
+        names = {n for p in inputs for n in p.weight.split("+") if n}
+        others = [p for p in inputs if not p.weight and not p.neutral]
+        mask = self._mask_of(func, args, kwargs) or next((p.mask for p in inputs if p.mask is not None), None)
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                key = t.untyped_storage()._cdata
+                if others or backward:
+                    self.neutral.discard(key)
+                    if key not in {p.storage for p in inputs}:
+                        self._derived.pop(key, None)
+                elif key not in self.real and names:
+                    self._derived[key] = ("+".join(sorted(names)), mask)
+                elif key not in self.real:
+                    self.neutral.add(key)
+                call.outputs.append(self._place(t))
+        self.calls.append(call)
+        if self.progress is not None:
+            self.progress(len(self.calls))
+
+    def _mask_of(self, func: Any, args: Any, kwargs: Any) -> Mask | None:
+        """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
+        if getattr(func, "_schema", None) is None or func._schema.name != "fxmask::block_index":
+            return None
+        w, keep = args[0], args[1]
+        real = self.real.get(w.untyped_storage()._cdata)
+        with _disable_current_modes(), torch.no_grad():
+            if real is not None and not real[1].is_meta and real[1].shape == w.shape and _is_real(keep):
+                return Mask(func(real[1].detach().to(w.dtype), *args[1:], **kwargs).cpu(), (args[3], args[4]))
+            grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
+            self.typical.add(self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0])
+            return Mask(typical_mask(grid, int(keep) if _is_real(keep) else grid[0] * grid[1]), (args[3], args[4]))
+
+    def _module(self) -> tuple[str, str]:
+        """Name and class of the innermost module whose call is on the stack, and what the graph says of its node."""
+        found: tuple[str, str] | None = None
+        for frame in _frames():
+            if frame.f_code is CALL_CODE:
+                m = frame.f_locals["self"]
+                name = self.modules.get(id(m))
+                if name is not None:
+                    self.frames.setdefault(id(frame), (frame, name))
+                    found = found or (".".join(p for p in (name, self.stack if isinstance(m, torch.fx.GraphModule) else "") if p), type(m).__name__)
+        return found or (self.stack, "")
+
+
+def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:
+    """A mask with `keep` kept blocks, drawn at random, the same in every run: for weights that have no values."""
+    n = grid[0] * grid[1]
+    mask = torch.zeros(n, dtype=torch.bool)
+    mask[torch.randperm(n, generator=torch.Generator().manual_seed(n))[:keep]] = True
+    return mask.view(grid)
+
+
+def _is_real(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and not t.is_meta
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,103 @@
+"""What one recorded op costs: its sizes, FLOP and bytes, and which part of a training step it belongs to. `passes.rules` fills it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..kernels.cost import Cost
+from .record import Call, Place
+
+EXACT, REGISTERED, ELEMENTWISE, FREE, UNKNOWN = "exact", "registered", "elementwise", "free", "unknown"
+
+
+@dataclass
+class Work:
+    """The cost of one op, or of one part of it (a convolution's backward is dX, dW and db at once).
+
+    `cost`: as it runs; `dense`: the same op of the dense layer, where a mask leaves something out. FLOP are 0 for ops without products.
+    """
+
+    call: Call | None
+    phase: str  # fwd, dX, dW, db, recompute, opt
+    status: str
+    cost: Cost
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: int = 1
+    dtype: torch.dtype | None = None
+    dense: Cost | None = None
+    block: tuple[int, int] | None = None
+    nnzb: int | None = None
+    kept: int | None = None  # weight elements in kept blocks
+    elements: int = 0  # of the weight
+    weight: str = ""
+    impl: str = ""  # of a masked op: triton, or masked_dense
+    widths: dict[str, tuple[int, int]] = field(default_factory=dict)  # operand -> bytes of a run, bytes between rows
+    launches: int = 1
+    name: str = ""  # of the op, where it is not the call's
+
+    @property
+    def op(self) -> str:
+        return self.name or (self.call.op if self.call else "")
+
+    @property
+    def flop_dense(self) -> int:
+        """FLOP of the dense layer: more than `cost.flop_useful` where a mask leaves something out."""
+        return (self.dense or self.cost).flop_useful
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the rules need to know of the device and of the caller's wishes."""
+
+    tile: tuple[int, int] = (128, 128)  # (tokens, features) of a dense matmul's output tile
+    impl: str = ""  # of masked layers; empty: as each layer says, and triton for auto
+    elementwise: bool = False  # count one FLOP for each element that an op without products computes
+
+
+Rule = Callable[[Call, Target], list[Work]]
+RULES: dict[str, Rule] = {}  # by op, `aten.mm`
+
+
+def rule(*ops: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of some ops."""
+
+    def register(f: Rule) -> Rule:
+        for op in ops:
+            RULES[op] = f
+        return f
+
+    return register
+
+
+def phase_of(call: Call) -> str:
+    """The part of a step that an op is of: in a backward, dW where its forward reads a weight and the op itself does not, dX otherwise."""
+    if call.recomputed:
+        return "recompute"
+    if not call.backward:
+        return "fwd"
+    if call.forward is None:  # a sum of gradients that meet, or their accumulation
+        return "dX"
+    return "dW" if call.forward.weights and not call.weights else "dX"
+
+
+def is_weight(p: Place) -> bool:
+    """Whether a tensor is a parameter, or computed from parameters alone."""
+    return bool(p.weight)
+
+
+def tensor_args(call: Call) -> list[Any]:
+    """The positional arguments; tensors are Places."""
+    return list(call.args)
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
