@@ -48,7 +48,7 @@ def _parts(n: int, k: int, bh: int, lo: int, hi: int) -> Iterator[tuple[slice, s
 def _sum_keys(w: Tensor, nb: int, kb: int, bh: int, bw: int, squared: bool) -> Tensor | None:
     """int32 [NB, KB]; None where an element is not finite."""
     n, k = w.shape
-    largest, total = torch.empty(nb, k), torch.empty(nb, k, dtype=torch.float64)
+    largest, total = (torch.empty(nb, k, dtype=d, device=w.device) for d in (torch.float32, torch.float64))  # whatever the defaults are
 
     def blocks(t: Tensor) -> Tensor:
         return (F.pad(t, (0, kb * bw - k)) if kb * bw > k else t).unflatten(1, (kb, bw))
@@ -57,13 +57,13 @@ def _sum_keys(w: Tensor, nb: int, kb: int, bh: int, bw: int, squared: bool) -> T
         return w[rows].float().view(-1, height, k)
 
     def maxima(lo: int, hi: int) -> None:
-        space = torch.empty(max(CHUNK, bh * k))
+        space = torch.empty(max(CHUNK, bh * k), dtype=torch.float32, device=w.device)
         for at, rows, height in _parts(n, k, bh, lo, hi):
             p = part(rows, height)
             torch.amax(torch.abs(p, out=space[: p.numel()].view(p.shape)), 1, out=largest[at])
 
     def sums(lo: int, hi: int) -> None:
-        space = torch.empty(max(CHUNK, bh * k))
+        space = torch.empty(max(CHUNK, bh * k), dtype=torch.float32, device=w.device)
         for at, rows, height in _parts(n, k, bh, lo, hi):
             p = part(rows, height)
             u = torch.mul(p, scales[0][at], out=space[: p.numel()].view(p.shape))

@@ -133,3 +133,20 @@ def test_masks_are_those_of_the_reference(shape, ties):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(5)).round()  # of many ties
     arguments = (w, torch.tensor(3), torch.tensor(0), (4, 4), "fro", ties, 0)
     assert torch.equal(implementation.block_index(*arguments), reference.block_index(*arguments))
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_defaults_do_not_matter(dtype, criterion):
+    """Trainers set a default dtype around forwards (Lightning's bf16-true), programs a default device."""
+    w = torch.randn(70, 33, generator=torch.Generator().manual_seed(0))
+    step, stream = torch.tensor(3), 5
+    expected = score.block_keys(w, (16, 16), criterion, step, stream)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            got = score.block_keys(w, (16, 16), criterion, step, stream)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(got, expected)
