@@ -6,6 +6,7 @@ One place for the analysis' tables, the benchmark's columns and the FLOP formula
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, sp
 OPS = ("forward", "dx", "dw")
 
 
-def useful_flop(tokens: int, kept: int) -> int:
-    """2 FLOP a token and kept weight element, for forward, dX and dW alike."""
+Number = TypeVar("Number", int, float)
+
+
+def useful_flop(tokens: int, kept: Number) -> Number:
+    """2 FLOP a token and kept weight element, for forward, dX and dW alike. An expected number of elements, as the CPU's cost model has it, is a float."""
     return 2 * tokens * kept
 
 

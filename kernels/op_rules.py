@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import joint, ops, reference
 from .grid import kept_elements
+from .layer_cost import useful_flop
 
 # ---- autocast: `register_autocast` fixes one dtype for ever; this follows the ambient one ----------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def _flop(tokens: Tensor, shape: tuple[int, int], wanted: Tensor | None, block: 
     m = tokens.shape[:-1].numel()
     known = wanted is not None and wanted.device.type != "meta" and type(wanted) in (Tensor, torch.nn.Parameter)
     elements = int(kept_elements(wanted, shape, block)) if known and wanted is not None else shape[0] * shape[1]
-    return 2 * m * elements
+    return useful_flop(m, elements)
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear, get_raw=True)

@@ -17,7 +17,7 @@ from ..report import FORMATS, Report
 SCHEMA = "fxmask.analysis/1"
 SUFFIX = {"csv": ".csv", "json": ".json", "markdown": ".md", "html": ".html", "latex": ".tex", "text": ".txt"}
 TABLEFMT = {"markdown": "github", "html": "html", "latex": "latex_booktabs", "text": "simple"}
-TABLES = ("summary", "modules", "nodes", "traffic", "roofline", "footprint", "coverage", "energy")
+TABLES = ("summary", "modules", "nodes", "traffic", "roofline", "footprint", "coverage", "thesis")
 PRINTED = ("module", "type", "params", "density", "flop", "flop_pct", "flop_dense", "bytes_min", "calls")
 
 
@@ -137,6 +137,7 @@ class Analysis(Report):
 
     def __str__(self) -> str:
         parts = [self.title, self.text("summary"), self.text("modules", columns=PRINTED)]
+        parts += [f"{t}\n{self.text(t)}" for t in ("thesis", "measured", "energy") if self.tables.get(t)]
         if self.tables["coverage"]:
             parts.append("unknown ops:\n" + self.text("coverage"))
         return "\n\n".join(p for p in [*parts, "\n".join(self.notes)] if p)
@@ -146,6 +147,8 @@ class Analysis(Report):
 
 def short(column: str, value: Any) -> Any:
     """A number as it is printed: FLOP in M, G, T; bytes in kB, MB, GB (powers of ten)."""
+    if column.endswith("_gib") and isinstance(value, float):
+        return f"{value:.2f}"
     if isinstance(value, bool) or not isinstance(value, int) or not ("flop" in column or "bytes" in column or column == "mac"):
         return value
     unit = "B" if "bytes" in column else ""

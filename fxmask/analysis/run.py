@@ -16,10 +16,11 @@ from ..passes import masked_rules, rules  # noqa: F401  (they register their rul
 from ..passes.capture import Recording, capture
 from ..passes.moves import work_of
 from ..passes.work import Target, Work
-from . import devices, footprint, optimiser, tables
+from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .explained import explain
 from .report import SCHEMA, Analysis
+from .thesis import MODELS
 
 PHASES = ("fwd", "dX", "dW", "opt")
 IMPLS = ("triton", "reference")
@@ -36,6 +37,7 @@ def analyze(
     steps: int | None = None,
     impl: str | None = None,
     dtype: torch.dtype | None = None,
+    memory_model: str = "tokens",
     count_elementwise: bool = False,
     strict: bool = False,
     progress: Callable[[int], None] | None = None,
@@ -52,6 +54,7 @@ def analyze(
         steps: adds the totals of a run of so many steps to the summary.
         impl: how masked layers are counted: "triton" or "reference" (masked-dense); default: as each layer says, and triton for "auto".
         dtype: count as if all floating tensors had this dtype.
+        memory_model: "thesis" adds a table of that name: bytes by the model of Bespalov's thesis, beside the same with activations of every token.
         count_elementwise: count one FLOP an element for ops without products, too. strict: raise where an op is unknown. progress: called with the
             number of ops so far.
 
@@ -68,7 +71,7 @@ def analyze(
     Cost: an eager step without arithmetic, about 0.5 ms an op.
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
-    _check(phases, impl)
+    _check(phases, impl, memory_model)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW"))
     recording = capture(model, args, named, backward, dtype, progress)
@@ -83,7 +86,12 @@ def analyze(
     if strict and rows:
         ops = ", ".join(f"{r['op']} ({r['count']}x, {r['example_shapes']})" for r in rows)
         raise _unknown(ops, rows[0]["op"])
-    return _report(model, recording, works, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
+    report = _report(model, recording, works, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
+    if dtype is not None:
+        report.title += f", counted in {str(dtype).removeprefix('torch.')}"
+    if memory_model == "thesis":
+        report.tables["thesis"] = thesis_table.rows(works, recording, steps)
+    return report
 
 
 def _unknown(ops: str, first: str) -> Exception:
@@ -91,7 +99,9 @@ def _unknown(ops: str, first: str) -> Exception:
     return UnsupportedError(f"analyze(strict=True) knows no cost of: {ops}.{fix}")
 
 
-def _check(phases: Sequence[str], impl: str | None) -> None:
+def _check(phases: Sequence[str], impl: str | None, memory_model: str) -> None:
+    if memory_model not in MODELS:
+        raise ConfigError(f"memory_model: expected one of {', '.join(MODELS)}, got {memory_model!r}.")
     bad = [p for p in phases if p not in PHASES] if not isinstance(phases, str) else [phases]
     if bad or not phases:
         raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {phases!r}.")

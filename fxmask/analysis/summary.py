@@ -98,8 +98,8 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     elif flop and issued > 1.5 * flop:
         blocks = ", ".join(f"{a}x{b}" for a, b in sorted({w.block for w in masked if w.block}))
         said.append(
-            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: blocks of {blocks} are smaller than the tiles that tensor cores "
-            "take, and a tile is computed where any of its blocks is kept."
+            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: tensor cores take whole tiles, 128 tokens by 128 features in "
+            f"steps of 64, wherever any of their blocks ({blocks}) is kept."
         )
     return said
 
@@ -110,21 +110,21 @@ def _weight_bytes(w: Work) -> int:
 
 
 def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
-    """Ops that would need more from the L2 than it has, to be as fast as the dense matmul."""
-    needs = [(w.cost.bytes_req / roofline.seconds(roofline.dense_of(w), device, tf32), w) for w in masked if w.cost.bytes_req]
-    if not needs:
+    """What the L2 cache must give: for the masked ops' least times, and for the dense matmuls', which is the most that it is known to have to give."""
+    asked = [w for w in masked if w.cost.bytes_req and w.cost.flop_useful]
+    if not asked:
         return []
-    plain = max(roofline.dense_of(w).cost.bytes_req / roofline.seconds(roofline.dense_of(w), device, tf32) for _, w in needs)
-    worst, w = max(needs, key=lambda p: p[0])
-    if device.l2_bytes_s:
-        over = [p for p in needs if p[0] > device.l2_bytes_s]
-        known = f"; the device gives {device.l2_bytes_s / 1e12:.3g} TB/s, which {len(over)} of {len(needs)} ops exceed"
-    else:
-        known = "; its bandwidth is in no datasheet, measure it by `make gpu`"
-    if worst <= plain and not (device.l2_bytes_s and worst > device.l2_bytes_s):
+    plain = [roofline.dense_of(w) for w in asked]
+    dense = max(w.cost.bytes_req / roofline.seconds(w, device, tf32) for w in plain)
+    need, w = max(((w.cost.bytes_req / roofline.seconds(w, device, tf32), w) for w in asked), key=lambda p: p[0])
+    known = device.l2_bytes_s or dense
+    if need <= known:
         return []
     where = w.call.module if w.call else w.weight
+    limited = sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in asked)
+    gain = sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in plain) / limited
+    given = "the device gives" if device.l2_bytes_s else "no datasheet says what it gives, dense matmuls at their least time need"
     return [
-        f"L2-bound, maybe: to tie with the dense matmul, {where} ({w.phase}) needs {worst / 1e12:.3g} TB/s from the L2 cache, dense ones at most "
-        f"{plain / 1e12:.3g}{known}. Larger blocks ask for less."
+        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. At {known / 1e12:.3g} TB/s "
+        f"the matmuls of masked layers are at most {gain:.2f}x faster; larger blocks ask for less."
     ]

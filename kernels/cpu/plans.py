@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..layer_cost import useful_flop
+
 DENSE = 130e9  # FLOP a second of a large matmul
 MASK = 1.9e-9  # seconds a weight element of W∘M
 FIXED = 0.66e-3  # seconds of an op before it multiplies
@@ -93,7 +95,7 @@ def seconds(plan: Plan, case: Case) -> float:
     strips, chunks = -(-across // (width * plan.group)), -(-m // plan.chunk)
     kept = 1 - (1 - case.density) ** plan.group
     width, unit = min(width * plan.group, across), min(unit, along)
-    flop, moved = 2 * m * n * k * kept, m * strips * along * kept  # elements gathered
+    flop, moved = useful_flop(m, n * k * kept), m * strips * along * kept  # elements gathered
     time = FIXED + strips * STRIP + TOUCH * m * (along + across) + casts
     if plan.layout == "runs":
         runs = strips * max(1.0, along / unit * kept * (1 - kept))
