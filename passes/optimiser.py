@@ -52,7 +52,7 @@ def group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
 
 def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     """Tensors of the optimiser's state that have an element for each of the weight's; of a sharded weight, for each of this process's part."""
-    found = {k: t for k, t in optimizer.state.get(weight, {}).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
+    found = {k: t for k, t in ranks.stepping(optimizer).state.get(weight, {}).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
     if not ranks.is_shard(weight):
         return {k: t for k, t in found.items() if t.shape == weight.shape}
     shape, parts = ranks.part(weight).shape, {}

@@ -10,6 +10,7 @@ import sys
 
 import torch.distributed
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def is_shard(t: object) -> bool:
@@ -40,6 +41,12 @@ def part_like(full: Tensor, weight: Tensor) -> Tensor:
     placements, mesh = weight.placements, weight.device_mesh  # type: ignore[attr-defined]
     tensors = sys.modules["torch.distributed.tensor"]
     return tensors.distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+
+
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """The optimiser that holds this process's part of the state: ZeroRedundancyOptimizer gives each process one, and has no state itself."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer  # type: ignore[attr-defined]
 
 
 def at_rest(model: nn.Module) -> None:

@@ -125,6 +125,6 @@ def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
     gain = sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in plain) / limited
     given = "the device gives" if device.l2_bytes_s else "no datasheet says what it gives, dense matmuls at their least time need"
     return [
-        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. At {known / 1e12:.3g} TB/s "
-        f"the matmuls of masked layers are at most {gain:.2f}x faster; larger blocks ask for less."
+        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. At that, the matmuls "
+        f"of masked layers are at most {gain:.2f}x faster; larger blocks ask for less."
     ]

@@ -1,6 +1,8 @@
 """What wrappers of several processes do to a masked model, as far as one process shows it; `tests/distributed` has two."""
 
 import copy
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -85,6 +87,27 @@ def test_an_optimiser_that_keeps_its_own_part(mesh):
     for n, mask in masks.items():
         weight = model.get_parameter(n)
         assert torch.equal(optimizer.state[weight]["memory"] != 0, expand_mask(mask, weight.shape, (16, 16)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # torch.distributed.optim scripts its own code when it is imported
+@pytest.mark.parametrize("returning", ["keep", "zero"])
+def test_zero_redundancy(mesh, returning):
+    """Momenta lie in an optimiser inside of it, and rest there as well: the bits of the plain one, while blocks leave and return."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ends = []
+    for made in (torch.optim.AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)):
+        torch.manual_seed(0)
+        model = fxmask.apply(mlp(), ratio=0.6)
+        optimizer = made(model.parameters(), lr=0.02, weight_decay=0.1)
+        fxmask.guard(optimizer, model, returning=returning)
+        masks = [fxmask.masks(model)]
+        for _ in range(12):
+            train(model, optimizer, 1)
+            masks.append(fxmask.masks(model))
+        assert any((now["0.weight"] & ~old["0.weight"]).any() for old, now in pairwise(masks))
+        ends.append([*model.parameters(), *(s["exp_avg"] for s in getattr(optimizer, "optim", optimizer).state.values())])
+    assert len(ends[0]) == 12 and all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("refresh", [1, 2])
