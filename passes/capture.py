@@ -6,9 +6,9 @@ buffers are replaced by fake ones for the time of the run, and every attribute o
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import Counter
+import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
 from . import ranks
 from . import site as state
+from .lifted import source_name
 from .record import Call, Place, Recorder, typical_mask
 from .site import Site
 
+LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
 WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
 
 
@@ -35,6 +37,7 @@ class Saved:
 
     place: Place
     module: str
+    bytes: int  # of its whole storage: a view keeps all of it
 
 
 @dataclass
@@ -50,7 +53,13 @@ class Recording:
     sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
     executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
     typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
+    uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept
     backward: bool = False  # whether a backward ran
+    dtype: torch.dtype | None = None  # that floating tensors were taken to have
+
+    def size(self, t: Tensor) -> int:
+        """Bytes of a tensor, in the dtype that was asked for."""
+        return t.numel() * (self.dtype if self.dtype and t.is_floating_point() else t.dtype).itemsize
 
 
 class _Nodes(fx.Interpreter):
@@ -72,9 +81,7 @@ def _module_of(n: fx.Node) -> str:
     """The innermost module of a node of Dynamo or export, as it is named in the model that was traced."""
     stack = n.meta.get("nn_module_stack") or {}
     name = next(reversed(stack.values()))[0] if stack else ""
-    for prefix in ("L['self'].", "L__self___", "L['self']"):
-        name = name.removeprefix(prefix)
-    return name
+    return LOCAL.sub("", name)
 
 
 def capture(
@@ -96,7 +103,7 @@ def capture(
     gm, root = _runnable(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = _Fakes(mode, dtype)
-    with _unchanged(root), torch.compiler.set_stance("force_eager"):
+    with _unchanged(root), _plain_ops(), torch.compiler.set_stance("force_eager"):
         parameters, buffers = _swap(root, faked)
         given = tree_leaves((args, kwargs or {}))
         inputs = [t for t in given if isinstance(t, Tensor)]
@@ -105,11 +112,13 @@ def capture(
                 parameters.setdefault(name, t)
         inputs = [t for t in inputs if not isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
-        weights = {faked(p).untyped_storage()._cdata: (name, p) for name, p in parameters.items()}
+        weights = {t.untyped_storage()._cdata: (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
         constants = {faked(b).untyped_storage()._cdata for b in buffers.values()}
         names = {id(m): name for name, m in reversed(list(root.named_modules()))}
         recorder = Recorder(names, weights, constants)
         recorder.progress = progress
+        recorder.values = {faked(t).untyped_storage()._cdata: t for t in (*inputs, *buffers.values())}
+        recorder.blocks = {m._fxmask_mask.untyped_storage()._cdata: m._fxmask_config.block for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None}
         saved: list[Saved] = []
         run = _Nodes(gm, recorder).run if gm is not None else root
         before = {faked(t).untyped_storage()._cdata for t in inputs}
@@ -122,10 +131,16 @@ def capture(
                 raise
             except Exception as e:
                 raise _failed(recorder, e) from e
+            finally:
+                for t, grad in recorder.leaves.values():
+                    t.grad = grad
     sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
-    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, ran)
+    if gm is not None:
+        executions[""] = 1  # an interpreter runs it, no call of the module
+        kinds = _traced_kinds(gm) | kinds
+    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, recorder.uncounted, ran, dtype)
 
 
 def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
@@ -143,7 +158,17 @@ def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
 
 
 def _placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [] if gm is None else list(zip([n.target for n in gm.graph.nodes if n.op == "placeholder"], args, strict=False))
+    nodes = [] if gm is None else [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return [(source_name(n) or n.target, a) for n, a in zip(nodes, args, strict=False)]
+
+
+def _traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
+    """Modules of the model that a graph was traced from, and their classes."""
+    found = {"": ""}
+    for n in gm.graph.nodes:
+        for name, kind in (n.meta.get("nn_module_stack") or {}).values():
+            found[LOCAL.sub("", name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+    return dict(sorted(found.items(), key=lambda p: p[0] != ""))
 
 
 class _Fakes:
@@ -195,22 +220,65 @@ def _prepare(site: Site) -> None:
 
 @contextmanager
 def _unchanged(root: nn.Module) -> Iterator[None]:
-    """Inside, modules may be changed at will: afterwards every attribute is what it was, and so are the random states of Python and PyTorch."""
+    """Inside, modules may be changed at will: afterwards every attribute is what it was, what lists and dicts hold too, and so are the random states."""
     modules = list(root.modules())
-    tables = ("_parameters", "_buffers", "_modules")
-    before = [(m, dict(m.__dict__), {t: copy.copy(m.__dict__[t]) for t in tables}) for m in modules]
+    before = [(m, dict(m.__dict__)) for m in modules]
+    held: dict[int, tuple[Any, Any]] = {}
+    for _, attributes in before:
+        for value in attributes.values():
+            _copies(value, held)
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
-        for m, attributes, contents in before:
+        for m, attributes in before:
             m.__dict__.clear()
             m.__dict__.update(attributes)
-            for t in tables:
-                m.__dict__[t].clear()
-                m.__dict__[t].update(contents[t])
+        for container, contents in held.values():
+            _refill(container, contents)
+
+
+CONTAINERS = (dict, list, set, deque)  # with their subclasses, such as an OrderedDict
+
+
+def _copies(value: Any, held: dict[int, tuple[Any, Any]]) -> None:
+    """Note what a container holds, and the containers in it."""
+    if isinstance(value, tuple):
+        for v in value:
+            _copies(v, held)
+    elif isinstance(value, CONTAINERS) and id(value) not in held:
+        held[id(value)] = (value, dict(value) if isinstance(value, dict) else list(value))
+        for v in value.values() if isinstance(value, dict) else value:
+            _copies(v, held)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Put back what a container held; one that nobody changed is not touched."""
+    now: Any = dict(container) if isinstance(container, dict) else list(container)
+    same = len(now) == len(contents) and all(a is b for a, b in zip(_flat(now), _flat(contents), strict=True))
+    if not same:
+        container.clear()
+        container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
+
+
+def _flat(contents: Any) -> list[Any]:
+    return [x for item in contents.items() for x in item] if isinstance(contents, dict) else contents
+
+
+@contextmanager
+def _plain_ops() -> Iterator[None]:
+    """Inside, no fused op hides its products: encoder layers leave their fast path, recurrent layers their library's kernels."""
+    fast, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of a setting that is not touched here
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch._C._set_mkldnn_enabled(onednn)
 
 
 @contextmanager
@@ -221,7 +289,7 @@ def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator
         key = t.untyped_storage()._cdata
         if key not in known and key not in recorder.neutral:
             known.add(key)
-            saved.append(Saved(recorder._place(t), recorder._module()[0]))
+            saved.append(Saved(recorder._place(t), recorder._module()[0], t.untyped_storage().nbytes()))
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -112,6 +112,10 @@ class Recorder(TorchDispatchMode):
         self.modules, self.real, self.neutral = modules, weights, constants
         self.node, self.stack = "", ""  # of the graph that is being run
         self.frames: dict[int, tuple[FrameType, str]] = {}  # every call of a module that ran an op, and its name; a frame that is held keeps its id
+        self.values: dict[int, Tensor] = {}  # by storage of a fake: inputs and buffers that are real, such as a Dynamo graph's number of kept blocks
+        self.blocks: dict[int, tuple[int, int]] = {}  # by storage: the block of a cached mask
+        self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
         self.progress: Callable[[int], None] | None = None  # told how many ops there are so far
         self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
         self._kept: list[Any] = []  # a storage that was freed would give its address to another
@@ -134,7 +138,9 @@ class Recorder(TorchDispatchMode):
             name, mask = self._derived[key]
         elif not isinstance(t, FakeTensor):  # a constant of the model's code
             neutral = True
-            mask = Mask(t) if t.dtype == torch.bool and t.dim() == 2 and not t.is_meta else None
+            mask = Mask(t, self.blocks.get(key)) if t.dtype == torch.bool and t.dim() == 2 and not t.is_meta else None
+        if not isinstance(t, FakeTensor) and t.requires_grad and t.is_leaf:
+            self.leaves.setdefault(id(t), (t, t.grad))
         return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,14 +178,17 @@ class Recorder(TorchDispatchMode):
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 key = t.untyped_storage()._cdata
-                if others or backward:
+                if others or (backward and key not in {p.storage for p in inputs}):
                     self.neutral.discard(key)
-                    if key not in {p.storage for p in inputs}:
-                        self._derived.pop(key, None)
+                    self._derived.pop(key, None)
+                elif backward:
+                    pass  # a view of what it was
                 elif key not in self.real and names:
                     self._derived[key] = ("+".join(sorted(names)), mask)
                 elif key not in self.real:
                     self.neutral.add(key)
+                    if mask is not None:  # a cached one, expanded
+                        self._derived[key] = ("", mask)
                 call.outputs.append(self._place(t))
         self.calls.append(call)
         if self.progress is not None:
@@ -189,13 +198,15 @@ class Recorder(TorchDispatchMode):
         """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
         if getattr(func, "_schema", None) is None or func._schema.name != "fxmask::block_index":
             return None
-        w, keep = args[0], args[1]
+        w, keep = args[0], self.values.get(args[1].untyped_storage()._cdata, args[1])
         real = self.real.get(w.untyped_storage()._cdata)
         with _disable_current_modes(), torch.no_grad():
-            if real is not None and not real[1].is_meta and real[1].shape == w.shape and _is_real(keep):
-                return Mask(func(real[1].detach().to(w.dtype), *args[1:], **kwargs).cpu(), (args[3], args[4]))
+            if real is not None and _is_real(real[1]) and real[1].shape == w.shape and _is_real(keep):
+                scalars = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2]))
+                return Mask(func(real[1].detach().to(w.dtype), *scalars, *args[3:], **kwargs).cpu(), (args[3], args[4]))
             grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
-            self.typical.add(self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0])
+            name = self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0]
+            (self.typical if _is_real(keep) else self.uncounted).add(name)
             return Mask(typical_mask(grid, int(keep) if _is_real(keep) else grid[0] * grid[1]), (args[3], args[4]))
 
     def _module(self) -> tuple[str, str]:

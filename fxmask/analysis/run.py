@@ -71,16 +71,17 @@ def analyze(
     Cost: an eager step without arithmetic, about 0.5 ms an op.
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
-    _check(phases, impl, memory_model)
+    _check(phases, impl, memory_model, dtype, steps)
+    optimiser.states_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
-    backward = any(p in phases for p in ("dX", "dW"))
+    backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
     recording = capture(model, args, named, backward, dtype, progress)
     target = Target(target_device.dense_tile, impl or "", count_elementwise)
     works = [w for c in recording.calls for w in work_of(c, target)]
     if "opt" in phases and recording.backward:
-        works += optimiser.step(recording.parameters, optimizer)
+        works += optimiser.step(recording, optimizer)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
-    wanted |= {"recompute"} if backward else set()
+    wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
     works = [w for w in works if w.phase in wanted]
     rows, shares = tables.coverage(works, recording)
     if strict and rows:
@@ -99,7 +100,7 @@ def _unknown(ops: str, first: str) -> Exception:
     return UnsupportedError(f"analyze(strict=True) knows no cost of: {ops}.{fix}")
 
 
-def _check(phases: Sequence[str], impl: str | None, memory_model: str) -> None:
+def _check(phases: Sequence[str], impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None) -> None:
     if memory_model not in MODELS:
         raise ConfigError(f"memory_model: expected one of {', '.join(MODELS)}, got {memory_model!r}.")
     bad = [p for p in phases if p not in PHASES] if not isinstance(phases, str) else [phases]
@@ -107,6 +108,10 @@ def _check(phases: Sequence[str], impl: str | None, memory_model: str) -> None:
         raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {phases!r}.")
     if impl is not None and impl not in IMPLS:
         raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype: expected a floating dtype, such as torch.bfloat16, or None, got {dtype!r}.")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+        raise ConfigError(f"steps: expected a number of steps or None, got {steps!r}.")
 
 
 def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -129,14 +134,13 @@ def _report(
     summary = totals.summary(works, recording, device, tf32, steps)
     summary |= {"coverage": shares, **optimiser.summary(optimizer)}
     shapes = [f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in recording.inputs]
-    _, states = optimiser.states_of(optimizer)
     found = {
         "summary": summary_rows(summary),
         "modules": tables.modules(works, recording),
         "nodes": tables.nodes(works, names),
         "traffic": tables.traffic_rows(works, names, device),
         "roofline": tables.roofline_rows(works, names, device, tf32),
-        "footprint": footprint.rows(recording, works, states),
+        "footprint": footprint.rows(recording, works),
         "coverage": unknown,
     }
     where = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -158,9 +162,15 @@ def _report(
     notes = totals.words(works, device, tf32, shares)
     if recording.typical:
         notes.append(f"{len(recording.typical)} weights have no values: their masks are drawn at random, with exactly as many kept blocks as real ones have.")
+    if recording.uncounted:
+        what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
+        notes.append(f"{what}analyse the model itself.")
     if not recording.backward and "dX" not in {w.phase for w in works}:
         notes.append("No output requires a gradient, or none was asked for: forward only.")
     sites = recording.sites.values()
+    early = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_config.ratio) for s in sites}
+    for now, end in sorted(p for p in early if p[0] != p[1]):
+        notes.append(f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}.")
     if impl is None and any(s._fxmask_config.impl == "auto" for s in sites):
         notes.append(
             "impl='auto' is counted as the kernels that skip blocks; until a recorded run shows them faster, auto multiplies by W∘M on CUDA, "
