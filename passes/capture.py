@@ -118,7 +118,8 @@ def capture(
         recorder = Recorder(names, weights, constants)
         recorder.progress = progress
         recorder.values = {faked(t).untyped_storage()._cdata: t for t in (*inputs, *buffers.values())}
-        recorder.blocks = {m._fxmask_mask.untyped_storage()._cdata: m._fxmask_config.block for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None}
+        cached = [m for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
+        recorder.blocks = {m._fxmask_mask.untyped_storage()._cdata: m._fxmask_config.block for m in cached if m._fxmask_mask is not None}
         saved: list[Saved] = []
         run = _Nodes(gm, recorder).run if gm is not None else root
         before = {faked(t).untyped_storage()._cdata for t in inputs}
@@ -166,7 +167,7 @@ def _traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
     """Modules of the model that a graph was traced from, and their classes."""
     found = {"": ""}
     for n in gm.graph.nodes:
-        for name, kind in (n.meta.get("nn_module_stack") or {}).values():
+        for name, kind in (n.meta.get("nn_module_stack") or {}).values() if n.op != "placeholder" else ():
             found[LOCAL.sub("", name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return dict(sorted(found.items(), key=lambda p: p[0] != ""))
 
@@ -183,6 +184,9 @@ class _Fakes:
             if ranks.is_shard(t) or is_traceable_wrapper_subclass(t):
                 what = f"analyze runs the model on plain fake tensors: expected none of a wrapper class, got {type(t).__name__}."
                 raise UnsupportedError(message(what, "", "analyse the model before fully_shard, tensor parallelism or quantisation changes its parameters."))
+            if nn.parameter.is_lazy(t):
+                what = f"analyze needs the shapes of all parameters: expected none that is lazy, got {type(t).__name__}."
+                raise UnsupportedError(message(what, "", "run one forward first, which gives lazy modules their shapes."))
             device = "cpu" if t.is_meta else t.device
             with self.mode:
                 dtype = self.dtype if self.dtype and t.is_floating_point() else t.dtype
@@ -202,6 +206,9 @@ def _swap(root: nn.Module, faked: _Fakes) -> tuple[dict[str, Tensor], dict[str, 
             for name, t in table.items():
                 if t is not None:
                     table[name] = faked(t)
+        for name, t in list(m.__dict__.items()):
+            if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_"):  # a constant; with the weights it moves to where fake ones are
+                m.__dict__[name] = faked(t)
         if isinstance(m, Site):
             _prepare(m)
     return parameters, buffers
@@ -274,7 +281,7 @@ def _plain_ops() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of a setting that is not touched here
     try:
-        with torch.backends.cudnn.flags(enabled=False):
+        with torch.inference_mode(False), torch.backends.cudnn.flags(enabled=False):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

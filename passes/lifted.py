@@ -79,7 +79,7 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
             if node.target in LINEARS:
                 _add(found, body, node, weight_arg(node), "", real)
             for w, layer in _read_weights(node):
-                if layer[0] not in "qkv" or _source_name(body.origin.get(w, w)).endswith(".weight"):
+                if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight"):
                     _add(found, body, node, w, layer, real)
             if node.target in EMBEDDINGS:
                 for a in node.all_input_nodes:
@@ -110,7 +110,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         value = w.meta.get("example_value", w.meta.get("val"))
     path, types = call_stack(node)
     stacked = ".".join(filter(None, (path, layer)))
-    param = _source_name(source) if source is not None else ""
+    param = source_name(source) if source is not None else ""
     name = (param.removesuffix(".weight") if param != "weight" else "") or stacked or node.name
     c = found.get((id(body.graph), w))
     if c is None:
@@ -131,7 +131,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     c.nodes.append(node)
 
 
-def _source_name(node: Node) -> str:
+def source_name(node: Node) -> str:
     """Path of a lifted parameter in its model, from Dynamo's own name for where it comes from; empty for what is no attribute of a module."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:

@@ -173,8 +173,9 @@ class Recorder(TorchDispatchMode):
             self._by_seq[call.seq] = call
         inputs = call.inputs
         names = {n for p in inputs for n in p.weight.split("+") if n}
-        others = [p for p in inputs if not p.weight and not p.neutral]
-        mask = self._mask_of(func, args, kwargs) or next((p.mask for p in inputs if p.mask is not None), None)
+        made = self._mask_of(func, args, kwargs)
+        others = [p for p in inputs if not p.weight and not p.neutral] if made is None else []
+        mask = made or next((p.mask for p in inputs if p.mask is not None), None)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 key = t.untyped_storage()._cdata

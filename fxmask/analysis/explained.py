@@ -36,9 +36,10 @@ def formulas(work: Work) -> str:
 
 
 def explain(node: str, works: list[Work], names: dict[int, str], device: Device, tf32: bool) -> str:
-    """All works of a node or a module, one after the other."""
-    chosen = [w for w in works if w.status != "free" and tables.name_of(w, names) == node]
-    chosen = chosen or [w for w in works if w.status != "free" and tables.module_of(w) == node]
+    """All works of a node or a module (or of all modules inside it, where it has none itself), one after the other."""
+    shown, module = [w for w in works if w.status != "free"], "" if node == "(model)" else node
+    chosen = [w for w in shown if tables.name_of(w, names) == node] or [w for w in shown if tables.module_of(w) == module]
+    chosen = chosen or [w for w in shown if not module or tables.module_of(w).startswith(f"{module}.")]
     if not chosen:
         known = list(dict.fromkeys(tables.name_of(w, names) for w in works if w.m))
         near = [n for n in known if node in n][:5] or known[:5]

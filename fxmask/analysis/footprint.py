@@ -12,7 +12,7 @@ from ..passes.work import Work
 KINDS = ("weights", "buffers", "metadata", "saved_activations", "gradients", "optimizer_state")
 
 
-def rows(recording: Recording, works: list[Work], state_tensors: int) -> list[dict[str, Any]]:
+def rows(recording: Recording, works: list[Work]) -> list[dict[str, Any]]:
     """T5: a row for each module that holds something itself, one for the input, one for the largest tensor that an op makes (workspace), and the total.
 
     saved_activations: storages that autograd holds for the backward, each once, without parameters, buffers and the model's inputs. metadata: masks and strip
@@ -26,15 +26,17 @@ def rows(recording: Recording, works: list[Work], state_tensors: int) -> list[di
             held.setdefault(module, Counter())[kind] += size
 
     for name, p in recording.parameters.items():
-        module, size = name.rpartition(".")[0], p.numel() * p.dtype.itemsize
+        module, size = name.rpartition(".")[0], recording.size(p)
         add(module, "weights", size)
         if p.requires_grad and recording.backward:
             add(module, "gradients", size)
-            add(module, "optimizer_state", state_tensors * size)
+    for w in works:
+        if w.phase == "opt":
+            add(w.weight.rpartition(".")[0], "optimizer_state", w.cost.reads_min.get("opt_state", 0))
     for name, b in recording.buffers.items():
-        add(name.rpartition(".")[0], "buffers", b.numel() * b.dtype.itemsize)
+        add(name.rpartition(".")[0], "buffers", recording.size(b))
     for s in recording.saved:
-        add(s.module, "saved_activations", s.place.bytes)
+        add(s.module, "saved_activations", s.bytes)
     for name, site in recording.sites.items():
         grid, module = site._fxmask_grid, name.rpartition(".")[0]
         if site._fxmask_mask is not None:
@@ -48,7 +50,7 @@ def rows(recording: Recording, works: list[Work], state_tensors: int) -> list[di
     found: list[dict[str, Any]] = []
     for module, kinds in held.items():
         found.append({"module": module or "(model)", **{k: kinds[k] for k in KINDS}, "total": sum(kinds.values()), "naive_mask": naive[module]})
-    size = sum(t.numel() * t.dtype.itemsize for t in recording.inputs)
+    size = sum(recording.size(t) for t in recording.inputs)
     found.append({"module": "(input)", **dict.fromkeys(KINDS, 0), "input": size, "total": size, "naive_mask": 0})
     largest = max((sum(p.bytes for p in w.call.outputs) for w in works if w.call and not w.call.is_view), default=0)
     found.append({"module": "(workspace)", **dict.fromkeys(KINDS, 0), "workspace": largest, "total": largest, "naive_mask": 0})

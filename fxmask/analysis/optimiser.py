@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels import dense_cost
+from ..passes.capture import Recording
 from ..passes.work import EXACT, Work
 
 # tensors of a parameter's size that an optimiser keeps, by the class's name in torch.optim
@@ -31,18 +31,22 @@ def states_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
     return name, STATES[name] + extra
 
 
-def step(parameters: dict[str, Tensor], optimizer: str | torch.optim.Optimizer | None) -> list[Work]:
-    """A row for each parameter: reads it, its gradient and its state, writes it and the state; all of the parameter's dtype, masked weights included."""
+def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None) -> list[Work]:
+    """A row for each parameter: reads it, its gradient and its state, writes it and the state; all of the parameter's dtype, masked weights included.
+
+    An instance steps what it was given, a name all parameters that require a gradient.
+    """
     name, states = states_of(optimizer)
     if optimizer is None:
         return []
     found = []
-    for parameter, p in parameters.items():
-        if p.requires_grad:
-            size = p.numel() * p.dtype.itemsize
+    given = {id(p) for g in optimizer.param_groups for p in g["params"]} if isinstance(optimizer, torch.optim.Optimizer) else None
+    for parameter, p in recording.parameters.items():
+        if p.requires_grad and (given is None or id(p) in given):
+            size, dtype = recording.size(p), recording.dtype if recording.dtype and p.is_floating_point() else p.dtype
             reads = {"w": size, "dw": size} | ({"opt_state": states * size} if states else {})
             writes = {"w": size} | ({"opt_state": states * size} if states else {})
-            found.append(Work(None, "opt", EXACT, dense_cost.stream(reads, writes), dtype=p.dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}"))
+            found.append(Work(None, "opt", EXACT, dense_cost.stream(reads, writes), dtype=dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}"))
     return found
 
 
