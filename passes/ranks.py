@@ -46,7 +46,7 @@ def part_like(full: Tensor, weight: Tensor) -> Tensor:
 def stepping(optimizer: Optimizer) -> Optimizer:
     """The optimiser that holds this process's part of the state: ZeroRedundancyOptimizer gives each process one, and has no state itself."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer  # type: ignore[attr-defined]
+    return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
 
 
 def at_rest(model: nn.Module) -> None:

@@ -99,14 +99,15 @@ def test_zero_redundancy(mesh, returning):
     for made in (torch.optim.AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)):
         torch.manual_seed(0)
         model = fxmask.apply(mlp(), ratio=0.6)
-        optimizer = made(model.parameters(), lr=0.02, weight_decay=0.1)
+        optimizer = made(model.parameters(), lr=0.005, weight_decay=0.1)
         fxmask.guard(optimizer, model, returning=returning)
-        masks = [fxmask.masks(model)]
-        for _ in range(12):
+        masks = []
+        for _ in range(25):
+            masks.append(fxmask.masks(model)["0.weight"])
             train(model, optimizer, 1)
-            masks.append(fxmask.masks(model))
-        assert any((now["0.weight"] & ~old["0.weight"]).any() for old, now in pairwise(masks))
-        ends.append([*model.parameters(), *(s["exp_avg"] for s in getattr(optimizer, "optim", optimizer).state.values())])
+        assert sum(int((old & ~now).sum()) for old, now in pairwise(masks)) > 3
+        state = getattr(optimizer, "optim", optimizer).state
+        ends.append([t for p in model.parameters() for t in (p, state[p]["exp_avg"])])
     assert len(ends[0]) == 12 and all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
