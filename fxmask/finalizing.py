@@ -35,7 +35,7 @@ def finalize(model: M, format: str = "dense") -> M:
 
     Args:
         format: `dense`: every weight becomes W∘M, the same Parameter with zeros; exports carry them. `bsr`: frozen `torch.sparse_bsr` weights of the masks'
-            blocks, for inference under torch.no_grad (PyTorch has neither deepcopy, inference_mode nor a backward for them).
+            blocks, for inference under torch.no_grad (PyTorch has no deepcopy, change of dtype, inference_mode, autocast or backward for them).
             `2:4`: frozen `torch.sparse.SparseSemiStructuredTensor` weights, where every row keeps at most 2 of 4 neighbours.
 
     The masks are those of the next forward: call it at the end of training, when a schedule has come to its ratio (before, it warns).
@@ -140,10 +140,13 @@ def _bsr(name: str, w: Tensor, c: WeightMask) -> Tensor:
 
 
 def _before_bsr(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """PyTorch's product with a BSR weight takes no transposed tokens, and no inference_mode."""
+    """PyTorch's product with a BSR weight takes no transposed tokens, no inference_mode, and on a CPU no 16 bits."""
     if torch.is_inference_mode_enabled():
         what = f"PyTorch cannot multiply by a torch.sparse_bsr weight inside torch.inference_mode: expected torch.no_grad, in {m}."
         raise UnsupportedError(message(what, "fxmask.finalize(format='bsr')", "use torch.no_grad, or format='dense'."))
+    if torch.is_autocast_enabled("cpu") and m.weight.device.type == "cpu":
+        what = f"PyTorch cannot multiply by a torch.sparse_bsr weight under autocast on a CPU: expected no autocast around {m}."
+        raise UnsupportedError(message(what, "fxmask.finalize(format='bsr')", "leave the autocast region, or use format='dense'."))
     return tuple(a.contiguous() for a in args), {name: a.contiguous() for name, a in kwargs.items()}
 
 

@@ -119,6 +119,8 @@ def _module_problem(m: nn.Module) -> str:
 
 
 def weight_problem(w: Tensor) -> str:
+    if w.layout != torch.strided:
+        return f"its weight is sparse ({w.layout}), as fxmask.finalize and PyTorch make them; mask the dense model"
     if w.is_complex():
         return f"its weight is complex ({w.dtype}), and masks are for real weights"
     if w.is_quantized or not w.is_floating_point() or w.element_size() == 1:

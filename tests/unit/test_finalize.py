@@ -206,6 +206,18 @@ def test_what_pytorch_cannot_do_with_bsr():
     model = fxmask.finalize(fxmask.apply(nn.Linear(64, 32), ratio=0.75), "bsr")
     with torch.inference_mode(), pytest.raises(UnsupportedError, match=r"inside torch.inference_mode: expected torch.no_grad, in Linear\(in_features=64"):
         model(torch.randn(2, 64))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with pytest.raises(UnsupportedError, match=r"under autocast on a CPU: expected no autocast around Linear\(in_features=64"):
+            model(torch.randn(2, 64))
+        with torch.autocast("cpu", enabled=False):
+            assert model(torch.randn(2, 64)).shape == (2, 32)
+
+
+def test_bsr_weights_are_not_masked_again():
+    model = fxmask.finalize(fxmask.apply(mlp(), ratio=0.75), "bsr")
+    with pytest.raises(UnsupportedError, match=r"cannot mask '0': its weight is sparse \(torch.sparse_bsr\)(.|\n)*mask the dense model"):
+        fxmask.apply(model, ratio=0.75)
+    assert model(torch.randn(2, 64)).shape == (2, 10) and not any(row["masked"] for row in fxmask.explain(model).rows)
 
 
 @pytest.mark.parametrize("made_inside", [False, True])
