@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import FxMaskWarning, message
-from ..kernels.grid import expand_mask
+from ..kernels.grid import expand_mask, to_blocks
 from . import ranks
+from . import site as state
 from .optimiser import Guarded
 from .site import Site
 
 
 def warn_of_dense_readers(found: Iterable[tuple[str, Site, Tensor | None]]) -> None:
     """FxMaskWarning, once a layer, where a weight has a gradient though its masked forward has never run: whoever made the gradient read `.weight`."""
-    bypassed = [(name, site) for name, site, w in found if not site._fxmask_called and w is not None and w.is_leaf and w.grad is not None]
+    suspects = [(name, site, w) for name, site, w in found if not site._fxmask_called and w is not None and w.is_leaf and w.grad is not None]
+    bypassed = [(name, site) for name, site, w in suspects if not _ran_unseen(site, w)]
     if bypassed:
         for _, site in bypassed:
             site._fxmask_called = True
@@ -26,6 +28,27 @@ def warn_of_dense_readers(found: Iterable[tuple[str, Site, Tensor | None]]) -> N
         what = "a masked layer trains and its masked forward has never run: something reads its .weight directly, and is dense."
         fix = "fxmask.apply(..., overrides={layer: {'read': 'weight'}}) if a module that holds the layer reads it in its forward; or exclude it."
         warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)
+
+
+def _ran_unseen(site: Site, weight: Tensor) -> bool:
+    """Whether code that the compiler traced for a layer like this one has run it, by which nothing is noted: the gradient tells, where the mode lets it.
+
+    Reads the device, once for such a layer.
+    """
+    dtype, grad, c = state.traced_alike(site), weight.grad, site._fxmask_config
+    if dtype is None or grad is None:
+        return False
+    site._fxmask_seen = dtype
+    tells = c.backward == "masked" and c.ties == "lowest" and grad.layout == torch.strided and not ranks.is_shard(grad)
+    if not tells or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+        site._fxmask_called = True
+        return True
+    blocks = site._fxmask_grid[0] * site._fxmask_grid[1]
+    keep = c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, blocks)
+    if keep == blocks:  # a later step will tell
+        return True
+    site._fxmask_called = int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
+    return site._fxmask_called
 
 
 def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:

@@ -232,6 +232,20 @@ def _note_traced(frame: Any) -> None:
         return
     site = frame.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
     site._fxmask_called, site._fxmask_seen = True, frame.get_local("weight").as_fake().dtype
+    _TRACED[_likeness(site)] = site._fxmask_seen
+
+
+_TRACED: dict[object, torch.dtype] = {}  # what the compiler has traced: layers that are alike share its code, and are not traced again
+
+
+def _likeness(site: Site) -> object:
+    c = site._fxmask_config
+    return site._fxmask_grid, c.block, c.backward, c.cached
+
+
+def traced_alike(site: Site) -> torch.dtype | None:
+    """The dtype of the weight in a layer like this one that the compiler has traced, whose code may run this one, too; None where there was none."""
+    return _TRACED.get(_likeness(site))
 
 
 def _refuse_shard(site: Site, weight: Tensor) -> None:

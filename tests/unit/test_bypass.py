@@ -133,6 +133,56 @@ def test_no_false_alarm(form):
     assert fxmask.explain(m).rows[0]["step"] == 3
 
 
+class Calls(nn.Module):
+    """Calls its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return F.gelu(self.inner(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")  # Dynamo, of any tensor
+@pytest.mark.parametrize("options", [{}, dict(refresh=2), dict(backward="ste"), dict(ratio=0.9, schedule=fxmask.Schedule("linear", steps=4))], ids=str)
+@pytest.mark.parametrize("counted", ["guard", "step"])
+def test_layers_that_share_a_compile_are_no_readers(options, counted):
+    """Compiled one by one, or as a model that is made again: the compiler traces the first of those that are alike."""
+    torch._dynamo.reset()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        m = fxmask.apply(nn.Sequential(*[Calls() for _ in range(4)]), **{"ratio": 0.5, **options})
+        for layer in m:
+            layer.compile(backend="eager")
+        optimiser = optim.SGD(m.parameters(), lr=0.1)
+        if counted == "guard":
+            fxmask.guard(optimiser, m)
+        else:
+            fxmask.step(m, 0)
+        for _ in range(4):
+            optimiser.zero_grad()
+            loss(m).backward()
+            optimiser.step()
+            if counted == "step":
+                fxmask.step(m)
+        assert {row["step"] for row in fxmask.explain(m).rows} == {4}
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")  # Dynamo, of any tensor
+def test_a_reader_is_caught_beside_a_compiled_layer_like_it():
+    m = fxmask.apply(nn.Sequential(Calls(), Reader()), ratio=0.5)
+    m[0].compile(backend="eager")
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    loss(m).backward()
+    with pytest.warns(FxMaskWarning) as caught:
+        optimiser.step()
+    assert "where: 1.inner.weight\n" in str(caught[0].message) and "has never run" in str(caught[0].message)
+    torch._dynamo.reset()
+
+
 def test_an_unused_layer_is_no_reader():
     m = model(Reader())
     m[2].forward = lambda x: x
