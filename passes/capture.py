@@ -124,9 +124,10 @@ def capture(
         run = _Nodes(gm, recorder).run if gm is not None else root
         before = {faked(t).untyped_storage()._cdata for t in inputs}
         graph = torch.enable_grad() if backward else torch.no_grad()
-        with mode, recorder, graph, _saves(recorder, saved, before) if backward else nullcontext():
+        with mode, recorder, graph:
             try:
-                out = run(*fake_args, **fake_kwargs)
+                with _saves(recorder, saved, before) if backward else nullcontext():  # what a backward recomputes is held for a moment only
+                    out = run(*fake_args, **fake_kwargs)
                 ran = _backward(out) if backward else False
             except FxMaskError:
                 raise

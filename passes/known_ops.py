@@ -36,6 +36,9 @@ MAKE = _aten("""
     randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
 """)
 KNOWN = REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
-NOTHING = _aten("empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ as_strided_ lift_fresh")
+NOTHING = _aten("""
+    empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ lift_fresh
+    as_strided_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_
+""")
 GATHERS = _aten("embedding index index_select gather _unsafe_index")  # read what they give of their first operand
 OVERWRITES = _aten("copy_ fill_ zero_ bernoulli_ uniform_ normal_ exponential_ random_")  # write an argument without reading it

@@ -42,7 +42,9 @@ def _mask(a: dict[str, Any], shape: tuple[int, int]) -> Tensor:
 def _work(op: str, call: Call, t: Target, a: dict[str, Any], tokens: int, shape: tuple[int, int], dtype: torch.dtype, weight: str, bias: bool) -> Work:
     block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
     mask = _mask(a, shape)
-    whole = (op == "dx" and mode == "unmasked") or (op == "dw" and mode in ("ste", "unmasked"))
+    flag = a["dense"]  # of `rigl`: this step's dW is dense
+    flagged = flag is not None and flag.mask is not None and flag.mask.values.dim() == 0 and bool(flag.mask.values)
+    whole = (op == "dx" and mode == "unmasked") or (op == "dw" and (mode in ("ste", "unmasked") or flagged))
     plain = layer_cost.dense(op, tokens, shape, dtype.itemsize, t.tile, bias=bias)
     impl = implementation(a["impl"], t)
     kept = shape[0] * shape[1] if whole else int(kept_elements(mask, shape, block))

@@ -25,7 +25,7 @@ SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", 
 
 
 class Mask(NamedTuple):
-    """The values of a block mask, bool [NB, KB]; the block where it is known."""
+    """The values of a block mask, bool [NB, KB], or of the flag of `rigl`, 0-d; the block where it is known."""
 
     values: Tensor
     block: tuple[int, int] | None = None
@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
             name, mask = self._derived[key]
         elif not isinstance(t, FakeTensor):  # a constant of the model's code
             neutral = True
-            mask = Mask(t, self.blocks.get(key)) if t.dtype == torch.bool and t.dim() == 2 and not t.is_meta else None
+            mask = Mask(t, self.blocks.get(key)) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
         if not isinstance(t, FakeTensor) and t.requires_grad and t.is_leaf:
             self.leaves.setdefault(id(t), (t, t.grad))
         return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral)
