@@ -12,7 +12,7 @@ from torch import nn
 from .kernels.errors import StateError, message
 from .passes import rebuild
 from .passes import site as state
-from .passes.config import WeightMask
+from .passes.config import Schedule, WeightMask
 from .passes.optimiser import POLICIES
 from .passes.site import Site
 from .sites import required_sites
@@ -50,6 +50,14 @@ def _one(site: Site) -> dict[str, Any]:
 def _settings(config: WeightMask) -> dict[str, Any]:
     plain = {k: v for k, v in dataclasses.asdict(config).items() if k not in HOW_RUN}
     return {**plain, "block": list(plain["block"])}
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """Saved settings, with the defaults of what there was not yet when they were saved."""
+    schedule = saved.get("schedule")
+    if isinstance(schedule, dict):
+        saved = {**saved, "schedule": {**dataclasses.asdict(Schedule()), **schedule}}
+    return {**_settings(WeightMask()), **saved}
 
 
 @torch.inference_mode(False)
@@ -99,6 +107,7 @@ def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
     ours, theirs = _settings(site._fxmask_config), entry["settings"]
     if not isinstance(theirs, dict):
         raise StateError(message(f"settings: expected a dict, got {theirs!r}.", name, "load a state as fxmask.state_dict returned it."))
+    theirs = _completed(theirs)
     differ = [f"{k}: {ours.get(k)!r} here, {theirs.get(k)!r} saved" for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
     if differ:
         what = f"the state was saved with other settings: expected the same, got {'; '.join(differ)}."

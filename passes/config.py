@@ -1,4 +1,4 @@
-"""What a user asks for: the frozen, validated configuration of one method, and the ratio's schedule."""
+"""What a user asks for: the frozen, validated configuration of one method. Its schedule is in `passes.schedule`."""
 
 from __future__ import annotations
 
@@ -11,47 +11,8 @@ from ..kernels.grid import check_block, keep_count, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import TIES
-
-SCHEDULES = ("constant", "linear", "cubic")
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
-
-
-def at_least(name: str, value: object, low: int) -> None:
-    """Raise ConfigError unless `value` is an int of at least `low`."""
-    if type(value) is not int or value < low:
-        raise ConfigError(f"{name} counts optimiser steps: expected an int of at least {low}, got {value!r}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How the ratio moves from `initial` to its target over `steps` optimiser steps, counted from the config's `start`.
-
-    Args:
-        kind: `constant` (the target at once), `linear`, or `cubic`: target + (initial - target) (1 - t/steps)^3 (Zhu and Gupta 2017, eq. 1).
-        steps: length of the ramp in optimiser steps, at least 1. initial: the ratio at its first step, in [0, 1).
-    """
-
-    kind: str = "cubic"
-    steps: int = 1000
-    initial: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of("schedule", self.kind, SCHEDULES)
-        at_least("Schedule.steps", self.steps, 1)
-        ratio_units(self.initial)
-        object.__setattr__(self, "initial", float(self.initial))  # numpy's numbers could not be saved
-
-    def ratio_at(self, step: int, target: float) -> float:
-        """The ratio `step` steps after the start; exactly `target` from `steps` on."""
-        if self.kind == "constant" or step >= self.steps:
-            return target
-        left = 1 - max(step, 0) / self.steps
-        return target + (self.initial - target) * (left**3 if self.kind == "cubic" else left)
+from .schedule import SCHEDULES, at_least, one_of
+from .schedule import Schedule as Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +26,7 @@ class WeightMask:
         criterion: `fro`, `spectral`, `l1`, `linf` or `random`; see `kernels.score`.
         refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
         start: first optimiser step with masks; before it every block is kept.
-        schedule: None, or a `Schedule` of the ratio.
+        schedule: None, or a `Schedule` of the ratio, which ends at `ratio`.
         ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).
         dense_every: for `rigl`: every so many optimiser steps the weight's gradient is dense.
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
@@ -108,7 +69,7 @@ class WeightMask:
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule, got {self.schedule!r}.")
-        if self.refresh == 0 and self.schedule is not None and self.schedule.kind != "constant":
+        if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
         if self.read == "weight" and self.backward == "unmasked":
             raise UnsupportedError(
@@ -118,7 +79,7 @@ class WeightMask:
     @property
     def needs_steps(self) -> bool:
         """Whether the mask depends on how many optimiser steps were taken."""
-        moving = self.schedule is not None and self.schedule.kind != "constant"
+        moving = self.schedule is not None and self.schedule.moves
         return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl"
 
     @property

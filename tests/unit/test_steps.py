@@ -1,5 +1,7 @@
 """What counts optimiser steps: start, refresh, schedules, rigl; and fxmask.dense."""
 
+import math
+
 import pytest
 import torch
 from sample_models import best_blocks, mlp
@@ -8,6 +10,7 @@ from torch import fx
 import fxmask
 from fxmask.errors import ConfigError, StateError
 from fxmask.kernels.grid import keep_count
+from fxmask.passes.config import SCHEDULES
 
 FORMS = pytest.mark.parametrize("form", ["module", "graph"])
 NEEDY = [dict(start=3), dict(refresh=2), dict(schedule=fxmask.Schedule(steps=5)), dict(backward="rigl")]
@@ -77,16 +80,32 @@ def test_start_with_a_cached_mask(form):
 
 
 @FORMS
-@pytest.mark.parametrize("kind", ["constant", "linear", "cubic"])
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules(form, kind):
-    schedule = fxmask.Schedule(kind, steps=10, initial=0.1)
+    around = {} if kind == "constant" else dict(warmup=2, cooldown=3)
+    schedule = fxmask.Schedule(kind, steps=15 if around else 10, initial=0.1, cycles=2 if kind == "cyclic" else 1, **around)
     model = masked(form, ratio=0.9, schedule=schedule, start=2)
     fxmask.step(model, 0)
-    for step in range(15):
-        t = min(max(step - 2, 0) / 10, 1)
-        ratio = {"constant": 0.9, "linear": 0.1 + 0.8 * t, "cubic": 0.9 - 0.8 * (1 - t) ** 3}[kind] if step >= 2 else 0
-        assert kept(model) == [keep_count(24, ratio)] * 2, step
+    for step in range(20):
+        t = min(max(step - 4, 0) / 10, 1)
+        ratio = {
+            "constant": 0.9,
+            "linear": 0.1 + 0.8 * t,
+            "cubic": 0.9 - 0.8 * (1 - t) ** 3,
+            "cosine": 0.5 - 0.4 * math.cos(math.pi * t),
+            "exponential": 1 - 0.9 * (1 / 9) ** t,
+            "cyclic": 0.9 - 0.8 * (1 - (2 * t) % 1) ** 3 if t < 1 else 0.9,
+        }[kind]
+        assert kept(model) == [keep_count(24, ratio if step >= 2 else 0)] * 2, step
         fxmask.step(model)
+
+
+@pytest.mark.parametrize("target", [1.0, 1 - 1e-10, 1.5, -0.1, float("nan")])
+def test_a_schedule_that_ends_at_nothing(target):
+    with pytest.raises(ConfigError, match=r"a schedule cannot end at a ratio of .*where nothing is kept; .*expected a finite number in \[0, 1\)"):
+        fxmask.Schedule("linear", 4).ratio_at(3, target)
+    with pytest.raises(ConfigError, match=r"expected a finite number in \[0, 1\), got"):
+        fxmask.WeightMask(ratio=target, schedule=fxmask.Schedule("linear", 4))
 
 
 def test_a_long_step_equals_many():
@@ -179,9 +198,17 @@ def test_bad_steps(n):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    (dict(kind="cosine"), "unknown schedule: expected one of constant, linear, cubic, got 'cosine'"),
+    (dict(kind="square"), "unknown schedule: expected one of constant, linear, cubic, cosine, exponential, cyclic, got 'square'"),
     (dict(steps=0), "Schedule.steps counts optimiser steps: expected an int of at least 1, got 0"),
     (dict(initial=1.0), "got 1.0"),
+    (dict(warmup=-1), "Schedule.warmup counts optimiser steps: expected an int of at least 0, got -1"),
+    (dict(cooldown=2.0), "Schedule.cooldown counts optimiser steps: expected an int of at least 0, got 2.0"),
+    (dict(steps=9, warmup=4, cooldown=5), "expected warmup + cooldown below steps, got warmup=4 + cooldown=5 of steps=9; raise steps"),
+    (dict(kind="cyclic", cycles=0), "Schedule.cycles counts the ramps of a cyclic schedule: expected an int of at least 1, got 0"),
+    (dict(kind="cyclic", cycles=True), "expected an int of at least 1, got True"),
+    (dict(kind="cyclic", cycles=6, steps=9, warmup=4), "expected at most one for each of the 5 steps of the ramp, got 6; raise steps"),
+    (dict(kind="cosine", cycles=2), "cycles=2 is for kind='cyclic': expected cycles=1 with kind='cosine'"),
+    (dict(kind="constant", warmup=2), "kind='constant' has no ramp: expected no warmup and no cooldown, got warmup=2, cooldown=0; start="),
 ])  # fmt: skip
 def test_bad_schedules(options, text):
     with pytest.raises(ConfigError) as e:

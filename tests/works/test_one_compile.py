@@ -79,10 +79,11 @@ def test_a_hundred_steps(case, backend):
         near(p.detach(), q.detach(), 1e-4, name)
 
 
-OTHERS = [dict(refresh=3), dict(backward="rigl"), dict(criterion="random"), dict(start=30)]
+CYCLIC = dict(schedule=fxmask.Schedule("cyclic", steps=60, cycles=3, warmup=5, cooldown=10))
+OTHERS = [dict(refresh=3), dict(backward="rigl"), dict(criterion="random"), dict(start=30), CYCLIC]
 
 
-@pytest.mark.parametrize("options", slow_but(OTHERS, dict(refresh=3)), ids=str)
+@pytest.mark.parametrize("options", slow_but(OTHERS, dict(refresh=3), CYCLIC), ids=str)
 def test_other_state_that_moves(options):
     """Caches, flags and steps are tensors, too."""
     models = [fxmask.apply(mlp(), **{"ratio": RATIO, "block": BLOCK, "schedule": fxmask.Schedule("cubic", steps=50), **options}) for _ in range(2)]
