@@ -53,14 +53,17 @@ def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], trans
 
 def by_lists(
     op: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
-    tile: Tile | None = None, splits: int = 0,
+    tile: Tile | None = None, splits: int = 0, inner: bool = False,
 ) -> Cost:  # fmt: skip
-    """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the default tile and splits unless given. `shape` is W's (N, K)."""
+    """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the default tile and splits unless given. `shape` is W's (N, K).
+
+    inner: the input's tokens lie side by side (`kernels.strides`).
+    """
     item = dtype.itemsize
     tile = tile or candidates(dtype, block, op == "dx", tf32)[0]
     found = lists_of(mask, shape, block, op == "dx", tile.strip)
     if op != "dw":
-        return cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma)
+        return cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
     lay = found.layout
     splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, TILE_FEATURES // lay.unit)))
     total = cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES)
@@ -93,11 +96,11 @@ def _merged(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 def layer(
     op: str, impl: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, tile: tuple[int, int], *,
-    bias: bool = False, tf32: bool = False,
+    bias: bool = False, tf32: bool = False, inner: bool = False,
 ) -> Cost:  # fmt: skip
     """One op (`forward`, `dx`, `dw`) of a masked layer by `impl`: `triton`, or anything else for masked-dense. `tile`: a dense matmul's, see `dense_cost`."""
     if impl == "triton" and listed(block):
-        return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, tf32=tf32)
+        return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, tf32=tf32, inner=inner)
     return masked_dense(op, tokens, shape, int(kept_elements(mask, shape, block)), dtype.itemsize, tile, bias=bias)
 
 

@@ -12,9 +12,14 @@ HALF = (torch.float16, torch.bfloat16)  # tensor cores read a transposed operand
 
 def tokens_inner(t: Tensor) -> bool:
     """Whether `t` is [B, C, K] with C contiguous, in 16-byte pieces, and 16 bits an element."""
-    if t.dim() != 3 or t.dtype not in HALF or t.is_contiguous():
+    return not t.is_contiguous() and are_tokens_inner(t.shape, t.stride(), t.dtype)
+
+
+def are_tokens_inner(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """`tokens_inner` of a tensor that only sizes are known of."""
+    if len(shape) != 3 or dtype not in HALF:
         return False
-    (_, c, k), (batch, token, feature) = t.shape, t.stride()
+    (_, c, k), (batch, token, feature) = shape, strides
     return c > 1 and k > 1 and token == 1 and feature >= c and c % 8 == 0 and feature % 8 == 0 and batch % 8 == 0
 
 

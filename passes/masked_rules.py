@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels import layer_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import kept_elements
 from ..kernels.lists import listed
+from ..kernels.strides import are_tokens_inner
 from .record import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
 
@@ -39,7 +39,9 @@ def _mask(a: dict[str, Any], shape: tuple[int, int]) -> Tensor:
     return typical_mask((p.shape[0], p.shape[1]), p.shape[0] * p.shape[1])  # a mask that nobody knows is dense: an upper bound
 
 
-def _work(op: str, call: Call, t: Target, a: dict[str, Any], tokens: int, shape: tuple[int, int], dtype: torch.dtype, weight: str, bias: bool) -> Work:
+def _work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
+    """x: what has the tokens, the input or its gradient."""
+    tokens, dtype = _tokens(x), x.dtype
     block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
     mask = _mask(a, shape)
     flag = a["dense"]  # of `rigl`: this step's dW is dense
@@ -48,7 +50,9 @@ def _work(op: str, call: Call, t: Target, a: dict[str, Any], tokens: int, shape:
     plain = layer_cost.dense(op, tokens, shape, dtype.itemsize, t.tile, bias=bias)
     impl = implementation(a["impl"], t)
     kept = shape[0] * shape[1] if whole else int(kept_elements(mask, shape, block))
-    cost = plain if whole else layer_cost.layer(op, impl, tokens, shape, mask, block, dtype, t.tile, bias=bias)
+    cost = plain if whole else layer_cost.layer(
+        op, impl, tokens, shape, mask, block, dtype, t.tile, bias=bias, inner=are_tokens_inner(x.shape, x.stride, dtype)
+    )
     if impl == "triton" and not listed(block):
         impl = "triton (mask, then dense)"
     names = ROLES[op]
@@ -87,28 +91,33 @@ def _tokens(p: Place) -> int:
 def _linear(call: Call, t: Target) -> list[Work]:
     a = bound(call)
     x, w = a["x"], a["w"]
-    return [_work("forward", call, t, a, _tokens(x), w.shape, x.dtype, w.weight, a["bias"] is not None)]
+    found = [_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)]
+    block = (a["block_rows"], a["block_cols"])
+    if found[0].impl == "triton" and a["lists"] is None and a["mask"].weight:  # the kernels would make lists of a mask that is not cached
+        cost = layer_cost.strip_lists(w.shape, block)
+        found.append(Work(call, found[0].phase, EXACT, cost, block=block, weight=w.weight, launches=2, name="fxmask.strip_lists"))
+    return found
 
 
 @rule("fxmask.masked_linear_dx")
 def _dx(call: Call, t: Target) -> list[Work]:
     a = bound(call)
     gy, w = a["gy"], a["w"]
-    return [_work("dx", call, t, a, _tokens(gy), w.shape, gy.dtype, w.weight, False)]
+    return [_work("dx", call, t, a, gy, w.shape, w.weight, False)]
 
 
 @rule("fxmask.masked_linear_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
     a = bound(call)
     gy, x = a["gy"], a["x"]
-    return [_work("dw", call, t, a, _tokens(gy), (gy.shape[-1], x.shape[-1]), gy.dtype, a["mask"].weight, False)]
+    return [_work("dw", call, t, a, gy, (gy.shape[-1], x.shape[-1]), a["mask"].weight, False)]
 
 
 @rule("fxmask.masked_linear_backward")
 def _both(call: Call, t: Target) -> list[Work]:
     a = bound(call)
     gy, w = a["gy"], a["w"]
-    return [_work(op, call, t, a, _tokens(gy), w.shape, gy.dtype, w.weight, False) for op in ("dx", "dw")]
+    return [_work(op, call, t, a, gy, w.shape, w.weight, False) for op in ("dx", "dw")]
 
 
 @rule("fxmask.block_index")

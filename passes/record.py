@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
         with _disable_current_modes(), torch.no_grad():
             if real is not None and _is_real(real[1]) and real[1].shape == w.shape and _is_real(keep):
                 scalars = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2]))
-                return Mask(func(real[1].detach().to(w.dtype), *scalars, *args[3:], **kwargs).cpu(), (args[3], args[4]))
+                return Mask(func(real[1].detach().to(w.dtype), *scalars, *args[3:8]).cpu(), (args[3], args[4]))  # by any impl, all give the same bits
             grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
             name = self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0]
             (self.typical if _is_real(keep) else self.uncounted).add(name)

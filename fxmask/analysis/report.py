@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,19 +174,33 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
 
 
 def _write(files: dict[str, str], folder: Path) -> None:
-    """All files or none: written into a folder beside, then moved."""
+    """All files or none: written into a folder beside, then moved; folders that were made for them go again."""
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=".fxmask-", dir=folder))
     except OSError as e:
+        _remove(new)
         what = f"the output folder cannot be written: {e.strerror or e}."
         raise ConfigError(message(what, str(folder), "name a folder that you may write to.")) from None
+    done = False
     try:
         for name, content in files.items():
             (beside / name).write_text(content, encoding="utf-8")
+            if (folder / name).is_dir():
+                raise IsADirectoryError(errno.EISDIR, f"{name} is a folder there")
         for name in files:
             os.replace(beside / name, folder / name)
+        done = True
     except OSError as e:
         raise ConfigError(message(f"the tables cannot be written: {e.strerror or e}.", str(folder), "make room, or name another folder.")) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        if not done:
+            _remove(new)
+
+
+def _remove(folders: list[Path]) -> None:
+    for p in folders:
+        with suppress(OSError):
+            p.rmdir()

@@ -10,7 +10,7 @@ import torch
 
 from ..passes.capture import Recording
 from ..passes.record import Call
-from ..passes.work import FREE, UNKNOWN, Work
+from ..passes.work import ELEMENTWISE, FREE, UNKNOWN, Work
 from . import roofline, traffic
 from .devices import Device
 
@@ -74,7 +74,7 @@ def nodes(works: list[Work], names: dict[int, str]) -> list[dict[str, Any]]:
                 "density": density,
                 "sparsity": None if density is None else 1 - density,
                 "impl": w.impl or None,
-                "mac": c.flop_useful // 2 if w.m else 0,
+                "mac": macs(w),
                 "flop": c.flop_useful,
                 "flop_dense": w.flop_dense,
                 "flop_executed": c.flop_issued,
@@ -87,6 +87,11 @@ def nodes(works: list[Work], names: dict[int, str]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def macs(work: Work) -> int:
+    """Multiplications of products; what ops without products compute is none."""
+    return 0 if work.status == ELEMENTWISE else work.cost.flop_useful // 2
 
 
 def loaded_weights(work: Work) -> int:

@@ -5,8 +5,10 @@ import torch
 import triton
 import triton.language as tl
 from interpreter.trace import recording
+from torch import nn
 from triton.runtime.errors import InterpreterError
 
+import fxmask
 from fxmask.kernels import cost
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count, kept_elements
 from fxmask.kernels.strides import tokens_inner
@@ -231,3 +233,54 @@ def test_in_place_is_read_by_the_first_name_and_written_by_the_last():
     entry = recorded(launch.mask_cast, w, mask, (4, 3), FP32, w)["mask_cast"]
     agrees(entry, cost.mask_cast((4, 6), (4, 3), 12, 4, 4))
     assert (w[:, 3:] == 0).all() and (w[:, :3] != 0).all()
+
+
+def table_of(model, x):
+    """{(phase, op): its row} of an analysis, and the bytes that it says each asks for."""
+    report = fxmask.analyze(model, x, device="h100-sxm")
+    return {(r["phase"], r["op"].removeprefix("fxmask.")): r for r in report.tables["nodes"] if r["op"].startswith("fxmask.")}
+
+
+def moved(entries):
+    """Requested bytes of recorded launches."""
+    return sum(o.bytes_read + o.bytes_written for entry in entries for o in entry.operands.values())
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "layout"),
+    [
+        *(((16, 16), FP16, "rows"), ((32, 64), FP16, "rows"), ((64, 32), FP32, "rows"), ((128, 64), FP16, "rows")),
+        *(((16, 16), FP16, "mixing"), ((32, 32), FP32, "mixing")),
+    ],
+)
+def test_the_table_of_an_analysis_is_the_trace_of_a_step(block, dtype, layout):
+    """A masked layer, forward and backward: what `fxmask.analyze` says that it asks for is what it asked for, op by op and to the byte."""
+    n, k, tokens = 136, 72, 40
+    torch.manual_seed(5)
+    model = fxmask.apply(nn.Sequential(nn.Linear(k, n)).to(dtype), ratio=0.4, block=block, impl="triton")
+    mixing = layout == "mixing"  # tokens side by side, in input and gradient
+    x = (torch.randn(2, k, tokens, dtype=dtype).transpose(1, 2) if mixing else torch.randn(2, tokens, k, dtype=dtype)).requires_grad_()
+    assert tokens_inner(x) == (mixing and dtype == FP16)
+    rows = table_of(model, x)
+    with recording() as launches:
+        y = model(x)
+        forward = list(launches)
+        y.backward(torch.ones(2, n, tokens, dtype=dtype).transpose(1, 2) if mixing else torch.ones(2, tokens, n, dtype=dtype))
+    names = [entry.kernel.removesuffix("_kernel") for entry in launches]
+    assert names.count("list_matmul") == 2 and names.count("sampled_matmul") == 1 and "sum_splits" not in names
+    found = dict(zip(["block_keys", "select", "strip_lists", "order", "forward"], forward, strict=True))
+    assert [entry.kernel.removesuffix("_kernel") for entry in forward] == [*list(found)[:-1], "list_matmul"]
+    behind = {entry.kernel: entry for entry in launches[len(forward) :]}
+    dx, dw = behind["list_matmul_kernel"], behind["sampled_matmul_kernel"]
+    assert rows["fwd", "block_index"]["bytes_req"] == moved([found["block_keys"], found["select"]])
+    assert rows["fwd", "strip_lists"]["bytes_req"] == moved([found["strip_lists"], found["order"]])
+    assert rows["fwd", "masked_linear"]["bytes_req"] == moved([found["forward"]])
+    assert rows["dX", "masked_linear_dx"]["bytes_req"] == moved([dx])
+    zeros = cost.zero_fill((n, k), dtype.itemsize).bytes_req  # torch's, no launch of ours
+    assert rows["dW", "masked_linear_dw"]["bytes_req"] == moved([dw]) + zeros
+    for phase, op, entry in (("fwd", "masked_linear", found["forward"]), ("dX", "masked_linear_dx", dx), ("dW", "masked_linear_dw", dw)):
+        assert rows[phase, op]["flop_executed"] == entry.flop
+        mask = fxmask.masks(model)["0.weight"]
+        assert rows[phase, op]["flop"] == 2 * 2 * tokens * int(kept_elements(mask, (n, k), block))
+    written = {n: o.distinct_written for n, o in dw.operands.items()}
+    assert rows["dW", "masked_linear_dw"]["bytes_min"] - zeros <= moved([dw]) and written["out"] == dtype.itemsize * int(kept_elements(mask, (n, k), block))
