@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .dispatch import form
+from .lean import register_autograd
 
 
 def together(device: torch.device, backward: str, impl: str) -> bool:
@@ -53,4 +54,4 @@ def _backward(ctx: Any, ggx: Tensor, ggw: Tensor) -> tuple[Tensor | None, ...]:
     return (a_gy + b_gy if a_gy is not None and b_gy is not None else None), gx, gw, *[None] * 6
 
 
-masked_linear_backward.register_autograd(_backward, setup_context=_save)
+register_autograd(masked_linear_backward, _backward, _save)

@@ -19,6 +19,7 @@ from . import reference
 from .dispatch import form
 from .errors import ConfigError, ShapeError, UnsupportedError, message
 from .grid import grid_shape
+from .lean import register_autograd
 from .lists import LISTED, listed, packed_length
 from .strides import empty_result
 
@@ -202,7 +203,7 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     return gx, gw, gb, *[None] * 7
 
 
-masked_linear.register_autograd(_linear_backward, setup_context=_save_linear)
+register_autograd(masked_linear, _linear_backward, _save_linear)
 
 # ---- dX ----------------------------------------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ def derivative_of_dx(
     return ggy, gw
 
 
-masked_linear_dx.register_autograd(_dx_backward, setup_context=_save_dx)
+register_autograd(masked_linear_dx, _dx_backward, _save_dx)
 
 # ---- dW ----------------------------------------------------------------------------------------------------------------------------------------------
 
@@ -342,7 +343,7 @@ def derivative_of_dw(
     return ggy, gx
 
 
-masked_linear_dw.register_autograd(_dw_backward, setup_context=_save_dw)
+register_autograd(masked_linear_dw, _dw_backward, _save_dw)
 
 
 def _transformed(impl: str) -> bool:
