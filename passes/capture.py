@@ -210,9 +210,26 @@ def _swap(root: nn.Module, faked: _Fakes) -> tuple[dict[str, Tensor], dict[str, 
         for name, t in list(m.__dict__.items()):
             if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_"):  # a constant; with the weights it moves to where fake ones are
                 m.__dict__[name] = faked(t)
+    swapped = {id(t): faked(t) for t in (*parameters.values(), *buffers.values())}
+    seen: set[int] = set()
+    for m in root.modules():
+        _refer(m.__dict__, swapped, seen)
+    for m in root.modules():
         if isinstance(m, Site):
             _prepare(m)
     return parameters, buffers
+
+
+def _refer(container: Any, swapped: dict[int, Tensor], seen: set[int]) -> None:
+    """Let lists and dicts that hold parameters, as recurrent layers have one, hold the fake ones."""
+    if id(container) in seen or not isinstance(container, (dict, list)):
+        return
+    seen.add(id(container))
+    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        if id(value) in swapped:
+            container[key] = swapped[id(value)]
+        else:
+            _refer(value, swapped, seen)
 
 
 def _prepare(site: Site) -> None:
