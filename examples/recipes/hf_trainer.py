@@ -101,6 +101,8 @@ class Counting(Dataset):
         return 256
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        if i >= len(self):  # ends a walk by indices, as `train_sampling_strategy="group_by_length"` takes
+            raise IndexError(i)
         tokens = torch.arange(i, i + self.length) % self.vocabulary
         return {"input_ids": tokens, "labels": tokens}
 

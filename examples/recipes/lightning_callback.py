@@ -67,6 +67,11 @@ class MaskCallback(Callback):
             fxmask.load_state_dict(pl_module, self.loaded)
             self.loaded = None
 
+    def on_sanity_check_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Lightning evaluates before it trains: tell that steps will be counted."""
+        self.take_up(trainer, pl_module)
+        fxmask.step(pl_module, 0)
+
     on_validation_start = on_test_start = on_predict_start = take_up
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

@@ -48,6 +48,11 @@ def test_resumed_is_as_never_stopped(train, tmp_path):
     assert whole.state.log_history[0]["loss"] > whole.state.log_history[1]["loss"]
 
 
+def test_the_data_come_to_an_end(recipe):
+    """A Dataset is also walked by its indices, as sampling by length does."""
+    assert len(list(recipe["Counting"]())) == len(recipe["Counting"]()) == 256
+
+
 def test_it_guards(train, recipe, tmp_path):
     """Blocks that were never kept have the bits they began with, though AdamW decays; the guard is off after training."""
     trainer = train("--steps", 1, "--out", tmp_path)
@@ -80,6 +85,7 @@ def test_resumed_from_another_folder(train, tmp_path):
     with pytest.raises(FileNotFoundError, match="no masks' state"):
         trainer.train(resume_from_checkpoint=folder)
     trainer.args.resume_from_checkpoint = folder
+    fxmask.step(trainer.model, 5)  # which the file's steps replace
     trainer.train(resume_from_checkpoint=folder)
     assert {row["step"] for row in fxmask.explain(trainer.model).rows if row["masked"]} == {12}
 

@@ -66,6 +66,23 @@ def test_masked_weights_rest(recipe):
         assert torch.equal(now[never], before[name][never]) and not torch.equal(now, before[name])
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_validation_before_training_warns_of_nothing(train, recipe, tmp_path, resumed):
+    """Lightning's sanity check runs before any optimiser is guarded; a warning would be an error here."""
+    import lightning
+
+    class Validated(recipe["Classifier"]):
+        def validation_step(self, batch, index):
+            self.model(batch[0])
+
+    if resumed:
+        train("--steps", 10, "--out", tmp_path)
+    module, path = Validated(), str(tmp_path / "last.ckpt") if resumed else None
+    trainer = lightning.Trainer(max_steps=14, callbacks=[recipe["MaskCallback"]()], enable_checkpointing=False, default_root_dir=tmp_path, **quiet())
+    trainer.fit(module, recipe["data"](), recipe["data"](), ckpt_path=path)
+    assert {e["step"] for e in fxmask.state_dict(module)["masks"].values()} == {14}
+
+
 def test_manual_optimisation_and_two_optimisers(recipe, tmp_path):
     """Each optimiser that holds masked weights is guarded, one that holds none is left alone."""
     import lightning

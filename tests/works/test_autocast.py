@@ -89,7 +89,7 @@ def test_a_scaled_step():
     masked, twin, kept = pair(MODELS["mlp"][0]())
     before, after = masked[0].weight.detach().clone(), []
     for m in (masked, twin):
-        optimizer, scaler = torch.optim.SGD(m.parameters(), 0.1, momentum=0.9), torch.amp.GradScaler("cpu")
+        optimizer, scaler = torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=1e-3), torch.amp.GradScaler("cpu")
         if m is masked:
             fxmask.guard(optimizer, m)
         for seed in (2, 3):
