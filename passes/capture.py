@@ -134,8 +134,7 @@ def capture(
             except Exception as e:
                 raise _failed(recorder, e) from e
             finally:
-                for t, grad in recorder.leaves.values():
-                    t.grad = grad
+                recorder.restore()
     sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))

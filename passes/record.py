@@ -116,6 +116,7 @@ class Recorder(TorchDispatchMode):
         self.blocks: dict[int, tuple[int, int]] = {}  # by storage: the block of a cached mask
         self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors that an op wrote to, and what they held
         self.progress: Callable[[int], None] | None = None  # told how many ops there are so far
         self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
         self._kept: list[Any] = []  # a storage that was freed would give its address to another
@@ -147,6 +148,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if getattr(func, "_schema", None) is not None and func._schema.name in SILENT:
             return func(*args, **kwargs)
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            self._keep(func, args, kwargs)
         composite = hasattr(func, "decompose") and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         if composite:
             with self:
@@ -157,6 +160,22 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._note(func, args, kwargs, out, now)
         return out
+
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note what a real tensor holds before an op writes to it: one that is no parameter and no buffer has no fake in its place."""
+        given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        for t in tree_leaves([given.get(a.name) for a in func._schema.arguments if a.is_write]):
+            if isinstance(t, Tensor) and not isinstance(t, FakeTensor) and not t.is_meta and id(t) not in self.written:
+                with _disable_current_modes(), torch.no_grad():
+                    self.written[id(t)] = (t, t.detach().clone())
+
+    def restore(self) -> None:
+        """Give back to real tensors what they held, and the gradients that they had."""
+        with _disable_current_modes(), torch.no_grad():
+            for t, held in self.written.values():
+                t.detach().copy_(held)
+            for t, grad in self.leaves.values():
+                t.grad = grad
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
         places = torch.utils._pytree.tree_map(lambda a: self._place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))

@@ -19,6 +19,9 @@ def analyze(model, *inputs, **options):
     return fxmask.analyze(model, inputs, **{"device": "h100-sxm", **options})
 
 
+WRITTEN = torch.zeros(2)  # of the program, not of the model
+
+
 class Messy(nn.Module):
     """A forward that writes wherever it can: buffers, attributes, lists, dicts, its own parameters' places; and draws random numbers."""
 
@@ -30,7 +33,7 @@ class Messy(nn.Module):
         self.scale = torch.ones(24, requires_grad=True)  # no Parameter: its gradient is written to the tensor itself
         self.shift, self.calls, self.fails, self.last = torch.zeros(24), 0, fails, None
         self.cache, self.named, self.nested = [], {"first": 1}, ([torch.ones(2)], {"inner": [0]})
-        self.ordered = OrderedDict(a=1, b=2)
+        self.ordered, self.held = OrderedDict(a=1, b=2), {"tensor": torch.ones(3)}
 
     def forward(self, x):
         self.calls += 1
@@ -38,6 +41,10 @@ class Messy(nn.Module):
         self.absent = x.detach()
         x = self.norm(self.fc(x) * self.scale + self.shift)
         self.shift += 1
+        self.held["tensor"].mul_(2)
+        WRITTEN.add_(1)
+        torch.add(WRITTEN, 1, out=WRITTEN)
+        torch._foreach_add_([WRITTEN], 1)
         self.last, self.mask = x, torch.rand(24) < 0.5
         self.cache.append(x)
         self.named["first"], self.named["second"] = x, 2
@@ -106,10 +113,12 @@ def test_a_model_that_writes_everywhere(training):
     assert torch.equal(model.shift, torch.zeros(24)) and torch.equal(model.seen, torch.zeros(3))
     assert model.cache == [] and model.named == {"first": 1} and list(model.ordered) == ["a", "b"] and model.absent is None
     assert torch.equal(model.nested[0][0], torch.ones(2)) and model.nested[1] == {"inner": [0]}
+    assert torch.equal(model.held["tensor"], torch.ones(3)) and torch.equal(WRITTEN, torch.zeros(2))
     assert all(getattr(model, k) is v for k, v in inner.items())
     assert not hasattr(model, "late") and not hasattr(model, "later") and not hasattr(model.norm, "extra") and not model.fc._forward_hooks
     assert model.norm.num_batches_tracked == 0 and model.calls == 0 and model.training is training
     model(x).sum().backward()  # and it still works
+    WRITTEN.zero_()
     assert type(model.fc.weight.grad) is torch.Tensor and type(model.scale.grad) is torch.Tensor
 
 
@@ -127,7 +136,7 @@ def test_a_model_that_breaks_in_the_middle():
             analyze(model, x)
 
     unchanged(model, run)
-    assert model.cache == [] and model.named == {"first": 1}
+    assert model.cache == [] and model.named == {"first": 1} and torch.equal(WRITTEN, torch.zeros(2))
 
 
 def test_a_backward_that_breaks():
