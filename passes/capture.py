@@ -24,7 +24,7 @@ from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
 from . import ranks
 from . import site as state
 from .lifted import source_name
-from .record import Call, Place, Recorder, typical_mask
+from .record import CALL_CODE, Call, Place, Recorder, typical_mask
 from .site import Site
 
 LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
@@ -71,10 +71,9 @@ class _Nodes(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.recorder.node, self.recorder.stack = n.name, _module_of(n)
-        try:
-            return super().run_node(n)
-        finally:
-            self.recorder.node = self.recorder.stack = ""
+        out = super().run_node(n)  # where it raises, the node stays noted
+        self.recorder.node = self.recorder.stack = ""
+        return out
 
 
 def _module_of(n: fx.Node) -> str:
@@ -328,9 +327,19 @@ def _backward(out: Any) -> bool:
     return bool(found)
 
 
+def _raised_in(recorder: Recorder, e: Exception) -> str:
+    """Name of the innermost module whose call an error came through."""
+    found, tb = "", e.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code is CALL_CODE:
+            found = recorder.modules.get(id(tb.tb_frame.f_locals["self"])) or found
+        tb = tb.tb_next
+    return found
+
+
 def _failed(recorder: Recorder, e: Exception) -> UnsupportedError:
     last = recorder.calls[-1] if recorder.calls else None
-    where = f"{recorder.node or (last.module if last else '') or 'the first op'}, after {last.op if last else 'nothing'}"
+    where = f"{recorder.node or _raised_in(recorder, e) or '(model)'}, after {last.op if last else 'nothing'}"
     text = str(e).strip().splitlines()
     what = f"the model cannot run on fake tensors, which have shapes and no values: {type(e).__name__}: {text[0][:300] if text else ''}"
     fix = "check the inputs' shapes and dtypes; where the code needs values (.item(), an if over a tensor), pass the part of the model that"

@@ -64,12 +64,15 @@ def main(a: argparse.Namespace) -> int:
         apply(model, ratio=a.ratio, block=models.make_block(a.block), backward=a.backward)
         report = run()
     assert report is not None
+    said = _said(a, report, plain)  # before anything is written: what cannot be said leaves no files
+    if a.plot:
+        plots.available()
     if a.out is not None:
         report.save(a.out, formats=a.format or ("csv", "json", "markdown"))
         if a.plot:
             plots.roofline(report, a.out / "roofline.png")
             plots.traffic(report, a.out / "traffic.png")
-    print(_said(a, report, plain))
+    print(said)
     return 0
 
 

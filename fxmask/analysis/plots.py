@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 COLOURS = {"fwd": "tab:blue", "recompute": "tab:cyan", "dX": "tab:orange", "dW": "tab:green", "db": "tab:gray", "opt": "tab:purple"}
 
 
-def _figure() -> Any:
+def available() -> Any:
+    """matplotlib.pyplot, without a window; UnsupportedError where it is not installed."""
     try:
         import matplotlib
     except ImportError as e:
@@ -26,7 +27,7 @@ def _figure() -> Any:
 
 def roofline(report: Analysis, path: str | Path) -> Path:
     """Useful FLOP a second at the least time, against FLOP a compulsory byte, of every op with products, under the device's roofs. Bounds, not times."""
-    plt = _figure()
+    plt = available()
     peaks, bandwidth = report.meta["peaks"], report.meta["dram_bytes_s"]
     rows = [r for r in report.tables["roofline"] if r["ai_dram"] and r["flop"]]
     fig, ax = plt.subplots(figsize=(7, 4.5))
@@ -50,7 +51,7 @@ def roofline(report: Analysis, path: str | Path) -> Path:
 
 def traffic(report: Analysis, path: str | Path) -> Path:
     """Bytes of a step by phase: compulsory, requested, in sectors, in lines."""
-    plt = _figure()
+    plt = available()
     rows = report.tables["traffic"]
     phases = list(dict.fromkeys(r["phase"] for r in rows))
     levels = ("bytes_min", "bytes_dram_est", "bytes_req", "bytes_sector", "bytes_line")

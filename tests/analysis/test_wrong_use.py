@@ -1,0 +1,284 @@
+"""What `fxmask.analyze` cannot serve: each error says what was expected, where, and how to go on."""
+
+import builtins
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import fxmask
+from fxmask.analysis import plots
+from fxmask.errors import ConfigError, FxMaskError, UnsupportedError
+from fxmask.passes.work import RULES
+
+X = torch.randn(3, 16)
+
+
+def net():
+    return nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8))
+
+
+def analyze(model, inputs, **options):
+    return fxmask.analyze(model, inputs, **{"device": "h100-sxm", **options})
+
+
+WRONG = {
+    "device": ({"device": "h1000"}, r"unknown device: expected one of a30, .*h100-sxm.*, or cpu, got 'h1000'"),
+    "cuda": ({"device": "cuda:99"}, r"no such device here: expected one of .* got 'cuda:99'"),
+    "phases": ({"phases": ("fwd", "backward")}, r"phases: expected a sequence of fwd, dX, dW, opt, got \('fwd', 'backward'\)"),
+    "phase as a string": ({"phases": "fwd"}, r"phases: expected a sequence of .* got 'fwd'"),
+    "no phases": ({"phases": ()}, r"phases: expected a sequence of .* got \(\)"),
+    "impl": ({"impl": "cuda"}, r"impl: expected one of triton, reference or None, got 'cuda'"),
+    "optimizer": ({"optimizer": "adamm"}, r"optimizer: expected one of adamw, .*, an instance of one of them, or None, got 'adamm'"),
+    "no optimizer": ({"optimizer": object}, r"optimizer: expected one of"),
+    "dtype": ({"dtype": torch.int8}, r"dtype: expected a floating dtype, such as torch.bfloat16, or None, got torch.int8"),
+    "dtype by name": ({"dtype": "bfloat16"}, r"dtype: expected a floating dtype.* got 'bfloat16'"),
+    "steps": ({"steps": -1}, r"steps: expected a number of steps or None, got -1"),
+    "steps by name": ({"steps": "10"}, r"steps: expected a number of steps or None, got '10'"),
+    "half a step": ({"steps": 0.5}, r"steps: expected a number of steps"),
+    "memory model": ({"memory_model": "thesis2"}, r"memory_model: expected one of .*thesis.*, got 'thesis2'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_options(case):
+    options, text = WRONG[case]
+    with pytest.raises(ConfigError, match=text):
+        analyze(net(), X, **options)
+
+
+def test_an_optimizer_that_is_not_known():
+    model = net()
+    with pytest.raises(ConfigError, match="optimizer: expected one of"):
+        analyze(model, X, optimizer=torch.optim.LBFGS(model.parameters()))
+    assert analyze(model, X, optimizer="adamm", phases=("fwd",)).summary["optimizer"] == "none"
+
+
+@pytest.mark.parametrize("model", [None, lambda x: x, nn.Linear, "timm:vit", torch.zeros(2)], ids=["none", "function", "class", "name", "tensor"])
+def test_what_is_no_model(model):
+    with pytest.raises(ConfigError, match=r"analyze takes an nn.Module, an fx.GraphModule or a torch.export.ExportedProgram: got \w+"):
+        analyze(model, X)
+
+
+@pytest.mark.parametrize("inputs", [None, (), {}, (3, 16), "1x3", [[1.0]]], ids=repr)
+def test_what_is_no_input(inputs):
+    with pytest.raises(ConfigError, match=r"inputs: expected a tensor, a tuple of arguments or a dict .* with at least one tensor in it, got \w+"):
+        analyze(net(), inputs)
+
+
+def test_inputs_of_the_wrong_shape():
+    """The message names the layer that broke and the shapes."""
+    with pytest.raises(UnsupportedError, match=r"(?s)got \[5, 17\] X \[16, 24\].*where: 0, after .*fix: check the inputs' shapes"):
+        analyze(net(), torch.randn(5, 17))
+    model = net()
+    model[2] = nn.Linear(23, 8)
+    with pytest.raises(UnsupportedError, match=r"(?s)got \[3, 24\] X \[23, 8\].*where: 2, after aten"):
+        analyze(model, X)
+    with pytest.raises(UnsupportedError, match=r"(?s)TypeError.*takes 2 positional arguments but 3 were given"):
+        analyze(net(), (X, X))
+    with pytest.raises(UnsupportedError, match=r"(?s)unexpected keyword argument 'pixels'"):
+        analyze(net(), {"pixels": X})
+    gm = torch.fx.symbolic_trace(net())
+    with pytest.raises(UnsupportedError, match=r"(?s)\[5, 17\].*where: _0, after"):
+        analyze(gm, torch.randn(5, 17))
+    with pytest.raises(UnsupportedError, match=r"where: \(model\), after nothing"):
+        analyze(nn.Embedding(4, 4), torch.zeros(3))  # its indices are no integers
+
+
+class Reads(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.fc, self.how = nn.Linear(16, 8), how
+
+    def forward(self, x):
+        x = self.fc(x)
+        if self.how == "item":
+            return x * x.sum().item()
+        if self.how == "if":
+            return x if x.sum() > 0 else -x
+        if self.how == "list":
+            return x * max(x.flatten().tolist())
+        if self.how == "numpy":
+            return x + torch.from_numpy(x.detach().numpy())
+        return x[x > 0]
+
+
+@pytest.mark.parametrize("how", ["item", "if", "list", "numpy", "index"])
+def test_models_that_read_values(how):
+    if how == "index":  # a boolean index makes a shape of values
+        with pytest.raises(UnsupportedError, match=r"(?s)cannot run on fake tensors.*where: \(model\), after aten.*fix: .*pass the part of the model that"):
+            analyze(Reads(how), X)
+        return
+    with pytest.raises(UnsupportedError, match=r"(?s)the model cannot run on fake tensors.*where: .*fix: .*\.item\(\), an if over a tensor.*symbolic_trace"):
+        analyze(Reads(how), X)
+
+
+def test_wrapped_and_lazy_parameters():
+    model = nn.Linear(16, 8)
+    model.weight = nn.Parameter(TwoTensor(torch.zeros(8, 16), torch.zeros(8, 16)))
+    with pytest.raises(UnsupportedError, match=r"(?s)plain fake tensors: expected none of a wrapper class, got .*before fully_shard"):
+        analyze(model, X)
+    lazy = nn.Sequential(nn.LazyLinear(8))
+    with pytest.raises(UnsupportedError, match=r"(?s)expected none that is lazy.*run one forward first"):
+        analyze(lazy, X)
+    lazy(X)
+    assert analyze(lazy, X).summary["flop"]["fwd"] == 2 * 3 * 16 * 8
+
+
+# ---- costs of other ops ----------------------------------------------------------------------------------------------------------------------------------
+
+_made = []
+
+
+def custom_op():
+    """A new custom op, scaled x @ w^T with a backward, that nobody knows the cost of."""
+    name = f"op{len(_made)}"
+
+    @torch.library.custom_op(f"fxmask_analysis::{name}", mutates_args=())
+    def op(x: torch.Tensor, w: torch.Tensor, scale: float) -> torch.Tensor:
+        return x @ w.t() * scale
+
+    op.register_fake(lambda x, w, scale: x.new_empty(x.shape[0], w.shape[0]))
+
+    def keep(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    def gradient(ctx, gy):
+        x, w = ctx.saved_tensors
+        return gy @ w, gy.t() @ x, None
+
+    op.register_autograd(gradient, setup_context=keep)
+    _made.append(op)
+
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.w = nn.Linear(16, 24), nn.Parameter(torch.randn(10, 24))
+
+        def forward(self, x):
+            return op(self.fc(x), self.w, 0.5)
+
+    return M(), getattr(torch.ops.fxmask_analysis, name), name
+
+
+@pytest.fixture
+def registries():
+    rules, formulas = dict(RULES), dict(flop_registry)
+    yield
+    for table, before in ((RULES, rules), (flop_registry, formulas)):
+        table.clear()
+        table.update(before)
+
+
+def test_an_unknown_op_and_its_cost(registries):
+    model, op, name = custom_op()
+    report = analyze(model, X)
+    unknown = report.tables["coverage"]
+    assert len(unknown) == 1 and unknown[0]["op"] == f"fxmask_analysis.{name}" and unknown[0]["count"] == 1
+    assert unknown[0]["example_shapes"] == "3x24, 10x24" and unknown[0]["suggestion"] == f"@fxmask.register_cost(torch.ops.fxmask_analysis.{name})"
+    assert unknown[0]["bytes_min"] == 4 * (3 * 24 + 10 * 24 + 3 * 10)
+    shares = report.summary["coverage"]
+    assert 0 < shares["nodes_pct"] < 100 and 0 < shares["bytes_pct"] < 100
+    assert shares["params_pct"] == 100 * (1 - 240 / (240 + 17 * 24))
+    assert any("lower bounds (>=)" in n for n in report.notes) and "unknown ops" in str(report)
+    assert {r["status"] for r in report.tables["nodes"] if r["op"].startswith("fxmask_analysis")} == {"unknown"}
+    with pytest.raises(UnsupportedError, match=rf"(?s)strict=True\) knows no cost of: fxmask_analysis.{name} \(1x, 3x24, 10x24\).*@fxmask.register_cost"):
+        analyze(model, X, strict=True)
+
+    @fxmask.register_cost(op)
+    def cost(x_shape, w_shape, scale, *, out_shape):
+        assert scale == 0.5 and tuple(out_shape) == (3, 10)
+        return 2 * x_shape[0] * x_shape[1] * w_shape[0]
+
+    report = analyze(model, X, strict=True)
+    assert not report.tables["coverage"] and min(report.summary["coverage"].values()) == 100
+    with FlopCounterMode(display=False) as counter:
+        y = model(X)
+    forward = counter.get_total_flops()
+    with counter:
+        y.backward(torch.ones_like(y))
+    assert report.summary["flop"]["fwd"] == forward == 2 * 3 * 24 * (16 + 10)
+    assert report.summary["flop"]["total"] == forward + counter.get_total_flops()
+    row = next(r for r in report.tables["nodes"] if r["op"] == f"fxmask_analysis.{name}")
+    assert row["status"] == "registered" and row["flop"] == 2 * 3 * 24 * 10 and row["mac"] * 2 == row["flop"]
+    assert cost((3, 24), (10, 24), 0.5, out_shape=(3, 10)) == row["flop"]  # the decorator gives the function back
+
+
+def test_register_cost_refuses(registries):
+    model, op, name = custom_op()
+    for wrong in (None, "aten.mm", torch.mm, lambda x: x):
+        with pytest.raises(ConfigError, match=r"register_cost: expected an op such as torch.ops.mylib.name, got"):
+            fxmask.register_cost(wrong)
+    for known in (torch.ops.aten.mm, torch.ops.aten.mm.default, torch.ops.fxmask.masked_linear):
+        with pytest.raises(ConfigError, match=r"register_cost: \S+ has a cost already: expected an op that `analyze` lists as unknown"):
+            fxmask.register_cost(known)
+    fxmask.register_cost(op.default)(lambda *a, out_shape: 7)
+    with pytest.raises(ConfigError, match=rf"fxmask_analysis.{name} has a cost already"):
+        fxmask.register_cost(op)
+
+
+@pytest.mark.parametrize("flop", [1.5, True, -1, None, "2"], ids=repr)
+def test_a_cost_that_is_no_number_of_flop(registries, flop):
+    model, op, name = custom_op()
+    fxmask.register_cost(op)(lambda *a, out_shape: flop)
+    with pytest.raises(ConfigError, match=rf"the registered cost of fxmask_analysis.{name} must give FLOP: expected an int of at least 0, got"):
+        analyze(model, X)
+
+
+# ---- of the result -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report():
+    return analyze(net(), X)
+
+
+def test_unknown_names(report):
+    with pytest.raises(ConfigError, match=r"no node or module 'fc1' in this analysis: expected one of its 2 nodes, such as 0:addmm, 2:addmm, or a"):
+        report.explain("fc1")
+    with pytest.raises(ConfigError, match=r"no table 'nope': expected one of summary, modules, nodes, traffic"):
+        report.text("nope")
+    with pytest.raises(ConfigError, match=r"no table 'energy'"):
+        report.printed("energy")
+    with pytest.raises(ConfigError, match=r"format: expected one of csv, json, markdown, html, latex, text, got 'xml'"):
+        report.printed("nodes", "xml")
+
+
+def test_files_that_cannot_be_written(report, tmp_path):
+    for formats in (("csv", "xml"), "xml", ()):
+        with pytest.raises(ConfigError, match=r"Analysis.save: expected formats among csv, json, .* got ('xml'|none)"):
+            report.save(tmp_path / "out", formats=formats)
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "file" / "below.json"):
+        with pytest.raises(ConfigError, match=r"(?s)the output folder cannot be written: .*where: .*fix: name a folder that you may write to"):
+            report.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def test_measurements_of_something_else(report):
+    with pytest.raises(ConfigError, match=r"timings: expected seconds above 0, got 0"):
+        report.attach_measurements(timings={"0": 0})
+    with pytest.raises(ConfigError, match=r"measurements are named fc9: expected nodes or modules of this analysis, such as"):
+        report.attach_measurements(timings={"fc9": 1e-3})
+
+
+def test_without_optional_packages(report, monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] in ("matplotlib", "pandas"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UnsupportedError, match=r"(?s)plots need matplotlib.*pip install 'fxmask\[plot\]'"):
+        plots.roofline(report, tmp_path / "a.png")
+    with pytest.raises(ImportError, match="pandas"):
+        report.to_pandas("nodes")
+    assert report.text("nodes") and not list(tmp_path.iterdir())
+
+
+def test_all_errors_have_one_root():
+    assert issubclass(ConfigError, (FxMaskError, ValueError)) and issubclass(UnsupportedError, FxMaskError)
