@@ -4,6 +4,7 @@
     print(fxmask.explain(model))
 """
 
+from .allocating import allocate as allocate
 from .analysis.run import analyze as analyze
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
@@ -34,6 +35,7 @@ __all__ = [
     "Report",
     "Schedule",
     "WeightMask",
+    "allocate",
     "analyze",
     "apply",
     "dense",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .allocating import allocated
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
@@ -47,6 +48,7 @@ def apply(
     overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
     impl: str = "auto",
     seed: int = 0,
+    allocation: str | None = None,
 ) -> M:
     """Mask the linears of a model, in place, and return it.
 
@@ -60,6 +62,7 @@ def apply(
             all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty `exclude` adds to these, `exclude=()` switches them
             off, an exact name in `include` lifts them.
         overrides: {pattern: dict of WeightMask options, or False}; the last match wins.
+        allocation: None: `ratio` in every layer. `erk`, `global` or `byte`: a budget of 1 - ratio for all layers, see `fxmask.allocate`.
 
     Raises: ConfigError, StateError, UnsupportedError; the model is then as it was.
     Cost: host work a layer; no forward runs. With `refresh` other than 1, one `block_index` a layer.
@@ -73,6 +76,8 @@ def apply(
     config = _one_config(configs, ratio, block, options)
     _check_model(model)
     decisions = choose(find(model), config, include, exclude, overrides)
+    if allocation is not None:
+        decisions = allocated(model, decisions, overrides, config.ratio, allocation)
     _warn_of_graphs(model)
     _warn_if_dense(decisions)
     _change(model, decisions)

@@ -52,6 +52,11 @@ def keep_count(n_blocks: int, ratio: float) -> int:
     return max(1, -(-n_blocks * (RATIO_UNIT - ratio_units(ratio)) // RATIO_UNIT))
 
 
+def ratio_keeping(kept: int, n_blocks: int) -> float:
+    """The ratio that keeps exactly `kept` of `n_blocks` blocks, 1 <= kept <= n_blocks < 1e9: `keep_count(n_blocks, ratio) == kept`."""
+    return -(-(n_blocks - kept) * RATIO_UNIT // n_blocks) / RATIO_UNIT
+
+
 def _clipped(block: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
     """A block of at most the weight's size: the same grid, without padding up to the block."""
     return min(block[0], max(1, shape[0])), min(block[1], max(1, shape[1]))

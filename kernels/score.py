@@ -85,6 +85,16 @@ def sum_bits(total: Tensor, exponent: Tensor, shift: int, squared: bool) -> Tens
     return torch.where(total == 0, 0, key)
 
 
+def sum_of_keys(keys: Tensor) -> Tensor:
+    """The sums that keys of `fro` (of squares) or `l1` stand for, float64, rounded down to 21 bits below the leading one; infinite for a broken block.
+
+    Exact, so that the sums have the same bits wherever the keys were made.
+    """
+    mantissa = 1 + (keys & ((1 << MANTISSA) - 1)).double() / (1 << MANTISSA)
+    sums = torch.ldexp(mantissa, (keys >> MANTISSA) - OFFSET - 44)
+    return torch.where(keys == 0, 0.0, torch.where(keys >= KEY_INF, torch.inf, sums))
+
+
 def _spectral_keys(b: Tensor) -> Tensor:
     """Largest singular value of each block [NB, KB, bh, bw], as float32 bits.
 

@@ -10,6 +10,7 @@ PUBLIC = [
     "Report",
     "Schedule",
     "WeightMask",
+    "allocate",
     "analyze",
     "apply",
     "dense",

@@ -1,0 +1,180 @@
+"""`fxmask.allocate`: another ratio for every layer, within one budget for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .kernels.errors import ConfigError, UnsupportedError, message
+from .kernels.grid import grid_shape, ratio_keeping, ratio_units
+from .passes import rules  # noqa: F401  (they register the costs of ops)
+from .passes.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
+from .passes.capture import capture
+from .passes.choose import Decision, Patterns, choose, matches
+from .passes.config import WeightMask, one_of
+from .passes.find import find
+from .passes.moves import work_of
+from .passes.work import Target
+
+METHODS = ("uniform", "erk", "global", "flop", "byte")
+
+
+class Allocation(dict[str, float]):
+    """{layer: ratio}, with what was asked for and what came of it, in `unit` (blocks, weight elements, FLOP or bytes): `total` of the dense layers, `budget`,
+    and `spent`, which is never more. `kept` and `blocks`: {layer: number}. `overrides`: as `fxmask.apply` takes it."""
+
+    unit: str
+    total: int
+    budget: int
+    spent: int
+    kept: dict[str, int]
+    blocks: dict[str, int]
+
+    @property
+    def overrides(self) -> dict[str, dict[str, float]]:
+        return {name: {"ratio": ratio} for name, ratio in self.items()}
+
+
+def allocate(
+    model: nn.Module,
+    ratio: float,
+    method: str = "uniform",
+    block: tuple[int, int] = (16, 16),
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
+    inputs: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Allocation:
+    """Ratios of a model's layers that together spend a budget of (1 - ratio), for `apply(model, ratio=ratio, block=block, overrides=found.overrides)`.
+
+    | method | kept blocks | budget |
+    | --- | --- | --- |
+    | `uniform` | the same ratio in every layer, rounded up in each | that |
+    | `erk` | density proportional to (out + in) / (out * in), at most 1, the rest shared out anew (Evci et al. 2020, arXiv:1911.11134) | blocks |
+    | `global` | those with the highest mean square of all layers, by the keys of `criterion="fro"`: one threshold | blocks |
+    | `flop` | those with the highest mean square for a FLOP: a layer that sees many tokens keeps fewer | FLOP of these layers' products with `inputs` |
+    | `byte` | those with the highest mean square for a byte | bytes of these layers' weights |
+
+    Every layer keeps at least a block. A budget in blocks is `ceil(blocks * (1 - ratio))`, as for one layer, and is spent to the block; blocks of several sizes
+    count by their elements. A budget in FLOP or bytes is never exceeded, whatever blocks the masks choose later: blocks at ragged edges count as whole ones.
+    What is left is less than any block that could have been kept costs (`.budget`, `.spent`).
+
+    Args:
+        model: as for `apply`; not masked yet. ratio: of the budget, in [0, 1). include, exclude, overrides: as for `apply`, whose `block` may differ by
+            layer. A layer whose override names a ratio keeps it, and has no part in the budget.
+        inputs, kwargs: of the model's forward, for `flop` alone, as for `analyze`: only shapes are looked at.
+
+    Returns: an `Allocation`, {layer's name: ratio}; layers that share a weight have one ratio.
+    Raises: ConfigError (a budget that cannot be met, no inputs, a layer that they do not reach); UnsupportedError for meta weights where scores are needed.
+    Cost: one reading of the weights for `global`, `flop`, `byte`; for `flop` a forward on fake tensors, too.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"fxmask.allocate: expected an nn.Module, got {type(model).__name__}.")
+    decisions = choose(find(model), WeightMask(ratio=ratio, block=block), include, exclude, overrides)
+    return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)
+
+
+def allocated(model: nn.Module, decisions: list[Decision], overrides: Mapping[Any, Any] | None, ratio: float, method: str) -> list[Decision]:
+    """What `apply(allocation=method)` does to its decisions."""
+    if method == "flop":
+        fix = "found = fxmask.allocate(model, ratio, 'flop', inputs=x), then fxmask.apply(..., overrides=found.overrides)."
+        raise ConfigError(message("apply(allocation='flop') has no inputs to count tokens with.", fix=fix))
+    found = allocation_of(model, decisions, overrides, ratio, method)
+    new = [None if d.config is None else dataclasses.replace(d.config, ratio=found.get(d.candidate.name, d.config.ratio)) for d in decisions]
+    return [dataclasses.replace(d, config=c) for d, c in zip(decisions, new, strict=True)]
+
+
+def allocation_of(
+    model: nn.Module, decisions: list[Decision], overrides: Mapping[Any, Any] | None, ratio: float, method: str, inputs: Any = None, kwargs: Any = None
+) -> Allocation:
+    """The allocation over what was chosen; see `allocate`."""
+    one_of("allocation method", method, METHODS)
+    pins = [p for p, change in (overrides or {}).items() if isinstance(change, Mapping) and "ratio" in change]
+    groups: dict[int, list[Decision]] = {}
+    for d in decisions:
+        if d.config is not None and d.candidate.weight.numel():
+            groups.setdefault(id(d.candidate.weight), []).append(d)
+    layers = [g for g in groups.values() if not any(matches(p, d.candidate) for p in pins for d in g)]
+    found = Allocation()
+    kept, items, (found.unit, found.total, found.budget) = _shares(model, layers, ratio, method, inputs, kwargs) if layers else ([], [], ("blocks", 0, 0))
+    found.spent = sum(i.spent(k) for i, k in zip(items, kept, strict=True))
+    found.kept, found.blocks = {}, {}
+    for group, item, k in zip(layers, items, kept, strict=True):
+        for d in group:
+            name = d.candidate.name
+            found[name] = ratio if method == "uniform" else ratio_keeping(k, item.blocks)
+            found.kept[name], found.blocks[name] = k, item.blocks
+    return found
+
+
+def _shares(
+    model: nn.Module, layers: list[list[Decision]], ratio: float, method: str, inputs: Any, kwargs: Any
+) -> tuple[list[int], list[Item], tuple[str, int, int]]:
+    """(kept blocks of each layer, the layers as items, (unit, total, budget))."""
+    configs, weights = [g[0].config for g in layers], [g[0].candidate.weight for g in layers]
+    shapes, blocks = [(w.shape[0], w.shape[1]) for w in weights], [c.block for c in configs if c is not None]
+    counts = [math.prod(grid_shape(s, b)) for s, b in zip(shapes, blocks, strict=True)]
+    units = ratio_units(ratio)
+    if method in ("flop", "byte"):
+        uses = _uses(model, layers, inputs, kwargs) if method == "flop" else [w.element_size() for w in weights]
+        areas = [min(b[0], s[0]) * min(b[1], s[1]) for s, b in zip(shapes, blocks, strict=True)]
+        items = [Item(n, a * u, math.prod(s) * u) for n, a, s, u in zip(counts, areas, shapes, uses, strict=True)]
+        unit = "FLOP" if method == "flop" else "bytes"
+    else:
+        uses, areas = [1] * len(layers), [math.prod(b) for b in blocks]
+        size = math.gcd(*areas)  # one block, where all have one size
+        items = [Item(n, a // size, n * (a // size)) for n, a in zip(counts, areas, strict=True)]
+        unit = "blocks" if len(set(areas)) == 1 else f"times {size} elements" if size > 1 else "elements"
+    total = sum(i.whole for i in items)
+    if method == "uniform":
+        kept = [c.keep_at(10**12, n) for c, n in zip((WeightMask(ratio=ratio, block=b) for b in blocks), counts, strict=True)]
+        return kept, items, (unit, total, sum(i.spent(k) for i, k in zip(items, kept, strict=True)))
+    budget = budget_of(total, units, up=method in ("erk", "global"))
+    check_budget(items, budget, ratio, unit)
+    if method == "erk":
+        return proportional(items, erk_densities(shapes), budget), items, (unit, total, budget)
+    scores = [mean_squares(_values(w, g), b) / u for w, g, b, u in zip(weights, layers, blocks, uses, strict=True)]
+    return ranked(items, scores, budget), items, (unit, total, budget)
+
+
+def _values(weight: Tensor, group: list[Decision]) -> Tensor:
+    if weight.is_meta or group[0].candidate.weight_node is not None:
+        what = "allocation by scores needs the weights' values: expected real memory, got a meta tensor."
+        raise UnsupportedError(message(what, group[0].candidate.name, "materialise the model first, or use method='erk'."))
+    return weight.detach()
+
+
+def _uses(model: nn.Module, layers: Sequence[list[Decision]], inputs: Any, kwargs: Any) -> list[int]:
+    """FLOP of one weight element of each layer in a forward: twice the tokens that it meets, over all calls."""
+    args, named = ((), {**inputs}) if isinstance(inputs, Mapping) else (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
+    named |= kwargs or {}
+    if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
+        what = f"method='flop' counts the tokens of each layer: expected inputs= with the model's arguments, got {type(inputs).__name__}."
+        raise ConfigError(message(what, "fxmask.allocate", "a tensor, a tuple of arguments, or a dict of keyword arguments; shapes are enough (meta tensors)."))
+    by_weight: Counter[str] = Counter()
+    by_module: Counter[tuple[str, int]] = Counter()  # of weights that are computed from several parameters
+    with torch.no_grad():
+        calls = capture(model, args, named, False, None, None).calls
+    for w in (w for c in calls for w in work_of(c, Target())):
+        if w.phase == "fwd" and w.m and w.weight and w.call is not None:
+            by_weight[w.weight] += w.cost.flop_useful
+            by_module[w.call.module, w.elements] += w.cost.flop_useful
+    uses = []
+    for group in layers:
+        flop = sum(by_weight[d.candidate.param_name] for d in group)
+        flop = flop or sum(by_module[d.candidate.name, d.candidate.weight.numel()] for d in group)
+        if not flop:
+            name = group[0].candidate.name
+            what = f"no FLOP of {name!r} in a forward with these inputs: expected every layer to be reached."
+            raise ConfigError(message(what, name, f"exclude={name!r}, or inputs that reach it."))
+        uses.append(flop // group[0].candidate.weight.numel())
+    return uses
