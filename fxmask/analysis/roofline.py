@@ -38,6 +38,14 @@ def seconds(work: Work, device: Device, tf32: bool = False) -> float:
     return max(bounds(work, device, tf32).values())
 
 
+MASKING = ("fxmask.block_index", "fxmask.strip_lists")  # ops that a dense step does not have
+
+
+def dense_seconds(work: Work, device: Device, tf32: bool = False) -> float:
+    """The largest bound of what a dense step does instead of this op."""
+    return 0.0 if work.op in MASKING else seconds(dense_of(work), device, tf32)
+
+
 def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:
     """The columns of the table `roofline`. AI is FLOP/byte of useful FLOP; the ridge is peak over bandwidth in the dtype that is used (a dense peak)."""
     c, found = work.cost, bounds(work, device, tf32)

@@ -47,7 +47,7 @@ def summary(works: list[Work], recording: Recording, device: Device, tf32: bool,
         "weights_loaded": loaded,
         "ai_dram": useful["total"] / moved["total"] if moved["total"] else None,
         "t_min_us": 1e6 * sum(roofline.seconds(w, device, tf32) for w in works if w.launches),
-        "t_dense_min_us": 1e6 * sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in works if w.launches),
+        "t_dense_min_us": 1e6 * sum(roofline.dense_seconds(w, device, tf32) for w in works if w.launches),
     }
     if steps is not None:
         run = {"flop_dense": dense["total"], "flop_adjusted": useful["total"], "flop_saved": dense["total"] - useful["total"]}
@@ -88,9 +88,10 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     if by_bound["launch"] > len(masked) / 2:
         said.append("Launch-bound: most of these ops are shorter than a launch, so masking cannot make them faster; larger batches or CUDA graphs first.")
     said += _of_l2(masked, device, tf32)
-    rest = sum(roofline.seconds(w, device, tf32) for w in works if w.dense is None and w.launches)
+    others = [w for w in works if w.dense is None and w.launches]
+    rest, rest_dense = sum(roofline.seconds(w, device, tf32) for w in others), sum(roofline.dense_seconds(w, device, tf32) for w in others)
     if t + rest:
-        share, gain = rest / (t_dense + rest), (t_dense + rest) / (t + rest)
+        share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
         said.append(f"Ops that no mask touches take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
     issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
     if "masked_dense" in impls:
