@@ -7,9 +7,16 @@ def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten.{n}" for n in names.split())
 
 
+POINTWISE = _aten("""
+    threshold_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward hardtanh_backward hardsigmoid_backward mish_ hardswish hardswish_
+    hardswish_backward elu_backward hardshrink_backward leaky_relu_backward log_sigmoid_forward log_sigmoid_backward softplus_backward softshrink_backward
+    _prelu_kernel _prelu_kernel_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
+    soft_margin_loss soft_margin_loss_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward multilabel_margin_loss_backward
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits
+""")  # that PyTorch does not tag
 REDUCE = _aten("""
     sum nansum mean var var_mean std std_mean amax amin aminmax max min argmax argmin prod norm linalg_vector_norm logsumexp cumsum cumprod any all
-    count_nonzero _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
+    count_nonzero median kthvalue logcumsumexp trace histc renorm _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
     nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
 """)
 NORMALISE = _aten("""
@@ -21,7 +28,9 @@ MOVE = _aten("""
     cat stack copy copy_ clone contiguous _to_copy slice_backward select_backward slice_scatter select_scatter diagonal_backward as_strided_scatter
     index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put index_select index_add index_add_ gather scatter scatter_ scatter_add
     scatter_add_ embedding embedding_dense_backward masked_fill masked_fill_ masked_scatter masked_select tril triu roll flip repeat constant_pad_nd
-    reflection_pad1d reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward unfold_backward im2col col2im pixel_shuffle
+    reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward reflection_pad3d reflection_pad3d_backward replication_pad1d
+    replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward index_fill index_fill_
+    unfold_backward im2col col2im pixel_shuffle
     pixel_unshuffle channel_shuffle native_channel_shuffle topk sort one_hot bincount nonzero split_with_sizes_copy expand_copy detach_copy lift_fresh_copy
     as_strided_copy view_copy repeat_interleave
 """)
@@ -29,13 +38,16 @@ RESAMPLE = _aten("""
     max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d _adaptive_avg_pool2d
     _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_nearest1d
     upsample_nearest2d upsample_nearest2d_backward upsample_bicubic2d upsample_bicubic2d_backward _upsample_bicubic2d_aa _upsample_bilinear2d_aa
-    grid_sampler_2d grid_sampler_2d_backward glu glu_backward
+    grid_sampler_2d grid_sampler_2d_backward glu glu_backward max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d_backward
+    fractional_max_pool2d fractional_max_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
+    upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward upsample_linear1d upsample_linear1d_backward upsample_trilinear3d
+    upsample_trilinear3d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward
 """)
 MAKE = _aten("""
     fill fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full arange linspace eye scalar_tensor rand randn rand_like
     randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
 """)
-KNOWN = REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
+KNOWN = POINTWISE | REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
 NOTHING = _aten("""
     empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ lift_fresh
     as_strided_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_

@@ -170,6 +170,34 @@ def test_recurrent_layers(cell):
     assert all(p.grad is None for p in model.parameters())
 
 
+def layers_without_products():
+    given = {"Threshold": (1.0, 1.0), "Softmax": (1,), "Softmin": (1,), "LogSoftmax": (1,)}
+    activations = [name for name in nn.modules.activation.__all__ if name != "MultiheadAttention"]
+    found = {name: (getattr(nn, name)(*given.get(name, ())), 2) for name in activations}
+    for kind in ("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "ReflectionPad", "ReplicationPad", "ZeroPad", "CircularPad"):
+        found |= {f"{kind}{d}d": (getattr(nn, f"{kind}{d}d")(2), d) for d in (1, 2, 3)}
+    modes = {"nearest": (1, 2, 3), "linear": (1,), "bilinear": (2,), "bicubic": (2,), "trilinear": (3,), "nearest-exact": (2,)}
+    found |= {f"{mode}{d}": (nn.Upsample(scale_factor=2, mode=mode), d) for mode, ds in modes.items() for d in ds}
+    found |= {f"BatchNorm{d}d": (getattr(nn, f"BatchNorm{d}d")(4), d) for d in (1, 2, 3)}
+    found |= {"GroupNorm": (nn.GroupNorm(2, 4), 2), "InstanceNorm": (nn.InstanceNorm2d(4), 2), "RMSNorm": (nn.RMSNorm(8), 2), "LayerNorm": (nn.LayerNorm(8), 2)}
+    found |= {"Dropout2d": (nn.Dropout2d(), 2), "Unfold": (nn.Unfold(2), 2)}
+    return found | {"PixelShuffle": (nn.PixelShuffle(2), 2), "ChannelShuffle": (nn.ChannelShuffle(2), 2)}
+
+
+def test_layers_without_products_are_known():
+    """An activation, a pool or a loss that were unknown would turn every total of the models that use it into a lower bound."""
+    unknown = {}
+    for name, (layer, d) in layers_without_products().items():
+        report = count(layer, torch.randn((2, 4) + (8,) * d, requires_grad=True))
+        unknown[name] = [r["op"] for r in report.tables["coverage"]]
+        assert report.summary["flop"]["total"] == 0 and report.summary["bytes_min"]["total"] > 0, name
+    for name in ("L1Loss", "MSELoss", "BCELoss", "BCEWithLogitsLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "PoissonNLLLoss"):
+        unknown[name] = [r["op"] for r in count(getattr(nn, name)(), torch.rand(2, 4, requires_grad=True), torch.rand(2, 4)).tables["coverage"]]
+    for name in ("CrossEntropyLoss", "NLLLoss", "MultiMarginLoss"):
+        unknown[name] = [r["op"] for r in count(getattr(nn, name)(), torch.rand(2, 4, requires_grad=True), torch.tensor([0, 1])).tables["coverage"]]
+    assert {n: ops for n, ops in unknown.items() if ops} == {} and len(unknown) > 70
+
+
 # ---- which gradients there are -----------------------------------------------------------------------------------------------------------------------------
 
 
