@@ -31,7 +31,7 @@ from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
 from .sites import decided_by_apply
 from .sources import tag_caches
 
-MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed")  # what a mask can be without any state
+MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
 STATEFUL = ("refresh", "start", "schedule", "dense_every")
 OWN = ("include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
 WHERE = "torch.compile(backend='fxmask')"
@@ -46,7 +46,7 @@ class Options:
     """The options of the backend.
 
     Args:
-        ratio, block, backward, criterion, ties, impl, seed: as in `fxmask.WeightMask`. include, exclude, overrides: as in `fxmask.apply`.
+        ratio, block, backward, criterion, ties, impl, seed, cover: as in `fxmask.WeightMask`. include, exclude, overrides: as in `fxmask.apply`.
         require: True: a graph in which a linear stays dense unasked, or nothing is masked, is an error. Patterns: each must be masked in each graph.
         match: `linear`, or `matmul`: products with a transposed parameter count as linears.
         passes: `fxmask.passes.infra.Pass` objects of your own, run in order before the masks; see passes/README.md.

@@ -208,14 +208,19 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
     if not selected:
         reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
         warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
-    whole = []
+    whole, uncovered = [], []
     for d in selected:
         assert d.config is not None
         nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
         if d.config.ratio > 0 and d.config.keep_at(10**12, nb * kb) == nb * kb:
             whole.append(f"{d.candidate.name or 'the model itself'} ({nb * kb} block{'s' * (nb * kb > 1)} of {d.config.block})")
+        if d.config.cover and d.config.keep_at(10**12, nb * kb) < max(nb, kb):
+            uncovered.append(f"{d.candidate.name or 'the model itself'} ({d.config.keep_at(10**12, nb * kb)} blocks kept of {nb}x{kb})")
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
+        warnings.warn(what, FxMaskWarning, stacklevel=3)
+    if uncovered:
+        what = f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them."
         warnings.warn(what, FxMaskWarning, stacklevel=3)
 
 

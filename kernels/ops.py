@@ -79,24 +79,45 @@ def _check_features(name: str, t: Tensor, expected: int) -> None:
 
 
 @torch.library.custom_op("fxmask::block_index", mutates_args=())
-def block_index(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int, impl: str = "auto") -> Tensor:
+def block_index(
+    w: Tensor,
+    keep: Tensor,
+    step: Tensor,
+    block_rows: int,
+    block_cols: int,
+    criterion: str,
+    ties: str,
+    stream: int,
+    impl: str = "auto",
+    cover: bool = False,
+) -> Tensor:
     """Mask of the `keep` best blocks of `w`.
 
     Args:
         w: weight (N, K), floating. keep, step: 0-d int64 on the device of `w`; `step` and `stream` drive `criterion="random"` alone.
         criterion: see `kernels.score.CRITERIA`. ties: `lowest` (exactly `keep` blocks) or `keep` (all that tie with the last one).
-
-        impl: see `kernels.dispatch`.
+        impl: see `kernels.dispatch`. cover: no block row or column without a block, see `kernels.select.covering`; not with impl="triton".
 
     Returns: bool (ceil(N / block_rows), ceil(K / block_cols)), True = kept.
     Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
     """
     grid_shape(w.shape, (block_rows, block_cols))  # raises for what is no matrix
-    return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream)
+    return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream, cover)
 
 
 @block_index.register_fake
-def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int, impl: str = "auto") -> Tensor:
+def _(
+    w: Tensor,
+    keep: Tensor,
+    step: Tensor,
+    block_rows: int,
+    block_cols: int,
+    criterion: str,
+    ties: str,
+    stream: int,
+    impl: str = "auto",
+    cover: bool = False,
+) -> Tensor:
     return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
 
 
@@ -354,11 +375,13 @@ def _transformed(impl: str) -> bool:
     return active
 
 
-def index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, impl: str = "auto") -> Tensor:
+def index(
+    w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, impl: str = "auto", cover: bool = False
+) -> Tensor:
     """The mask as modules ask for it: `block_index`, or its aten form under function transforms."""
     if _transformed(impl):
-        return reference.block_index(w, keep, step, block, criterion, ties, stream)
-    return block_index(w, keep, step, block[0], block[1], criterion, ties, stream, impl)
+        return reference.block_index(w, keep, step, block, criterion, ties, stream, cover)
+    return block_index(w, keep, step, block[0], block[1], criterion, ties, stream, impl, cover)
 
 
 def lists(mask: Tensor, block: tuple[int, int], impl: str) -> Tensor | None:

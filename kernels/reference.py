@@ -24,9 +24,11 @@ from .select import select_blocks
 MODES = ("masked", "ste", "unmasked", "rigl")
 
 
-def block_index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
+def block_index(
+    w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, cover: bool = False
+) -> Tensor:
     """Mask of a weight: scores, then exact selection. See `kernels.score.block_keys` and `kernels.select.select_blocks`."""
-    return select_blocks(block_keys(w, block, criterion, step, stream), keep, ties)
+    return select_blocks(block_keys(w, block, criterion, step, stream), keep, ties, cover)
 
 
 def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:

@@ -10,7 +10,7 @@ from ..kernels.errors import ConfigError, UnsupportedError
 from ..kernels.grid import check_block, keep_count, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
-from ..kernels.select import TIES
+from ..kernels.select import NO_COVER, TIES
 from .schedule import SCHEDULES, at_least, one_of
 from .schedule import Schedule as Schedule
 
@@ -31,6 +31,7 @@ class WeightMask:
         dense_every: for `rigl`: every so many optimiser steps the weight's gradient is dense.
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
         impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back. seed: for `criterion="random"`.
+        cover: no block row and no block column without a kept block, where the ratio leaves max(rows, columns) of them; see `kernels.select.covering`.
 
     Raises: ConfigError, UnsupportedError.
     """
@@ -47,6 +48,7 @@ class WeightMask:
     read: str = "call"
     impl: str = "auto"
     seed: int = 0
+    cover: bool = False
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -63,6 +65,10 @@ class WeightMask:
         at_least("dense_every", self.dense_every, 1)
         if type(self.seed) is not int:
             raise ConfigError(f"seed: expected an int, got {self.seed!r}.")
+        if type(self.cover) is not bool or (self.cover and self.ties != "lowest"):
+            raise ConfigError(f"cover: expected a bool, and ties='lowest' with True, got {self.cover!r} with ties={self.ties!r}.")
+        if self.cover and self.impl == "triton":
+            raise UnsupportedError(NO_COVER)
         if isinstance(self.schedule, str) and self.schedule in SCHEDULES and self.schedule != "constant":
             raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
         if isinstance(self.schedule, str) and self.schedule == "constant":

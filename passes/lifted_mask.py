@@ -4,7 +4,7 @@ Before: `y = linear(x, w, b)` with `w` an input of the graph. After:
 
     keep = torch.full((), k, dtype=torch.int64)
     step = torch.full((), 0, dtype=torch.int64)
-    mask = torch.ops.fxmask.block_index(w, keep, step, block_rows, block_cols, criterion, ties, stream, impl)
+    mask = torch.ops.fxmask.block_index(w, keep, step, block_rows, block_cols, criterion, ties, stream, impl, cover)
     y    = torch.ops.fxmask.masked_linear(x, w, b, mask, block_rows, block_cols, backward)
 
 A call that takes the weights of Linears as arguments (multi-head attention) gets W∘M instead, in ATen ops whose gradient is the backward mode's.
@@ -63,7 +63,7 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
                     gm.graph.call_function(torch.full, ((), value), {"dtype": torch.int64, "device": found.device}) for value in (c.keep_at(0, nb * kb), 0)
                 )
                 stream = stream_of(c.seed, d.candidate.param_name) if c.criterion == "random" else 0
-                mask = gm.graph.call_function(BLOCK_INDEX, (w, keep, step, *c.block, c.criterion, c.ties, stream, c.impl))
+                mask = gm.graph.call_function(BLOCK_INDEX, (w, keep, step, *c.block, c.criterion, c.ties, stream, c.impl, c.cover))
                 mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
                 given["mask"] = mask
                 given["lists"] = gm.graph.call_function(STRIP_LISTS, (mask, *c.block, c.impl)) if c.impl == "triton" and listed(c.block) else None

@@ -75,7 +75,8 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     for i, (site, weight, _) in enumerate(jobs):
         c = site._fxmask_config
         state.same_device(site, weight)
-        if not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device) and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties):
+        triton = not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
+        if triton and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():

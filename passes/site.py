@@ -158,7 +158,7 @@ def build(site: Site, weight: Tensor) -> Tensor:
     c = site._fxmask_config
     same_device(site, weight)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl)
+    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 
 def same_device(site: Site, weight: Tensor) -> None:

@@ -108,9 +108,11 @@ class Form:
         _latest[op, shape, block, self.forced] = choice
         return BY_NAME[choice.name]
 
-    def block_index(self, w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
+    def block_index(
+        self, w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, cover: bool = False
+    ) -> Tensor:
         """See `reference.block_index`."""
-        return implementation.block_index(w, keep, step, block, criterion, ties, stream)
+        return implementation.block_index(w, keep, step, block, criterion, ties, stream, cover)
 
     def masked_linear(self, x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
         """See `reference.masked_linear`."""

@@ -14,9 +14,11 @@ from .plans import Plan, compute_dtype
 from .strips import packed, strips_of
 
 
-def block_index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
+def block_index(
+    w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, cover: bool = False
+) -> Tensor:
     """As `kernels.reference.block_index`, bit for bit."""
-    return select_blocks(score.block_keys(w, block, criterion, step, stream), keep, ties)
+    return select_blocks(score.block_keys(w, block, criterion, step, stream), keep, ties, cover)
 
 
 def _shape(w: Tensor) -> tuple[int, int]:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from ..errors import UnsupportedError
 from ..lists import listed
-from ..select import select_blocks
+from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
 from . import launch, refresh
 from .device import interpreting as interpreting
@@ -26,13 +27,20 @@ def _tf32(t: Tensor) -> bool:
     return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"  # the old flags raise beside the new ones
 
 
-def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str) -> bool:
+def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
     """Whether the kernels build this mask, and so may build it in a group."""
-    return criterion == "fro" and ties == "lowest" and listed(block) and w.dtype != torch.float64 and w.numel() > 0
+    return criterion == "fro" and ties == "lowest" and not cover and listed(block) and w.dtype != torch.float64 and w.numel() > 0
 
 
-def block_index(w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int) -> Tensor:
-    """As `kernels.reference.block_index`, bit for bit. Kernels for `fro`; the other criteria are plain PyTorch on the device."""
+def block_index(
+    w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, cover: bool = False
+) -> Tensor:
+    """As `kernels.reference.block_index`, bit for bit. Kernels for `fro`; the other criteria are plain PyTorch on the device.
+
+    Raises: UnsupportedError for `cover`, which no kernel has.
+    """
+    if cover:
+        raise UnsupportedError(NO_COVER)
     if criterion != "fro" or not listed(block) or w.dtype == torch.float64 or not w.numel():
         return reference.block_index(w, keep, step, block, criterion, ties, stream)
     keys = refresh.block_keys(w, block)
