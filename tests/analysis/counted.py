@@ -94,8 +94,8 @@ IMAGES, TOKENS = torch.empty(2, 3, 224, 224, device="meta"), torch.zeros(3, 40, 
 MODELS = {"resmlp_s12": (s12, IMAGES), "vit_b_16": (ViT, IMAGES), "mixer_s_16": (Mixer, IMAGES), "gpt": (GPT, TOKENS)}
 # models of the same kinds that run on a CPU in no time, with ragged edges for blocks of 16 and 32
 SMALL = {
-    "vit": (lambda: ViT(dim=72, heads=3, depth=2, classes=37, side=2), torch.randn(2, 3, 32, 32)),
-    "mixer": (lambda: Mixer(dim=88, depth=2, tokens=20, classes=30), torch.randn(3, 3, 64, 80)),
+    "vit": (lambda: ViT(dim=72, heads=3, depth=1, classes=37, side=2), torch.randn(2, 3, 32, 32)),
+    "mixer": (lambda: Mixer(dim=88, depth=1, tokens=20, classes=30), torch.randn(3, 3, 64, 80)),
     "gpt": (lambda: GPT(dim=96, heads=4, depth=1, words=101, length=24), torch.randint(0, 101, (2, 24))),
 }
 

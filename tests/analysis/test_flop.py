@@ -345,7 +345,10 @@ def test_gradients_of_gradients():
 # ---- masked ------------------------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "block", "ratio"), [("resmlp_s12", (16, 16), 0.5), ("mixer_s_16", (64, 64), 0.8), ("gpt", (32, 16), 0.7)])
+CASES = [("resmlp_s12", (16, 16), 0.5), ("gpt", (32, 16), 0.7), pytest.param("mixer_s_16", (64, 64), 0.8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("name", "block", "ratio"), CASES)
 def test_masked(name, block, ratio):
     """Against PyTorch's count of the dense model on meta tensors, less what the masks leave out by hand."""
     make, x = MODELS[name]
@@ -380,8 +383,10 @@ def hand_attention(model, x):
     return sum(f for f, _ in one), sum(b for _, b in one)
 
 
-@pytest.mark.parametrize("mode", ["masked", "ste", "unmasked", "rigl", "rigl-dense"])
-@pytest.mark.parametrize("name", SMALL)
+MODES = ("masked", "ste", "unmasked", "rigl", "rigl-dense")
+
+
+@pytest.mark.parametrize(("name", "mode"), [*(("gpt", mode) for mode in MODES), ("vit", "masked"), ("vit", "unmasked"), ("mixer", "masked"), ("mixer", "ste")])
 def test_masked_small(name, mode):
     """Ragged shapes, each backward mode: by hand, and as PyTorch counts the masked model's real run on a CPU."""
     make, x = SMALL[name]

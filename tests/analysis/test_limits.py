@@ -12,6 +12,14 @@ ROOT = Path(__file__).parents[2]
 SECONDS, BYTES = 10, 2 * 10**9
 SCRIPT = """
 import json, resource, sys, time
+from pathlib import Path
+
+def peak():
+    "Bytes; a child inherits its parent's ru_maxrss, and Linux has the process's own."
+    status = Path("/proc/self/status")
+    own = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM")] if status.exists() else []
+    return 1024 * int(own[0] if own else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
 began = time.perf_counter()
 sys.path[:0] = {path}
 import torch, fxmask
@@ -34,7 +42,7 @@ before, used = time.perf_counter(), time.process_time()
 report = fxmask.analyze(model, x, device="h100-sxm")
 after, done = time.perf_counter(), time.process_time()
 print(json.dumps({{
-    "analyze_s": after - before, "cpu_s": done - used, "total_s": after - began, "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    "analyze_s": after - before, "cpu_s": done - used, "total_s": after - began, "rss": peak(),
     "params": report.summary["params"], "kept": report.summary["params_kept"], "flop": report.summary["flop"], "dense": report.summary["flop_dense"],
     "nodes": len(report.tables["nodes"]), "coverage": report.summary["coverage"],
 }}))
@@ -59,8 +67,8 @@ def measured(make, mask):
 
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [("vit_l", False), ("wide", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("vit_l", True), ("wide", False)))],
-    ids=["vit_l-dense", "wide-masked", "vit_l-masked", "wide-dense"],
+    [("wide", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("vit_l", False), ("vit_l", True), ("wide", False)))],
+    ids=["wide-masked", "vit_l-dense", "vit_l-masked", "wide-dense"],
 )
 def test_large_models(name, mask, record_property, capsys):
     make, params, macs = CASES[name]
