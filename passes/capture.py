@@ -6,9 +6,8 @@ buffers are replaced by fake ones for the time of the run, and every attribute o
 
 from __future__ import annotations
 
-import random
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
-from . import ranks
-from . import site as state
+from .fakes import Fakes, swap
 from .lifted import source_name
-from .record import CALL_CODE, Call, Place, Recorder, typical_mask
+from .record import CALL_CODE, Call, Place, Recorder
 from .site import Site
+from .untouched import plain_ops, unchanged
 
 LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
 WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
@@ -101,9 +99,9 @@ def capture(
     """
     gm, root = _runnable(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faked = _Fakes(mode, dtype)
-    with _unchanged(root), _plain_ops(), torch.compiler.set_stance("force_eager"):
-        parameters, buffers = _swap(root, faked)
+    faked = Fakes(mode, dtype)
+    with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
+        parameters, buffers = swap(root, faked)
         given = tree_leaves((args, kwargs or {}))
         inputs = [t for t in given if isinstance(t, Tensor)]
         for name, t in _placeholders(gm, args):
@@ -169,139 +167,6 @@ def _traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
         for name, kind in (n.meta.get("nn_module_stack") or {}).values() if n.op != "placeholder" else ():
             found[LOCAL.sub("", name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return dict(sorted(found.items(), key=lambda p: p[0] != ""))
-
-
-class _Fakes:
-    """Fake tensors of one mode: the same one for the same tensor, on a device that needs no hardware."""
-
-    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-        self.mode, self.dtype = mode, dtype
-        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # the original is held, so that its id stays its own
-
-    def __call__(self, t: Tensor) -> Tensor:
-        if id(t) not in self.made:
-            if ranks.is_shard(t) or is_traceable_wrapper_subclass(t):
-                what = f"analyze runs the model on plain fake tensors: expected none of a wrapper class, got {type(t).__name__}."
-                raise UnsupportedError(message(what, "", "analyse the model before fully_shard, tensor parallelism or quantisation changes its parameters."))
-            if nn.parameter.is_lazy(t):
-                what = f"analyze needs the shapes of all parameters: expected none that is lazy, got {type(t).__name__}."
-                raise UnsupportedError(message(what, "", "run one forward first, which gives lazy modules their shapes."))
-            device = "cpu" if t.is_meta else t.device
-            with self.mode:
-                dtype = self.dtype if self.dtype and t.is_floating_point() else t.dtype
-                fake = torch.empty_strided(tuple(map(int, t.shape)), tuple(map(int, t.stride())), dtype=dtype, device=device)
-                fake = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake.requires_grad_(t.requires_grad)
-            self.made[id(t)] = (t, fake)
-        return self.made[id(t)][1]
-
-
-def _swap(root: nn.Module, faked: _Fakes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Put fake parameters and buffers in place of the real ones, which are returned by their names."""
-    parameters: dict[str, Tensor] = dict(root.named_parameters())
-    buffers = dict(root.named_buffers())
-    for m in root.modules():
-        tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers)
-        for table in tables:
-            for name, t in table.items():
-                if t is not None:
-                    table[name] = faked(t)
-        for name, t in list(m.__dict__.items()):
-            if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_"):  # a constant; with the weights it moves to where fake ones are
-                m.__dict__[name] = faked(t)
-    swapped = {id(t): faked(t) for t in (*parameters.values(), *buffers.values())}
-    seen: set[int] = set()
-    for m in root.modules():
-        _refer(m.__dict__, swapped, seen)
-    for m in root.modules():
-        if isinstance(m, Site):
-            _prepare(m)
-    return parameters, buffers
-
-
-def _refer(container: Any, swapped: dict[int, Tensor], seen: set[int]) -> None:
-    """Let lists and dicts that hold parameters, as recurrent layers have one, hold the fake ones."""
-    if id(container) in seen or not isinstance(container, (dict, list)):
-        return
-    seen.add(id(container))
-    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
-        if id(value) in swapped:
-            container[key] = swapped[id(value)]
-        else:
-            _refer(value, swapped, seen)
-
-
-def _prepare(site: Site) -> None:
-    """For a look nobody needs to count steps, and ranks need not agree; state on the meta device gets values, a cached mask there typical ones."""
-    site._fxmask_announced, site._fxmask_unguarded, site._fxmask_called = True, False, True
-    if site._fxmask_keep.is_meta:
-        state.place_on(site, torch.device("cpu"))
-        site._fxmask_lost = False
-        if site._fxmask_mask is not None:
-            site._fxmask_mask = typical_mask(site._fxmask_grid, int(site._fxmask_keep))
-            site._fxmask_lists = state.lists_of(site, site._fxmask_mask)
-
-
-@contextmanager
-def _unchanged(root: nn.Module) -> Iterator[None]:
-    """Inside, modules may be changed at will: afterwards every attribute is what it was, what lists and dicts hold too, and so are the random states."""
-    modules = list(root.modules())
-    before = [(m, dict(m.__dict__)) for m in modules]
-    held: dict[int, tuple[Any, Any]] = {}
-    for _, attributes in before:
-        for value in attributes.values():
-            _copies(value, held)
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        for m, attributes in before:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-        for container, contents in held.values():
-            _refill(container, contents)
-
-
-CONTAINERS = (dict, list, set, deque)  # with their subclasses, such as an OrderedDict
-
-
-def _copies(value: Any, held: dict[int, tuple[Any, Any]]) -> None:
-    """Note what a container holds, and the containers in it."""
-    if isinstance(value, tuple):
-        for v in value:
-            _copies(v, held)
-    elif isinstance(value, CONTAINERS) and id(value) not in held:
-        held[id(value)] = (value, dict(value) if isinstance(value, dict) else list(value))
-        for v in value.values() if isinstance(value, dict) else value:
-            _copies(v, held)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    """Put back what a container held; one that nobody changed is not touched."""
-    now: Any = dict(container) if isinstance(container, dict) else list(container)
-    same = len(now) == len(contents) and all(a is b for a, b in zip(_flat(now), _flat(contents), strict=True))
-    if not same:
-        container.clear()
-        container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
-
-
-def _flat(contents: Any) -> list[Any]:
-    return [x for item in contents.items() for x in item] if isinstance(contents, dict) else contents
-
-
-@contextmanager
-def _plain_ops() -> Iterator[None]:
-    """Inside, no fused op hides its products: encoder layers leave their fast path, recurrent layers their library's kernels."""
-    fast, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags warns of a setting that is not touched here
-    try:
-        with torch.inference_mode(False), torch.backends.cudnn.flags(enabled=False):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        torch._C._set_mkldnn_enabled(onednn)
 
 
 @contextmanager
