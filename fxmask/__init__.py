@@ -10,6 +10,7 @@ from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
 from .finalizing import finalize as finalize
 from .guarding import guard as guard
+from .health import HealthLog as HealthLog
 from .inspection import explain as explain
 from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
@@ -32,6 +33,7 @@ _tag_caches()
 __all__ = [
     "FxMaskError",
     "FxMaskWarning",
+    "HealthLog",
     "Report",
     "Schedule",
     "WeightMask",

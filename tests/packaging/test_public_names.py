@@ -7,6 +7,7 @@ import fxmask
 PUBLIC = [
     "FxMaskError",
     "FxMaskWarning",
+    "HealthLog",
     "Report",
     "Schedule",
     "WeightMask",

@@ -1,0 +1,158 @@
+"""Whether dynamic masks are alive: what moved, what never does, what nobody reads any more."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError, FxMaskWarning, StateError
+from .kernels.errors import message
+from .kernels.grid import expand_mask
+from .passes import ranks
+from .passes import site as state
+from .report import Report
+from .sites import required_sites, values_of
+
+COLUMNS = (
+    "update", "step", "name", "blocks", "kept", "ratio", "flips", "flip_rate", "flips_total", "age_mean", "age_max", "never_kept", "kept_norm_fraction",
+    "dead_rows", "dead_cols",
+)  # fmt: skip
+STILL = 10  # updates without any flip after which a mask that could move is said to stand still
+
+
+class HealthLog:
+    """Follows the masks of a model from update to update; call `update()` once an epoch, or every so many steps.
+
+    A row a masked weight and update: kept blocks and ratio; flips (blocks that changed place since the last update; a change of the ratio alone moves blocks,
+    too), flip_rate (of the blocks), flips_total; age_mean and age_max (updates since a block last changed, over blocks); never_kept (share of blocks that no
+    update has seen kept); kept_norm_fraction (||W∘M||^2 / ||W||^2); dead_rows and dead_cols (shares of output and input features without a kept block).
+
+    Args:
+        model: one that `fxmask.apply` has changed. path: a csv that every update appends to, or None.
+        still: updates without a flip, at a constant ratio, after which a warning says once that the mask has stopped moving.
+
+    `activity`: {name: int64 [NB, KB]}, how many updates saw each block kept: figure 6.6 of Bespalov 2025 when called after every step. `report()`: the latest
+    rows. `plot(path)` and `heatmap(path, name)` need matplotlib. `state_dict()` and `load_state_dict()` carry it over a resume.
+    Raises: StateError without masks, UnsupportedError for meta weights, ConfigError. Cost of an update: one `block_index` a layer that has no cached mask, one
+    pass over each weight, and a host sync; nothing between updates, and no hooks.
+    """
+
+    def __init__(self, model: nn.Module, path: str | Path | None = None, still: int = STILL) -> None:
+        if type(still) is not int or still < 1:
+            raise ConfigError(f"HealthLog: still counts updates: expected an int of at least 1, got {still!r}.")
+        self.model, self.path, self.still = model, None if path is None else Path(path), still
+        self.updates, self.rows = 0, list[dict[str, Any]]()
+        self.activity: dict[str, Tensor] = {}
+        self._last: dict[str, dict[str, Any]] = {}
+        self._said: set[tuple[str, str]] = set()
+        required_sites(model, "fxmask.HealthLog")
+
+    @torch.no_grad()
+    def update(self) -> Report:
+        """Look at the masks as the next forward will use them; append rows, warn where a layer has died or a mask stands still."""
+        self.updates += 1
+        rows = []
+        for name, site, weight in required_sites(self.model, "HealthLog.update"):
+            w = values_of(name, weight, "HealthLog.update").detach()
+            mask = state.mask_outside(site, w).cpu()
+            rows.append(self._row(name, site, ranks.whole(w), mask))
+        self.rows += rows
+        if self.path is not None:
+            new = not self.path.exists() or not self.path.stat().st_size
+            with self.path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS)
+                if new:
+                    writer.writeheader()
+                writer.writerows(rows)
+        return self.report()
+
+    def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor) -> dict[str, Any]:
+        last = self._last.setdefault(name, {"mask": mask, "age": torch.zeros_like(mask, dtype=torch.int64), "flips": 0, "quiet": 0})
+        changed = mask != last["mask"]
+        flips = int(changed.sum())
+        last["age"] = torch.where(changed, 0, last["age"] + (self.updates > 1))
+        last["flips"] += flips
+        active = self.activity.setdefault(name, torch.zeros_like(mask, dtype=torch.int64))
+        active += mask
+        config, block = site._fxmask_config, site._fxmask_config.block
+        kept = expand_mask(mask.to(w.device), w.shape, block)
+        square = w.double().square()
+        total = float(square.sum())
+        live_rows, live_cols = (float(kept.any(axis).double().mean()) for axis in (1, 0))
+        constant = int(mask.sum()) == int(last["mask"].sum())
+        last["quiet"] = last["quiet"] + 1 if constant and not flips and self.updates > 1 else 0
+        last["mask"] = mask
+        row = {
+            "update": self.updates,
+            "step": site._fxmask_step,
+            "name": name,
+            "blocks": mask.numel(),
+            "kept": int(mask.sum()),
+            "ratio": 1 - float(mask.double().mean()),
+            "flips": flips,
+            "flip_rate": flips / mask.numel(),
+            "flips_total": last["flips"],
+            "age_mean": float(last["age"].double().mean()),
+            "age_max": int(last["age"].max()),
+            "never_kept": float((active == 0).double().mean()),
+            "kept_norm_fraction": float(torch.where(kept, square, 0).sum()) / total if total > 0 else 0.0,
+            "dead_rows": 1 - live_rows,
+            "dead_cols": 1 - live_cols,
+        }
+        self._warn(name, config.refresh != 0 and row["kept"] < row["blocks"], last["quiet"], row, total)
+        return row
+
+    def _warn(self, name: str, moves: bool, quiet: int, row: dict[str, Any], total: float) -> None:
+        if moves and quiet >= self.still and ("still", name) not in self._said:
+            self._said.add(("still", name))
+            what = f"the mask of {name} has stopped moving: no block changed place in {quiet} updates, though it is built anew."
+            warnings.warn(f"{what} Masks by magnitude let go of nothing once masked weights rest; a ramp of the ratio, backward='ste' or 'rigl', or cover=True "
+                          "are ways out; refresh=0 keeps it on purpose.", FxMaskWarning, stacklevel=4)  # fmt: skip
+        dead = not total > 0 or not row["kept_norm_fraction"] > 0
+        if dead and ("dead", name) not in self._said:
+            self._said.add(("dead", name))
+            what = f"the layer of {name} has died: its kept blocks hold {row['kept_norm_fraction']:.2g} of the weight's norm."
+            warnings.warn(f"{what} Its output is its bias alone.", FxMaskWarning, stacklevel=4)
+
+    def report(self) -> Report:
+        """The rows of the latest update; totals in the summary."""
+        rows = [r for r in self.rows if r["update"] == self.updates]
+        blocks, flips = sum(r["blocks"] for r in rows), sum(r["flips"] for r in rows)
+        summary = {"updates": self.updates, "blocks": blocks, "flips": flips, "flip_rate": flips / blocks if blocks else None}
+        return Report("fxmask.HealthLog", rows, summary=summary)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain numbers, which `torch.load(weights_only=True)` reads."""
+        last = {n: {"mask": e["mask"].clone(), "age": e["age"].clone(), "flips": e["flips"], "quiet": e["quiet"]} for n, e in self._last.items()}
+        return {"updates": self.updates, "last": last, "activity": {n: a.clone() for n, a in self.activity.items()}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on where a saved log stopped; StateError for what is none, or one of other weights."""
+        names = {name: site._fxmask_grid for name, site, _ in required_sites(self.model, "HealthLog.load_state_dict")}
+        last = saved.get("last") if isinstance(saved, dict) else None
+        fits = isinstance(last, dict) and all(n in names and tuple(e["mask"].shape) == names[n] for n, e in last.items())
+        if not fits or set(saved) != {"updates", "last", "activity"}:
+            what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
+            raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
+        self.updates, self._last = saved["updates"], {n: dict(e) for n, e in saved["last"].items()}
+        self.activity = {n: a.clone() for n, a in saved["activity"].items()}
+
+    def plot(self, path: str | Path) -> Path:
+        """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""
+        from .health_plots import curves
+
+        return curves(self.rows, path)
+
+    def heatmap(self, path: str | Path, names: list[str] | None = None) -> Path:
+        """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025)."""
+        from .health_plots import heatmaps
+
+        unknown = [n for n in names or [] if n not in self.activity]
+        if unknown or not self.activity:
+            raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
+        return heatmaps({n: self.activity[n] for n in names or self.activity}, self.updates, path)

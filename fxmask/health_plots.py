@@ -1,0 +1,39 @@
+"""Pictures of a HealthLog; they need matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .analysis.plots import available, save
+
+SHOWN = {"flip_rate": "flipped blocks, of all", "kept_norm_fraction": "share of the norm in kept blocks", "dead_rows": "outputs without a kept block"}
+
+
+def curves(rows: list[dict[str, Any]], path: str | Path) -> Path:
+    """One panel a quantity, one line a layer."""
+    plt = available()
+    fig, axes = plt.subplots(len(SHOWN), 1, figsize=(7, 7), sharex=True)
+    for ax, (column, label) in zip(axes, SHOWN.items(), strict=True):
+        for name in dict.fromkeys(r["name"] for r in rows):
+            own = [r for r in rows if r["name"] == name]
+            ax.plot([r["update"] for r in own], [r[column] for r in own], lw=1, label=name)
+        ax.set_ylabel(label, fontsize=8)
+    axes[-1].set_xlabel("update")
+    axes[0].legend(fontsize=6, ncols=2)
+    return save(fig, plt, path)
+
+
+def heatmaps(activity: dict[str, Tensor], updates: int, path: str | Path) -> Path:
+    """Blocks as pixels, block rows downwards."""
+    plt = available()
+    fig, axes = plt.subplots(1, len(activity), figsize=(3 * len(activity), 3.2), squeeze=False)
+    for ax, (name, counts) in zip(axes[0], activity.items(), strict=True):
+        shown = ax.imshow(counts.numpy(), vmin=0, vmax=max(1, updates), aspect="auto", interpolation="nearest")
+        ax.set_title(name, fontsize=8)
+    fig.colorbar(shown, ax=axes[0].tolist(), label="updates in which it was kept")
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+    return Path(path)

@@ -1,0 +1,161 @@
+"""HealthLog: its figures against hand counts, its warnings, its files."""
+
+import csv
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
+
+BLOCK = (4, 4)
+
+
+def model(ratio=0.5, **options):
+    torch.manual_seed(0)
+    return fxmask.apply(nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 10)), ratio=ratio, block=BLOCK, exclude=(), **options)
+
+
+def put(m, mask, scale=1.0):
+    """Weights whose best blocks are those of `mask`."""
+    full = mask.repeat_interleave(4, 0).repeat_interleave(4, 1)[: m.weight.shape[0], : m.weight.shape[1]]
+    with torch.no_grad():
+        m.weight.copy_(torch.where(full, 2.0, 0.5) * scale)
+
+
+def grid(*kept):
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    for i, j in kept:
+        mask[i, j] = True
+    return mask
+
+
+A = grid((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+B = grid((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 3))
+
+
+def test_figures_by_hand():
+    m = model()
+    log = fxmask.HealthLog(m)
+    put(m[0], A)
+    first = log.update().rows[0]
+    assert first["name"] == "0.weight" and (first["blocks"], first["kept"], first["ratio"]) == (12, 6, 0.5)
+    assert (first["flips"], first["flips_total"], first["age_max"], first["never_kept"]) == (0, 0, 0, 0.5)
+    assert first["kept_norm_fraction"] == pytest.approx(6 * 4 / (6 * 4 + 6 * 0.25))
+    assert (first["dead_rows"], first["dead_cols"]) == (pytest.approx(1 / 3), pytest.approx(1 / 4))
+    put(m[0], B)
+    second = log.update().rows[0]
+    assert (second["flips"], second["flip_rate"], second["flips_total"]) == (2, 2 / 12, 2)
+    assert (second["age_mean"], second["age_max"], second["never_kept"]) == (pytest.approx(10 / 12), 1, 5 / 12)
+    assert (second["dead_rows"], second["dead_cols"]) == (0, 0)
+    put(m[0], A)
+    third = log.update().rows[0]
+    assert (third["flips"], third["flips_total"], third["age_max"]) == (2, 4, 2)
+    assert torch.equal(log.activity["0.weight"], 2 * A + B.long())
+    assert torch.equal(fxmask.masks(m)["0.weight"], A)
+
+
+def test_ragged_edges_count_features_and_not_blocks():
+    m = model()
+    put(m[2], grid((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))[:, :3])  # 10 outputs in blocks of 4, 4, 2; 5 of 9 blocks
+    row = fxmask.HealthLog(m).update().rows[1]
+    assert row["name"] == "2.weight" and row["kept"] == 5
+    assert (row["dead_rows"], row["dead_cols"]) == (pytest.approx(2 / 10), 0)
+
+
+def test_a_mask_that_stands_still_is_warned_of_once():
+    m = model()
+    log = fxmask.HealthLog(m, still=3)
+    for _ in range(3):
+        log.update()
+    with pytest.warns(FxMaskWarning, match="stopped moving") as said:
+        log.update()
+    assert [str(w.message).split()[3] for w in said] == ["0.weight", "2.weight"]
+    log.update()  # any warning is an error here
+
+
+@pytest.mark.parametrize("options", [dict(refresh=0), dict(ratio=0.0)], ids=["built once", "dense"])
+def test_no_warning_where_nothing_should_move(options):
+    m = model(**options)
+    log = fxmask.HealthLog(m, still=1)
+    for _ in range(3):
+        log.update()
+
+
+def test_no_warning_while_the_ratio_moves():
+    m = model(schedule=fxmask.Schedule("linear", steps=6))
+    fxmask.step(m, 0)
+    log = fxmask.HealthLog(m, still=2)
+    for _ in range(6):
+        log.update()
+        fxmask.step(m)
+    assert log.update().rows[0]["kept"] == 6
+
+
+@pytest.mark.parametrize("scale", [0.0])
+def test_a_dead_layer_is_warned_of(scale):
+    m = model()
+    put(m[0], A, scale)
+    log = fxmask.HealthLog(m)
+    with pytest.warns(FxMaskWarning, match=r"layer of 0.weight has died"):
+        row = log.update().rows[0]
+    assert row["kept_norm_fraction"] == 0
+    log.update()
+
+
+def test_csv_grows_and_a_resumed_log_goes_on(tmp_path):
+    path = tmp_path / "health.csv"
+    m = model()
+    whole, part = fxmask.HealthLog(m, path), fxmask.HealthLog(m)
+    for mask in (A, B):
+        put(m[0], mask)
+        whole.update(), part.update()
+    file = tmp_path / "log.pt"
+    torch.save(part.state_dict(), file)
+    resumed = fxmask.HealthLog(m)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    put(m[0], A)
+    assert whole.update().rows == resumed.update().rows
+    assert all(torch.equal(whole.activity[n], resumed.activity[n]) for n in whole.activity)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert len(rows) == 6 and [r["update"] for r in rows] == list("112233") and int(rows[4]["flips"]) == 2
+
+
+def test_nothing_moves_in_the_model():
+    m = model(refresh=2)
+    fxmask.step(m, 0)
+    before, masks = {k: v.clone() for k, v in m.state_dict().items()}, fxmask.masks(m)
+    log = fxmask.HealthLog(m)
+    log.update()
+    assert all(torch.equal(v, before[k]) for k, v in m.state_dict().items()) and all(torch.equal(v, masks[k]) for k, v in fxmask.masks(m).items())
+    assert log.report().rows[0]["step"] == 0
+
+
+def test_pictures(tmp_path):
+    m = model()
+    log = fxmask.HealthLog(m)
+    log.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # matplotlib's own
+        assert log.plot(tmp_path / "curves.png").stat().st_size > 1000
+        assert log.heatmap(tmp_path / "blocks.png", ["0.weight"]).stat().st_size > 1000
+    with pytest.raises(ConfigError, match=r"expected names among 0.weight, 2.weight, got \['1'\]"):
+        log.heatmap(tmp_path / "x.png", ["1"])
+
+
+def test_wrong_use():
+    m = model()
+    with pytest.raises(ConfigError, match="still counts updates: expected an int of at least 1, got 0"):
+        fxmask.HealthLog(m, still=0)
+    with pytest.raises(StateError, match="nothing is masked"):
+        fxmask.HealthLog(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="a log without updates"):
+        fxmask.HealthLog(m).heatmap("x.png")
+    with pytest.raises(StateError, match="expected what state_dict returned"):
+        fxmask.HealthLog(m).load_state_dict({"updates": 1})
+    with torch.device("meta"):
+        empty = fxmask.apply(nn.Linear(32, 32), ratio=0.5)
+    with pytest.raises(UnsupportedError, match="needs the weight's values"):
+        fxmask.HealthLog(empty).update()
