@@ -46,7 +46,7 @@ def roofline(report: Analysis, path: str | Path) -> Path:
     ax.set(xscale="log", yscale="log", xlabel="useful FLOP a compulsory byte", ylabel="TFLOP/s at the least time", title=report.title)
     ax.title.set_fontsize(8)
     ax.legend(fontsize=8)
-    return _save(fig, plt, path)
+    return save(fig, plt, path)
 
 
 def traffic(report: Analysis, path: str | Path) -> Path:
@@ -63,10 +63,10 @@ def traffic(report: Analysis, path: str | Path) -> Path:
     ax.set(ylabel="GB a step", title=report.title)
     ax.title.set_fontsize(8)
     ax.legend(fontsize=8)
-    return _save(fig, plt, path)
+    return save(fig, plt, path)
 
 
-def _save(fig: Any, plt: Any, path: str | Path) -> Path:
+def save(fig: Any, plt: Any, path: str | Path) -> Path:
     fig.tight_layout()
     fig.savefig(path, dpi=120)
     plt.close(fig)
