@@ -34,12 +34,13 @@ def roofline(report: Analysis, path: str | Path) -> Path:
     ridges = [r["ridge_dram"] for r in rows if r["ridge_dram"]] or [1.0]
     low, high = min([r["ai_dram"] for r in rows] + ridges) / 4, max([r["ai_dram"] for r in rows] + ridges) * 4
     used = {p for p in peaks.values() if any(r["ridge_dram"] and abs(r["ridge_dram"] * bandwidth - p) < 1e-3 * p for r in rows)}
-    for name, peak in peaks.items():
+    for peak in peaks.values():
         if peak in used:
             used.discard(peak)
             xs = [low, peak / bandwidth, high]
             ax.plot(xs, [min(peak, x * bandwidth) / 1e12 for x in xs], color="black", lw=1)
-            ax.annotate(f"{name}: {peak / 1e12:.4g} TFLOP/s", (high, peak / 1e12), ha="right", va="bottom", fontsize=8)
+            same = ", ".join(n for n, p in peaks.items() if p == peak)
+            ax.annotate(f"{same}: {peak / 1e12:.4g} TFLOP/s", (high, peak / 1e12), ha="right", va="bottom", fontsize=8)
     for phase, colour in COLOURS.items():
         own = [r for r in rows if r["phase"] == phase]
         ax.scatter([r["ai_dram"] for r in own], [r["flop"] / r["t_min_us"] / 1e6 for r in own], s=14, color=colour, label=phase, alpha=0.7) if own else None
