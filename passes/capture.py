@@ -53,6 +53,7 @@ class Recording:
     typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
     uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept
     backward: bool = False  # whether a backward ran
+    trained: set[str] = field(default_factory=set)  # parameters that got a gradient: what a step moves
     dtype: torch.dtype | None = None  # that floating tensors were taken to have
 
     def size(self, t: Tensor) -> int:
@@ -133,12 +134,13 @@ def capture(
             finally:
                 recorder.restore()
     sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
+    trained = {name for name, p in parameters.items() if faked(p).grad is not None}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
     if gm is not None:
         executions[""] = 1  # an interpreter runs it, no call of the module
         kinds = _traced_kinds(gm) | kinds
-    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, recorder.uncounted, ran, dtype)
+    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, recorder.uncounted, ran, trained, dtype)
 
 
 def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:

@@ -31,6 +31,9 @@ class Fakes:
             if nn.parameter.is_lazy(t):
                 what = f"analyze needs the shapes of all parameters: expected none that is lazy, got {type(t).__name__}."
                 raise UnsupportedError(message(what, "", "run one forward first, which gives lazy modules their shapes."))
+            if t.layout != torch.strided:
+                what = f"analyze knows no costs of sparse products: expected strided tensors, got one with layout {t.layout}."
+                raise UnsupportedError(message(what, "", "analyse the masked model before fxmask.finalize makes its weights sparse, or finalize it densely."))
             device = "cpu" if t.is_meta else t.device
             with self.mode:
                 dtype = self.dtype if self.dtype and t.is_floating_point() else t.dtype

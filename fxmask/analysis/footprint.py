@@ -28,7 +28,7 @@ def rows(recording: Recording, works: list[Work]) -> list[dict[str, Any]]:
     for name, p in recording.parameters.items():
         module, size = name.rpartition(".")[0], recording.size(p)
         add(module, "weights", size)
-        if p.requires_grad and recording.backward:
+        if name in recording.trained:
             add(module, "gradients", size)
     for w in works:
         if w.phase == "opt":

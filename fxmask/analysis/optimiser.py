@@ -34,7 +34,7 @@ def states_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
 def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None) -> list[Work]:
     """A row for each parameter: reads it, its gradient and its state, writes it and the state; all of the parameter's dtype, masked weights included.
 
-    An instance steps what it was given, a name all parameters that require a gradient.
+    An instance steps what it was given, a name all parameters; those without a gradient stay, as torch.optim leaves them.
     """
     name, states = states_of(optimizer)
     if optimizer is None:
@@ -42,7 +42,7 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None) ->
     found = []
     given = {id(p) for g in optimizer.param_groups for p in g["params"]} if isinstance(optimizer, torch.optim.Optimizer) else None
     for parameter, p in recording.parameters.items():
-        if p.requires_grad and (given is None or id(p) in given):
+        if parameter in recording.trained and (given is None or id(p) in given):
             size, dtype = recording.size(p), recording.dtype if recording.dtype and p.is_floating_point() else p.dtype
             reads = {"w": size, "dw": size} | ({"opt_state": states * size} if states else {})
             writes = {"w": size} | ({"opt_state": states * size} if states else {})

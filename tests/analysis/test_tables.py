@@ -259,6 +259,21 @@ def test_optimiser_instances():
     assert "opt" not in analyze(model, x, optimizer=None).summary["bytes_min"]
 
 
+def test_parameters_without_a_gradient_are_not_stepped():
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x):
+            return self.frozen(self.used(x))
+
+    report = analyze(M(), torch.randn(2, 8))
+    assert [r["node"] for r in report.tables["nodes"] if r["phase"] == "opt"] == ["used.weight", "used.bias"]
+    foot = report.tables["footprint"][-1]
+    assert (foot["weights"], foot["gradients"], foot["optimizer_state"]) == (4 * 3 * 72, 4 * 72, 8 * 72)
+
+
 def test_steps():
     model, x = masked("mixer")
     report = analyze(model, x, steps=391)

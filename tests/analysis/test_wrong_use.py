@@ -1,6 +1,7 @@
 """What `fxmask.analyze` cannot serve: each error says what was expected, where, and how to go on."""
 
 import builtins
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,12 @@ def test_wrapped_and_lazy_parameters():
     model.weight = nn.Parameter(TwoTensor(torch.zeros(8, 16), torch.zeros(8, 16)))
     with pytest.raises(UnsupportedError, match=r"(?s)plain fake tensors: expected none of a wrapper class, got .*before fully_shard"):
         analyze(model, X)
+    sparse = nn.Linear(16, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, once a process: sparse tensors are in beta
+        sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse_bsr((8, 8)), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"(?s)expected strided tensors, got one with layout torch.sparse_bsr.*before fxmask.finalize"):
+        analyze(sparse, X)
     lazy = nn.Sequential(nn.LazyLinear(8))
     with pytest.raises(UnsupportedError, match=r"(?s)expected none that is lazy.*run one forward first"):
         analyze(lazy, X)
