@@ -85,7 +85,7 @@ def dense_rows(plain, report):
     return [r for r in plain.tables["nodes"] if r["m"] and (r["module"], r["phase"]) in wanted]
 
 
-CASES = [pytest.param(c, id=f"{c[0]}-{c[1]}x{c[1]}", marks=[pytest.mark.slow] * (c == ("s12", 64))) for c in EXPECTED]
+CASES = [pytest.param(c, id=f"{c[0]}-{c[1]}x{c[1]}", marks=[pytest.mark.slow] * (c in {("s12", 64), ("s12", 128)})) for c in EXPECTED]
 cases = pytest.mark.parametrize("case", CASES, indirect=True)
 
 
