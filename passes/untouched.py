@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,15 @@ def unchanged(root: nn.Module) -> Iterator[None]:
     for _, attributes in before:
         for value in attributes.values():
             _copies(value, held)
-    state = random.getstate()
+    state, numpy = random.getstate(), sys.modules.get("numpy")  # a forward can use only what somebody has imported
+    drawn = numpy.random.get_state() if numpy is not None else None
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
         for m, attributes in before:
             m.__dict__.clear()
             m.__dict__.update(attributes)
