@@ -219,6 +219,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     refuse_lost(site)
     _refuse_shard(site, weight)
     if not torch.compiler.is_compiling():
+        _refuse_ensemble(site, weight)
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
@@ -253,6 +254,16 @@ def _refuse_shard(site: Site, weight: Tensor) -> None:
         what = f"a masked layer runs on a sharded weight ({weight.placements}): expected the whole one, as fully_shard gathers it."  # type: ignore[attr-defined]
         fix = "call the module that fully_shard was given (register_fsdp_forward_method for a method of it); exclude layers that are tensor-parallel."
         raise UnsupportedError(message(what, site._fxmask_name, fix))
+
+
+def _refuse_ensemble(site: Site, weight: Tensor) -> None:
+    """A cached mask is of one weight; `torch.func.stack_module_state` brings those of many models."""
+    t = weight
+    while site._fxmask_mask is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if torch._C._functorch.is_batchedtensor(t):
+            what = "vmap over the weights of a layer with a cached mask would give all of them this model's mask: expected each weight to have its own."
+            raise UnsupportedError(message(what, site._fxmask_name, "use refresh=1, which builds a mask from each weight; or run the models one by one."))
+        t = torch._C._functorch.get_unwrapped(t)
 
 
 def _check_ranks(site: Site, weight: Tensor) -> None:

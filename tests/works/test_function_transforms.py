@@ -113,6 +113,18 @@ def test_an_ensemble():
         near(y[i].detach(), twin(x).detach())
 
 
+@pytest.mark.parametrize("inside", [lambda f: f, grad], ids=["vmap", "vmap of grad"])
+def test_an_ensemble_of_cached_masks_raises(inside):
+    """They would all get the mask of the module that is called."""
+    members = [fxmask.apply(mlp(seed=seed), ratio=0.5, block=(8, 8), refresh=0) for seed in range(2)]
+    params, buffers = stack_module_state(members)
+    x = some(6, 64)
+    with pytest.raises(fxmask.FxMaskError, match="vmap over the weights of a layer with a cached mask"):
+        vmap(inside(lambda p, b: functional_call(members[0], (p, b), (x,)).sum()))(params, buffers)
+    one = vmap(lambda x: members[0](x))(x)  # many inputs and one weight are no ensemble
+    near(one.detach(), members[0](x).detach())
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node with no underlying reference:UserWarning")  # torch.func.linearize of anything
 def test_jacobians_and_second_derivatives():
     masked, twin, _ = pair(mlp())
