@@ -8,7 +8,8 @@ def _aten(names: str) -> frozenset[str]:
 
 
 POINTWISE = _aten("""
-    leaky_relu leaky_relu_ threshold_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward hardtanh_backward hardsigmoid_backward mish_ hardswish hardswish_
+    leaky_relu leaky_relu_
+    threshold_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward hardtanh_backward hardsigmoid_backward mish_ hardswish hardswish_
     hardswish_backward elu_backward hardshrink_backward leaky_relu_backward log_sigmoid_forward log_sigmoid_backward softplus_backward softshrink_backward
     _prelu_kernel _prelu_kernel_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
     soft_margin_loss soft_margin_loss_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward multilabel_margin_loss_backward
