@@ -16,7 +16,7 @@ from .kernels.errors import ConfigError, UnsupportedError, message
 from .kernels.grid import grid_shape, ratio_keeping, ratio_units
 from .passes import rules  # noqa: F401  (they register the costs of ops)
 from .passes.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
-from .passes.capture import capture
+from .passes.capture import arguments, capture
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask, one_of
 from .passes.find import find
@@ -155,8 +155,7 @@ def _values(weight: Tensor, group: list[Decision]) -> Tensor:
 
 def _uses(model: nn.Module, layers: Sequence[list[Decision]], inputs: Any, kwargs: Any) -> list[int]:
     """FLOP of one weight element of each layer in a forward: twice the tokens that it meets, over all calls."""
-    args, named = ((), {**inputs}) if isinstance(inputs, Mapping) else (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
-    named |= kwargs or {}
+    args, named = arguments(inputs, kwargs)
     if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
         what = f"method='flop' counts the tokens of each layer: expected inputs= with the model's arguments, got {type(inputs).__name__}."
         raise ConfigError(message(what, "fxmask.allocate", "a tensor, a tuple of arguments, or a dict of keyword arguments; shapes are enough (meta tensors)."))

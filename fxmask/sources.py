@@ -6,10 +6,11 @@ The compiler's caches know an op by its name: a new process would run the old ba
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
 
 import torch
+
+from .kernels.file_hash import file_hash
 
 FOLDERS = ("kernels", "passes", "")  # of the package; its benchmarks decide nothing that is compiled
 
@@ -17,12 +18,9 @@ FOLDERS = ("kernels", "passes", "")  # of the package; its benchmarks decide not
 @functools.cache
 def source_hash() -> str:
     """SHA-256 over the library's files, 16 hex digits."""
-    root, h = Path(__file__).parent, hashlib.sha256()
-    for folder in FOLDERS:
-        files = (root / folder).rglob("*.py") if folder else root.glob("*.py")
-        for path in sorted(files):
-            h.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return h.hexdigest()[:16]
+    root = Path(__file__).parent
+    files = [f for folder in FOLDERS for f in sorted((root / folder).rglob("*.py") if folder else root.glob("*.py"))]
+    return file_hash(files, root)[:16]
 
 
 def tag_caches() -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import FxMaskWarning
+from .file_hash import file_hash
 
 FORMAT = 1
 BUDGET = 0.8  # seconds of one tune, unless TURNS take longer
@@ -67,8 +68,8 @@ def stamp() -> dict[str, Any]:
 @functools.cache
 def code() -> str:
     """A hash of the candidates' sources: what was the fastest of other code is no decision about this one."""
-    files = sorted((Path(__file__).parent / "cpu").glob("*.py"))
-    return hashlib.sha256(b"\0".join(f.name.encode() + b"\0" + f.read_bytes() for f in files)).hexdigest()[:16]
+    folder = Path(__file__).parent / "cpu"
+    return file_hash(sorted(folder.glob("*.py")), folder)[:16]
 
 
 def _processor() -> str:

@@ -143,6 +143,13 @@ def capture(
     return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, recorder.uncounted, ran, trained, dtype)
 
 
+def arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a forward is called with: `inputs` is one argument, a tuple or list of them, or a dict of keyword arguments, to which `kwargs` adds."""
+    if isinstance(inputs, Mapping):
+        return (), {**inputs, **(kwargs or {})}
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs or {})
+
+
 def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
     if isinstance(model, torch.export.ExportedProgram):
         model = model.module()

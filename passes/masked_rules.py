@@ -18,14 +18,6 @@ PHASE = {"forward": "fwd", "dx": "dX", "dw": "dW"}
 ROLES = {"forward": {}, "dx": {"x": "dy", "y": "dx"}, "dw": {"gy": "dy", "out": "dw"}}
 
 
-def bound(call: Call) -> dict[str, Any]:
-    """The arguments of an op by the names of its schema."""
-    schema = call.func._schema.arguments
-    found = {a.name: a.default_value for a in schema if a.has_default_value()}
-    found |= {a.name: value for a, value in zip(schema, call.args, strict=False)}
-    return found | call.kwargs
-
-
 def implementation(impl: str, target: Target) -> str:
     """What a layer's `impl` means on the analysed device: `auto` stands for the kernels that skip blocks."""
     wanted = target.impl or impl
@@ -41,7 +33,7 @@ def _mask(a: dict[str, Any], shape: tuple[int, int]) -> Tensor:
 
 def _work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
     """x: what has the tokens, the input or its gradient."""
-    tokens, dtype = _tokens(x), x.dtype
+    tokens, dtype = x.tokens, x.dtype
     block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
     mask = _mask(a, shape)
     flag = a["dense"]  # of `rigl`: this step's dW is dense
@@ -80,16 +72,9 @@ def _renamed(c: Cost, names: dict[str, str]) -> Cost:
     return Cost(c.flop_useful, c.flop_issued, new(c.reads), new(c.writes), new(c.reads_min), new(c.writes_min))
 
 
-def _tokens(p: Place) -> int:
-    n = 1
-    for s in p.shape[:-1]:
-        n *= s
-    return n
-
-
 @rule("fxmask.masked_linear")
 def _linear(call: Call, t: Target) -> list[Work]:
-    a = bound(call)
+    a = call.named
     x, w = a["x"], a["w"]
     found = [_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)]
     block = (a["block_rows"], a["block_cols"])
@@ -101,28 +86,28 @@ def _linear(call: Call, t: Target) -> list[Work]:
 
 @rule("fxmask.masked_linear_dx")
 def _dx(call: Call, t: Target) -> list[Work]:
-    a = bound(call)
+    a = call.named
     gy, w = a["gy"], a["w"]
     return [_work("dx", call, t, a, gy, w.shape, w.weight, False)]
 
 
 @rule("fxmask.masked_linear_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
-    a = bound(call)
+    a = call.named
     gy, x = a["gy"], a["x"]
     return [_work("dw", call, t, a, gy, (gy.shape[-1], x.shape[-1]), a["mask"].weight, False)]
 
 
 @rule("fxmask.masked_linear_backward")
 def _both(call: Call, t: Target) -> list[Work]:
-    a = bound(call)
+    a = call.named
     gy, w = a["gy"], a["w"]
     return [_work(op, call, t, a, gy, w.shape, w.weight, False) for op in ("dx", "dw")]
 
 
 @rule("fxmask.block_index")
 def _index(call: Call, t: Target) -> list[Work]:
-    a = bound(call)
+    a = call.named
     w, block = a["w"], (a["block_rows"], a["block_cols"])
     cost = layer_cost.block_index(w.shape, block, w.dtype.itemsize, implementation(a["impl"], t) == "triton")
     return [Work(call, phase_of(call), EXACT, cost, dtype=w.dtype, block=block, weight=w.weight, launches=2)]
@@ -130,7 +115,7 @@ def _index(call: Call, t: Target) -> list[Work]:
 
 @rule("fxmask.strip_lists")
 def _lists(call: Call, t: Target) -> list[Work]:
-    a = bound(call)
+    a = call.named
     block, grid = (a["block_rows"], a["block_cols"]), a["mask"].shape
     shape = (grid[0] * block[0], grid[1] * block[1])
     return [Work(call, phase_of(call), EXACT, layer_cost.strip_lists(shape, block), block=block, weight=a["mask"].weight, launches=2)]

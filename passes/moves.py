@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
@@ -76,11 +77,8 @@ def _mutated(call: Call) -> set[int]:
     schema = getattr(call.func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return set()
-    found: set[int] = set()
-    for a, value in zip(schema.arguments, call.args, strict=False):
-        if a.alias_info is not None and a.alias_info.is_write:
-            found |= {p.storage for p in torch.utils._pytree.tree_leaves(value) if isinstance(p, Place)}
-    return found
+    written = [call.named.get(a.name) for a in schema.arguments if a.is_write]
+    return {p.storage for p in tree_leaves(written) if isinstance(p, Place)}
 
 
 def _input_name(call: Call, p: Place) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -54,10 +55,12 @@ class Place:
 
     @property
     def numel(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
+        return prod(self.shape)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of features: the product of all axes but the last."""
+        return prod(self.shape[:-1])
 
 
 @dataclass
@@ -84,6 +87,14 @@ class Call:
     @property
     def inputs(self) -> list[Place]:
         return [p for p in tree_leaves((self.args, self.kwargs)) if isinstance(p, Place)]
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by the names of the op's schema, defaults included; none of an op without a schema."""
+        schema = getattr(self.func, "_schema", None)
+        arguments = [] if schema is None else schema.arguments
+        found = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        return found | {a.name: value for a, value in zip(arguments, self.args, strict=False)} | self.kwargs
 
     @property
     def weights(self) -> set[str]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import kept_elements
 from .record import Call, Place
-from .work import EXACT, Target, Work, is_weight, numel, phase_of, rule
+from .work import EXACT, Target, Work, phase_of, rule
 
 
 def _names(call: Call, phase: str, a: Place, b: Place) -> tuple[str, str, str]:
     """What the operands of a product are called."""
     if phase in ("fwd", "recompute"):
-        return ("x", "w", "y") if is_weight(b) else ("w", "x", "y") if is_weight(a) else ("x", "x2", "y")
+        return ("x", "w", "y") if b.weight else ("w", "x", "y") if a.weight else ("x", "x2", "y")
     if phase == "dX":
-        if is_weight(a) or is_weight(b):
-            return ("dy", "w", "dx") if is_weight(b) else ("w", "dy", "dx")
+        if a.weight or b.weight:
+            return ("dy", "w", "dx") if b.weight else ("w", "dy", "dx")
         return "dy", "x2", "dx"
     known = {p.storage for p in call.forward.inputs} if call.forward else set()
     return ("x", "dy", "dw") if a.storage in known else ("dy", "x", "dw")
@@ -39,8 +41,8 @@ def _product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[W
     least = {names[i]: p.bytes for i, p in enumerate((a, b)) if p.bytes < p.numel * p.dtype.itemsize}
     cost = dense_cost.matmul(m, n, k, a.dtype.itemsize, t.tile, batch=batch, names=names, bias=bias, least=least)
     work = Work(call, phase, EXACT, cost, m, n, k, batch, a.dtype, widths=_widths(names, a, b, out))
-    weight = b if is_weight(b) else a
-    if is_weight(weight):
+    weight = b if b.weight else a
+    if weight.weight:
         work.weight, work.elements = weight.weight, weight.numel
         if weight.mask is not None and weight.mask.block is not None and weight.dtype.is_floating_point:  # W∘M, which somebody multiplies by densely
             mask, block = weight.mask.values, weight.mask.block
@@ -75,14 +77,14 @@ def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, 
     c_out, c_in = (w.shape[1] * groups, w.shape[0]) if transposed else (w.shape[0], w.shape[1] * groups)
     kernel = w.shape[2:]
     spatial = (x if transposed else y).shape[2:]
-    pixels = y.shape[0] * numel(spatial)
+    pixels = y.shape[0] * prod(spatial)
     names = {"dX": ("dy", "w", "dx"), "dW": ("dy", "x", "dw")}.get(phase, ("x", "w", "y"))
     moved = {"dX": (y, w, x), "dW": (y, x, w)}.get(phase, (x, w, y))
     cost = dense_cost.convolution(
         pixels, c_out, c_in, kernel, x.dtype.itemsize, t.tile, groups=groups, x=moved[0].bytes, w=moved[1].bytes, y=moved[2].bytes, names=names,
         bias=c_out if bias else 0,
     )  # fmt: skip
-    return Work(call, phase, EXACT, cost, pixels, c_out // groups, c_in // groups * numel(kernel), groups, x.dtype, weight=w.weight, elements=w.numel)
+    return Work(call, phase, EXACT, cost, pixels, c_out // groups, c_in // groups * prod(kernel), groups, x.dtype, weight=w.weight, elements=w.numel)
 
 
 @rule("aten.convolution_backward")
@@ -100,7 +102,7 @@ _FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "
 
 
 def _heads(q: Place, k: Place, v: Place) -> tuple[int, int, int, int, int, int]:
-    return numel(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    return prod(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
 
 
 @rule(*(f"aten._scaled_dot_product_{name}" for name in _FUSED))
@@ -111,7 +113,7 @@ def _attention(call: Call, t: Target) -> list[Work]:
     stats = sum(p.bytes for p in call.outputs[1:] if p.dtype.is_floating_point)
     if stats:
         cost += Cost(writes={"stats": stats}, writes_min={"stats": stats})
-    return [Work(call, phase_of(call), EXACT, cost, q.shape[-2], k.shape[-2], q.shape[-1], numel(q.shape[:-2]), q.dtype)]
+    return [Work(call, phase_of(call), EXACT, cost, q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]
 
 
 @rule(*(f"aten._scaled_dot_product_{name}_backward" for name in _FUSED))
@@ -119,4 +121,4 @@ def _attention_backward(call: Call, t: Target) -> list[Work]:
     gy, q, k, v = (p for p in call.args[:4])
     rest = sum(p.bytes for p in call.inputs[4:] if p.shape != gy.shape)
     cost = dense_cost.attention_backward(*_heads(q, k, v), q.dtype.itemsize, k.shape[-3], rest)
-    return [Work(call, "dX", EXACT, cost, q.shape[-2], k.shape[-2], q.shape[-1], numel(q.shape[:-2]), q.dtype)]
+    return [Work(call, "dX", EXACT, cost, q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ..kernels.cost import Cost
-from .record import Call, Place
+from .record import Call
 
 EXACT, REGISTERED, ELEMENTWISE, FREE, UNKNOWN = "exact", "registered", "elementwise", "free", "unknown"
 
@@ -84,20 +83,3 @@ def phase_of(call: Call) -> str:
     if call.forward is None:  # a sum of gradients that meet, or their accumulation
         return "dX"
     return "dW" if call.forward.weights and not call.weights else "dX"
-
-
-def is_weight(p: Place) -> bool:
-    """Whether a tensor is a parameter, or computed from parameters alone."""
-    return bool(p.weight)
-
-
-def tensor_args(call: Call) -> list[Any]:
-    """The positional arguments; tensors are Places."""
-    return list(call.args)
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n

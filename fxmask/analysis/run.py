@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
 from ..passes import masked_rules, rules  # noqa: F401  (they register their rules)
-from ..passes.capture import Recording, capture
+from ..passes.capture import Recording, arguments, capture
 from ..passes.moves import work_of
 from ..passes.work import Target, Work
 from . import devices, footprint, optimiser, tables, thesis_table
@@ -115,10 +115,7 @@ def _check(phases: Sequence[str], impl: str | None, memory_model: str, dtype: to
 
 
 def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        args, named = (), {**inputs, **(kwargs or {})}
-    else:
-        args, named = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs or {})
+    args, named = arguments(inputs, kwargs)
     if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
         got = type(inputs).__name__
         raise ConfigError(f"inputs: expected a tensor, a tuple of arguments or a dict of keyword arguments with at least one tensor in it, got {got}.")

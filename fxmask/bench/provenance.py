@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import platform
 import subprocess
 from functools import cache
@@ -15,6 +14,7 @@ import torch
 from ..errors import UnsupportedError
 from ..kernels import grid
 from ..kernels.dispatch import triton_ops
+from ..kernels.file_hash import file_hash
 from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -45,10 +45,8 @@ def commit() -> tuple[str, str]:
 @cache
 def source_hash() -> str:
     """Hash of the sources that are timed, those of `kernels`: says more than a commit where a tree is dirty or was copied."""
-    h, folder = hashlib.sha256(), Path(grid.__file__).resolve().parent
-    for path in sorted(folder.rglob("*.py")):
-        h.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return h.hexdigest()[:12]
+    folder = Path(grid.__file__).resolve().parent
+    return file_hash(sorted(folder.rglob("*.py")), folder)[:12]
 
 
 def _triton() -> tuple[str, str]:
