@@ -46,6 +46,29 @@ class Attention(nn.Module):
         return self.fc(self.attention(x, x, x, need_weights=False)[0])
 
 
+class Twice(nn.Module):
+    """One weight, two calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return self.fc(F.gelu(self.fc(x)))
+
+
+class Computed(nn.Module):
+    """A weight that the forward computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.v * 2)
+
+
 def best_blocks(w, block, ratio):
     """The mask by the definition, in float64, block by block; for weights without near-ties."""
     nb, kb = -(-w.shape[0] // block[0]), -(-w.shape[1] // block[1])

@@ -164,3 +164,13 @@ def totals(report, name="flop"):
     """Forward, backward and all of it."""
     s = report.summary[name]
     return s["fwd"], s["total"] - s["fwd"], s["total"]
+
+
+def masked(name, **options):
+    make, x = SMALL[name]
+    torch.manual_seed(0)
+    return fxmask.apply(make(), **{"ratio": 0.6, "block": (16, 32), **options}), x
+
+
+def analyze(model, *inputs, **options):
+    return fxmask.analyze(model, inputs, **{"device": "h100-sxm", **options})

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, Wrap, compiled, graph_of, train
-from sample_models import Residual, mlp
+from sample_models import Residual, Twice, mlp
 from torch import nn
 from torch.testing import FileCheck
 
@@ -27,20 +27,8 @@ def test_layers_are_selected_by_name():
     FileCheck().check("block_index.default").check(", 8, 16,").check("block_index.default").check(", 4, 4,").run(text)
 
 
-class Tied(nn.Module):
-    """One weight, two calls."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x):
-        return self.fc(F.gelu(self.fc(x)))
-
-
 def test_a_weight_that_is_used_twice_has_one_mask():
-    (text,) = graph_of(Tied(), torch.randn(4, 32), **OPTIONS)
+    (text,) = graph_of(Twice(), torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("block_index.default", 1, exactly=True).run(text)
     FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, compiled, train
 from resmlp import PRESETS, ResMLP
-from sample_models import Attention, Residual, mlp
+from sample_models import Attention, Residual, Twice, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,18 +30,6 @@ class Checkpointed(nn.Module):
         return self.outside(checkpoint(lambda t: F.gelu(self.inside(t)), x, use_reentrant=False))
 
 
-class Tied(nn.Module):
-    """One weight, two calls."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x):
-        return self.fc(F.gelu(self.fc(x)))
-
-
 def encoder():
     torch.manual_seed(0)
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False)
@@ -54,7 +42,7 @@ MODELS = {
     "attention": (Attention, (4, 6, 32)),
     "encoder": (encoder, (4, 6, 32)),
     "checkpoint": (Checkpointed, (8, 32)),
-    "tied": (Tied, (8, 32)),
+    "tied": (Twice, (8, 32)),
 }
 
 

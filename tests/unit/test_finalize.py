@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from sample_models import Attention, Residual, mlp, same_snapshot, snapshot, with_zeros
+from sample_models import Attention, Computed, Residual, mlp, same_snapshot, snapshot, with_zeros
 from torch import fx, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -276,14 +276,6 @@ def test_a_computed_weight(how):
 
 
 def test_a_weight_that_a_graph_computes():
-    class Computed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.v = nn.Parameter(torch.randn(32, 32))
-
-        def forward(self, x):
-            return F.linear(x, self.v * 2)
-
     gm = fxmask.apply(torch.export.export(Computed(), (torch.randn(2, 32),)).module(), ratio=0.75)
     refused(gm, UnsupportedError, "fxmask.finalize needs the weight's values: expected a parameter, but this graph computes the weight")
 

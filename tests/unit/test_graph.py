@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from resmlp import PRESETS, ResMLP
-from sample_models import Residual, mlp, same_snapshot, snapshot, with_zeros
+from sample_models import Computed, Residual, mlp, same_snapshot, snapshot, with_zeros
 from torch import fx, nn
 
 import fxmask
@@ -214,14 +214,6 @@ def test_forward_mode_over_a_graph_raises_instead_of_being_zero():
 
 
 def test_a_computed_weight_needs_refresh_1():
-    class Computed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.v = nn.Parameter(torch.randn(32, 32))
-
-        def forward(self, x):
-            return F.linear(x, self.v * 2)
-
     x = torch.randn(2, 32)
     gm = torch.export.export(Computed(), (x,)).module()
     with pytest.raises(UnsupportedError, match=re.escape("a cached mask (refresh=0) needs the parameter, and this graph computes the weight")):

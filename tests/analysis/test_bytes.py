@@ -1,0 +1,118 @@
+"""Bytes in the tables of `fxmask.analyze`: by hand for PyTorch's ops, by the kernels' closed forms for masked layers."""
+
+
+import pytest
+import torch
+from analysis.counted import analyze
+from torch import nn
+
+import fxmask
+from fxmask.analysis import devices
+from fxmask.kernels import layer_cost
+
+
+def bytes_of(report, op="", column="bytes_min"):
+    return {r["phase"]: r[column] for r in report.tables["nodes"] if op in r["op"] and r["phase"] != "opt"}
+
+
+def test_bytes_of_a_dense_linear():
+    m, n, k = 600, 300, 200
+    report = analyze(nn.Linear(k, n), torch.randn(m, k, requires_grad=True))
+    assert bytes_of(report, "mm") == {"fwd": 4 * (m * k + n * k + n + m * n), "dX": 4 * (m * n + n * k + m * k), "dW": 4 * (m * n + m * k + n * k)}
+    assert bytes_of(report, "sum") == {"db": 4 * (m * n + n)}
+    # an H100's dense tile is 256 x 256: 3 of them along the tokens, 2 along the outputs
+    asked = bytes_of(report, "mm", "bytes_req")
+    assert asked["fwd"] == 4 * (2 * m * k + 3 * (n * k + n) + m * n)
+    assert asked["dX"] == 4 * (1 * m * n + 3 * n * k + m * k) and asked["dW"] == 4 * (1 * m * n + 2 * m * k + n * k)
+    operands = {(r["phase"], r["operand"], r["direction"]) for r in report.tables["traffic"] if "mm" in r["op"]}
+    assert operands == {
+        *(("fwd", o, "read") for o in ("x", "w", "bias")), ("fwd", "y", "write"), ("dX", "dy", "read"), ("dX", "w", "read"), ("dX", "dx", "write"),
+        ("dW", "dy", "read"), ("dW", "x", "read"), ("dW", "dw", "write"),
+    }  # fmt: skip
+
+
+class Apply(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args):
+        return self.f(*args)
+
+
+N = 60  # elements of the operands below
+STREAMS = {
+    "relu": (lambda x: x.relu(), 8 * N),
+    "add": (lambda x: x + x.flip(0), 8 * N + 12 * N),
+    "square": (lambda x: x * x, 8 * N),  # one operand, twice
+    "in place": (lambda x: x.mul_(2), 8 * N),
+    "overwritten": (lambda x: x.fill_(1), 4 * N),
+    "view": (lambda x: x.t().reshape(2, 5, 6).transpose(0, 1)[1:], 8 * N),  # reshape copies, the rest moves nothing
+    "sum": (lambda x: x.sum(0), 4 * N + 4 * 6),
+    "expanded": (lambda x: x[:1].expand(10, 6) + 1, 4 * 6 + 4 * N),
+    "rows": (lambda x: x[torch.tensor([1, 3])], 4 * 12 + 4 * 12 + 16),
+    "to half": (lambda x: x.half(), 6 * N),
+    "cat": (lambda x: torch.cat([x, x], 1), 4 * N + 8 * N),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_bytes_of_ops_without_products(name):
+    f, expected = STREAMS[name]
+    report = analyze(Apply(f), torch.randn(10, 6), phases=("fwd",))
+    assert report.summary["bytes_min"]["fwd"] == report.summary["bytes_req"]["fwd"] == expected
+    assert report.summary["flop"]["total"] == 0 and not report.tables["coverage"]
+
+
+def test_bytes_of_attention():
+    b, h, q, kv, d = 2, 3, 300, 200, 16
+    f = torch.nn.functional.scaled_dot_product_attention
+    report = analyze(Apply(f), *(torch.randn(b, h, t, d, requires_grad=True) for t in (q, kv, kv)))
+    rows, stats = 4 * b * h * d, 4 * b * h * q  # a row of each head; the log-sum-exp, float32
+    row = next(r for r in report.tables["nodes"] if r["phase"] == "fwd" and "attention" in r["op"])
+    assert row["bytes_min"] == rows * (2 * q + 2 * kv) + stats
+    assert row["bytes_req"] == rows * (2 * q + 3 * 2 * kv) + stats  # K and V again for each 128 queries
+    back = next(r for r in report.tables["nodes"] if r["phase"] == "dX" and "attention" in r["op"])
+    assert back["bytes_min"] == rows * (4 * q + 4 * kv) + stats  # dY, Q, Y, dQ; K, V, dK, dV
+    assert back["flop_executed"] - back["flop"] == 2 * b * h * q * kv * d  # S = Q K^T once more
+
+
+def test_bytes_of_an_embedding():
+    report = analyze(nn.Embedding(1000, 16), torch.randint(0, 1000, (3, 5)))
+    assert bytes_of(report, "embedding")["fwd"] == 15 * (8 + 2 * 64)  # the rows that are read, not the table
+    assert bytes_of(report, "embedding")["dW"] == 15 * (8 + 64) + 64 * 1000
+
+
+def test_finite_cache():
+    """A weight that does not fit in half of the L2 is read again for every 2,048 tokens, one that fits once."""
+    make = lambda device, tokens: analyze(nn.Linear(1024, 1024, bias=False), torch.randn(tokens, 1024), device=device, phases=("fwd",))  # noqa: E731
+    small = devices.Device("small", {"fp32": 1e13}, 1e12, 1 << 22, None, 1e-6, (128, 128), "made up")
+    for device, tokens, times in ((small, 8192, 4), (small, 2048, 1), ("h100-sxm", 8192, 1)):
+        row = next(r for r in make(device, tokens).tables["traffic"] if r["operand"] == "w")
+        assert row["bytes_min"] == 4 << 20 and row["bytes_dram_est"] == times * (4 << 20), (device, tokens)
+        assert "finite L2" in row["dram_model"]
+
+
+# ---- masked layers and the kernels' closed forms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("block", "dtype"), [((16, 16), torch.float16), ((64, 32), torch.bfloat16), ((128, 128), torch.float32), ((32, 64), torch.float16)])
+def test_a_masked_layer_has_the_kernels_bytes(block, dtype):
+    n, k, tokens = 300, 200, 70
+    torch.manual_seed(3)
+    model = fxmask.apply(nn.Sequential(nn.Linear(k, n)).to(dtype), ratio=0.6, block=block)
+    mask, tile = fxmask.masks(model)["0.weight"], devices.device("h100-sxm").dense_tile
+    report = analyze(model, torch.randn(tokens, k, dtype=dtype).requires_grad_(), impl="triton")
+    rows = {(r["phase"], r["op"]): r for r in report.tables["nodes"]}
+    seen = 0
+    for op, phase, name in (("forward", "fwd", "masked_linear"), ("dx", "dX", "masked_linear_dx"), ("dw", "dW", "masked_linear_dw")):
+        expected = layer_cost.by_lists(op, tokens, (n, k), mask, block, dtype, bias=op == "forward")
+        assert expected == layer_cost.layer(op, "triton", tokens, (n, k), mask, block, dtype, tile, bias=op == "forward")
+        row = rows[phase, f"fxmask.{name}"]
+        assert (row["bytes_min"], row["bytes_req"]) == (expected.bytes_min, expected.bytes_req)
+        assert (row["flop"], row["flop_executed"]) == (expected.flop_useful, expected.flop_issued)
+        assert (row["nnzb"], row["block_n"], row["block_k"]) == (int(mask.sum()), *block)
+        seen += row["bytes_req"]
+    assert rows["fwd", "fxmask.block_index"]["bytes_req"] == layer_cost.block_index((n, k), block, dtype.itemsize, True).bytes_req
+    assert rows["fwd", "fxmask.strip_lists"]["bytes_req"] == layer_cost.strip_lists((n, k), block).bytes_req
+    assert seen > 3 * tokens * (n + k) * dtype.itemsize
