@@ -8,7 +8,7 @@ models can be shown the same batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +18,7 @@ from torch import Tensor
 Batch = tuple[Tensor, Tensor]
 MEMORY_LIMIT_PX = 64  # folders of images up to this side are decoded once and kept in memory
 IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HOLDOUT_SEED = 5000
 CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
@@ -27,7 +28,10 @@ class DataMissing(Exception):
 
 @dataclass(frozen=True)
 class Data:
-    """A data set cut into batches. `steps` is the number of training batches an epoch, the last one possibly smaller."""
+    """A data set cut into batches. `steps` is the number of training batches an epoch, the last one possibly smaller.
+
+    `held` gives the training images that were held out to choose recipes by; none where nothing is held out.
+    """
 
     name: str
     image: int
@@ -36,6 +40,7 @@ class Data:
     steps: int
     train: Callable[[int], Iterator[Batch]]
     test: Callable[[], Iterator[Batch]]
+    held: Callable[[], Iterator[Batch]] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,13 @@ class Pixels:
     mean: Tensor
     std: Tensor
     top: float = 255.0
+
+    def split(self, out: int) -> tuple[Pixels, Pixels]:
+        """All but `out` images, and those: the same ones in every run."""
+        if not 0 < out < len(self.labels):
+            raise ValueError(f"holdout: expected fewer than the {len(self.labels)} training images and at least one, got {out}.")
+        order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(HOLDOUT_SEED))
+        return tuple(replace(self, images=self.images[rows], labels=self.labels[rows]) for rows in (order[out:], order[:out]))  # type: ignore[return-value]
 
     def batches(self, size: int, generator: torch.Generator | None = None, augment: bool = False) -> Iterator[Batch]:
         """All images once: shuffled if there is a generator, flipped and cropped at random if `augment`."""
@@ -71,10 +83,11 @@ def flip_and_crop(x: Tensor, generator: torch.Generator) -> Tensor:
     return x[torch.arange(n)[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
 
 
-def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, seed: int = 0, workers: int = 0) -> Data:
+def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, seed: int = 0, workers: int = 0, holdout: int = 0) -> Data:
     """Open the data set `name`: "digits", "cifar10" or "folder". `root` is where the last two lie.
 
-    `image` is the side in pixels to which a folder's images are brought, `workers` the number of processes that decode large ones.
+    `image` is the side in pixels to which a folder's images are brought, `workers` the number of processes that decode large ones. `holdout` training images
+    are kept from training, of sets that fit into memory.
 
     Raises:
         DataMissing: the files or a package are not here.
@@ -82,16 +95,19 @@ def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, se
     if name not in ("digits", "cifar10", "folder"):
         raise ValueError(f"data: expected digits, cifar10 or folder, got {name!r}.")
     if name == "digits":
-        return in_memory(name, *digits(), batch=batch, seed=seed, augment=False)
+        return in_memory(name, *digits(), batch=batch, seed=seed, augment=False, holdout=holdout)
     if root is None:
         raise DataMissing(f"--data {name} needs --root, the folder where the images lie.")
     if name == "cifar10":
-        return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True)
-    return folder(root, batch=batch, image=image, seed=seed, workers=workers)
+        return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True, holdout=holdout)
+    return folder(root, batch=batch, image=image, seed=seed, workers=workers, holdout=holdout)
 
 
-def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, augment: bool) -> Data:
+def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, augment: bool, holdout: int = 0) -> Data:
     """Batches of two sets of images in memory."""
+    held = None
+    if holdout:
+        train, held = train.split(holdout)
     n, channels, image, _ = train.images.shape
     return Data(
         name,
@@ -101,6 +117,7 @@ def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, 
         steps=-(-n // batch),
         train=lambda epoch: train.batches(batch, seeded(seed, epoch), augment),
         test=lambda: test.batches(batch),
+        held=None if held is None else lambda: held.batches(batch),
     )
 
 
@@ -137,7 +154,7 @@ def cifar10(root: Path) -> tuple[Pixels, Pixels]:
     return tuple(colour(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets, CIFAR_STATS) for p in parts)  # type: ignore[return-value]
 
 
-def folder(root: Path, *, batch: int, image: int, seed: int, workers: int) -> Data:
+def folder(root: Path, *, batch: int, image: int, seed: int, workers: int, holdout: int = 0) -> Data:
     """`root/train/<class>/*` and `root/test/<class>/*` (or `val`), any image files, read by torchvision's ImageFolder."""
     test_dir = root / "test" if (root / "test").is_dir() else root / "val"
     if not (root / "train").is_dir() or not test_dir.is_dir():
@@ -151,7 +168,9 @@ def folder(root: Path, *, batch: int, image: int, seed: int, workers: int) -> Da
         shrink = t.Compose([t.Resize((image, image)), t.PILToTensor()])
         stats = CIFAR_STATS if image == 32 else IMAGENET_STATS
         train, test = (decoded(open_folder(str(d), shrink), stats) for d in (root / "train", test_dir))
-        return in_memory("folder", train, test, batch=batch, seed=seed, augment=True)
+        return in_memory("folder", train, test, batch=batch, seed=seed, augment=True, holdout=holdout)
+    if holdout:
+        raise DataMissing(f"holdout={holdout} of images of {image} pixels: expected images of at most {MEMORY_LIMIT_PX}, or folders train and val.")
     finish = [t.ToTensor(), t.Normalize(*IMAGENET_STATS)]
     crop = t.Compose([t.RandomResizedCrop(image), t.RandomHorizontalFlip(), *finish])
     centre = t.Compose([t.Resize(image * 8 // 7), t.CenterCrop(image), *finish])

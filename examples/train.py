@@ -51,7 +51,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--criterion", choices=("fro", "spectral", "l1", "linf", "random"), default="fro")
     p.add_argument("--start", default="0", metavar="STEPS", help="first optimiser step with masks; 10ep: after ten epochs")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
-    p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio from 0: linear or cubic, such as cubic:1000 or cubic:5ep")
+    p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio, such as cubic:1000, cubic:5ep,warmup=1ep or cyclic:9ep,cycles=3")
     p.add_argument("--epochs", type=int, default=20)
     p.add_argument("--batch", type=int, default=32)
     p.add_argument("--opt", choices=tuple(OPTIMISERS), default="adamw")
@@ -74,19 +74,33 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def steps(text: str, per_epoch: int) -> int:
-    """A number of optimiser steps: "500", or in epochs "10ep"."""
-    number = text.removesuffix("ep")
-    if not number.isdigit():
-        raise fxmask.FxMaskError(f"expected a number of optimiser steps such as 500, or of epochs such as 10ep, got {text!r}.")
-    return int(number) * (per_epoch if text.endswith("ep") else 1)
+    """A number of optimiser steps: "500", or in epochs "10ep"; epochs may be parts of one."""
+    try:
+        if text.endswith("ep") and 0 <= float(text[:-2]) < 1e9:
+            return round(float(text[:-2]) * per_epoch)
+        if text.isdigit():
+            return int(text)
+    except ValueError:
+        pass
+    raise fxmask.FxMaskError(f"expected a number of optimiser steps such as 500, or of epochs such as 10ep, got {text!r}.")
 
 
 def schedule(text: str | None, per_epoch: int) -> fxmask.Schedule | None:
-    """`--schedule`: "cubic:1000", "linear:5ep", or nothing."""
+    """`--schedule`: "cubic:1000", "linear:5ep", "cyclic:10ep,cycles=2,warmup=1ep,cooldown=2ep,initial=0.3", or nothing."""
     if text is None or text == "constant":
         return None
-    kind, _, length = text.partition(":")
-    return fxmask.Schedule(kind=kind, steps=steps(length, per_epoch))
+    kind, _, rest = text.partition(":")
+    length, *more = rest.split(",")
+    options: dict[str, Any] = {}
+    for item in more:
+        key, _, value = item.partition("=")
+        if key in ("warmup", "cooldown"):
+            options[key] = steps(value, per_epoch)
+        elif key in ("cycles", "initial") and value:
+            options[key] = int(value) if value.isdigit() else float(value)
+        else:
+            raise fxmask.FxMaskError(f"--schedule: expected warmup=, cooldown=, cycles= or initial= after the length, got {item!r}.")
+    return fxmask.Schedule(kind=kind, steps=steps(length, per_epoch), **options)
 
 
 def build(args: argparse.Namespace, data: Data) -> nn.Module:

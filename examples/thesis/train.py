@@ -5,7 +5,8 @@
     python examples/thesis/train.py --data digits --epochs 10 --warmup 1 --cooldown 1 --masks-from 0 --batch 32
 
 The literal mode of the thesis' code, whose masked weights keep falling under Adam's coupled decay: --criterion spectral --guard free, with --backward masked
-or --backward unmasked. Any field of the recipe is an option; accuracies are top-1 in percent on the test images with the masks active.
+or --backward unmasked. Any field of the recipe is an option; accuracies are top-1 in percent on the test images with the masks active; with --holdout
+on training images that are held out, and the test images are read by --read-test alone, once, after the last epoch (test.json).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from thesis import checkpoint
 from thesis.config import parse
 from thesis.recipe import RECIPES, Mixing, Recipe, optimiser, scheduler
 
-COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "seconds")
+COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
+FLOP_EVERY = 25  # steps
 MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device")  # may change from one start of a run to the next
 
@@ -54,6 +56,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--dense", action="store_true", help="no masks; default without --config: 32x32 blocks at 80 %% (16x16 at 50 %% for digits)")
     p.add_argument("--backward", choices=("masked", "ste", "unmasked", "rigl"), default="masked")
     p.add_argument("--criterion", choices=("fro", "spectral", "l1", "linf", "random"), default="fro")
+    p.add_argument("--cover", action="store_true", help="no row and no column of blocks without a kept one")
+    p.add_argument("--allocation", choices=("erk", "global", "byte"), help="one budget of blocks for all layers; default: the ratio in each")
+    p.add_argument("--dim", type=int, help="width of the model instead of the preset's")
+    p.add_argument("--expansion", type=int, help="hidden over outer width instead of the preset's")
+    p.add_argument("--holdout", type=int, default=0, metavar="N", help="keep N training images from training, and judge by them")
+    p.add_argument("--read-test", action="store_true", help="with --holdout: judge the last epoch on the test images")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
     p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio from 0, such as cubic:5ep")
     p.add_argument("--guard", choices=("auto", "freeze", "decay", "free"), default="auto", help="what the optimiser does to masked weights")
@@ -82,28 +90,36 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         name = args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
-        self.data: Data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers)
+        self.data: Data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers, holdout=args.holdout)
         self.model = self._build(name)
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
         self.guard = None if args.dense else fxmask.guard(self.optimiser, self.model, masked_weights=args.guard)
         self.tracker = MaskTracker(self.model, counts=False)
-        self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0}, []
+        self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}, []
 
     def _build(self, name: str) -> nn.Module:
         args, preset = self.args, PRESETS[name]
         thesis = parse(args.config) if args.config else None
+        sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
+        config = replace(preset, channels=self.data.channels, classes=self.data.classes, depth=thesis.depth if thesis else preset.depth, **sizes)
         torch.manual_seed(args.seed)
-        model = ResMLP(replace(preset, channels=self.data.channels, classes=self.data.classes, depth=thesis.depth if thesis else preset.depth)).to(args.device)
+        model = ResMLP(config).to(args.device)
         default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
         masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
         if args.dense or not masks:
             args.dense = True
             return model
-        options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed}
-        start = round(self.recipe.masks_from * self.data.steps)
-        return fxmask.apply(model, **masks, **options, start=start, schedule=common.schedule(args.schedule, self.data.steps))
+        options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
+        options |= {"start": round(self.recipe.masks_from * self.data.steps), "schedule": common.schedule(args.schedule, self.data.steps)}
+        names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
+        return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)
+
+    def loaded(self) -> float:
+        """Weight elements of the thesis' layers that a forward loads, masked or not."""
+        layers = [m for name, m in self.model.named_modules() if name.startswith("blocks.") and isinstance(m, nn.Linear)]
+        return sum(m.weight.numel() for m in layers) * (1 - self.tracker.ratio_achieved())
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run goes on."""
@@ -155,10 +171,12 @@ class Run:
         for i, (images, labels) in enumerate(common.progress(self.data.train(epoch), self.data.steps, f"epoch {epoch}")):
             if i < done:
                 continue
-            if i == 0:  # useful FLOPs of an epoch's first step; a ramp moves little within an epoch
+            if i % FLOP_EVERY == 0:  # useful FLOPs; a ramp moves little until they are counted again
+                steps = min(FLOP_EVERY, self.data.steps - i)
+                self.sums["loaded"] += self.loaded() * steps
                 with FlopCounterMode(display=False) as counter:
                     self.train_step(images, labels)
-                self.sums["flop"] = float(counter.get_total_flops()) * self.data.steps
+                self.sums["flop"] += float(counter.get_total_flops()) * steps
             else:
                 self.train_step(images, labels)
             if save_every and self.step % save_every == 0:
@@ -171,9 +189,9 @@ class Run:
         """The epoch's csv row and line."""
         began, sums = time.perf_counter(), self.sums
         scores = {"train_loss": sums["loss"] / sums["n"], "train_acc": 100 * sums["right"] / sums["n"]}
-        scores |= common.evaluate(self.model, self.data.test(), self.args.device)
+        scores |= common.evaluate(self.model, (self.data.held or self.data.test)(), self.args.device)
         row = {"epoch": epoch, **scores, "ratio_achieved": self.tracker.ratio_achieved(), "flips": self.tracker.take_flips()}
-        row |= {"lr": self.scheduler.get_last_lr()[0], "flop": sums["flop"], "seconds": sums["seconds"] + time.perf_counter() - began}
+        row |= {"lr": self.scheduler.get_last_lr()[0], "flop": sums["flop"], "loaded": sums["loaded"], "seconds": sums["seconds"] + time.perf_counter() - began}
         log.write({k: round(v, 8) for k, v in row.items()})
         self.sums = dict.fromkeys(sums, 0.0)
         print("  ".join(f"{k} {v:.6g}" for k, v in row.items()), flush=True)
@@ -198,6 +216,10 @@ def run(args: argparse.Namespace) -> int:
         r.report(epoch, log)
         blocks.write(epoch)
         r.save()
+    if args.read_test and r.step == args.epochs * r.data.steps:
+        scores = common.evaluate(r.model, r.data.test(), args.device)
+        (args.out / "test.json").write_text(json.dumps(scores) + "\n")
+        print("test images: " + "  ".join(f"{k} {v:.6g}" for k, v in scores.items()))
     for path in (log_path, *plot_run(args.out)):
         print(path)
     return 0
@@ -208,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(True)  # momenta without gradients fade into denormal numbers, on which a CPU is many times slower
     try:
         return run(args)
     except (DataMissing, fxmask.FxMaskError, checkpoint.CheckpointError) as error:
