@@ -16,6 +16,7 @@ from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
 from .masking import apply as apply
 from .masking import restore as restore
+from .passes.config import Regrow as Regrow
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
 from .passes.registered import register_cost as register_cost
@@ -34,6 +35,7 @@ __all__ = [
     "FxMaskError",
     "FxMaskWarning",
     "HealthLog",
+    "Regrow",
     "Report",
     "Schedule",
     "WeightMask",

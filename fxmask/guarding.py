@@ -13,7 +13,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .passes import ranks, rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
-from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, policy_of, reset_returned
+from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, policy_of, reset_returned
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .sites import required_sites, values_of
@@ -184,11 +184,11 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
 
 
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
-    backward = site._fxmask_config.backward
+    config = site._fxmask_config
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
         raise StateError(message(what, name, "call remove() on the first handle."))
-    if masked_weights == "freeze" and backward != "masked":
-        what = f"masked_weights='freeze' with backward={backward!r} would cancel it: its masked weights must move. expected backward='masked', or 'free'."
+    if masked_weights == "freeze" and not may_freeze(config):
+        what = f"masked_weights='freeze' with backward={config.backward!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
         raise UnsupportedError(message(what, name, "use masked_weights='auto' or 'free'."))
-    return Guarded(name, site, weight, policy_of(backward, masked_weights))
+    return Guarded(name, site, weight, policy_of(config, masked_weights))

@@ -106,7 +106,8 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
     kept = int(kept_elements(state.mask_outside(site, weight.detach()), shape, c.block)) if known and weight is not None else None
     elements = shape[0] * shape[1]
-    row = _row(name, torch.empty(shape, device="meta"), "selected")
+    soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
+    row = _row(name, torch.empty(shape, device="meta"), soft if site._fxmask_softening else "selected")
     row.update(
         masked=True,
         block="x".join(map(str, c.block)),

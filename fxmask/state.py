@@ -23,7 +23,8 @@ HOW_RUN = ("impl",)  # settings that another machine may choose differently with
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, step, step of the last rebuild, whether steps
-    are counted, whether a guard counts them and its policy, and where they are cached the mask (bool [NB, KB]) and the flips.
+    are counted, whether a guard counts them and its policy, and where there are such the cached mask (bool [NB, KB]), the flips, and the scores that steps have
+    added to (float32 [NB, KB]).
 
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
     Raises: StateError without masks, and inside `fxmask.dense`.
@@ -44,7 +45,13 @@ def _one(site: Site) -> dict[str, Any]:
         "policy": site._fxmask_policy,
         "mask": None if mask is None else mask.detach().clone(),
         "flips": None if flips is None else flips.detach().clone(),
+        "observed": site._fxmask_observed,
+        **{key: None if t is None else t.detach().clone() for key, t in _scores(site).items()},
     }
+
+
+def _scores(site: Site) -> dict[str, torch.Tensor | None]:
+    return {"score": site._fxmask_score, "growth": site._fxmask_growth}
 
 
 def _settings(config: WeightMask) -> dict[str, Any]:
@@ -85,6 +92,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 _KEYS = ("settings", "step", "built", "announced", "guarded", "policy", "mask", "flips")
+_NEWER: dict[str, Any] = {"observed": 0, "score": None, "growth": None}  # what there was not in the first states
 
 
 def _entries(saved: Any) -> dict[str, dict[str, Any]]:
@@ -95,9 +103,9 @@ def _entries(saved: Any) -> dict[str, dict[str, Any]]:
         if type(format) is int and format != FORMAT:
             got = f"format {format}"
         elif type(format) is int and isinstance(entries, dict):
-            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or set(e) != set(_KEYS))
+            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or {*_NEWER, *e} != {*_NEWER, *_KEYS})
             if not odd:
-                return entries
+                return {n: {**_NEWER, **e} for n, e in entries.items()}
             got = f"other entries for {odd[:5]}"
     what = f"fxmask.load_state_dict: expected what fxmask.state_dict returned (format {FORMAT}), got {got}."
     raise StateError(message(what, fix="save fxmask.state_dict(model) beside model.state_dict(), and hand each to its own load_state_dict."))
@@ -122,7 +130,7 @@ def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
 
 def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
     """What no run can have saved; for the first error alone."""
-    for key in ("step", "built"):
+    for key in ("step", "built", "observed"):
         if type(entry[key]) is not int or entry[key] < 0:
             yield f"{key}: expected an int of at least 0, got {entry[key]!r}"
     if entry["built"] > entry["step"]:
@@ -139,6 +147,11 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: expected a tensor of {dtype} with values, got {f'one of {t.dtype}, {tuple(t.shape)}' if isinstance(t, torch.Tensor) else repr(t)}"
         if not wanted and t is not None:
             yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
+    for key, own in _scores(site).items():
+        t = entry[key]
+        fits = t is None if own is None else isinstance(t, torch.Tensor) and t.dtype == own.dtype and t.shape == own.shape and not t.is_meta
+        if not fits:
+            yield f"{key}: expected {None if own is None else f'{own.dtype} {tuple(own.shape)}'}, got {t if t is None else type(t).__name__}"
     if mask is not None:
         kept, expected = int(mask.sum()), c.keep_at(entry["built"], mask.numel())
         if kept < expected or (kept > expected and c.ties == "lowest"):
@@ -156,6 +169,10 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
         rebuild.hold(site, mask, state.lists_of(site, mask))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False
+    site._fxmask_observed = entry["observed"]
+    for key in _scores(site):
+        if entry[key] is not None:
+            setattr(site, f"_fxmask_{key}", entry[key].to(device=device).clone())
 
 
 def _not_dense(found: list[tuple[str, Site, Any]], caller: str) -> None:

@@ -14,6 +14,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels import ops, reference
@@ -36,6 +37,8 @@ class MaskedLinear(Site):
         if isinstance(input, state.Proxy):
             state.refuse_tracing(self)
         mask = state.forward_mask(self, weight)
+        if self._fxmask_softening:
+            return F.linear(input, softened(self, weight, mask), self.bias)  # type: ignore[arg-type]
         lists = state.forward_lists(self, mask)
         return ops.linear(input, weight, self.bias, mask, c.block, c.backward, state.dense_flag(self), c.impl, lists)  # type: ignore[arg-type]
 
@@ -47,6 +50,12 @@ class MaskedLinear(Site):
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
         return _rebuild_class, (self._fxmask_base, ReadWeight if isinstance(self, ReadWeight) else MaskedLinear), self.__getstate__()
+
+
+def softened(site: Site, weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight of a soft mask on its ramp."""
+    assert site._fxmask_scale is not None  # of soft masks
+    return reference.softened(weight, mask, site._fxmask_config.block, site._fxmask_scale)
 
 
 _EAGER = threading.local()  # .readers: {id of a layer: owners whose forward runs in this thread}
@@ -83,6 +92,8 @@ class ReadWeight(MaskedLinear):
         try:
             c, w = self._fxmask_config, raw_weight(self)
             mask = state.forward_mask(self, w)
+            if self._fxmask_softening:
+                return softened(self, w, mask)
             return reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, state.dense_flag(self), c.backward))
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e

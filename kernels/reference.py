@@ -90,6 +90,11 @@ def composite(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tu
     return F.linear(x, straight_through(w, mask, block, gradient_mask(mask, dense, backward)), bias)
 
 
+def softened(w: Tensor, mask: Tensor, block: tuple[int, int], scale: Tensor) -> Tensor:
+    """W with its masked blocks times `scale` (0-d), in the dtype of W, with the true gradient."""
+    return torch.where(expand_mask(mask, w.shape, block), w, w * scale.to(w.dtype))
+
+
 def straight_through(w: Tensor, mask: Tensor, block: tuple[int, int], wanted: Tensor | None) -> Tensor:
     """W∘M whose gradient reaches the blocks in `wanted` (all where it is None), masked or not; of finite masked elements, exactly."""
     if wanted is mask:

@@ -46,7 +46,7 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     elif criterion == "spectral":
         keys = _spectral_keys(clean.unflatten(-1, (-1, min(block[1], max(1, w.shape[1])))))
     elif criterion == "random":
-        keys = _random_keys(b.shape[:2], w.device, step, stream)
+        keys = random_keys(b.shape[:2], w.device, step, stream)
     else:
         raise ConfigError(f"unknown criterion: expected one of {', '.join(CRITERIA)}, got {criterion!r}.")
     bad = torch.where(torch.isnan(b).any(-1), KEY_NAN, KEY_INF)
@@ -112,7 +112,7 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def _random_keys(grid: torch.Size, device: torch.device, step: Tensor | None, stream: int) -> Tensor:
+def random_keys(grid: torch.Size, device: torch.device, step: Tensor | None, stream: int) -> Tensor:
     """Counter-based random keys: a hash of (stream, step, flat index), equal on all ranks and devices; no generator is touched."""
     index = torch.arange(grid[0] * grid[1], device=device)
     count = torch.zeros((), dtype=torch.int64, device=device) if step is None else step

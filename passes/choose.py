@@ -152,6 +152,12 @@ def _check_selected(decisions: list[Decision]) -> None:
         if c.host is not None and c.weight_path is None and d.config.cached:
             what = f"a cached mask (refresh={d.config.refresh}) needs the parameter, and this graph computes the weight."
             raise UnsupportedError(message(what, where, "use refresh=1 for it."))
+        if d.config.soft and c.host is not None:
+            what = "soft=True is for modules: expected an nn.Linear that is called, got a call in a graph."
+            raise UnsupportedError(message(what, where, "apply fxmask to the nn.Module, and trace or compile it afterwards; or leave soft out."))
+        if d.config.gain and id(c.weight) in seen:
+            what = f"gain=True would scale a weight twice: {seen[id(c.weight)].candidate.name!r} and {where!r} share it."
+            raise ConfigError(message(what, where, "leave gain out for both, or exclude them."))
         other = seen.setdefault(id(c.weight), d)
         if other.config is None or dataclasses.replace(other.config, read="call") != dataclasses.replace(d.config, read="call"):
             what = f"one weight would be masked twice, differently: {other.candidate.name!r} and {where!r} share it."

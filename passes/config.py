@@ -11,6 +11,9 @@ from ..kernels.grid import check_block, keep_count, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
+from .dynamics import check_dynamics
+from .ranking import Regrow as Regrow
+from .saliency import LEARNED
 from .schedule import SCHEDULES, at_least, one_of
 from .schedule import Schedule as Schedule
 
@@ -23,7 +26,7 @@ class WeightMask:
         ratio: sparsity, the fraction of blocks that are masked, in [0, 1). Exactly `ceil(n_blocks * (1 - ratio))` blocks are kept, and at least one.
         block: (out_features, in_features) of a block; edges may be ragged.
         backward: `masked`, `ste`, `unmasked` or `rigl`; table in `kernels.reference`.
-        criterion: `fro`, `spectral`, `l1`, `linf` or `random`; see `kernels.score`.
+        criterion: `fro`, `spectral`, `l1`, `linf` or `random`, see `kernels.score`; `gradient`, `taylor`, `movement` or `momentum`, see `passes.saliency`.
         refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
         start: first optimiser step with masks; before it every block is kept.
         schedule: None, or a `Schedule` of the ratio, which ends at `ratio`.
@@ -32,6 +35,15 @@ class WeightMask:
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
         impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back. seed: for `criterion="random"`.
         cover: no block row and no block column without a kept block, where the ratio leaves max(rows, columns) of them; see `kernels.select.covering`.
+        average: in [0, 1), the moving average of the scores over optimiser steps (see `passes.saliency`); 0: as they are now.
+        hysteresis: a masked block replaces a kept one whose score it exceeds by more than this share; 0.2: by a fifth (ours).
+        regrow: None, or a `Regrow`: blocks are exchanged at every rebuild, by the gradient or at random.
+        soft: over the schedule's ramp masked blocks are not cut off but scaled by a factor that falls linearly from 1 to 0, with the true gradient (decaying
+            masks, Kao et al. 2022, arXiv:2209.07617); until the ramp's end the layer computes densely. Modules only.
+        gain: where blocks leave, the kept weights are scaled, in place, so that the layer keeps its norm; see `passes.ranking.follow`.
+
+    `gradient` and its like, average, hysteresis, regrow and gain keep the mask between steps whatever `refresh` says, and so need `fxmask.guard` or
+    `fxmask.step`. Impl: they rank in plain PyTorch, between steps, on [NB, KB] scores.
 
     Raises: ConfigError, UnsupportedError.
     """
@@ -49,13 +61,18 @@ class WeightMask:
     impl: str = "auto"
     seed: int = 0
     cover: bool = False
+    average: float = 0.0
+    hysteresis: float = 0.0
+    regrow: Regrow | None = None
+    soft: bool = False
+    gain: bool = False
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))  # numpy's numbers could not be saved
         object.__setattr__(self, "block", check_block(self.block))
         one_of("backward mode", self.backward, MODES)
-        one_of("criterion", self.criterion, CRITERIA)
+        one_of("criterion", self.criterion, (*CRITERIA, *LEARNED))
         one_of("ties", self.ties, TIES)
         one_of("read", self.read, ("call", "weight"))
         one_of("impl", self.impl, IMPLEMENTATIONS)
@@ -77,6 +94,7 @@ class WeightMask:
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule, got {self.schedule!r}.")
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
+        check_dynamics(self)
         if self.read == "weight" and self.backward == "unmasked":
             raise UnsupportedError(
                 "backward='unmasked' needs the call of the layer, and read='weight' has none: expected masked, ste or rigl for this layer."
@@ -86,12 +104,32 @@ class WeightMask:
     def needs_steps(self) -> bool:
         """Whether the mask depends on how many optimiser steps were taken."""
         moving = self.schedule is not None and self.schedule.moves
-        return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl"
+        return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl" or (self.remembers and self.refresh > 0) or self.observes
 
     @property
     def cached(self) -> bool:
         """Whether the mask outlives a forward; the others follow the weight, whoever writes it."""
-        return self.refresh != 1
+        return self.refresh != 1 or self.remembers
+
+    @property
+    def observes(self) -> bool:
+        """Whether every optimiser step adds to the scores."""
+        return self.criterion in LEARNED or self.average > 0
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether a step's gradient is read."""
+        return self.criterion in LEARNED or self.wants_growth
+
+    @property
+    def wants_growth(self) -> bool:
+        """Whether dense gradients are kept for the next regrowth."""
+        return self.regrow is not None and self.regrow.by == "gradient"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a mask depends on more than the weight as it is."""
+        return self.observes or self.hysteresis > 0 or self.regrow is not None or self.gain
 
     def ratio_at(self, step: int) -> float:
         """Target ratio at an optimiser step; 0 before `start`."""
@@ -102,6 +140,18 @@ class WeightMask:
     def keep_at(self, step: int, n_blocks: int) -> int:
         """Kept blocks (nnzb) of `n_blocks` at an optimiser step."""
         return keep_count(n_blocks, self.ratio_at(step))
+
+    def soft_scale_at(self, step: int) -> float:
+        """The factor of masked blocks at an optimiser step: 1 before the ramp of a soft mask, 0 from its end on; 0 without `soft`."""
+        if not self.soft or self.schedule is None:
+            return 0.0
+        done = (step - self.start - self.schedule.warmup) / self.schedule.ramp
+        return min(1.0, max(0.0, 1.0 - done))
+
+    @property
+    def softened_from(self) -> int | None:
+        """The optimiser step from which a soft mask cuts its blocks off; None without `soft`."""
+        return self.start + self.schedule.warmup + self.schedule.ramp if self.soft and self.schedule is not None else None
 
     def replace(self, changes: dict[str, Any], where: str) -> WeightMask:
         """A copy with some fields changed; ConfigError names the fields that there are."""

@@ -18,6 +18,8 @@ from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import expand_mask
 from . import ranks
 from . import site as state
+from .config import WeightMask
+from .saliency import observe
 from .site import Site
 
 POLICIES = ("auto", "freeze", "decay", "free")
@@ -25,11 +27,16 @@ RETURNING = ("keep", "zero")
 NO_MOMENTA = ("step_size", "ax")  # of Rprop and ASGD: a step size and an averaged weight, for which zero is no beginning
 
 
-def policy_of(backward: str, policy: str) -> str:
-    """What `auto` means: freeze where masked weights get no gradient, free where the mode lives on it."""
+def policy_of(config: WeightMask, policy: str) -> str:
+    """What `auto` means: freeze where masked weights get no gradient or start anew when they return, free where the mode lives on it."""
     if policy != "auto":
         return policy
-    return "freeze" if backward == "masked" else "free"
+    return "freeze" if may_freeze(config) else "free"
+
+
+def may_freeze(config: WeightMask) -> bool:
+    """Whether frozen masked weights leave the mode its sense: not where it waits for them to move."""
+    return config.backward == "masked" or (config.backward == "rigl" and config.regrow is not None)
 
 
 @dataclass
@@ -80,7 +87,10 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     """
     for g in guarded:
         g.mask, g.before, g.momenta = None, None, {}
+        observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}))
         if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
+            continue
+        if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
         g.mask = state.mask_outside(g.site, g.weight.detach())
         if g.policy == "free":

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels import dispatch
 from . import ranks
 from . import site as state
+from .ranking import follow, held_mask
 from .site import Site
 
 
@@ -20,6 +21,7 @@ class Job(NamedTuple):
     site: Site
     weight: Tensor
     first: bool = False  # nothing was masked before: blocks that change place are no flips
+    grow: bool = False  # an optimiser step has made it due: blocks may be exchanged
 
 
 @torch.inference_mode(False)
@@ -40,9 +42,11 @@ def rebuild(jobs: Sequence[Job]) -> None:
         for j, dense in zip(jobs, inside, strict=True):
             j.site._fxmask_is_dense = dense
         state.sync(*(j.site for j in jobs))
-    for (site, _, first), (mask, lists) in zip(jobs, built, strict=True):
+    for (site, weight, first, grow), (mask, lists) in zip(jobs, built, strict=True):
         saved = site._fxmask_saved
-        old = site._fxmask_mask if saved is None else saved[0]
+        old = held_mask(site)
+        if old is not None and (site._fxmask_config.regrow is not None or site._fxmask_config.gain):
+            follow(site, weight, mask, torch.ones_like(old) if first else old, grow)
         if not first and site._fxmask_flips is not None and old is not None:
             flips = torch.ne(mask, old).sum()
             site._fxmask_flips = site._fxmask_flips.add_(flips) if _capturing(mask) else site._fxmask_flips + flips
@@ -72,10 +76,10 @@ def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
 def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     """Masks and lists: in groups of one dtype, block and device where the kernels build them, one by one elsewhere."""
     groups: dict[object, list[int]] = {}
-    for i, (site, weight, _) in enumerate(jobs):
+    for i, (site, weight, _, _) in enumerate(jobs):
         c = site._fxmask_config
         state.same_device(site, weight)
-        triton = not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
+        triton = not c.remembers and not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
         if triton and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -84,9 +88,9 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         keeps = [jobs[i].site._fxmask_keep for i in members]
         block = jobs[members[0]].site._fxmask_config.block
         found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))
-    for i, (site, weight, _) in enumerate(jobs):
+    for i, (site, weight, first, grow) in enumerate(jobs):
         if i not in found:
-            mask = state.build(site, ranks.whole(weight.detach()))  # gathered one at a time
+            mask = state.build(site, ranks.whole(weight.detach()), grow and not first)  # gathered one at a time
             found[i] = (mask, state.lists_of(site, mask))
     return [found[i] for i in range(len(jobs))]
 
@@ -110,7 +114,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
         if n and c.cached and now >= c.start and weight is not None:
             due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
             if due or before < c.start:
-                jobs.append(Job(site, weight, first=before < c.start))
+                jobs.append(Job(site, weight, first=before < c.start, grow=True))
     try:
         state.sync(*(site for site, _ in found))
         rebuild(jobs)

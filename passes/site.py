@@ -27,8 +27,9 @@ from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
 from . import ranks
 from .config import WeightMask
+from .ranking import ranked
 
-STATE = ("keep", "count", "dense", "mask", "lists", "flips")  # the tensors among the attributes
+STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale")  # the tensors among the attributes
 
 
 class Site(nn.Module):
@@ -56,6 +57,17 @@ class Site(nn.Module):
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
     _fxmask_lists: Tensor | None  # the cached mask's lists, where kernels read them
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
+    _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.saliency
+    _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient, for regrowth
+    _fxmask_observed: int  # steps that the scores have seen
+    _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
+    _fxmask_softening: bool  # that factor is not 0 yet
+
+    @property
+    def _fxmask_dense_now(self) -> bool:
+        """Whether the weight's gradient of this step is dense under `rigl`."""
+        c = self._fxmask_config
+        return (self._fxmask_step - c.start + 1) % c.dense_every == 0
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -99,6 +111,8 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
+    site._fxmask_observed, site._fxmask_softening = 0, False
+    check_plain(site, weight)
     site._fxmask_saved = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
     place_on(site, weight.device)
 
@@ -113,6 +127,10 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_lists = None if site._fxmask_mask is None else lists_of(site, site._fxmask_mask)
     site._fxmask_written = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
+    site._fxmask_score, site._fxmask_growth = (
+        torch.zeros(site._fxmask_grid, device=device) if wanted else None for wanted in (config.observes, config.wants_growth)
+    )
+    site._fxmask_scale = torch.ones((), device=device) if config.soft else None
     sync(site)
 
 
@@ -131,7 +149,11 @@ def sync(*sites: Site) -> None:
         config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
         keep = nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb)
         count = step if config.refresh and config.criterion == "random" else 0
-        flag = (step - config.start + 1) % config.dense_every == 0
+        flag = site._fxmask_dense_now
+        if site._fxmask_scale is not None:
+            scale = config.soft_scale_at(step)
+            site._fxmask_softening = scale > 0 and not site._fxmask_is_dense  # the one switch of a soft mask that recompiles, once
+            site._fxmask_scale.fill_(scale)
         old = site._fxmask_written
         if old is None:
             site._fxmask_keep.fill_(keep)
@@ -153,12 +175,22 @@ def lists_of(site: Site, mask: Tensor) -> Tensor | None:
     return ops.lists(mask, c.block, c.impl) if runs_triton(c.impl, mask.device) else None
 
 
-def build(site: Site, weight: Tensor) -> Tensor:
-    """The mask of a weight (N, K) as it is now: bool (NB, KB)."""
+def build(site: Site, weight: Tensor, grow: bool = False) -> Tensor:
+    """The mask of a weight (N, K) as it is now: bool (NB, KB). `grow`: blocks are exchanged, where the configuration regrows."""
     c = site._fxmask_config
     same_device(site, weight)
+    if c.remembers:
+        return ranked(site, weight.detach(), grow)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
     return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
+
+
+def check_plain(site: Site, weight: Tensor) -> None:
+    """Raise UnsupportedError where a step has to read the gradient of a weight, or to write it, that is no Parameter."""
+    c = site._fxmask_config
+    if (c.observes or c.regrow is not None or c.gain) and not isinstance(weight, nn.Parameter):
+        what = "gradient criteria, average, regrow and gain read or write the weight between steps: expected a Parameter, got one that the model computes."
+        raise UnsupportedError(message(what, site._fxmask_name, "remove the parametrisation, or use a criterion of the weight alone for this layer."))
 
 
 def same_device(site: Site, weight: Tensor) -> None:

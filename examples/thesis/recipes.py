@@ -15,19 +15,33 @@ HALF = ("--schedule", "cubic:{half}")  # from dense to the ratio over the first 
 B32, B16 = masks(0.8, 32), masks(0.5, 16)
 FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 
+TAYLOR = ("--criterion", "taylor", "--average", "0.9")
+LR = ("--lr", "0.01")
+
 SEARCH: dict[str, tuple[str, ...]] = {
-    "dense-adamw-lr0.01": ("--dense", *ADAMW, "--lr", "0.01"),
-    "b32-literal": (*B32, *ADAM, *FREE, "--lr", "0.01"),
-    "b32-cubic": (*B32, *ADAMW, *FREEZE, *HALF, "--lr", "0.01"),
-    "b32-cubic-cover": (*B32, *ADAMW, *FREEZE, *HALF, "--lr", "0.01", "--cover"),
+    "dense-adamw-lr0.01": ("--dense", *ADAMW, *LR),
+    "b32-literal": (*B32, *ADAM, *FREE, *LR),
+    "b32-cubic": (*B32, *ADAMW, *FREEZE, *HALF, *LR),
+    "b32-cubic-taylor": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b32-cubic-cover": (*B32, *ADAMW, *FREEZE, *HALF, *LR, "--cover"),
+    "b32-static-cover-gain": (*B32, *ADAMW, *FREEZE, *LR, "--criterion", "random", "--refresh", "0", "--cover", "--gain"),
+    "b32-soft-taylor": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--soft"),
+    "b32-rigl": (*B32, *ADAMW, *LR, "--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}"),
     "dense-adamw-lr0.005": ("--dense", *ADAMW, "--lr", "0.005"),
-    "b32-cubic-lr0.005": (*B32, *ADAMW, *FREEZE, *HALF, "--lr", "0.005"),
-    "b32-cubic-free": (*B32, *ADAMW, *FREE, *HALF, "--lr", "0.01"),
-    "b16-cubic": (*B16, *ADAMW, *FREEZE, *HALF, "--lr", "0.01"),
+    "b32-cubic-taylor-gain": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--gain"),
+    "b16-cubic": (*B16, *ADAMW, *FREEZE, *HALF, *LR),
+    "b16-cubic-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b32-cubic-taylor-lr0.005": (*B32, *ADAMW, *FREEZE, *HALF, "--lr", "0.005", *TAYLOR),
+    "b32-cubic-free": (*B32, *ADAMW, *FREE, *HALF, *LR),
+    "b32-cubic-ste": (*B32, *ADAMW, *FREE, *HALF, *LR, "--backward", "ste", *TAYLOR),
+    "dense-adamw-lr0.02": ("--dense", *ADAMW, "--lr", "0.02"),
+    "dense-adamw-wd0.05": ("--dense", *ADAMW, *LR, "--weight-decay", "0.05"),
+    "dense-adam": ("--dense", *ADAM, *LR),
 }
 FINAL: dict[str, tuple[str, ...]] = {}
 
 
 def arguments_of(name: str, epochs: int) -> list[str]:
     """The arguments of a recipe for a run of so many epochs."""
-    return [word.format(half=f"{epochs / 2:g}ep") if "{" in word else word for word in {**SEARCH, **FINAL}[name]]
+    lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep"}
+    return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL}[name]]

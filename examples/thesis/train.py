@@ -38,6 +38,7 @@ from thesis.config import parse
 from thesis.recipe import RECIPES, Mixing, Recipe, optimiser, scheduler
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
+CRITERIA = ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "movement", "momentum")
 FLOP_EVERY = 25  # steps
 MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device")  # may change from one start of a run to the next
@@ -55,7 +56,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP5 @ XPatch = masked 0.8 (32, 32);"')
     p.add_argument("--dense", action="store_true", help="no masks; default without --config: 32x32 blocks at 80 %% (16x16 at 50 %% for digits)")
     p.add_argument("--backward", choices=("masked", "ste", "unmasked", "rigl"), default="masked")
-    p.add_argument("--criterion", choices=("fro", "spectral", "l1", "linf", "random"), default="fro")
+    p.add_argument("--criterion", choices=CRITERIA, default="fro")
+    p.add_argument("--average", type=float, default=0.0, help="moving average of the scores, such as 0.9")
+    p.add_argument("--hysteresis", type=float, default=0.0)
+    p.add_argument("--regrow", metavar="BY:FRACTION[:UNTIL]", help="exchange of blocks at every rebuild: gradient:0.3:10ep or random:0.3")
+    p.add_argument("--dense-every", type=int, default=100, help="steps between dense gradients with --backward rigl")
+    p.add_argument("--soft", action="store_true", help="masked blocks are scaled down over the ramp instead of being cut off")
+    p.add_argument("--gain", action="store_true", help="kept weights take over the norm of blocks that leave")
     p.add_argument("--cover", action="store_true", help="no row and no column of blocks without a kept one")
     p.add_argument("--allocation", choices=("erk", "global", "byte"), help="one budget of blocks for all layers; default: the ratio in each")
     p.add_argument("--dim", type=int, help="width of the model instead of the preset's")
@@ -82,6 +89,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.dense and args.config:
         p.error("--dense has no masks: leave out --config")
     return args
+
+
+def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:
+    """`--regrow`: "gradient:0.3:10ep", "random:0.3", or nothing."""
+    if text is None:
+        return None
+    by, fraction, *until = text.split(":")
+    return fxmask.Regrow(by, float(fraction), common.steps(until[0], per_epoch) if until else None)
 
 
 class Run:
@@ -112,6 +127,8 @@ class Run:
             args.dense = True
             return model
         options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
+        options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
+        options["regrow"] = regrow(args.regrow, self.data.steps)
         options |= {"start": round(self.recipe.masks_from * self.data.steps), "schedule": common.schedule(args.schedule, self.data.steps)}
         names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
         return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)

@@ -1,0 +1,41 @@
+"""Which options of a mask go together: those that make it depend on more than the weight as it is."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import TYPE_CHECKING
+
+from ..kernels.errors import ConfigError, UnsupportedError
+from .ranking import Regrow
+
+if TYPE_CHECKING:
+    from .config import WeightMask
+
+
+def check_dynamics(c: WeightMask) -> None:
+    """Raise ConfigError or UnsupportedError for moving averages, hysteresis, regrowth, soft masks and gain that cannot work as asked; make numbers plain."""
+    for name, low, high in (("average", 0, 1), ("hysteresis", 0, None)):
+        value = getattr(c, name)
+        if isinstance(value, bool) or not isinstance(value, Real) or not low <= value or (high is not None and value >= high) or value == float("inf"):  # type: ignore[operator]
+            bounds = f"in [{low}, {high})" if high is not None else f"of at least {low}"
+            raise ConfigError(f"{name}: expected a finite number {bounds}, got {value!r}.")
+        object.__setattr__(c, name, float(value))  # numpy's numbers could not be saved
+    for name in ("soft", "gain"):
+        if type(getattr(c, name)) is not bool:
+            raise ConfigError(f"{name}: expected a bool, got {getattr(c, name)!r}.")
+    if c.regrow is not None and not isinstance(c.regrow, Regrow):
+        raise ConfigError(f"regrow: expected None or a fxmask.Regrow, got {c.regrow!r}.")
+    if c.remembers and c.ties != "lowest":
+        raise ConfigError(f"scores that last keep exactly k blocks: expected ties='lowest' with average, hysteresis, regrow or gain, got {c.ties!r}.")
+    if c.criterion == "random" and (c.average or c.hysteresis):
+        got = f"average={c.average}, hysteresis={c.hysteresis}"
+        raise ConfigError(f"criterion='random' has no scores to average or to hold on to: expected both 0, got {got}.")
+    if c.refresh == 0 and (c.observes or c.hysteresis or c.regrow is not None):
+        raise ConfigError("refresh=0 builds the mask once: expected refresh of at least 1 with gradient criteria, average, hysteresis or regrow.")
+    if c.wants_growth and c.backward not in ("rigl", "ste", "unmasked"):
+        what = f"regrow by gradient needs dense gradients, and backward={c.backward!r} gives masked blocks none: expected backward='rigl' or 'ste'."
+        raise ConfigError(f"{what} Regrow('random') works with any.")
+    if c.soft and (c.schedule is None or not c.schedule.moves):
+        raise ConfigError("soft=True scales masked blocks down over the ramp of a schedule: expected schedule=fxmask.Schedule('cubic', steps=...), got none.")
+    if c.soft and c.impl == "triton":
+        raise UnsupportedError("soft=True computes densely until the ramp's end, which impl='triton' does not: expected impl='auto' or 'reference'.")

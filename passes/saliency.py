@@ -1,0 +1,102 @@
+"""Scores of blocks that gradients make, or that last over steps: taken in at every optimiser step, read when a mask is rebuilt.
+
+| criterion | score of block B after a step | source |
+| --- | --- | --- |
+| `gradient` | sqrt(sum over B of g^2) | what RigL grows by (Evci et al. 2020, arXiv:1911.11134), a block's norm for a weight's magnitude |
+| `taylor` | abs(sum over B of g w): what the loss gains without the block, to first order | Molchanov et al. 2019 (arXiv:1906.10771), eq. 8 |
+| `movement` | sum over steps of -(sum over B of g w): away from zero | Sanh et al. 2020 (arXiv:2005.07683), eq. 3; blocks: Lagunas et al. 2021 |
+| `momentum` | mean over B of abs(m), m the optimiser's first moment | Dettmers and Zettlemoyer 2019 (arXiv:1907.04840), sec. 3 |
+
+g is the gradient as the optimiser is about to use it, w the weight that it was made with. With `average=a` a score s becomes a s + (1 - a) new, also
+for norms of the weight (`fro`, `l1`, `linf`, `spectral`), and `movement` forgets by a. Under backward="masked" a masked block has no gradient, so its
+`taylor` and `gradient` fall to zero and it does not return; `ste` and `rigl` give it one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import StateError, UnsupportedError, message
+from ..kernels.grid import to_blocks
+from ..kernels.score import CRITERIA, block_keys, sum_of_keys
+from . import ranks
+
+if TYPE_CHECKING:
+    from .site import Site
+
+LEARNED = ("gradient", "taylor", "movement", "momentum")
+MOMENTA = ("exp_avg", "momentum_buffer")  # of Adam's family, of SGD
+NORMS = tuple(c for c in CRITERIA if c != "random")
+
+
+def norms(w: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
+    """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
+    keys = block_keys(w, block, criterion)
+    if criterion in ("linf", "spectral"):
+        return keys.view(torch.float32)
+    sums = sum_of_keys(keys)
+    return (sums.sqrt() if criterion == "fro" else sums).float()
+
+
+def saliency(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
+    """One step's `gradient`, `taylor` or `movement` of each block, float32 [NB, KB]. w, grad: (N, K)."""
+    g = grad.detach().float()
+    if criterion == "gradient":
+        return to_blocks(g, block).square().sum(-1).sqrt()
+    products = to_blocks(g * w.detach().float(), block).sum(-1)
+    return products.abs() if criterion == "taylor" else -products
+
+
+@torch.no_grad()
+def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None = None) -> None:
+    """Take in what this step shows, before the optimiser moves the weight. `state`: the optimiser's for this weight, None without a guard.
+
+    A gradient that is not finite (a scaler's skipped step) changes nothing. No host sync. Raises: StateError, UnsupportedError.
+    """
+    c = site._fxmask_config
+    if not (c.observes or c.wants_growth) or weight is None:
+        return
+    if ranks.is_shard(weight):
+        what = "scores that are taken in at every step are made of whole weights: expected a weight that is not sharded."
+        raise UnsupportedError(message(what, site._fxmask_name, "use criterion='fro', average=0 and no regrow by gradient under fully_shard, or DDP."))
+    new = _new_score(site, weight, state)
+    if new is not None:
+        old = site._fxmask_score
+        assert old is not None  # of sites that observe
+        if c.criterion == "movement":
+            blended = (c.average or 1.0) * old + new
+        else:
+            blended = c.average * old + (1 - c.average) * new if c.average else new
+        site._fxmask_score = torch.where(torch.isfinite(new).all(), blended, old)
+        site._fxmask_observed += 1
+    if c.wants_growth and weight.grad is not None and (c.backward != "rigl" or site._fxmask_dense_now):
+        growth = saliency(weight, weight.grad, c.block, "gradient")
+        assert site._fxmask_growth is not None
+        site._fxmask_growth = torch.where(torch.isfinite(growth).all(), growth, site._fxmask_growth)
+
+
+def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None) -> Tensor | None:
+    """What this step adds; None where it has nothing to add."""
+    c = site._fxmask_config
+    if not c.observes:
+        return None
+    if c.criterion in NORMS:
+        return norms(weight, c.block, c.criterion)
+    if c.criterion == "momentum":
+        if state is None:
+            what = "criterion='momentum' reads the optimiser's first moment: expected a guard, got fxmask.step."
+            raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) instead, or use criterion='gradient' with average=0.9."))
+        found = next((state[k] for k in MOMENTA if isinstance(state.get(k), Tensor)), None)
+        if not isinstance(found, Tensor):
+            if not state:  # the optimiser's first step is still to come
+                return None
+            what = f"criterion='momentum' reads the optimiser's first moment: expected one of {', '.join(MOMENTA)}, got {', '.join(map(str, state))}."
+            raise UnsupportedError(message(what, site._fxmask_name, "use Adam, AdamW or SGD with momentum; or criterion='gradient' with average=0.9."))
+        blocks = to_blocks(found.detach().float().abs(), c.block)
+        return blocks.sum(-1) / to_blocks(torch.ones_like(weight, dtype=torch.float32), c.block).sum(-1)
+    if weight.grad is None:
+        return None
+    return saliency(weight, weight.grad, c.block, c.criterion)
