@@ -28,11 +28,12 @@ from .passes.find import LINEARS, Candidate
 from .passes.infra import CleanUp, Pass, run_passes
 from .passes.lifted import Body, find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
+from .passes.saliency import LEARNED
 from .sites import decided_by_apply
 from .sources import tag_caches
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
-STATEFUL = ("refresh", "start", "schedule", "dense_every")
+STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain")
 OWN = ("include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
 WHERE = "torch.compile(backend='fxmask')"
 APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
@@ -70,8 +71,9 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     """Options from what torch.compile was given. Raises: ConfigError, UnsupportedError."""
     given = dict(given or {})
     stateful = sorted(set(given) & set(STATEFUL))
-    if stateful or given.get("backward") == "rigl":
-        what = f"the backend keeps no state between calls, and {', '.join(stateful) or 'backward=rigl'} counts optimiser steps."
+    stateful += [f"{k}={given[k]}" for k, values in (("backward", ("rigl",)), ("criterion", LEARNED)) if given.get(k) in values]
+    if stateful:
+        what = f"the backend keeps no state between calls, and {', '.join(stateful)} {'counts' if len(stateful) == 1 else 'count'} optimiser steps."
         raise UnsupportedError(message(what, WHERE, APPLY))
     unknown = sorted(set(given) - {*MASK, *OWN})
     if unknown:

@@ -151,7 +151,8 @@ def _check_selected(decisions: list[Decision]) -> None:
             raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
         if c.host is not None and c.weight_path is None and d.config.cached:
             what = f"a cached mask (refresh={d.config.refresh}) needs the parameter, and this graph computes the weight."
-            raise UnsupportedError(message(what, where, "use refresh=1 for it."))
+            fix = "use refresh=1 for it" + (", no gradient criterion, average, hysteresis, regrow or gain." if d.config.remembers else ".")
+            raise UnsupportedError(message(what, where, fix))
         if d.config.soft and c.host is not None:
             what = "soft=True is for modules: expected an nn.Linear that is called, got a call in a graph."
             raise UnsupportedError(message(what, where, "apply fxmask to the nn.Module, and trace or compile it afterwards; or leave soft out."))

@@ -63,7 +63,7 @@ class Regrow:
 def keys_of(scores: Tensor) -> Tensor:
     """Scores float32 [NB, KB], of any sign, as keys int32 that `select_blocks` takes: the same order, NaN highest."""
     low = torch.where(torch.isfinite(scores), scores, 0).amin().clamp(max=0)
-    keys = (scores - low).clamp(min=0).view(torch.int32)
+    keys = ((scores - low).clamp(min=0) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     return torch.where(torch.isnan(scores), KEY_NAN, keys)
 
 

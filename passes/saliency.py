@@ -35,8 +35,10 @@ NORMS = tuple(c for c in CRITERIA if c != "random")
 def norms(w: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
     """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
     keys = block_keys(w, block, criterion)
-    if criterion in ("linf", "spectral"):
+    if criterion == "linf":
         return keys.view(torch.float32)
+    if criterion == "spectral":  # of the weight as scaled by a power of two
+        return torch.ldexp(keys.view(torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)
     sums = sum_of_keys(keys)
     return (sums.sqrt() if criterion == "fro" else sums).float()
 

@@ -2,6 +2,7 @@
 
     python examples/thesis/accuracy.py search --data folder --root DIR      # or --data cifar10; one seed, few epochs, 5,000 training images held out
     python examples/thesis/accuracy.py final --data folder --root DIR       # two seeds, 20 epochs, of what the search has chosen
+    python examples/thesis/accuracy.py isoflop --data folder --root DIR     # dense widths and wider masked models, 8 epochs; isoflop.py draws them
     python examples/thesis/accuracy.py table                                # the csv anew from the runs that have ended
 
 Two single-threaded runs at once by examples/thesis/train.py; stopped and started again, it goes on where it was, and the csv is written anew after every run.
@@ -23,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from thesis.recipes import COMMON, FINAL, SEARCH, arguments_of
+from thesis.recipes import COMMON, FINAL, ISOFLOP, SEARCH, arguments_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "cifar10_accuracy.csv"
@@ -31,7 +32,7 @@ COLUMNS = (
     "phase", "run", "block", "target_ratio", "ratio_achieved", "epochs", "seed", "held_top1", "test_top1", "test_top5", "train_acc", "train_loss", "flips",
     "train_tflop", "loaded_weights_g", "train_seconds", "threads", "torch", "data", "command",
 )  # fmt: skip
-PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1))}
+PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1)), "isoflop": (ISOFLOP, 8, (0, 1))}
 DATA_NAMES = {"folder": "CIFAR-10 as JPEG, quality 75", "cifar10": "CIFAR-10", "digits": "digits"}
 
 
@@ -60,9 +61,9 @@ def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None
     """A run's row, None while it has not ended."""
     log = read_log(out)
     facts = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
-    if not facts or len(log) < facts["epochs"] or (phase == "final" and not (out / "test.json").exists()):
+    if not facts or len(log) < facts["epochs"] or (phase != "search" and not (out / "test.json").exists()):
         return None
-    last, test = log[-1], json.loads((out / "test.json").read_text()) if phase == "final" else {}
+    last, test = log[-1], json.loads((out / "test.json").read_text()) if phase != "search" else {}
     args = ["--epochs", str(facts["epochs"]), "--seed", str(seed), *COMMON, *arguments_of(name, facts["epochs"])]
     return {
         "phase": phase,
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("phase", choices=(*PHASES, "table"))
     p.add_argument("--data", choices=tuple(DATA_NAMES), default="cifar10")
     p.add_argument("--root", type=Path)
-    p.add_argument("--epochs", type=int, help="default: 6 for search, 20 for final")
+    p.add_argument("--epochs", type=int, help="default: 6 for search, 20 for final, 8 for isoflop")
     p.add_argument("--seeds", type=int, nargs="+")
     p.add_argument("--holdout", type=int, default=5000)
     p.add_argument("--at-once", type=int, default=2)
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             root = ["--root", str(args.root)] if args.root else []
             command = [sys.executable, str(HERE / "train.py"), "--data", args.data, *root, "--threads", "1", "--holdout", str(args.holdout), "--out", str(out)]
             out.mkdir(parents=True, exist_ok=True)
-            if args.phase == "final":  # the search must not look at the test images
+            if args.phase != "search":  # the search must not look at the test images
                 command.append("--read-test")
             with (out / "output.txt").open("a") as file:
                 code = subprocess.run([*command, *arguments], stdout=file, stderr=subprocess.STDOUT, check=False).returncode

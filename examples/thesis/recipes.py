@@ -32,6 +32,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-cubic": (*B16, *ADAMW, *FREEZE, *HALF, *LR),
     "b16-cubic-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b32-cubic-taylor-lr0.005": (*B32, *ADAMW, *FREEZE, *HALF, "--lr", "0.005", *TAYLOR),
+    "b32-cubic-taylor-erk": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "erk"),
     "b32-cubic-free": (*B32, *ADAMW, *FREE, *HALF, *LR),
     "b32-cubic-ste": (*B32, *ADAMW, *FREE, *HALF, *LR, "--backward", "ste", *TAYLOR),
     "dense-adamw-lr0.02": ("--dense", *ADAMW, "--lr", "0.02"),
@@ -41,7 +42,30 @@ SEARCH: dict[str, tuple[str, ...]] = {
 FINAL: dict[str, tuple[str, ...]] = {}
 
 
+def wide(dim: int, ratio: float, side: int, *more: str, tokens: bool = True) -> tuple[str, ...]:
+    """A wider model in square blocks; `tokens`: its token mixing masked, too, where a block fits into it."""
+    mixing = f"XPatch = masked {ratio} ({side}, {side}); " if tokens else ""
+    return ("--dim", str(dim), "--config", f"ResMLP5 @ {mixing}XChannel = masked {ratio} ({side}, {side});", *ADAMW, *FREEZE, *more)
+
+
+STATIC = ("--criterion", "random", "--refresh", "0", "--cover", "--gain")
+GROW = ("--criterion", "fro", "--guard", "freeze", "--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}", "--cover")
+PART = ("--schedule", "cubic:{half},initial=0.5", *TAYLOR)  # from half of the blocks on
+# accuracy at equal cost: dense widths draw the frontier, wider masked models lie beside it
+ISOFLOP: dict[str, tuple[str, ...]] = {
+    **{f"dense-d{dim}": ("--dense", *ADAMW, *LR, "--dim", str(dim)) for dim in (64, 32, 48, 24, 96, 16)},
+    "d128-b16-75-static": wide(128, 0.75, 16, "--lr", "0.005", *STATIC),
+    "d128-b16-75-static-channels": wide(128, 0.75, 16, "--lr", "0.005", *STATIC, tokens=False),
+    "d128-b16-75-rigl-channels": wide(128, 0.75, 16, "--lr", "0.005", *GROW, tokens=False),
+    "d128-b16-80-part-channels": wide(128, 0.8, 16, "--lr", "0.005", *PART, tokens=False),
+    "d96-b8-50-static-channels": wide(96, 0.5, 8, "--lr", "0.005", *STATIC, tokens=False),
+    "d128-b8-90-static-channels": wide(128, 0.9, 8, "--lr", "0.005", *STATIC, tokens=False),
+    "d192-b32-90-part-channels": wide(192, 0.9, 32, "--lr", "0.005", *PART, tokens=False),
+    "d256-b64-90-static-channels": wide(256, 0.9, 64, "--lr", "0.003", *STATIC, tokens=False),
+}
+
+
 def arguments_of(name: str, epochs: int) -> list[str]:
     """The arguments of a recipe for a run of so many epochs."""
     lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep"}
-    return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL}[name]]
+    return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]

@@ -8,6 +8,7 @@ PUBLIC = [
     "FxMaskError",
     "FxMaskWarning",
     "HealthLog",
+    "Regrow",
     "Report",
     "Schedule",
     "WeightMask",
