@@ -45,14 +45,17 @@ def step(model: nn.Module, n: int = 1) -> None:
             state.check_agreed(site, values_of(name, weight, "fxmask.step"))  # raises before anything has moved
     if n:
         warn_of_dense_readers(found)
-        _observe(found)
+        _observe(found, n)
     rebuild.advance([(site, weight) for _, site, weight in found], n)
 
 
-def _observe(found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
-    """Show the gradients of the step to the masks that score by them; their weights are those after it, as no hook has seen them before."""
+def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:
+    """Show the gradients of the step to the masks that score by them; their weights are those after it, as no hook has seen them before.
+
+    Of several steps at once the last one's gradient is all that there may be.
+    """
     blind = [name for name, site, w in found if site._fxmask_config.needs_grad and (w is None or w.grad is None)]
-    if blind and len(blind) == sum(site._fxmask_config.needs_grad for _, site, _ in found):
+    if n == 1 and blind and len(blind) == sum(site._fxmask_config.needs_grad for _, site, _ in found):
         what = "criteria of gradients and regrow by gradient read .grad of the weights: expected it to be there still, got none."
         raise StateError(message(what, ", ".join(blind[:3]), "call fxmask.step(model) before optimizer.zero_grad(), or use fxmask.guard."))
     for _, site, w in found:

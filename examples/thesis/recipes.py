@@ -61,7 +61,8 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d96-b8-50-static-channels": wide(96, 0.5, 8, "--lr", "0.005", *STATIC, tokens=False),
     "d128-b8-90-static-channels": wide(128, 0.9, 8, "--lr", "0.005", *STATIC, tokens=False),
     "d192-b32-90-part-channels": wide(192, 0.9, 32, "--lr", "0.005", *PART, tokens=False),
-    "d256-b64-90-static-channels": wide(256, 0.9, 64, "--lr", "0.003", *STATIC, tokens=False),
+    "d128-b32-75-static-channels": wide(128, 0.75, 32, "--lr", "0.005", *STATIC, tokens=False),
+    "d128-b64-75-part-channels": wide(128, 0.75, 64, "--lr", "0.005", *PART, tokens=False),
 }
 
 

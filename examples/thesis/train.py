@@ -16,6 +16,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,43 @@ def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:
     return fxmask.Regrow(by, float(fraction), common.steps(until[0], per_epoch) if until else None)
 
 
+def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int) -> nn.Module:
+    """The model that the command line asks for, with its masks; `args.dense` is set where it has none. `steps`: an epoch's."""
+    thesis, preset = parse(args.config) if args.config else None, PRESETS[name]
+    sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
+    torch.manual_seed(args.seed)
+    model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
+    default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
+    masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
+    if args.dense or not masks:
+        args.dense = True
+        return model
+    options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
+    options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
+    options["regrow"] = regrow(args.regrow, steps)
+    options |= {"start": round(args.masks_from * steps), "schedule": common.schedule(args.schedule, steps)}
+    names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
+    return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)
+
+
+def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A training step of the recipe at its final ratio, without data, logs and counters: for timing."""
+    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+    model = build(args, args.model or MODELS[args.data], 3, 10, steps_per_epoch)
+    optim = optimiser(model.parameters(), recipe)
+    if not args.dense:
+        fxmask.step(model, recipe.epochs * steps_per_epoch)
+        fxmask.guard(optim, model, masked_weights=args.guard)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        loss = F.cross_entropy(model(images), labels, label_smoothing=recipe.smoothing)
+        optim.zero_grad(set_to_none=True)
+        loss.backward()
+        optim.step()
+
+    return step
+
+
 class Run:
     """One training run and all of its state."""
 
@@ -106,32 +144,13 @@ class Run:
         self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         name = args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
         self.data: Data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers, holdout=args.holdout)
-        self.model = self._build(name)
+        self.model = build(args, name, self.data.channels, self.data.classes, self.data.steps)
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
         self.guard = None if args.dense else fxmask.guard(self.optimiser, self.model, masked_weights=args.guard)
         self.tracker = MaskTracker(self.model, counts=False)
         self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}, []
-
-    def _build(self, name: str) -> nn.Module:
-        args, preset = self.args, PRESETS[name]
-        thesis = parse(args.config) if args.config else None
-        sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
-        config = replace(preset, channels=self.data.channels, classes=self.data.classes, depth=thesis.depth if thesis else preset.depth, **sizes)
-        torch.manual_seed(args.seed)
-        model = ResMLP(config).to(args.device)
-        default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
-        masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
-        if args.dense or not masks:
-            args.dense = True
-            return model
-        options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
-        options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
-        options["regrow"] = regrow(args.regrow, self.data.steps)
-        options |= {"start": round(self.recipe.masks_from * self.data.steps), "schedule": common.schedule(args.schedule, self.data.steps)}
-        names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
-        return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)
 
     def loaded(self) -> float:
         """Weight elements of the thesis' layers that a forward loads, masked or not."""

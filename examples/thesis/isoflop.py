@@ -1,0 +1,159 @@
+"""Accuracy at equal cost: dense ResMLPs of several widths draw a frontier, wider masked ones lie above it or below.
+
+    python examples/thesis/accuracy.py isoflop --data folder --root DIR     # the runs: recipes.ISOFLOP, 8 epochs, two seeds
+    python examples/thesis/isoflop.py time                                  # seconds of a training step of each, one thread, turn by turn in one process
+    python examples/thesis/isoflop.py plot                                  # the table, and accuracy against training FLOP and against measured time
+
+Training FLOP are those that PyTorch's counter saw over the whole run, the ramp included; a step's time is the median at the final ratio. A masked recipe is
+called above the frontier where its mean accuracy exceeds the dense one, interpolated over log FLOP between the two neighbouring widths, by more than the
+spread of the seeds of the three. Sparse-IFT (Thangarasa et al. 2024, arXiv:2303.11525) asks this of unstructured masks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import os
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from plots import new_figure, read_csv, save
+from tabulate import tabulate
+
+from thesis.recipes import COMMON, ISOFLOP, arguments_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ACCURACY, TIMES = RESULTS / "cifar10_accuracy.csv", RESULTS / "cifar10_isoflop_time.csv"
+TIME_COLUMNS = ("run", "step_ms", "step_ms_low", "step_ms_high", "turns", "threads", "load", "torch")
+
+
+def points(rows: list[dict[str, str]], column: str = "test_top1") -> list[dict[str, Any]]:
+    """A point a recipe: mean accuracy over its seeds, their spread (highest less lowest), mean training TFLOP."""
+    found = []
+    for name in dict.fromkeys(r["run"] for r in rows if r["phase"] == "isoflop"):
+        runs = [r for r in rows if r["run"] == name and r["phase"] == "isoflop"]
+        accuracies, flop = [float(r[column]) for r in runs], [float(r["train_tflop"]) for r in runs]
+        found.append({
+            "run": name, "dense": float(runs[0]["target_ratio"]) == 0, "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
+            "tflop": statistics.mean(flop), "seeds": len(runs),
+        })  # fmt: skip
+    return found
+
+
+def frontier_at(dense: list[dict[str, Any]], cost: str, at: float) -> tuple[float, float] | None:
+    """(accuracy, largest spread) of the dense frontier at a cost, straight between two widths over the logarithm of the cost; None outside of them."""
+    line = sorted(dense, key=lambda p: p[cost])
+    for a, b in pairwise(line):
+        if a[cost] <= at <= b[cost]:
+            share = (math.log(at) - math.log(a[cost])) / (math.log(b[cost]) - math.log(a[cost])) if b[cost] > a[cost] else 0.0
+            return a["accuracy"] + share * (b["accuracy"] - a["accuracy"]), max(a["spread"], b["spread"])
+    return None
+
+
+def verdicts(found: list[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
+    """Each masked recipe against the frontier at its own cost."""
+    dense, rows = [p for p in found if p["dense"] and cost in p], []
+    for p in found:
+        if p["dense"] or cost not in p:
+            continue
+        at = frontier_at(dense, cost, p[cost])
+        row = {"run": p["run"], cost: p[cost], "accuracy": p["accuracy"], "seeds": p["seeds"], "spread": p["spread"]}
+        if at is None:
+            rows.append({**row, "dense there": None, "difference": None, "verdict": "outside of the dense widths"})
+            continue
+        gap, spread = p["accuracy"] - at[0], max(p["spread"], at[1])
+        verdict = "above" if gap > spread else "below" if gap < -spread else "within the spread"
+        rows.append({**row, "dense there": at[0], "difference": gap, "verdict": verdict if p["seeds"] > 1 else f"{verdict} (one seed)"})
+    return rows
+
+
+def figure(found: list[dict[str, Any]]) -> Figure:
+    """Accuracy against training FLOP, and where it was measured against the time of a step."""
+    costs = [("tflop", "training TFLOP, ramp included")] + [("step_ms", "step at the final ratio, ms")] * any("step_ms" in p for p in found)
+    picture = new_figure(6.0 * len(costs), 4.2)
+    for axes, (cost, label) in zip(picture.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
+        dense = sorted((p for p in found if p["dense"] and cost in p), key=lambda p: p[cost])
+        axes.errorbar([p[cost] for p in dense], [p["accuracy"] for p in dense], [p["spread"] / 2 for p in dense], marker="o", color="black", label="dense")
+        for p in (p for p in found if not p["dense"] and cost in p):
+            axes.errorbar([p[cost]], [p["accuracy"]], [p["spread"] / 2], marker="s", linestyle="", label=p["run"])
+        axes.set(xscale="log", xlabel=label, ylabel="top-1 on the test images, %")
+        axes.legend(fontsize=6)
+    return picture
+
+
+def measure(turns: int, batch: int, names: list[str]) -> list[dict[str, Any]]:
+    """Times of training steps, one after another in changing order, so that a busy minute hits all alike."""
+    from thesis import train
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    runs: dict[str, Any] = {}
+    images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+    for name in names:
+        words = ["--data", "cifar10", "--epochs", "8", *COMMON, *arguments_of(name, 8)]
+        runs[name] = train.bare(train.arguments(words), steps_per_epoch=391)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(turns + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            began = time.perf_counter()
+            runs[name](images, labels)
+            times[name].append(time.perf_counter() - began)
+    load = os.getloadavg()[0]
+    rows = []
+    for name, seconds in times.items():
+        ms = sorted(1e3 * t for t in seconds[1:])
+        rows.append({
+            "run": name, "step_ms": round(statistics.median(ms), 2), "step_ms_low": round(ms[len(ms) // 4], 2), "step_ms_high": round(ms[3 * len(ms) // 4], 2),
+            "turns": turns, "threads": 1, "load": round(load, 2), "torch": torch.__version__,
+        })  # fmt: skip
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("what", choices=("time", "plot"))
+    p.add_argument("--csv", type=Path, default=ACCURACY)
+    p.add_argument("--times", type=Path, default=TIMES)
+    p.add_argument("--out", type=Path, default=RESULTS / "cifar10_isoflop.png")
+    p.add_argument("--column", choices=("test_top1", "held_top1"), default="test_top1")
+    p.add_argument("--turns", type=int, default=15)
+    p.add_argument("--batch", type=int, default=128)
+    p.add_argument("--only", nargs="+", choices=tuple(ISOFLOP), default=list(ISOFLOP))
+    args = p.parse_args(argv)
+    if args.what == "time":
+        rows = measure(args.turns, args.batch, args.only)
+        with args.times.open("w", newline="") as file:
+            out = csv.DictWriter(file, TIME_COLUMNS)
+            out.writeheader()
+            out.writerows(rows)
+        print(tabulate(rows, headers="keys"))
+        return 0
+    found = points(read_csv(args.csv), args.column)
+    if not found:
+        print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
+        return 2
+    times = {r["run"]: float(r["step_ms"]) for r in read_csv(args.times)} if args.times.exists() else {}
+    for point in found:
+        if point["run"] in times:
+            point["step_ms"] = times[point["run"]]
+    print(tabulate([{k: v for k, v in point.items() if k != "dense"} for point in found], headers="keys", floatfmt=".2f"))
+    for cost in ("tflop", "step_ms"):
+        print(f"\nagainst the dense frontier at equal {cost}:")
+        print(tabulate(verdicts(found, cost), headers="keys", floatfmt=".2f"))
+    print(save(figure(found), args.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
