@@ -88,7 +88,7 @@ def losses_of(model: str, mode: str, steps: int, batch: int) -> list[float]:
         loss.backward()
         optimiser.step()
         warmup.step()
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 

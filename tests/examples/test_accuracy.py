@@ -1,0 +1,142 @@
+"""The comparisons of recipes: what a recipe promises, what becomes of runs that were stopped, verdicts of accuracy at equal cost, spikes of a loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import plots
+import pytest
+import train as common
+from thesis import accuracy, isoflop, recipes, stability
+from thesis import train as program
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ["--data", "digits", "--holdout", "200", "--epochs", "2", "--seeds", "0"]
+EVERY = {**recipes.SEARCH, **recipes.FINAL, **recipes.ISOFLOP}
+
+
+@pytest.mark.parametrize("name", list(EVERY))
+def test_every_recipe_is_a_command_and_ends_its_ramp_in_time(name):
+    args = program.arguments(["--data", "cifar10", "--epochs", "20", *recipes.COMMON, *recipes.arguments_of(name, 20)])
+    assert (args.epochs, args.batch, args.mix_prob, args.masks_from) == (20, 128, 0, 0)
+    assert args.dense == (args.config is None) == name.startswith("dense")
+    schedule = common.schedule(args.schedule, 352)
+    assert schedule is None or schedule.ratio_at(10 * 352, 0.8) == 0.8, "the final ratio holds for the last half of the steps"
+    regrow = program.regrow(args.regrow, 352)
+    assert regrow is None or regrow.until <= 20 * 352
+
+
+def finished(folder: Path, epochs: int = 2, rows: int = 2, **facts) -> None:
+    folder.mkdir(parents=True)
+    header = ",".join(program.COLUMNS)
+    row = ",".join(str(i) for i, _ in enumerate(program.COLUMNS))
+    (folder / "log.csv").write_text("\n".join([header, *[row] * rows]) + "\n")
+    known = {"epochs": epochs, "dense": True, "data": "digits", "threads": 1, "torch": "2", "holdout": 200}
+    (folder / "run.json").write_text(json.dumps({**known, **facts}))
+
+
+def test_only_runs_that_have_ended_are_in_the_table(tmp_path):
+    runs, table = tmp_path / "runs", tmp_path / "t.csv"
+    finished(runs / "search" / "dense-adam-seed0")
+    finished(runs / "search" / "b16-cubic-seed0", rows=1)
+    (runs / "search" / "b32-cubic-seed0").mkdir()
+    finished(runs / "isoflop" / "dense-d32-seed1")  # its test images were not read
+    assert accuracy.write(runs, table) == 1
+    assert [(r["run"], r["seed"], r["test_top1"]) for r in plots.read_csv(table)] == [("dense-adam", "0", "")]
+    (runs / "isoflop" / "dense-d32-seed1" / "test.json").write_text('{"top1": 61.234, "top5": 90.0}')
+    assert accuracy.write(runs, table) == 2 == accuracy.write(runs, table)
+    assert plots.read_csv(table)[-1]["test_top1"] == "61.23"
+
+
+def test_the_search_never_reads_the_test_images(tmp_path, capsys):
+    command = ["search", *DIGITS, "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv"), "--only", "dense-adam"]
+    assert accuracy.main(command) == 0
+    out = tmp_path / "runs" / "search" / "dense-adam-seed0"
+    assert not (out / "test.json").exists() and "test images" not in (out / "output.txt").read_text()
+    (row,) = plots.read_csv(tmp_path / "t.csv")
+    assert row["test_top1"] == "" and float(row["held_top1"]) > 5
+    before = (out / "log.csv").stat().st_mtime_ns
+    assert accuracy.main(command) == 0
+    assert (out / "log.csv").stat().st_mtime_ns == before, "what has ended is not run again"
+    with pytest.raises(SystemExit):
+        accuracy.main([*command, "--only", "densse"])
+    assert "expected names among" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on_and_counts_nothing_twice(tmp_path):
+    tables = []
+    for kill in (False, True):
+        runs, table = tmp_path / f"runs{kill}", tmp_path / f"{kill}.csv"
+        command = [sys.executable, str(ROOT / "examples/thesis/accuracy.py"), "isoflop", *DIGITS, "--runs", str(runs), "--csv", str(table)]
+        command += ["--only", "dense-d32", "d128-b16-75-static", "--at-once", "1"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if kill:
+            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            deadline = time.time() + 120
+            while not (table.exists() and plots.read_csv(table)) and time.time() < deadline:
+                time.sleep(0.05)
+            time.sleep(2)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        subprocess.run(command, env=environment, check=True)
+        tables.append([{k: v for k, v in r.items() if k != "train_seconds"} for r in plots.read_csv(table)])
+    assert tables[0] == tables[1] and len(tables[0]) == 2
+
+
+def runs_of(name, ratio, flop, *accuracies):
+    return [{"phase": "isoflop", "run": name, "target_ratio": ratio, "train_tflop": flop, "test_top1": a} for a in accuracies]
+
+
+def test_verdicts_against_the_frontier():
+    rows = [*runs_of("a", 0, 1, 60, 61), *runs_of("b", 0, 4, 70, 70.4), *runs_of("c", 0, 16, 80, 80)]
+    rows += [*runs_of("above", 0.8, 2, 67, 67.4), *runs_of("within", 0.8, 2, 65.5, 66.3), *runs_of("below", 0.8, 8, 70, 71), *runs_of("off", 0.8, 32, 99)]
+    found = isoflop.points(rows)
+    verdicts = {v["run"]: v for v in isoflop.verdicts(found, "tflop")}
+    assert [verdicts[n]["verdict"] for n in ("above", "within", "below", "off")] == ["above", "within the spread", "below", "outside of the dense widths"]
+    assert verdicts["above"]["dense there"] == pytest.approx((60.5 + 70.2) / 2)  # halfway in the logarithm
+    assert verdicts["above"]["difference"] == pytest.approx(67.2 - 65.35)
+    one_seed = isoflop.points([*rows, *runs_of("lucky", 0.8, 2, 90)])
+    assert next(v for v in isoflop.verdicts(one_seed, "tflop") if v["run"] == "lucky")["verdict"] == "above (one seed)"
+
+
+def test_isoflop_needs_runs(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("phase,run\n")
+    assert isoflop.main(["plot", "--csv", str(tmp_path / "t.csv")]) == 2
+    assert "expected rows of phase isoflop" in capsys.readouterr().err
+
+
+def test_isoflop_draws(tmp_path, capsys):
+    rows = [*runs_of("a", 0, 1, 60, 61), *runs_of("b", 0, 4, 70, 70.4), *runs_of("m", 0.8, 2, 67)]
+    lines = [",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "time.csv").write_text("run,step_ms\na,10\nb,40\nm,100\n")
+    out = tmp_path / "p.png"
+    assert isoflop.main(["plot", "--csv", str(tmp_path / "t.csv"), "--times", str(tmp_path / "time.csv"), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert out.stat().st_size > 10_000 and "above (one seed)" in printed and "outside of the dense widths" in printed
+
+
+def test_spikes():
+    smooth = [2.3 * 0.98**i for i in range(100)]
+    assert stability.spike(smooth) == (0.0, 0)
+    height, at = stability.spike([*smooth[:50], *[5.0] * 10, *smooth[50:]])
+    assert height == pytest.approx((5 - sum(smooth[40:50]) / 10) / math.log(10), rel=0.01) and at == 60
+    assert stability.spike([*smooth, math.nan])[0] == math.inf
+
+
+def test_stability_measures_what_it_says(tmp_path, capsys):
+    table = tmp_path / "s.csv"
+    command = ["--models", "mlp512", "--modes", "dense", "masked", "--steps", "25", "--csv", str(table)]
+    assert stability.main(command) == 0
+    first = plots.read_csv(table)
+    assert [r["mode"] for r in first] == ["dense", "masked"] and all(float(r["last_loss"]) < float(r["first_loss"]) for r in first)
+    assert stability.main(command) == 0 and plots.read_csv(table) == first, "what was measured is not measured again"
+    assert "no spike above 0.5" in capsys.readouterr().out
