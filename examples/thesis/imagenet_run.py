@@ -129,13 +129,13 @@ class Run:
         self.step += 1
 
     def epoch(self, epoch: int) -> None:
-        """The rest of an epoch, from the step that the run has come to."""
+        """The rest of an epoch, from the step that the run has come to: none of it where the run was broken off between the last step and the row."""
         done, steps, began = self.step - (epoch - 1) * self.images.steps, self.images.steps, time.perf_counter()
         self.wrapped.train()
         batches = self.images.train(epoch, done)
         for images, labels in common.progress(batches, steps - done, f"epoch {epoch}") if self.ranks.first else batches:
             self.train_step(images, labels)
-            if self.args.save_every and self.step % self.args.save_every == 0 and self.step < epoch * steps:  # the epoch's last is saved with its row
+            if self.args.save_every and self.step % self.args.save_every == 0:
                 self.seconds, began = self.seconds + time.perf_counter() - began, time.perf_counter()
                 self.save()
         self.seconds += time.perf_counter() - began

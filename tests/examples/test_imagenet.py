@@ -1,10 +1,9 @@
-"""The ImageNet path on a small ImageFolder, in one process: table 5.2, data order, exact resume, bf16, and what it says when something is wrong."""
+"""The ImageNet path on a small ImageFolder, in one process: table 5.2, data order, exact resume, bf16."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +14,10 @@ import plots
 import pytest
 import torch
 import torch.distributed as dist
-from data import DataMissing
 from distributed.imagenet_runs import OPTIONS, ROOT, TEST_IMAGES, broken_off, make_folder, rows, same, state
 from thesis import checkpoint, imagenet_data
 from thesis import imagenet as program
-from thesis.imagenet_data import open_images
+from thesis.imagenet_data import Seeded, open_images, torchvision_sets
 from thesis.imagenet_model import build
 from thesis.imagenet_run import Run
 from thesis.ranks import Ranks
@@ -48,6 +46,12 @@ def whole(options, tmp_path_factory):
     return out
 
 
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Half a second each; `whole`, which is made before, has its own."""
+    monkeypatch.setattr(program, "plot_run", lambda out: [])
+
+
 def assert_same_end(out: Path, other: Path) -> None:
     assert same(state(out), state(other))
     assert rows(out) == rows(other) and len(rows(out)) == 4
@@ -72,6 +76,7 @@ def test_a_run_learns(whole):
     losses = [float(row["train_loss"]) for row in log]
     assert losses == sorted(losses, reverse=True) and float(log[-1]["top1"]) > 50 and {row["test_images"] for row in log} == {str(TEST_IMAGES)}
     assert float(log[-1]["ratio_achieved"]) > 0.7 and sum(int(row["flips"]) for row in log) > 0
+    assert (whole / "accuracy.png").exists()
     told = json.loads((whole / "run.json").read_text())
     assert (told["classes"], told["train_images"], told["steps_per_epoch"], told["batch_per_process"]) == (4, 48, 6, 8)
 
@@ -83,6 +88,27 @@ def test_resume_is_exact(workers, options, whole, tmp_path):
     for calls in (6, 9) if workers else (6, 9, 4, 6):
         broken_off(broken, calls)
     assert program.main(broken) == 0
+    assert_same_end(tmp_path, whole)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_broken_off_beside_the_row(before, options, whole, tmp_path, monkeypatch):
+    """Between a checkpoint at an epoch's last step and the row, or between the row and its checkpoint: no row is lost, none written twice."""
+
+    class Crash(Exception):
+        pass
+
+    def breaking(self, *args, honest=Run.report if before else Run.save):
+        if self.step == 12 and self.epochs_done == (1 if before else 2):
+            raise Crash
+        return honest(self, *args)
+
+    monkeypatch.setattr(Run, "report" if before else "save", breaking)
+    with pytest.raises(Crash):
+        program.main([*options, str(tmp_path)])
+    monkeypatch.undo()
+    assert state(tmp_path)["progress"]["step"] == 12 and len(rows(tmp_path)) == (2 if before else 3)
+    assert program.main([*options, str(tmp_path)]) == 0
     assert_same_end(tmp_path, whole)
 
 
@@ -141,89 +167,21 @@ def test_images_are_shared_out(root, world):
     assert len(found) == TEST_IMAGES == len({image.numpy().tobytes() for image in found})
 
 
+def test_an_incomplete_batch_is_left_out(root):
+    """And nothing is shown twice to fill it, nor to give five ranks equal shares of 48 images."""
+    parts = [open_images(root, Ranks(r, 5, torch.device("cpu"), False), image=32, batch=10, seed=0, workers=0) for r in range(5)]
+    assert [p.steps for p in parts] == [len(list(p.train(1, 0))) for p in parts] == [4] * 5
+
+
+def test_each_epoch_has_its_own_crops(root):
+    """And the seed decides them, beside the order."""
+    seen = [Seeded(torchvision_sets(root, 32)[0], seed) for seed in (0, 0, 1)]
+    first, again, other = (images[1, 5][0] for images in seen)
+    assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, seen[0][2, 5][0])
+
+
 def test_skipped_images_are_not_read(root, monkeypatch):
     read, honest = [], imagenet_data.decode
     monkeypatch.setattr(imagenet_data, "decode", lambda path: read.append(path) or honest(path))
     images = open_images(root, ALONE, image=32, batch=8, seed=0, workers=0)
     assert len(list(images.train(1, 4))) == 2 and len(read) == 16
-
-
-def test_an_image_that_is_none(root, tmp_path):
-    shutil.copytree(root, tmp_path / "data")
-    (tmp_path / "data" / "train" / "class2" / "7.png").write_bytes(b"no image")
-    images = open_images(tmp_path / "data", ALONE, image=32, batch=8, seed=0, workers=0)
-    with pytest.raises(DataMissing, match=r"class2/7.png: expected an image, got UnidentifiedImageError"):
-        list(images.train(1, 0))
-
-
-def told(capsys, argv) -> str:
-    """What a run that ends with status 2 says."""
-    assert program.main([str(word) for word in argv]) == 2
-    return capsys.readouterr().err
-
-
-def test_wrong_folders(root, options, tmp_path, capsys):
-    start = [*OPTIONS, "--out", tmp_path / "out", "--root"]
-    assert "expected folders train and val, each with one folder a class, got no train and no val" in told(capsys, [*start, tmp_path])
-    (tmp_path / "train").mkdir()
-    assert "got no val" in told(capsys, [*start, tmp_path])
-    (tmp_path / "val").mkdir()
-    assert "expected one folder a class with images in it" in told(capsys, [*start, tmp_path])
-    shutil.copytree(root, tmp_path / "data")
-    (tmp_path / "data" / "val" / "class3").rename(tmp_path / "data" / "val" / "dog")
-    text = told(capsys, [*start, tmp_path / "data"])
-    assert "the same classes in train and val, got 4 and 4; only in train: class3; only in val: dog" in text
-    shutil.rmtree(tmp_path / "data" / "val" / "dog")
-    assert "got 4 and 3; only in train: class3" in told(capsys, [*start, tmp_path / "data"])
-    assert "expected at least one batch of 64 images, got 48" in told(capsys, [*options, tmp_path / "out", "--batch", "64"])
-    assert not (tmp_path / "out").exists()
-
-
-def test_wrong_arguments(root, options, tmp_path, capsys, monkeypatch):
-    assert "MixUp and CutMix mix, got one" in told(capsys, [*options, tmp_path, "--batch", "1"])
-    assert "--depth: expected 12" in told(capsys, [*options, tmp_path, "--config", CONFIG])
-    assert "--dense trains without masks" in told(capsys, [*options, tmp_path, "--config", "ResMLP2"])
-    assert "multiple of patch" in told(capsys, [*options, tmp_path, "--patch", "7"])
-    monkeypatch.setitem(sys.modules, "timm", None)
-    start = ["--root", root, "--out", tmp_path]
-    assert "--timm resmlp_12_224: expected timm installed" in told(capsys, [*start, "--timm", "resmlp_12_224", "--batch", "8"])
-    assert "--loader timm: expected timm installed" in told(capsys, [*start, "--loader", "timm"])
-    args = program.arguments([*options, str(tmp_path)])
-    with pytest.raises(fxmask.FxMaskError, match=r"a multiple of the 3 processes, who share it, got 8.\n  fix: --batch 6 or 9"):
-        Run(args, Ranks(0, 3, torch.device("cpu"), False))
-    for words in (["--dense", "--config", CONFIG], ["--timm", "resmlp_12_224", "--config", CONFIG], ["--opt", "sgd"]):
-        with pytest.raises(SystemExit):
-            program.main([*map(str, start), *words])
-
-
-def test_wrong_checkpoints(options, whole, tmp_path, capsys):
-    """Nothing goes on with another recipe, other images, another number of processes, or from scratch in silence."""
-    before = state(whole)
-    assert "lr: 0.5 now, 0.001 in the checkpoint" in told(capsys, [*options, whole, "--lr", "0.5"])
-    assert "seed: 1 now, 0 in the checkpoint" in told(capsys, [*options, whole, "--seed", "1"])
-    assert same(state(whole), before)
-    saved = torch.load(whole / checkpoint.LAST, weights_only=True)
-    saved["progress"]["processes"] = 4
-    torch.save(saved, tmp_path / checkpoint.LAST)
-    text = told(capsys, [*options, tmp_path])
-    assert "expected 4 process(es), as this run began with, got 1" in text and "torchrun --nproc-per-node 4" in text
-    for name in (checkpoint.LAST, checkpoint.BEFORE):
-        shutil.copy(whole / name, tmp_path / name)
-    last = tmp_path / checkpoint.LAST
-    last.write_bytes(last.read_bytes()[:3000])
-    assert program.main([*options, str(tmp_path)]) == 0  # from the one before
-    assert "cut off or damaged" in capsys.readouterr().err
-    assert same(state(tmp_path), before)
-    for name in (checkpoint.LAST, checkpoint.BEFORE):
-        (tmp_path / name).write_bytes(b"")
-    assert "no whole checkpoint" in told(capsys, [*options, tmp_path])
-
-
-def test_two_runs_of_one_folder(options, tmp_path, capsys):
-    holder = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7 on host'); f.flush(); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", holder, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        other.stdout.readline()
-        text = told(capsys, [*options, tmp_path])
-        assert "got one that is training there (process 7 on host)" in text and "another --out" in text
-        other.kill()
-    assert program.main([*options, str(tmp_path), "--stop", "1"]) == 0
