@@ -114,7 +114,7 @@ def open_images(root: Path, ranks: Ranks, *, image: int, batch: int, seed: int, 
     if not steps:
         raise DataMissing(f"{root / 'train'}: expected at least one batch of {batch} images, got {len(train)}.\n  fix: a smaller --batch, or other images.")
     mine = range(ranks.rank, len(test), ranks.world)  # no padding: an image is counted on one rank alone
-    options = {"image": image, "batch": local, "workers": workers, "ranks": ranks}
+    options: dict[str, Any] = {"image": image, "batch": local, "workers": workers, "ranks": ranks}
     make = timm_batches if loader == "timm" else torchvision_batches
     first, second = make(Seeded(train, seed), order, list(mine), test, **options)
     return Images(classes[0], len(train), len(test), steps, first, second)
@@ -149,7 +149,7 @@ def torchvision_batches(train: Seeded, order: Order, mine: list[int], test: Any,
     """Loaders whose workers live from epoch to epoch."""
     options: dict[str, Any] = {"num_workers": workers, "pin_memory": ranks.device.type == "cuda", "persistent_workers": workers > 0}
     batches = DataLoader(train, batch, sampler=order, drop_last=True, **options)
-    tests = DataLoader(test, batch, sampler=mine, **options)  # type: ignore[arg-type]
+    tests = DataLoader(test, batch, sampler=mine, **options)
 
     def from_step(epoch: int, step: int) -> Iterator[Batch]:
         order.begin(epoch, step * batch)
@@ -171,15 +171,16 @@ def timm_batches(train: Seeded, order: Order, mine: list[int], test: Any, *, ima
     from timm.data import create_loader, create_transform
 
     size = (3, image, image)
-    mean, std = IMAGENET_STATS
-    options = {"mean": mean, "std": std, "num_workers": workers, "persistent_workers": False, "pin_memory": ranks.device.type == "cuda", "device": ranks.device}
+    look: dict[str, Any] = {"mean": IMAGENET_STATS[0], "std": IMAGENET_STATS[1]}
+    options: dict[str, Any] = {**look, "num_workers": workers, "persistent_workers": False, "pin_memory": ranks.device.type == "cuda", "device": ranks.device}
 
     def from_step(epoch: int, step: int) -> Iterator[Batch]:
         order.begin(epoch, step * batch)
         keys = list(order)
-        listed = Listed(train, keys[: len(keys) // batch * batch])
+        listed: Any = Listed(train, keys[: len(keys) // batch * batch])
         loader = create_loader(listed, size, batch, is_training=False, **options)  # is_training would shuffle the list
-        listed.transform = create_transform(size, is_training=True, color_jitter=None, mean=mean, std=std, use_prefetcher=True)
+        listed.transform = create_transform(size, is_training=True, color_jitter=0.0, use_prefetcher=True, **look)
         return iter(loader)
 
-    return from_step, lambda: iter(create_loader(Listed(Seeded(test, 0), [(0, i) for i in mine]), size, batch, is_training=False, crop_pct=7 / 8, **options))
+    tests: Any = Listed(Seeded(test, 0), [(0, i) for i in mine])
+    return from_step, lambda: iter(create_loader(tests, size, batch, is_training=False, crop_pct=7 / 8, **options))

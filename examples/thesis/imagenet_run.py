@@ -69,7 +69,7 @@ class Run:
         sums = [t.tolist() for t in self.ranks.each(self.sums)]
         if not self.ranks.first:
             return
-        parts = {"model": self.model, "optimiser": self.optimiser, "scheduler": self.scheduler, "tracker": self.tracker}
+        parts: dict[str, Any] = {"model": self.model, "optimiser": self.optimiser, "scheduler": self.scheduler, "tracker": self.tracker}
         state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         state["masks"] = None if self.args.dense else fxmask.state_dict(self.model)
         progress = {"step": self.step, "epochs_done": self.epochs_done, "sums": sums, "seconds": self.seconds, "processes": self.ranks.world}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,14 @@ def test_a_rank_is_killed(root, tmp_path):
     for folder in (out, tmp_path / "whole"):
         torchrun(SCRIPT, *options, folder)
     assert same(state(out), state(tmp_path / "whole")) and rows(out) == rows(tmp_path / "whole") and len(rows(out)) == 4
+
+
+def test_an_error_on_one_rank_ends_all(root, tmp_path):
+    """Rank 1 alone reads the second test image; rank 0 waits for its sums and must not wait for ever."""
+    shutil.copytree(root, tmp_path / "data")
+    (tmp_path / "data" / "val" / "class0" / "1.png").write_bytes(b"no image")
+    with pytest.raises(AssertionError, match=r"class0/1\.png: expected an image, got UnidentifiedImageError"):
+        torchrun(SCRIPT, *OPTIONS, "--root", tmp_path / "data", "--out", tmp_path / "out", timeout=120)
 
 
 def test_an_error_on_all_ranks_is_told_once(root, tmp_path):
