@@ -30,12 +30,12 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     os.replace(new, folder / LAST)
 
 
-def load(folder: Path) -> dict[str, Any] | None:
+def load(folder: Path, map_location: str | None = None) -> dict[str, Any] | None:
     """The last whole checkpoint; None where there is none. A damaged one is reported on stderr and the one before it taken."""
     found = [folder / name for name in (LAST, BEFORE) if (folder / name).exists()]
     for path in found:
         try:
-            state = torch.load(path, weights_only=True)
+            state = torch.load(path, weights_only=True, map_location=map_location)
         except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
             print(f"{path}: cut off or damaged ({type(error).__name__}: {str(error)[:100]!r})", file=sys.stderr)
             continue
