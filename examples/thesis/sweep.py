@@ -4,7 +4,8 @@
     python examples/thesis/sweep.py run examples/thesis/sweeps/small.yaml                # digits, a minute on one core
     python examples/thesis/sweep.py run FILE --jobs 4                                    # four processes at a time, of one run each
     python examples/thesis/sweep.py run FILE --at-once 8 --jobs 2                        # two processes, in each eight runs in turns (many.py)
-    python examples/thesis/sweep.py table FILE                                           # the csv files anew; figures FILE: and the figures
+    python examples/thesis/sweep.py table FILE                                           # the csv files anew
+    python examples/thesis/sweep.py figures FILE                                         # and figures 6.1, 6.2, 6.4 and 6.5 of what has ended
 
 Each run is one of train.py in a folder of its own, and goes on where it was. After every run `masked_accuracy.csv` and `loaded_elements.csv` are made
 anew from the runs' logs. With meta.run: slurm the runs are sent through submitit, and the tables made by `table`. Accuracies are top-1 in percent of the last
@@ -141,10 +142,7 @@ def main(argv: list[str] | None = None) -> int:
             report(sweep, out, args, args.action == "figures")  # a sweep may be running meanwhile
             return 0
         with lock.held(out):
-            failed = run(sweep, out, args)
-            if sweep.meta.get("run") != "slurm":
-                report(sweep, out, args, figures=True)
-        return 1 if failed else 0
+            return 1 if run(sweep, out, args) else 0
     except (SweepError, DataMissing, lock.InUse) as error:
         print(f"thesis/sweep.py: {error}", file=sys.stderr)
         return 2

@@ -46,7 +46,7 @@ def of(runs: list[Ended], mode: str, which: str) -> dict[Cell, list[Ended]]:
 
 def said(runs: list[Ended], jobs: Sequence[Job], mode: str, which: str) -> str:
     epochs = ", ".join(map(str, sorted({len(run.log) for run in runs})))
-    return f"backward {mode} {which}".strip() + f": {len(runs)} of {len(jobs)} runs of the sweep have ended" + (f"; epochs: {epochs}" if epochs else "")
+    return f"backward {mode} {which}".strip() + (f", epochs: {epochs}" if epochs else "") + f"\n{len(runs)} of {len(jobs)} runs of the sweep have ended"
 
 
 def heatmap(runs: list[Ended], jobs: Sequence[Job], mode: str, which: str, cells: list[Cell]) -> Figure:
@@ -54,7 +54,7 @@ def heatmap(runs: list[Ended], jobs: Sequence[Job], mode: str, which: str, cells
     blocks, ratios = list(dict.fromkeys(block for block, _ in cells)), sorted({ratio for _, ratio in cells})
     ran = of(runs, mode, which)
     top1 = {cell: fmean(run.top1 for run in found) for cell, found in ran.items()}
-    figure = new_figure(2.2 + 0.85 * len(ratios), 1.6 + 0.42 * len(blocks))
+    figure = new_figure(max(5.0, 2.2 + 0.85 * len(ratios)), max(4.0, 1.6 + 0.42 * len(blocks)))
     axes = figure.subplots()
     values = [[top1.get((b, r), float("nan")) for r in ratios] for b in blocks]
     image = axes.imshow(values, aspect="auto", cmap="viridis")
@@ -67,19 +67,20 @@ def heatmap(runs: list[Ended], jobs: Sequence[Job], mode: str, which: str, cells
     axes.set_yticks(range(len(blocks)), [f"{b[0]}x{b[1]}" for b in blocks])
     axes.set_xlabel("ratio")
     axes.set_ylabel("block")
-    axes.set_title(said(runs, jobs, mode, which) + f"; {len(ran)} of {len(cells)} cells", fontsize=7)
+    axes.set_title(said(runs, jobs, mode, which) + f", {len(ran)} of {len(cells)} cells of this figure\nsecond number: GiB moved by the forwards", fontsize=8)
     if ran:  # no scale without a value
-        figure.colorbar(image, label="top-1 accuracy (%); second number: GiB moved by the forwards")
+        figure.colorbar(image, label="top-1 accuracy (%)")
     return figure
 
 
 def curves(runs: list[Ended], jobs: Sequence[Job], modes: list[tuple[str, str, list[Cell]]], ratio: float) -> Figure:
     """Figure 6.4: top-1 over the epochs at one ratio, a curve a block, the modes side by side."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(1.0 + 4.2 * len(modes), 4.4)
     axes = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
     colours = list(dict.fromkeys(block for _, _, cells in modes for block, r in cells if r == ratio))
-    from matplotlib import colormaps
-
     for ax, (mode, which, _) in zip(axes, modes, strict=True):
         for (block, r), found in sorted(of(runs, mode, which).items()):
             if r == ratio:
@@ -87,7 +88,8 @@ def curves(runs: list[Ended], jobs: Sequence[Job], modes: list[tuple[str, str, l
                 mean = [fmean(float(run.log[i]["top1"]) for run in found) for i in range(len(epochs))]
                 colour = colormaps["turbo"]((colours.index(block) + 0.5) / len(colours))
                 ax.plot(epochs, mean, color=colour, lw=1, marker="." if len(epochs) < 30 else "", label=f"{block[0]}x{block[1]}")
-        ax.set_title(said(runs, jobs, mode, which) + f"\n{len(ax.lines)} of {len(colours)} blocks at {ratio:.0%}", fontsize=7)
+        ax.set_title(said(runs, jobs, mode, which) + f", {len(ax.lines)} of {len(colours)} blocks at {ratio:.0%}", fontsize=8)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set_xlabel("epoch")
         if ax.lines:
             ax.legend(fontsize=6, ncols=2)

@@ -27,7 +27,7 @@ def arguments_of(fixed: dict[str, str]) -> list[str]:
         raise SweepError(f"fixed.data_set: expected one of {', '.join(DATA_SETS)}, got {fixed['data_set']!r}.")
     words = ["--data", *DATA_SETS[name]]
     if "data_dir" in fixed:
-        words += ["--root", os.path.expanduser(os.path.expandvars(fixed["data_dir"]))]
+        words += ["--root", str(Path(os.path.expandvars(fixed["data_dir"])).expanduser().absolute())]
     if "opt" in fixed:
         words += ["--opt", fixed["opt"].lower()]
     for key, option in NUMBERS.items():

@@ -195,7 +195,7 @@ class Run:
                 self.sums["flop"] += float(counter.get_total_flops()) * steps
             else:
                 self.train_step(images, labels)
-            if save_every and self.step % save_every == 0:
+            if save_every and self.step % save_every == 0 and i + 1 < self.data.steps:  # the last step's is saved with the epoch's row, or a kill loses the row
                 self.sums["seconds"] += time.perf_counter() - began
                 began = time.perf_counter()
                 self.save()
