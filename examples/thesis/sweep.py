@@ -70,6 +70,15 @@ def chosen(jobs: tuple[Job, ...], patterns: list[str] | None) -> list[Job]:
     return found
 
 
+def images_are_there(jobs: list[Job]) -> None:
+    """One message now, and not one from every run."""
+    for data, root in {(args.data, args.root) for args in (job.namespace() for job in jobs)}:
+        if data != "digits" and (root is None or not root.is_dir()):
+            got = "none" if root is None else f"{root}, which is not there"
+            fix = "name it, or set the variable in it; nothing is downloaded"
+            raise SweepError(f"fixed.data_dir: expected the folder of the images of {data}, got {got}.\n  fix: {fix}.")
+
+
 class Table:
     """The csv files of a folder, made anew whenever a run has ended."""
 
@@ -101,6 +110,7 @@ def run(sweep: Sweep, out: Path, args: argparse.Namespace) -> int:
         sent, alive = sweep_slurm.submit(jobs, out, script, sweep.meta, sweep.sbatch)
         print(f"{sent} runs sent to SLURM, {alive} queued or running from before; afterwards: sweep.py table {sweep.path}, or run, which sends what has failed")
         return 0
+    images_are_there(jobs)
     gpus = whole("meta.gpus", sweep.meta["gpus"]) if "gpus" in sweep.meta else None
     envs = sweep_local.environments(args.jobs or gpus or 1, gpus)
     if args.at_once:

@@ -70,7 +70,7 @@ def in_turns(jobs: list[Job], out: Path, at_once: int, envs: list[dict[str, str]
     """`at_once` runs in turns; in this process, or with several environments in a process each; how many failed."""
     for job in jobs:
         lock.wait_until_free(out / job.name)
-    if len(envs) == 1 and not gpus:
+    if len(envs) == 1 and gpus is None:
         return many.together([(job.name, train.arguments(arguments_of(job, out))) for job in jobs], at_once, after)
 
     def part(i: int) -> int:

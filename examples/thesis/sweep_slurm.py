@@ -61,15 +61,10 @@ def parameters(meta: dict[str, str], sbatch: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def waiting(package: ModuleType, out: Path) -> dict[str, str]:
-    """Runs whose job is still queued or running: name -> job id."""
-    record = recorded(out)
-    alive = {}
-    for name, (job_id, sent) in record.items():
-        state = package.SlurmJob(folder=out / "slurm", job_id=job_id).state.split(" ")[0]
-        if state in ALIVE or (state == "UNKNOWN" and time.time() - sent < UNKNOWN_S):
-            alive[name] = job_id
-    return alive
+def is_alive(package: ModuleType, out: Path, job_id: str, sent: float) -> bool:
+    """Whether a job is still queued or running."""
+    state = package.SlurmJob(folder=out / "slurm", job_id=job_id).state.split(" ")[0]  # "CANCELLED by 0"
+    return state in ALIVE or (state == "UNKNOWN" and time.time() - sent < UNKNOWN_S)
 
 
 def recorded(out: Path) -> dict[str, tuple[str, float]]:
@@ -81,10 +76,10 @@ def recorded(out: Path) -> dict[str, tuple[str, float]]:
 def submit(jobs: list[Job], out: Path, script: Path, meta: dict[str, str], sbatch: dict[str, str]) -> tuple[int, int]:
     """Send the runs; returns (how many were sent, how many are still queued or running from before)."""
     package, out = submitit(), out.resolve()
-    alive = waiting(package, out)
-    jobs = [job for job in jobs if job.name not in alive]
+    record = recorded(out)
+    wanted, jobs = len(jobs), [job for job in jobs if job.name not in record or not is_alive(package, out, *record[job.name])]
     if not jobs:
-        return 0, len(alive)
+        return 0, wanted
     try:
         executor = package.AutoExecutor(folder=out / "slurm", cluster="slurm")
     except RuntimeError as error:
@@ -92,8 +87,8 @@ def submit(jobs: list[Job], out: Path, script: Path, meta: dict[str, str], sbatc
     executor.update_parameters(**parameters(meta, sbatch))
     with executor.batch():
         sent = [executor.submit(package.helpers.CommandFunction([sys.executable, str(script), *arguments_of(job, out)])) for job in jobs]
-    record = {**recorded(out), **{job.name: (handle.job_id, time.time()) for job, handle in zip(jobs, sent, strict=True)}}
+    record |= {job.name: (handle.job_id, time.time()) for job, handle in zip(jobs, sent, strict=True)}
     part = out / f".{RECORD}.part"
     part.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(part, out / RECORD)
-    return len(sent), len(alive)
+    return len(sent), wanted - len(sent)

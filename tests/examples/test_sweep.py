@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 SWEEPS = ROOT / "examples" / "thesis" / "sweeps"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MASKS = "ResMLP1 @ XPatch = masked {ratio} {block}; XChannel = masked {ratio} {block};"
-FIXED = {"data_set": "digits", "batch_size": 512, "epochs": 2, "mixup_prob": 0}
+FIXED = {"data_set": "digits", "batch_size": 150, "epochs": 2, "mixup_prob": 0}
 SMALL = {
     "hp": {"model_config": [MASKS], "block": ["16x16"], "ratio": [0.5, 0.8], "backward": ["masked", "unmasked"]},
     "fixed": FIXED,
-    "train": {"warmup": 0, "cooldown": 0, "masks_from": 0, "threads": 1, "save_every": 2},
+    "train": {"warmup": 0, "cooldown": 0, "masks_from": 0, "threads": 1, "save_every": 2, "holdout": 1000},
     "meta": {"run": "local", "mode": "grid"},
 }
 NAMES = [f"16x16-{ratio}-{mode}-seed0" for ratio in (0.5, 0.8) for mode in ("masked", "unmasked")]
@@ -54,9 +54,14 @@ def whole(tmp_path_factory):
     return out
 
 
-def test_the_thesis_grid():
+@pytest.fixture(scope="module")
+def thesis_jobs():
+    return sweep_file.read(SWEEPS / "thesis_grid.yaml").jobs
+
+
+def test_the_thesis_grid(thesis_jobs):
     """342 distinct runs, the blocks and ratios of table 6.2 in both modes."""
-    jobs = sweep_file.read(SWEEPS / "thesis_grid.yaml").jobs
+    jobs = thesis_jobs
     assert len(jobs) == 342 == len({job.name for job in jobs}) == len({job.arguments for job in jobs})
     cells = {(sweep_results.block_and_ratio(job), job.settings["backward"]) for job in jobs}
     assert cells == {(cell, mode) for cell in blocks_and_ratios() for mode in ("masked", "unmasked")}
@@ -154,6 +159,7 @@ def test_tables(whole):
     assert [r["run"] for r in accuracy] == [r["run"] for r in loaded] == NAMES
     assert [(r["block"], r["ratio"], r["backward"], r["seed"]) for r in accuracy][:2] == [("16x16", "0.5", "masked", "0"), ("16x16", "0.5", "unmasked", "0")]
     last = plots.read_csv(whole / NAMES[3] / "log.csv")[-1]
+    assert {r["judged_on"] for r in accuracy} == {"held-out training images"}
     assert float(accuracy[3]["top1"]) == pytest.approx(float(last["top1"]), abs=0.005) and accuracy[3]["epochs"] == "2"
     assert all(float(r["seconds"]) > 0 for r in plots.read_csv(whole / "masked_accuracy.csv"))
     # 2 epochs of 3 batches; (64, 64), (128, 32) and (32, 128) in 16x16 blocks: half of 16 + 16 + 16, a fifth rounded up to 4 + 4 + 4
@@ -177,12 +183,12 @@ def fake(job: sweep_file.Job, steps: int, epochs: int) -> sweep_results.Ended:
     return sweep_results.Ended(job, facts, [{**row, "epoch": str(i + 1)} for i in range(epochs)], None)
 
 
-def test_predictions_are_the_published_tables():
+def test_predictions_are_the_published_tables(thesis_jobs):
     """All 171 cells of table 6.2, and the memory movement of figures 6.1 and 6.2."""
     table = {(line["block"], ratio): text for line in published("table_6_2") for ratio, text in line.items() if ratio != "block"}
     from fxmask.analysis.model_shapes import ModelShapes
 
-    jobs = [job for job in sweep_file.read(SWEEPS / "thesis_grid.yaml").jobs if job.settings["backward"] == "masked"]
+    jobs = [job for job in thesis_jobs if job.settings["backward"] == "masked"]
     for job in jobs:
         row, cell = sweep_results.loaded_row(fake(job, 391, 200)), sweep_results.block_and_ratio(job)
         assert row["predicted_g"] == row["published_g"] == table.pop((row["block"], f"{cell[1]:.0%}"))
@@ -229,6 +235,15 @@ def test_killed_with_processes(options, tmp_path, whole):
     start_and_kill(file_of(tmp_path), out, options, after=1)
     assert sweep.main(["run", str(file_of(tmp_path)), "--out", str(out), *options]) == 0
     same_as(whole, out)
+
+
+def test_images_that_are_not_there(tmp_path, capsys, monkeypatch):
+    """Said once, before every run says it."""
+    monkeypatch.delenv("CIFAR10", raising=False)
+    file = file_of(tmp_path, fixed={**FIXED, "data_set": "cifar10", "data_dir": "$CIFAR10"})
+    assert sweep.main(["run", str(file), "--out", str(tmp_path)]) == 2
+    assert "fixed.data_dir: expected the folder of the images of cifar10, got " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*/"))
 
 
 def test_an_ended_sweep_is_left_alone(whole, capsys):
