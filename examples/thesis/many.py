@@ -105,6 +105,8 @@ def main(argv: list[str] | None = None) -> int:
     except train.DataMissing as error:
         print(f"thesis/many.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # whoever started this says what to do
+        return 130
 
 
 if __name__ == "__main__":

@@ -156,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
     except (SweepError, DataMissing, lock.InUse) as error:
         print(f"thesis/sweep.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("thesis/sweep.py: stopped; the same command goes on", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

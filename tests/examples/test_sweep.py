@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SWEEPS = ROOT / "examples" / "thesis" / "sweeps"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MASKS = "ResMLP1 @ XPatch = masked {ratio} {block}; XChannel = masked {ratio} {block};"
-FIXED = {"data_set": "digits", "batch_size": 150, "epochs": 2, "mixup_prob": 0}
+FIXED = {"data_set": "digits", "batch_size": 150, "epochs": 2, "mixup_prob": 0.7}  # some batches are mixed, by PyTorch's one generator that all runs share
 SMALL = {
     "hp": {"model_config": [MASKS], "block": ["16x16"], "ratio": [0.5, 0.8], "backward": ["masked", "unmasked"]},
     "fixed": FIXED,
@@ -225,6 +226,22 @@ def test_killed_and_gone_on(tmp_path, whole, capsys):
     assert "1 of 4 runs have ended, 3 to run" in said and "4 of 4 runs have ended" in said
     assert "going on after step" in (out / NAMES[1] / "output.txt").read_text()
     same_as(whole, out)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path, whole):
+    chance, command = random.Random(), [sys.executable, str(ROOT / "examples" / "thesis" / "sweep.py"), "run", str(file_of(tmp_path))]
+    hits = 0
+    for _ in range(4):
+        process = subprocess.Popen([*command, "--out", str(tmp_path / "out"), "--at-once", "3"], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+        assert "to run" in process.stdout.readline()
+        time.sleep(chance.uniform(0, 4))
+        process.send_signal(signal.SIGKILL)
+        process.stdout.close()
+        hits += process.wait() == -signal.SIGKILL
+    assert sweep.main(["run", str(file_of(tmp_path)), "--out", str(tmp_path / "out"), "--at-once", "3"]) == 0
+    same_as(whole, tmp_path / "out")
+    assert hits
 
 
 @pytest.mark.slow
