@@ -176,7 +176,7 @@ class Run:
         self.optimiser.step()  # the guard's hooks count it
         self.scheduler.step()
         self.sums["loss"] = self.sums["loss"] + loss.detach().double() * len(labels)  # left on the device, which would have to be waited for
-        self.sums["right"] = self.sums["right"] + (logits.argmax(1) == labels.to(device)).sum()
+        self.sums["right"] = self.sums["right"] + (logits.argmax(1) == labels.to(device)).sum().double()
         self.sums["n"] += len(labels)
         self.step += 1
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +23,7 @@ from thesis import checkpoint, lock, many, memory_movement, sweep, sweep_file, s
 from thesis import train as program
 from thesis.side_by_side import blocks_and_ratios, published
 
+from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import movement
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +133,6 @@ WRONG = [
 
 @pytest.mark.parametrize(("sections", "message"), WRONG)
 def test_wrong_files(sections, message, tmp_path, capsys):
-    import re
-
     assert sweep.main(["run", str(file_of(tmp_path, **sections)), "--out", str(tmp_path / "out")]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.glob("out/*/run.json"))
@@ -168,8 +170,6 @@ def test_tables(whole):
 
 
 def test_every_command_makes_its_run(whole):
-    import shlex
-
     words = shlex.split(rows(whole)[1]["command"])
     assert words[:2] == ["python", "examples/thesis/train.py"]
     facts = json.loads((whole / NAMES[1] / "run.json").read_text())
@@ -187,8 +187,6 @@ def fake(job: sweep_file.Job, steps: int, epochs: int) -> sweep_results.Ended:
 def test_predictions_are_the_published_tables(thesis_jobs):
     """All 171 cells of table 6.2, and the memory movement of figures 6.1 and 6.2."""
     table = {(line["block"], ratio): text for line in published("table_6_2") for ratio, text in line.items() if ratio != "block"}
-    from fxmask.analysis.model_shapes import ModelShapes
-
     jobs = [job for job in thesis_jobs if job.settings["backward"] == "masked"]
     for job in jobs:
         row, cell = sweep_results.loaded_row(fake(job, 391, 200)), sweep_results.block_and_ratio(job)
@@ -289,6 +287,27 @@ def test_one_run_fails_and_the_others_go_on(tmp_path):
     assert many.together([(a[-1][-1] if i != 1 else "b", program.arguments(a)) for i, a in enumerate(arguments)], 2, said.__setitem__) == 1
     assert said == {"a": 0, "b": 2, "c": 0}
     assert "nonsense" in (tmp_path / "b" / "output.txt").read_text() and len(plots.read_csv(tmp_path / "c" / "log.csv")) == 1
+
+
+def test_images_that_do_not_fit_into_memory(tmp_path, capsys, monkeypatch):
+    large = program.data_of(sweep_file.read(file_of(tmp_path)).jobs[0].namespace())
+    monkeypatch.setattr(program, "data_of", lambda args: dataclasses.replace(large, of_seed=None, image=224))
+    assert sweep.main(["run", str(file_of(tmp_path)), "--out", str(tmp_path / "out"), "--at-once", "2"]) == 2
+    assert "--at-once: expected images of at most 64 pixels, which fit into memory, got digits of 224 pixels" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_many_at_once_on_a_gpu(tmp_path):
+    """A stream each; what a run has alone it has among others, but for the order of sums."""
+    jobs = sweep_file.read(file_of(tmp_path)).jobs
+    runs = [(job.name, job.namespace("--device", "cuda", "--no-figures", "--out", str(tmp_path / "turns" / job.name))) for job in jobs]
+    assert many.together(runs, len(runs), lambda name, status: None) == 0
+    for job in jobs:
+        alone, turns = tmp_path / "alone" / job.name, tmp_path / "turns" / job.name
+        assert program.main([*job.arguments, "--device", "cuda", "--no-figures", "--out", str(alone)]) == 0
+        first, second = (torch.load(out / checkpoint.LAST, weights_only=True, map_location="cpu")["model"] for out in (alone, turns))
+        for name in first:
+            torch.testing.assert_close(second[name], first[name], rtol=1e-3, atol=1e-4)
 
 
 def test_two_sweeps_or_runs_in_one_folder(tmp_path, whole, capsys):
