@@ -2,7 +2,8 @@
 
 Small images live in memory as bytes and are augmented a batch at a time, which keeps two cores busy with the model instead of with image
 decoding. The order of the batches and the augmentation depend on nothing but the seed and the epoch, so that a run can be repeated, and two
-models can be shown the same batches.
+models can be shown the same batches. Images in memory can lie on a device, where they are then augmented; what is drawn is drawn on the CPU, so that it is
+the same everywhere.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Data:
     train: Callable[[int], Iterator[Batch]]
     test: Callable[[], Iterator[Batch]]
     held: Callable[[], Iterator[Batch]] | None = None
+    of_seed: Callable[[int], Data] | None = None  # the same images, not loaded again, in the order of another seed; None: not in memory
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Pixels:
     std: Tensor
     top: float = 255.0
 
+    def to(self, device: str) -> Pixels:
+        return Pixels(*(t.to(device) for t in (self.images, self.labels, self.mean, self.std)), self.top)
+
     def split(self, out: int) -> tuple[Pixels, Pixels]:
         """All but `out` images, and those: the same ones in every run."""
         if not 0 < out < len(self.labels):
@@ -64,6 +69,7 @@ class Pixels:
         """All images once: shuffled if there is a generator, flipped and cropped at random if `augment`."""
         n = len(self.labels)
         order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
+        order = order.to(self.images.device)  # once an epoch
         for rows in order.split(size):
             x = self.images[rows]
             if augment and generator is not None:
@@ -74,20 +80,22 @@ class Pixels:
 def flip_and_crop(x: Tensor, generator: torch.Generator) -> Tensor:
     """Mirror each image with probability 1/2 and shift it by up to an eighth of its side, filled with zeros (4 pixels at 32: ours)."""
     n, _, height, width = x.shape
-    x = torch.where(torch.rand(n, 1, 1, 1, generator=generator) < 0.5, x.flip(3), x)
+    x = torch.where((torch.rand(n, 1, 1, 1, generator=generator) < 0.5).to(x.device), x.flip(3), x)
     pad = height // 8
     x = torch.nn.functional.pad(x, (pad, pad, pad, pad))
-    top, left = torch.randint(0, 2 * pad + 1, (2, n), generator=generator)
-    rows, cols = top[:, None] + torch.arange(height), left[:, None] + torch.arange(width)
+    top, left = torch.randint(0, 2 * pad + 1, (2, n), generator=generator).to(x.device)
+    rows, cols = top[:, None] + torch.arange(height, device=x.device), left[:, None] + torch.arange(width, device=x.device)
     # advanced indices around a slice move to the front: [n, height, width, C]
-    return x[torch.arange(n)[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+    return x[torch.arange(n, device=x.device)[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
 
 
-def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, seed: int = 0, workers: int = 0, holdout: int = 0) -> Data:
+def load(
+    name: str, root: Path | None = None, *, batch: int, image: int = 32, seed: int = 0, workers: int = 0, holdout: int = 0, device: str = "cpu"
+) -> Data:
     """Open the data set `name`: "digits", "cifar10" or "folder". `root` is where the last two lie.
 
     `image` is the side in pixels to which a folder's images are brought, `workers` the number of processes that decode large ones. `holdout` training images
-    are kept from training, of sets that fit into memory.
+    are kept from training, of sets that fit into memory; those lie on `device`, and their batches too.
 
     Raises:
         DataMissing: the files or a package are not here.
@@ -95,19 +103,26 @@ def load(name: str, root: Path | None = None, *, batch: int, image: int = 32, se
     if name not in ("digits", "cifar10", "folder"):
         raise ValueError(f"data: expected digits, cifar10 or folder, got {name!r}.")
     if name == "digits":
-        return in_memory(name, *digits(), batch=batch, seed=seed, augment=False, holdout=holdout)
+        return in_memory(name, *digits(), batch=batch, seed=seed, augment=False, holdout=holdout, device=device)
     if root is None:
         raise DataMissing(f"--data {name} needs --root, the folder where the images lie.")
     if name == "cifar10":
-        return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True, holdout=holdout)
-    return folder(root, batch=batch, image=image, seed=seed, workers=workers, holdout=holdout)
+        return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True, holdout=holdout, device=device)
+    return folder(root, batch=batch, image=image, seed=seed, workers=workers, holdout=holdout, device=device)
 
 
-def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, augment: bool, holdout: int = 0) -> Data:
+def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, augment: bool, holdout: int = 0, device: str = "cpu") -> Data:
     """Batches of two sets of images in memory."""
     held = None
     if holdout:
         train, held = train.split(holdout)
+        held = held.to(device)
+    train, test = train.to(device), test.to(device)
+    return seeded_data(name, train, test, held, batch, seed, augment)
+
+
+def seeded_data(name: str, train: Pixels, test: Pixels, held: Pixels | None, batch: int, seed: int, augment: bool) -> Data:
+    """Batches in the order of a seed."""
     n, channels, image, _ = train.images.shape
     return Data(
         name,
@@ -118,6 +133,7 @@ def in_memory(name: str, train: Pixels, test: Pixels, *, batch: int, seed: int, 
         train=lambda epoch: train.batches(batch, seeded(seed, epoch), augment),
         test=lambda: test.batches(batch),
         held=None if held is None else lambda: held.batches(batch),
+        of_seed=lambda seed: seeded_data(name, train, test, held, batch, seed, augment),
     )
 
 
@@ -154,7 +170,7 @@ def cifar10(root: Path) -> tuple[Pixels, Pixels]:
     return tuple(colour(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets, CIFAR_STATS) for p in parts)  # type: ignore[return-value]
 
 
-def folder(root: Path, *, batch: int, image: int, seed: int, workers: int, holdout: int = 0) -> Data:
+def folder(root: Path, *, batch: int, image: int, seed: int, workers: int, holdout: int = 0, device: str = "cpu") -> Data:
     """`root/train/<class>/*` and `root/test/<class>/*` (or `val`), any image files, read by torchvision's ImageFolder."""
     test_dir = root / "test" if (root / "test").is_dir() else root / "val"
     if not (root / "train").is_dir() or not test_dir.is_dir():
@@ -168,7 +184,7 @@ def folder(root: Path, *, batch: int, image: int, seed: int, workers: int, holdo
         shrink = t.Compose([t.Resize((image, image)), t.PILToTensor()])
         stats = CIFAR_STATS if image == 32 else IMAGENET_STATS
         train, test = (decoded(open_folder(str(d), shrink), stats) for d in (root / "train", test_dir))
-        return in_memory("folder", train, test, batch=batch, seed=seed, augment=True, holdout=holdout)
+        return in_memory("folder", train, test, batch=batch, seed=seed, augment=True, holdout=holdout, device=device)
     if holdout:
         raise DataMissing(f"holdout={holdout} of images of {image} pixels: expected images of at most {MEMORY_LIMIT_PX}, or folders train and val.")
     finish = [t.ToTensor(), t.Normalize(*IMAGENET_STATS)]

@@ -94,7 +94,7 @@ def figure(found: list[dict[str, Any]]) -> Figure:
 
 def measure(turns: int, batch: int, names: list[str]) -> list[dict[str, Any]]:
     """Times of training steps, one after another in changing order, so that a busy minute hits all alike."""
-    from thesis import train
+    from thesis import masked_model, train
 
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
@@ -102,7 +102,7 @@ def measure(turns: int, batch: int, names: list[str]) -> list[dict[str, Any]]:
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
     for name in names:
         words = ["--data", "cifar10", "--epochs", "8", *COMMON, *arguments_of(name, 8)]
-        runs[name] = train.bare(train.arguments(words), steps_per_epoch=391)
+        runs[name] = masked_model.bare(train.arguments(words), steps_per_epoch=391)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(turns + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:

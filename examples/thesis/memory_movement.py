@@ -6,7 +6,7 @@ GiB in 200 epochs at batch 128, in 128-byte lines; the source says GB. Every cel
 "approx. 277" for 32x32 at 80 %, and neither the lines that a kept block takes (variant A, C, D or K, see fxmask/analysis/thesis.py) nor the number of batches
 an epoch, 391 or 50,000 / 128 = 390.625. Formula: closed form. Ours: the shapes of the real model, and the masks that `fxmask.apply` makes of it. Cells
 that would move more than the dense model are capped at it. Accuracies are shown only from a csv of runs: columns block, ratio (0.8), mode (masked or
-unmasked), top1.
+unmasked) or backward, top1; of several rows for a cell, such as seeds, the mean. sweep.py writes one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
@@ -92,13 +93,15 @@ def draw(rows: list[Row], accuracy: dict[tuple[str, str], float] | None = None) 
 
 def accuracies(path: Path) -> dict[str, dict[tuple[str, str], float]]:
     """Top-1 by mode, then by (block, ratio)."""
-    found: dict[str, dict[tuple[str, str], float]] = {}
+    found: dict[str, dict[tuple[str, str], list[float]]] = {}
     try:
         for r in read_csv(path):
-            found.setdefault(r["mode"], {})[r["block"], f"{float(r['ratio']):.0%}"] = float(r["top1"])
+            mode = r["backward"] if "backward" in r else r["mode"]
+            if r["block"]:  # a sweep's runs without a cell, such as dense ones
+                found.setdefault(mode, {}).setdefault((r["block"], f"{float(r['ratio']):.0%}"), []).append(float(r["top1"]))
     except (OSError, KeyError, ValueError) as error:
         sys.exit(f"--accuracy: expected a csv with columns block, ratio, mode and top1, got {path}: {type(error).__name__} {error}.")
-    return found
+    return {mode: {cell: fmean(values) for cell, values in cells.items()} for mode, cells in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,8 +16,8 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,20 @@ import torch
 import train as common
 from data import Data, DataMissing, load
 from plots import plot_run
-from resmlp import PRESETS, ResMLP
+from resmlp import PRESETS
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tracking import ActiveBlocks, CsvLog, MaskTracker, keep_epochs
 
 import fxmask
-from thesis import checkpoint
-from thesis.config import parse
+from thesis import checkpoint, lock
+from thesis.masked_model import CRITERIA, MODELS, build
 from thesis.recipe import RECIPES, Mixing, Recipe, optimiser, scheduler
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
-CRITERIA = ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "movement", "momentum")
 FLOP_EVERY = 25  # steps
-MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
-HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device")  # may change from one start of a run to the next
+HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device", "no_figures")  # may change from one start of a run to the next
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -77,6 +75,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--stop", type=int, metavar="EPOCH", help="end after this epoch of the plan")
     p.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="checkpoints, besides one an epoch")
     p.add_argument("--fresh", action="store_true", help="begin again, whatever lies in --out")
+    p.add_argument("--no-figures", action="store_true", help="examples/plots.py OUT draws them later")
     p.add_argument("--out", type=Path, default=Path("thesis-output"))
     p.add_argument("--threads", type=int)
     p.add_argument("--workers", type=int, default=0)
@@ -92,59 +91,24 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:
-    """`--regrow`: "gradient:0.3:10ep", "random:0.3", or nothing."""
-    if text is None:
-        return None
-    by, fraction, *until = text.split(":")
-    return fxmask.Regrow(by, float(fraction), common.steps(until[0], per_epoch) if until else None)
+def preset_of(args: argparse.Namespace) -> str:
+    """The model's name among the presets."""
+    return args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
 
 
-def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int) -> nn.Module:
-    """The model that the command line asks for, with its masks; `args.dense` is set where it has none. `steps`: an epoch's."""
-    thesis, preset = parse(args.config) if args.config else None, PRESETS[name]
-    sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
-    torch.manual_seed(args.seed)
-    model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
-    default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
-    masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
-    if args.dense or not masks:
-        args.dense = True
-        return model
-    options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
-    options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
-    options["regrow"] = regrow(args.regrow, steps)
-    options |= {"start": round(args.masks_from * steps), "schedule": common.schedule(args.schedule, steps)}
-    names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
-    return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)
-
-
-def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A training step of the recipe at its final ratio, without data, logs and counters: for timing."""
-    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
-    model = build(args, args.model or MODELS[args.data], 3, 10, steps_per_epoch)
-    optim = optimiser(model.parameters(), recipe)
-    if not args.dense:
-        fxmask.step(model, recipe.epochs * steps_per_epoch)
-        fxmask.guard(optim, model, masked_weights=args.guard)
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        loss = F.cross_entropy(model(images), labels, label_smoothing=recipe.smoothing)
-        optim.zero_grad(set_to_none=True)
-        loss.backward()
-        optim.step()
-
-    return step
+def data_of(args: argparse.Namespace) -> Data:
+    """The run's images, on its device where they fit into memory."""
+    image, how = PRESETS[preset_of(args)].image, {"seed": args.seed, "workers": args.workers, "holdout": args.holdout, "device": args.device}
+    return load(args.data, args.root, batch=args.batch, image=image, **how)
 
 
 class Run:
-    """One training run and all of its state."""
+    """One training run and all of its state. `data`: what `data_of(args)` gives, where it is loaded already."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, data: Data | None = None) -> None:
         self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
-        name = args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
-        self.data: Data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers, holdout=args.holdout)
-        self.model = build(args, name, self.data.channels, self.data.classes, self.data.steps)
+        self.data = data or data_of(args)
+        self.model = build(args, preset_of(args), self.data.channels, self.data.classes, self.data.steps)
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
@@ -166,7 +130,7 @@ class Run:
         parts = {"model": self.model, "optimiser": self.optimiser, "scheduler": self.scheduler, "tracker": self.tracker}
         state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         state["masks"] = None if self.args.dense else fxmask.state_dict(self.model)
-        checkpoint.save(self.args.out, {**state, "progress": {"step": self.step, "sums": dict(self.sums)}, "settings": self.settings()})
+        checkpoint.save(self.args.out, {**state, "progress": {"step": self.step, "sums": self.read_sums()}, "settings": self.settings()})
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint, if it has one: weights first, then masks, then the optimiser."""
@@ -183,6 +147,10 @@ class Run:
         self.step, self.sums = state["progress"]["step"], dict(state["progress"]["sums"])
         return True
 
+    def read_sums(self) -> dict[str, float]:
+        """The epoch's sums so far; waits for the device."""
+        return {name: float(value) for name, value in self.sums.items()}
+
     def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """One optimiser step. All that is random in it hangs on the seed and the step, so that a resumed run draws the same."""
         device = self.args.device
@@ -195,13 +163,13 @@ class Run:
         loss.backward()
         self.optimiser.step()  # the guard's hooks count it
         self.scheduler.step()
-        self.sums["loss"] += loss.item() * len(labels)
-        self.sums["right"] += (logits.argmax(1) == labels.to(device)).sum().item()
+        self.sums["loss"] = self.sums["loss"] + loss.detach().double() * len(labels)  # left on the device, which would have to be waited for
+        self.sums["right"] = self.sums["right"] + (logits.argmax(1) == labels.to(device)).sum().double()
         self.sums["n"] += len(labels)
         self.step += 1
 
-    def epoch(self, epoch: int) -> None:
-        """The rest of an epoch, from the step that the run has come to."""
+    def epoch(self, epoch: int) -> Iterator[None]:
+        """The rest of an epoch, from the step that the run has come to; stops after each step. `seconds` leaves out what others do meanwhile."""
         done, save_every, began = self.step - (epoch - 1) * self.data.steps, self.args.save_every, time.perf_counter()
         self.model.train()
         for i, (images, labels) in enumerate(common.progress(self.data.train(epoch), self.data.steps, f"epoch {epoch}")):
@@ -215,15 +183,18 @@ class Run:
                 self.sums["flop"] += float(counter.get_total_flops()) * steps
             else:
                 self.train_step(images, labels)
-            if save_every and self.step % save_every == 0:
+            if save_every and self.step % save_every == 0 and i + 1 < self.data.steps:  # the last step's is saved with the epoch's row, or a kill loses the row
                 self.sums["seconds"] += time.perf_counter() - began
                 began = time.perf_counter()
                 self.save()
+            self.sums["seconds"] += time.perf_counter() - began
+            yield
+            began = time.perf_counter()
         self.sums["seconds"] += time.perf_counter() - began
 
     def report(self, epoch: int, log: CsvLog) -> None:
         """The epoch's csv row and line."""
-        began, sums = time.perf_counter(), self.sums
+        began, sums = time.perf_counter(), self.read_sums()
         scores = {"train_loss": sums["loss"] / sums["n"], "train_acc": 100 * sums["right"] / sums["n"]}
         scores |= common.evaluate(self.model, (self.data.held or self.data.test)(), self.args.device)
         row = {"epoch": epoch, **scores, "ratio_achieved": self.tracker.ratio_achieved(), "flips": self.tracker.take_flips()}
@@ -233,10 +204,14 @@ class Run:
         print("  ".join(f"{k} {v:.6g}" for k, v in row.items()), flush=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train until the plan's end, or --stop."""
-    r = Run(args)
-    args.out.mkdir(parents=True, exist_ok=True)
+def turns(args: argparse.Namespace, data: Data | None = None) -> Iterator[None]:
+    """Train until the plan's end, or --stop, and stop after each step, so that one process can train several models in turns."""
+    r = Run(args, data)
+    with lock.held(args.out):
+        yield from _turns(args, r)
+
+
+def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
     went_on = r.resume()
     done = r.step // r.data.steps
     log_path, blocks_path = args.out / "log.csv", args.out / "active_blocks.csv"
@@ -245,10 +220,10 @@ def run(args: argparse.Namespace) -> int:
         keep_epochs(log_path, done)
         keep_epochs(blocks_path, done)
     log, blocks = CsvLog(log_path, COLUMNS, append=went_on), ActiveBlocks(blocks_path, r.tracker, append=went_on)
-    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "command": shlex.join(sys.argv)}
+    facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "steps": r.data.steps, "command": shlex.join(sys.argv)}
     (args.out / "run.json").write_text(json.dumps({**vars(args), **facts}, indent=1, default=str) + "\n")
     for epoch in range(done + 1, min(args.stop or args.epochs, args.epochs) + 1):
-        r.epoch(epoch)
+        yield from r.epoch(epoch)
         r.report(epoch, log)
         blocks.write(epoch)
         r.save()
@@ -256,8 +231,14 @@ def run(args: argparse.Namespace) -> int:
         scores = common.evaluate(r.model, r.data.test(), args.device)
         (args.out / "test.json").write_text(json.dumps(scores) + "\n")
         print("test images: " + "  ".join(f"{k} {v:.6g}" for k, v in scores.items()))
-    for path in (log_path, *plot_run(args.out)):
+    for path in (log_path, *(() if args.no_figures else plot_run(args.out))):
         print(path)
+
+
+def run(args: argparse.Namespace) -> int:
+    """All turns of one run."""
+    for _ in turns(args):
+        pass
     return 0
 
 
@@ -269,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_flush_denormal(True)  # momenta without gradients fade into denormal numbers, on which a CPU is many times slower
     try:
         return run(args)
-    except (DataMissing, fxmask.FxMaskError, checkpoint.CheckpointError) as error:
+    except (DataMissing, fxmask.FxMaskError, checkpoint.CheckpointError, lock.InUse) as error:
         print(f"thesis/train.py: {error}", file=sys.stderr)
         return 2
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import plots
 import pytest
 import train as common
-from thesis import accuracy, isoflop, recipes, stability
+from thesis import accuracy, isoflop, masked_model, recipes, stability
 from thesis import train as program
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_every_recipe_is_a_command_and_ends_its_ramp_in_time(name):
     assert args.dense == (args.config is None) == name.startswith("dense")
     schedule = common.schedule(args.schedule, 352)
     assert schedule is None or schedule.ratio_at(10 * 352, 0.8) == 0.8, "the final ratio holds for the last half of the steps"
-    regrow = program.regrow(args.regrow, 352)
+    regrow = masked_model.regrow(args.regrow, 352)
     assert regrow is None or regrow.until <= 20 * 352
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from data import DataMissing, flip_and_crop, load
+from data import DataMissing, digits, flip_and_crop, load
 
 
 def test_digits_split_is_fixed_and_stratified():
@@ -41,6 +41,20 @@ def test_flip_and_crop_is_a_shift_or_a_mirrored_shift():
     possible = [p[:, i : i + 8, j : j + 8] for p in padded for i in range(3) for j in range(3)]
     found = [[torch.equal(sample, p) for p in possible].index(True) for sample in y]
     assert len(set(found)) > 9
+
+
+def test_of_seed_is_a_load_with_that_seed():
+    """The same batches without loading the images again, and of what is held out."""
+    data, other = load("digits", batch=500, holdout=100).of_seed(3), load("digits", batch=500, holdout=100, seed=3)
+    for a, b in ((data.train(2), other.train(2)), (data.test(), other.test()), (data.held(), other.held())):
+        assert all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+
+
+def test_a_batch_is_made_on_the_device_of_the_images():
+    """On meta tensors, as any op that mixes devices raises there too."""
+    train, _ = digits()
+    x, y = next(train.to("meta").batches(64, torch.Generator().manual_seed(0), augment=True))
+    assert (x.device.type, y.device.type, x.shape, x.dtype) == ("meta", "meta", (64, 1, 8, 8), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "folder"])

@@ -92,6 +92,25 @@ def test_resume_is_exact(options, tmp_path, monkeypatch, whole):
     assert_same_end(out, expected)
 
 
+def test_no_row_is_lost_where_an_epoch_ends(tmp_path, whole, monkeypatch):
+    """Broken off in the evaluation, when a checkpoint was due at the epoch's last step."""
+    options = (*MASKED, "--save-every", "1", "--out", str(tmp_path))
+    calls = []
+
+    def breaking(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Crash
+        return honest(*args)
+
+    honest = program.common.evaluate
+    monkeypatch.setattr(program.common, "evaluate", breaking)
+    with pytest.raises(Crash):
+        program.main([*options])
+    assert program.main([*options]) == 0
+    assert_same_end(tmp_path, whole)
+
+
 def kill_and_go_on(out: Path, kills: int) -> int:
     """Start the run again and again, kill -9 each time at a random moment, then let it end; how many of the kills hit a run."""
     chance, hits = random.Random(), 0

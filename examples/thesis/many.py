@@ -1,0 +1,113 @@
+"""Several runs of train.py in one process, in turns: a step of each, then the next step of each. The images are loaded once, and lie on the device.
+
+On a GPU every run has a stream of its own and no step waits for the device, so their kernels overlap; on a CPU the runs take turns and nothing more. A
+step's random numbers hang on its run's seed and its number, so each run's results are those that it has alone. `seconds` in a log is the run's share of the
+time; together they make the process's. One process can launch only so many kernels: more of them, side by side, are sweep.py's --jobs.
+
+    python examples/thesis/many.py RUNS.json --at-once 8        # [["name", ["--data", "digits", "--out", "DIR"]], ...]; sweep.py writes it
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+
+import torch
+from data import Data
+
+import fxmask
+from thesis import train
+
+SHARED = ("data", "root", "batch", "image", "workers", "holdout", "device")  # what one set of loaded images serves
+
+
+class Turns:
+    """One run in the middle of others."""
+
+    def __init__(self, name: str, args: argparse.Namespace, data: Data) -> None:
+        self.name, self.args = name, args
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.output: TextIO = (args.out / "output.txt").open("a")
+        self.steps: Iterator[None] = train.turns(args, data)
+        self.stream = torch.cuda.Stream(args.device) if torch.device(args.device).type == "cuda" else None
+
+    def step(self) -> int | None:
+        """One step; an exit status when the run has come to an end. What it prints goes to output.txt in its folder."""
+        try:
+            with contextlib.redirect_stdout(self.output), contextlib.redirect_stderr(self.output), torch.cuda.stream(self.stream):
+                next(self.steps)
+                return None
+        except StopIteration:
+            status = 0
+        except Exception as error:  # whatever one run dies of, the others go on
+            status = 2 if isinstance(error, (fxmask.FxMaskError, train.checkpoint.CheckpointError, train.lock.InUse)) else 1
+            self.output.write(f"{error}\n" if status == 2 else traceback.format_exc())
+        self.output.close()
+        return status
+
+
+class Images:
+    """The runs' images, the last set kept; each run gets them in the order of its seed."""
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] | None = None
+        self.data: Data | None = None
+
+    def of(self, args: argparse.Namespace) -> Data:
+        key = tuple(train.PRESETS[train.preset_of(args)].image if name == "image" else getattr(args, name) for name in SHARED)
+        if key != self.key or self.data is None:
+            self.key, self.data = key, None  # the old set is let go before the new one comes
+            self.data = train.data_of(args)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # all streams read what one has written
+        if self.data.of_seed is None:
+            raise train.DataMissing(f"--at-once: expected images of at most 64 pixels, which fit into memory, got {args.data} of {self.data.image} pixels.")
+        return self.data.of_seed(args.seed)
+
+
+def together(runs: Sequence[tuple[str, argparse.Namespace]], at_once: int, after: Callable[[str, int], None]) -> int:
+    """Train all runs, `at_once` of them at a time; `after(name, exit status)` when one has ended. Returns how many failed."""
+    waiting, going, images, failed = deque(runs), deque[Turns](), Images(), 0
+    torch.set_flush_denormal(True)  # as train.py
+    while waiting or going:
+        while waiting and len(going) < at_once:
+            name, args = waiting.popleft()
+            if args.threads:
+                torch.set_num_threads(args.threads)
+            going.append(Turns(name, args, images.of(args)))
+        one = going.popleft()
+        status = one.step()
+        if status is None:
+            going.append(one)
+        else:
+            failed += status != 0
+            after(one.name, status)
+    return failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("runs", type=Path, metavar="RUNS.json")
+    p.add_argument("--at-once", type=int, default=8)
+    args = p.parse_args(argv)
+    runs = [(name, train.arguments(words)) for name, words in json.loads(args.runs.read_text())]
+    try:
+        return 1 if together(runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True)) else 0
+    except train.DataMissing as error:
+        print(f"thesis/many.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # whoever started this says what to do
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

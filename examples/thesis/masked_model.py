@@ -1,0 +1,66 @@
+"""The model of a run of train.py: ResMLP with the masks that the command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import train as common
+from resmlp import PRESETS, ResMLP
+from torch import nn
+from torch.nn import functional as F
+
+import fxmask
+from thesis.config import parse
+from thesis.recipe import Recipe, optimiser
+
+CRITERIA = ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "movement", "momentum")
+MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
+
+
+def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:
+    """`--regrow`: "gradient:0.3:10ep", "random:0.3", or nothing."""
+    if text is None:
+        return None
+    by, fraction, *until = text.split(":")
+    return fxmask.Regrow(by, float(fraction), common.steps(until[0], per_epoch) if until else None)
+
+
+def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int) -> nn.Module:
+    """The model that the command line asks for, with its masks; `args.dense` is set where it has none. `steps`: an epoch's."""
+    thesis, preset = parse(args.config) if args.config else None, PRESETS[name]
+    sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
+    torch.manual_seed(args.seed)
+    model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
+    default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
+    masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
+    if args.dense or not masks:
+        args.dense = True
+        return model
+    options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
+    options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
+    options["regrow"] = regrow(args.regrow, steps)
+    options |= {"start": round(args.masks_from * steps), "schedule": common.schedule(args.schedule, steps)}
+    names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
+    return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)
+
+
+def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A training step of the recipe at its final ratio, without data, logs and counters: for timing."""
+    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+    model = build(args, args.model or MODELS[args.data], 3, 10, steps_per_epoch)
+    optim = optimiser(model.parameters(), recipe)
+    if not args.dense:
+        fxmask.step(model, recipe.epochs * steps_per_epoch)
+        fxmask.guard(optim, model, masked_weights=args.guard)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        loss = F.cross_entropy(model(images), labels, label_smoothing=recipe.smoothing)
+        optim.zero_grad(set_to_none=True)
+        loss.backward()
+        optim.step()
+
+    return step

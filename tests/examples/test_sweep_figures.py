@@ -1,0 +1,60 @@
+"""The figures of a sweep, of which a part has ended."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from thesis import sweep_figures, sweep_file, sweep_results
+
+SWEEPS = Path(__file__).parents[2] / "examples" / "thesis" / "sweeps"
+
+
+@pytest.fixture(scope="module")
+def part():
+    """Four of 342 runs, two of them 32x32 at 80 %."""
+    pytest.importorskip("matplotlib")
+    jobs = sweep_file.read(SWEEPS / "thesis_grid.yaml").jobs
+    accuracy = {"32x32-0.8-masked-seed0": 75.19, "32x32-0.8-unmasked-seed0": 10.0, "1x1-0.1-masked-seed0": 80.0, "64x64-0.8-masked-seed0": 71.0}
+    runs = []
+    for job in jobs:
+        if job.name in accuracy:
+            log = [{"epoch": str(i), "top1": str(accuracy[job.name] * i / 200), "train_loss": "1.5", "loaded": "1"} for i in range(1, 201)]
+            runs.append(sweep_results.Ended(job, {**vars(job.namespace()), "steps": 391}, log, None))
+    return runs, jobs
+
+
+def test_heatmap_of_a_part(part):
+    runs, jobs = part
+    modes = list(sweep_figures.modes_of(jobs))
+    assert [(mode, len(cells)) for mode, _, cells in modes] == [("masked", 171), ("unmasked", 171)]
+    figure = sweep_figures.heatmap(runs, jobs, *modes[0])
+    axes = figure.axes[0]
+    assert {text.get_text() for text in axes.texts} == {"75.2 %\n278", "80.0 %\n318.3", "71.0 %\n282.5"}
+    values = axes.images[0].get_array().filled(math.nan).tolist()
+    assert (len(values), len(values[0])) == (19, 9) and sum(not math.isnan(v) for line in values for v in line) == 3
+    blocks = [label.get_text() for label in axes.get_yticklabels()]
+    assert values[blocks.index("32x32")][7] == 75.19 and values[0][0] == 80.0
+    assert "4 of 342 runs of the sweep have ended, 3 of 171 cells" in axes.get_title()
+    empty = sweep_figures.heatmap([], jobs, *modes[0])
+    assert not empty.axes[0].texts and "0 of 342" in empty.axes[0].get_title()
+
+
+def test_curves(part):
+    """Figure 6.4: a curve a block and mode at 80 %, and nothing of the other ratios."""
+    runs, jobs = part
+    masked, unmasked = sweep_figures.curves(runs, jobs, list(sweep_figures.modes_of(jobs)), 0.8).axes
+    assert {line.get_label(): line.get_ydata()[-1] for line in masked.lines} == {"32x32": 75.19, "64x64": 71.0}
+    assert [line.get_label() for line in unmasked.lines] == ["32x32"] and "2 of 19 blocks at 80%" in masked.get_title()
+    same = {line.get_label(): line.get_color() for line in masked.lines}
+    assert unmasked.lines[0].get_color() == same["32x32"] != same["64x64"]
+
+
+def test_files(part, tmp_path):
+    runs, jobs = part
+    names = {path.name for path in sweep_figures.draw(runs, jobs, tmp_path)}
+    singles = {f"figure_6_5_32x32-0.8-{mode}-seed0.png" for mode in ("masked", "unmasked")}
+    assert names == {"figure_6_1_masked.png", "figure_6_2_unmasked.png", "figure_6_4.png", *singles} == {p.name for p in tmp_path.iterdir()}
+    figure = sweep_figures.single(runs[0])
+    assert [axes.lines[0].get_color() for axes in figure.axes] == ["tab:green", "tab:blue"]
