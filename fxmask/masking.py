@@ -19,6 +19,7 @@ from .passes.choose import Decision, Patterns, choose
 from .passes.config import Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
+from .passes.phases import in_turn
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild
 from .passes.site import Site, graph_sites
@@ -211,11 +212,14 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
     whole, uncovered = [], []
     for d in selected:
         assert d.config is not None
-        nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
-        if d.config.ratio > 0 and d.config.keep_at(10**12, nb * kb) == nb * kb:
-            whole.append(f"{d.candidate.name or 'the model itself'} ({nb * kb} block{'s' * (nb * kb > 1)} of {d.config.block})")
-        if d.config.cover and d.config.keep_at(10**12, nb * kb) < max(nb, kb):
-            uncovered.append(f"{d.candidate.name or 'the model itself'} ({d.config.keep_at(10**12, nb * kb)} blocks kept of {nb}x{kb})")
+        name = d.candidate.name or "the model itself"
+        for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
+            nb, kb = grid_shape(d.candidate.weight.shape, c.block)
+            kept = c.keep_at(10**12, nb * kb)
+            if c.ratio > 0 and kept == nb * kb:
+                whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
+            if c.cover and kept < max(nb, kb):
+                uncovered.append(f"{name} ({kept} blocks kept of {nb}x{kb})")
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
         warnings.warn(what, FxMaskWarning, stacklevel=3)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .kernels.errors import StateError, message
-from .passes import rebuild
+from .kernels.grid import grid_shape
+from .passes import phase_change, phases, rebuild
 from .passes import site as state
 from .passes.config import Schedule, WeightMask
 from .passes.optimiser import POLICIES
@@ -36,7 +37,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 def _one(site: Site) -> dict[str, Any]:
     mask, flips = site._fxmask_mask, site._fxmask_flips
     return {
-        "settings": _settings(site._fxmask_config),
+        "settings": _settings(site._fxmask_given),
         "step": site._fxmask_step,
         "built": site._fxmask_built,
         "announced": site._fxmask_announced,
@@ -49,7 +50,7 @@ def _one(site: Site) -> dict[str, Any]:
 
 def _settings(config: WeightMask) -> dict[str, Any]:
     plain = {k: v for k, v in dataclasses.asdict(config).items() if k not in HOW_RUN}
-    return {**plain, "block": list(plain["block"])}
+    return {**plain, "block": list(plain["block"]), "phases": phases.plain(config.phases)}
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _entries(saved: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
-    ours, theirs = _settings(site._fxmask_config), entry["settings"]
+    ours, theirs = _settings(site._fxmask_given), entry["settings"]
     if not isinstance(theirs, dict):
         raise StateError(message(f"settings: expected a dict, got {theirs!r}.", name, "load a state as fxmask.state_dict returned it."))
     theirs = _completed(theirs)
@@ -112,12 +113,18 @@ def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
     if differ:
         what = f"the state was saved with other settings: expected the same, got {'; '.join(differ)}."
         raise StateError(message(what, name, "apply fxmask with the saved settings, or go on without the saved masks by fxmask.step(model, n)."))
-    mask = entry["mask"]
-    if (mask is None) != (site._fxmask_mask is None) or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != site._fxmask_grid):
+    mask, then = entry["mask"], _then(site, entry)
+    grid = grid_shape(site._fxmask_shape, then.block)
+    if (mask is None) == then.cached or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != grid):
         got = None if mask is None else tuple(mask.shape)
-        raise StateError(message(f"the saved mask is of another shape: expected {site._fxmask_grid}, got {got}.", name, "load the state of this architecture."))
+        raise StateError(message(f"the saved mask is of another shape: expected {grid}, got {got}.", name, "load the state of this architecture."))
     for wrong in _wrong_values(site, entry):
         raise StateError(message(f"the state was changed since it was saved: {wrong}.", name, "load a state as fxmask.state_dict returned it."))
+
+
+def _then(site: Site, entry: dict[str, Any]) -> WeightMask:
+    """The configuration of the phase in which an entry was saved."""
+    return phases.in_force(site._fxmask_given, entry["step"] if type(entry["step"]) is int else site._fxmask_step)
 
 
 def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
@@ -132,9 +139,9 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: expected a bool, got {entry[key]!r}"
     if entry["policy"] is not None and (type(entry["policy"]) is not str or entry["policy"] not in POLICIES[1:]):
         yield f"policy: expected one of {', '.join(POLICIES[1:])} or None, got {entry['policy']!r}"
-    mask, flips, c = entry["mask"], entry["flips"], site._fxmask_config
+    mask, flips, c = entry["mask"], entry["flips"], _then(site, entry)
     for key, t, dtype in (("mask", mask, torch.bool), ("flips", flips, torch.int64)):
-        wanted = site._fxmask_mask is not None
+        wanted = c.cached
         if wanted and (not isinstance(t, torch.Tensor) or t.dtype != dtype or t.is_meta or (key == "flips" and t.ndim)):
             yield f"{key}: expected a tensor of {dtype} with values, got {f'one of {t.dtype}, {tuple(t.shape)}' if isinstance(t, torch.Tensor) else repr(t)}"
         if not wanted and t is not None:
@@ -150,6 +157,7 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     site._fxmask_step, site._fxmask_built = entry["step"], entry["built"]
     site._fxmask_announced = entry["announced"] or guarded
     site._fxmask_unguarded = entry["guarded"] and not guarded
+    phase_change.follow(site)
     device = site._fxmask_keep.device
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()

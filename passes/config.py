@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
@@ -11,6 +12,7 @@ from ..kernels.grid import check_block, keep_count, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
+from .phases import Phases, check_phases, in_turn
 from .schedule import SCHEDULES, at_least, one_of
 from .schedule import Schedule as Schedule
 
@@ -32,6 +34,9 @@ class WeightMask:
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
         impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back. seed: for `criterion="random"`.
         cover: no block row and no block column without a kept block, where the ratio leaves max(rows, columns) of them; see `kernels.select.covering`.
+        phases: None, or {optimiser step: dict of new values, ...} for block, backward, criterion, ties, cover and refresh: from that step on, and until another
+            phase names them. A phase that changes more than backward begins with a new mask where it is cached. Under torch.compile one recompile for each set
+            of values, of which Dynamo takes 8 (`torch._dynamo.config.recompile_limit`). In a traced graph block and backward stay.
 
     Raises: ConfigError, UnsupportedError.
     """
@@ -49,6 +54,7 @@ class WeightMask:
     impl: str = "auto"
     seed: int = 0
     cover: bool = False
+    phases: Mapping[int, Mapping[str, Any]] | Phases | None = None
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -81,17 +87,24 @@ class WeightMask:
             raise UnsupportedError(
                 "backward='unmasked' needs the call of the layer, and read='weight' has none: expected masked, ste or rigl for this layer."
             )
+        if self.phases is not None:
+            object.__setattr__(self, "phases", check_phases(self))
 
     @property
     def needs_steps(self) -> bool:
         """Whether the mask depends on how many optimiser steps were taken."""
         moving = self.schedule is not None and self.schedule.moves
-        return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl"
+        return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl" or self.phases is not None
 
     @property
     def cached(self) -> bool:
         """Whether the mask outlives a forward; the others follow the weight, whoever writes it."""
         return self.refresh != 1
+
+    @property
+    def ever_cached(self) -> bool:
+        """Whether it does in any phase."""
+        return any(c.cached for c in in_turn(self))
 
     def ratio_at(self, step: int) -> float:
         """Target ratio at an optimiser step; 0 before `start`."""

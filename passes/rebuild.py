@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
-from . import ranks
+from . import phase_change, ranks
 from . import site as state
 from .site import Site
 
@@ -102,20 +102,23 @@ def after_load(site: Site, weight: Tensor) -> None:
 
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only."""
-    jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded) for site, _ in found]
-    for site, weight in found:
-        c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
-        site._fxmask_announced, site._fxmask_unguarded = True, False
-        site._fxmask_step = now
-        if n and c.cached and now >= c.start and weight is not None:
-            due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
-            if due or before < c.start:
-                jobs.append(Job(site, weight, first=before < c.start))
+    jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded, phase_change.remembered(site)) for site, _ in found]
     try:
+        for site, weight in found:
+            before, now = site._fxmask_step, site._fxmask_step + n
+            site._fxmask_announced, site._fxmask_unguarded = True, False
+            site._fxmask_step = now
+            entered = phase_change.follow(site)
+            c = site._fxmask_config
+            if n and c.cached and now >= c.start and weight is not None:
+                due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
+                if due or before < c.start or entered.anew:
+                    jobs.append(Job(site, weight, first=before < c.start or entered.first))
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
     except BaseException:  # a step that failed may be told again
-        for site, step, announced, unguarded in past:
+        for site, step, announced, unguarded, remembered in past:
+            phase_change.take_back(site, remembered)
             site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded = step, announced, unguarded
         state.sync(*(site for site, _ in found))
         raise

@@ -25,7 +25,7 @@ from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
-from . import ranks
+from . import phases, ranks
 from .config import WeightMask
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips")  # the tensors among the attributes
@@ -34,7 +34,10 @@ STATE = ("keep", "count", "dense", "mask", "lists", "flips")  # the tensors amon
 class Site(nn.Module):
     """Mixin of every module that owns a mask."""
 
-    _fxmask_config: WeightMask
+    _fxmask_given: WeightMask  # what the user asked for
+    _fxmask_config: WeightMask  # what is in force: that of the phase
+    _fxmask_phase: int  # phases that have begun
+    _fxmask_shape: tuple[int, int]  # of the weight
     _fxmask_name: str  # the parameter's
     _fxmask_grid: tuple[int, int]
     _fxmask_stream: int  # seed of random masks
@@ -45,6 +48,7 @@ class Site(nn.Module):
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_policy: str | None  # of the guard that is in force
+    _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
     _fxmask_guard: object | None  # token of the guard that counts the steps
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
@@ -94,8 +98,9 @@ def stream_of(seed: int, name: str) -> int:
 
 def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
-    site._fxmask_config, site._fxmask_name = config, name
+    site._fxmask_given, site._fxmask_config, site._fxmask_phase, site._fxmask_name = config, phases.in_force(config, 0), 0, name
     site._fxmask_grid = grid_shape(weight.shape, config.block)
+    site._fxmask_shape, site._fxmask_choice = (weight.shape[0], weight.shape[1]), "auto"
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
@@ -208,10 +213,9 @@ def dense_flag(site: Site) -> Tensor | None:
 
 def forward_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
-    c = site._fxmask_config
     if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
         refuse_tracing(site)
-    if c.needs_steps and not site._fxmask_announced:
+    if site._fxmask_given.needs_steps and not site._fxmask_announced:
         _nobody_counts(site)
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
@@ -285,15 +289,18 @@ def refuse_tracing(site: Site) -> None:
 
 
 def _nobody_counts(site: Site) -> None:
-    c = site._fxmask_config
+    c, given = site._fxmask_config, site._fxmask_given
     fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
     fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
     if site.training:
-        what = "start, schedule, refresh > 1 and backward='rigl' count optimiser steps: expected a step source before training, got none."
+        what = "start, schedule, refresh > 1, phases and backward='rigl' count optimiser steps: expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))
     if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
         return
     now = c.ratio_at(site._fxmask_step)
+    if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
+        what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
+        warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel=4)
     if now != c.ratio and not site._fxmask_is_dense:
         what = f"a masked model is evaluated at ratio {round(now, 6)}, not {c.ratio}: start or schedule count steps, none was told (fxmask.step)."
         warnings.warn(what, FxMaskWarning, stacklevel=4)
