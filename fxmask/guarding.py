@@ -110,7 +110,7 @@ def _count(optimizer: Optimizer) -> int:
 
 def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
     """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
-    if not (site._fxmask_given.ever_cached and isinstance(site, MaskedLinear)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
+    if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLinear)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
         return weight
     with torch.no_grad():
         return peek_weight(site)

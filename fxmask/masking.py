@@ -15,8 +15,9 @@ from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedE
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
 from .passes import ranks
+from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
-from .passes.config import Schedule, WeightMask
+from .passes.config import Feedback, Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
 from .passes.phases import in_turn
@@ -43,7 +44,7 @@ def apply(
     criterion: str = "fro",
     refresh: int = 1,
     start: int = 0,
-    schedule: Schedule | None = None,
+    schedule: Schedule | Feedback | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
     overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
@@ -79,6 +80,7 @@ def apply(
     decisions = choose(find(model), config, include, exclude, overrides)
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
+    decisions = with_budgets(decisions)
     _warn_of_graphs(model)
     _warn_if_dense(decisions)
     _change(model, decisions)
@@ -216,7 +218,7 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
         for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
             nb, kb = grid_shape(d.candidate.weight.shape, c.block)
             kept = c.keep_at(10**12, nb * kb)
-            if c.ratio > 0 and kept == nb * kb:
+            if c.final_ratio > 0 and kept == nb * kb:
                 whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
             if c.cover and kept < max(nb, kb):
                 uncovered.append(f"{name} ({kept} blocks kept of {nb}x{kb})")

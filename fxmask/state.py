@@ -11,9 +11,10 @@ from torch import nn
 
 from .kernels.errors import StateError, message
 from .kernels.grid import grid_shape
-from .passes import phase_change, phases, rebuild
+from .passes import looks, phase_change, phases, rebuild
 from .passes import site as state
 from .passes.config import Schedule, WeightMask
+from .passes.feedback import bounds
 from .passes.optimiser import POLICIES
 from .passes.site import Site
 from .sites import required_sites
@@ -24,7 +25,7 @@ HOW_RUN = ("impl",)  # settings that another machine may choose differently with
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, step, step of the last rebuild, whether steps
-    are counted, whether a guard counts them and its policy, and where they are cached the mask (bool [NB, KB]) and the flips.
+    are counted, whether a guard counts them and its policy, and where they are cached the mask (bool [NB, KB]) and the flips, and how far a feedback has come.
 
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
     Raises: StateError without masks, and inside `fxmask.dense`.
@@ -45,6 +46,7 @@ def _one(site: Site) -> dict[str, Any]:
         "policy": site._fxmask_policy,
         "mask": None if mask is None else mask.detach().clone(),
         "flips": None if flips is None else flips.detach().clone(),
+        **looks.saved(site),
     }
 
 
@@ -56,7 +58,7 @@ def _settings(config: WeightMask) -> dict[str, Any]:
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     """Saved settings, with the defaults of what there was not yet when they were saved."""
     schedule = saved.get("schedule")
-    if isinstance(schedule, dict):
+    if isinstance(schedule, dict) and "measure" not in schedule:  # a Feedback says all of its own
         saved = {**saved, "schedule": {**dataclasses.asdict(Schedule()), **schedule}}
     return {**_settings(WeightMask()), **saved}
 
@@ -96,7 +98,7 @@ def _entries(saved: Any) -> dict[str, dict[str, Any]]:
         if type(format) is int and format != FORMAT:
             got = f"format {format}"
         elif type(format) is int and isinstance(entries, dict):
-            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or set(e) != set(_KEYS))
+            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or set(e) - {"feedback"} != set(_KEYS))
             if not odd:
                 return entries
             got = f"other entries for {odd[:5]}"
@@ -147,9 +149,10 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
         if not wanted and t is not None:
             yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
     if mask is not None:
-        kept, expected = int(mask.sum()), c.keep_at(entry["built"], mask.numel())
-        if kept < expected or (kept > expected and c.ties == "lowest"):
-            yield f"mask: expected {expected} kept blocks, got {kept}"
+        kept, (least, most) = int(mask.sum()), bounds(c, entry["built"], mask.numel())
+        if kept < least or (kept > most and c.ties == "lowest"):
+            yield f"mask: expected {least}{f' to {most}' if most > least else ''} kept blocks, got {kept}"
+    yield from looks.wrong(site, entry.get("feedback"), grid_shape(site._fxmask_shape, c.block))
 
 
 def _load(site: Site, entry: dict[str, Any]) -> None:
@@ -157,7 +160,8 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     site._fxmask_step, site._fxmask_built = entry["step"], entry["built"]
     site._fxmask_announced = entry["announced"] or guarded
     site._fxmask_unguarded = entry["guarded"] and not guarded
-    phase_change.follow(site)
+    phase_change.follow(site, taken=False)
+    looks.load(site, entry.get("feedback"))
     device = site._fxmask_keep.device
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()

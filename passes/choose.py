@@ -158,6 +158,9 @@ def _check_selected(decisions: list[Decision]) -> None:
             refresh = next(p.refresh for p in in_turn(d.config) if p.cached)
             what = f"a cached mask (refresh={refresh}) needs the parameter, and this graph computes the weight."
             raise UnsupportedError(message(what, where, "use refresh=1 for it."))
+        if c.host is not None and c.weight_path is None and c.weight_node is None and d.config.wants_weight:
+            what = "Feedback('flip_rate') looks at the weight between steps, and this graph computes it."
+            raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace, or use another schedule for it."))
         other = seen.setdefault(id(c.weight), d)
         if other.config is None or dataclasses.replace(other.config, read="call") != dataclasses.replace(d.config, read="call"):
             what = f"one weight would be masked twice, differently: {other.candidate.name!r} and {where!r} share it."

@@ -12,6 +12,7 @@ from ..kernels.grid import check_block, keep_count, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
+from .feedback import Feedback as Feedback
 from .phases import Phases, check_phases, in_turn
 from .schedule import SCHEDULES, at_least, one_of
 from .schedule import Schedule as Schedule
@@ -28,7 +29,7 @@ class WeightMask:
         criterion: `fro`, `spectral`, `l1`, `linf` or `random`; see `kernels.score`.
         refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
         start: first optimiser step with masks; before it every block is kept.
-        schedule: None, or a `Schedule` of the ratio, which ends at `ratio`.
+        schedule: None, a `Schedule` of the ratio, which ends at `ratio`, or a `Feedback`, which stays at or below it.
         ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).
         dense_every: for `rigl`: every so many optimiser steps the weight's gradient is dense.
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
@@ -47,7 +48,7 @@ class WeightMask:
     criterion: str = "fro"
     refresh: int = 1
     start: int = 0
-    schedule: Schedule | None = None
+    schedule: Schedule | Feedback | None = None
     ties: str = "lowest"
     dense_every: int = 100
     read: str = "call"
@@ -79,10 +80,12 @@ class WeightMask:
             raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
         if isinstance(self.schedule, str) and self.schedule == "constant":
             object.__setattr__(self, "schedule", None)
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
-            raise ConfigError(f"schedule: expected None or a fxmask.Schedule, got {self.schedule!r}.")
+        if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
+            raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
+        if isinstance(self.schedule, Feedback):
+            self.schedule.check_mask(self.ratio, self.refresh)
         if self.read == "weight" and self.backward == "unmasked":
             raise UnsupportedError(
                 "backward='unmasked' needs the call of the layer, and read='weight' has none: expected masked, ste or rigl for this layer."
@@ -105,6 +108,16 @@ class WeightMask:
     def ever_cached(self) -> bool:
         """Whether it does in any phase."""
         return any(c.cached for c in in_turn(self))
+
+    @property
+    def wants_weight(self) -> bool:
+        """Whether optimiser steps look at the weight: to build a mask that is cached, or to count flips."""
+        return self.ever_cached or (isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate")
+
+    @property
+    def final_ratio(self) -> float:
+        """The ratio in the end; of a feedback the highest that it can come to."""
+        return self.ratio_at(10**12)
 
     def ratio_at(self, step: int) -> float:
         """Target ratio at an optimiser step; 0 before `start`."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import grid_shape
-from . import phases
+from . import looks, phases
 from . import site as state
+from .feedback import held
 from .optimiser import policy_of
 from .site import Site
 
@@ -22,24 +20,21 @@ class Entered(NamedTuple):
     first: bool = False  # in blocks that had no mask before: blocks that change place are no flips
 
 
-def capturing(t: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, which would replay what is done now."""
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def follow(site: Site) -> Entered:
-    """Put in force what the site's step asks for; the device scalars are then written.
+def follow(site: Site, taken: bool = True) -> Entered:
+    """Put in force what the site's step asks for, and if a step was taken what its feedback has decided. The caller syncs the device scalars.
 
     The old tensors are not overwritten where blocks change: a backward that is still to come holds them. Raises: UnsupportedError inside a CUDA graph.
     """
+    if taken:
+        looks.take(site)
     given, old = site._fxmask_given, site._fxmask_config
     begun = phases.begun(given, site._fxmask_step)
     if begun == site._fxmask_phase:
         return Entered()
-    if capturing(site._fxmask_keep):
+    if state.capturing(site._fxmask_keep):
         what = f"a phase begins at step {site._fxmask_step} inside a CUDA graph, which would replay the phase before it for ever."
         raise UnsupportedError(message(what, site._fxmask_name, "capture the step anew in each phase, after a step that is not captured has begun it."))
-    new = phases.in_force(given, site._fxmask_step)
+    new = held(phases.in_force(given, site._fxmask_step), given, site._fxmask_progress)
     site._fxmask_config, site._fxmask_phase = new, begun
     _make_tensors(site, same_blocks=new.block == old.block)
     if site._fxmask_policy is not None:
@@ -59,6 +54,7 @@ def _make_tensors(site: Site, same_blocks: bool) -> None:
     for name, t in before.items():
         if t is not None and getattr(site, f"_fxmask_{name}") is not None and (same_blocks or name == "flips"):
             setattr(site, f"_fxmask_{name}", t)
+    site._fxmask_looked = before["looked"] if same_blocks else None
     if site._fxmask_is_dense and site._fxmask_mask is not None:  # what the end of fxmask.dense brings back; a new mask is put there
         site._fxmask_saved = saved if same_blocks and saved is not None else (site._fxmask_mask, site._fxmask_lists)
     site._fxmask_lost = site._fxmask_lost and site._fxmask_mask is not None
@@ -68,7 +64,7 @@ def _make_tensors(site: Site, same_blocks: bool) -> None:
 
 def remembered(site: Site) -> dict[str, object]:
     """What `follow` may change, to take it back after a failure; nothing where it changes nothing."""
-    if site._fxmask_given.phases is None:
+    if site._fxmask_given.phases is None and site._fxmask_progress is None:
         return {}
     return {k: v for k, v in site.__dict__.items() if k.startswith("_fxmask_")}
 

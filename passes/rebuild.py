@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
-from . import phase_change, ranks
+from . import looks, phase_change, ranks
 from . import site as state
 from .site import Site
 
@@ -45,7 +45,7 @@ def rebuild(jobs: Sequence[Job]) -> None:
         old = site._fxmask_mask if saved is None else saved[0]
         if not first and site._fxmask_flips is not None and old is not None:
             flips = torch.ne(mask, old).sum()
-            site._fxmask_flips = site._fxmask_flips.add_(flips) if _capturing(mask) else site._fxmask_flips + flips
+            site._fxmask_flips = site._fxmask_flips.add_(flips) if state.capturing(mask) else site._fxmask_flips + flips
         if saved is None:
             hold(site, mask, lists)
         else:  # inside fxmask.dense the mask waits until its end
@@ -54,14 +54,10 @@ def rebuild(jobs: Sequence[Job]) -> None:
         site._fxmask_lost = False
 
 
-def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
     """Cache a mask and its lists. Inside a CUDA graph they go where the graph's forward has read them, which is where every replay will."""
     old, old_lists = site._fxmask_mask, site._fxmask_lists
-    if old is not None and _capturing(mask):
+    if old is not None and state.capturing(mask):
         old.copy_(mask)
         if old_lists is not None and lists is not None:
             old_lists.copy_(lists)
@@ -108,7 +104,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             before, now = site._fxmask_step, site._fxmask_step + n
             site._fxmask_announced, site._fxmask_unguarded = True, False
             site._fxmask_step = now
-            entered = phase_change.follow(site)
+            entered = phase_change.follow(site, taken=n > 0)
             c = site._fxmask_config
             if n and c.cached and now >= c.start and weight is not None:
                 due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
@@ -116,6 +112,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
                     jobs.append(Job(site, weight, first=before < c.start or entered.first))
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
+        looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
     except BaseException:  # a step that failed may be told again
         for site, step, announced, unguarded, remembered in past:
             phase_change.take_back(site, remembered)

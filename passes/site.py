@@ -25,10 +25,10 @@ from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
-from . import phases, ranks
+from . import feedback, phases, ranks
 from .config import WeightMask
 
-STATE = ("keep", "count", "dense", "mask", "lists", "flips")  # the tensors among the attributes
+STATE = ("keep", "count", "dense", "mask", "lists", "flips", "looked")  # the tensors among the attributes
 
 
 class Site(nn.Module):
@@ -36,6 +36,7 @@ class Site(nn.Module):
 
     _fxmask_given: WeightMask  # what the user asked for
     _fxmask_config: WeightMask  # what is in force: that of the phase
+    _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
     _fxmask_shape: tuple[int, int]  # of the weight
     _fxmask_name: str  # the parameter's
@@ -60,6 +61,7 @@ class Site(nn.Module):
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
     _fxmask_lists: Tensor | None  # the cached mask's lists, where kernels read them
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
+    _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -98,7 +100,8 @@ def stream_of(seed: int, name: str) -> int:
 
 def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
-    site._fxmask_given, site._fxmask_config, site._fxmask_phase, site._fxmask_name = config, phases.in_force(config, 0), 0, name
+    site._fxmask_given, site._fxmask_progress, site._fxmask_phase, site._fxmask_name = config, feedback.begin(config), 0, name
+    site._fxmask_config = feedback.held(phases.in_force(config, 0), config, site._fxmask_progress)
     site._fxmask_grid = grid_shape(weight.shape, config.block)
     site._fxmask_shape, site._fxmask_choice = (weight.shape[0], weight.shape[1]), "auto"
     site._fxmask_stream = stream_of(config.seed, stream_name)
@@ -116,7 +119,7 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_dense = torch.zeros((), dtype=torch.bool, device=device) if config.backward == "rigl" else None
     site._fxmask_mask = torch.ones(site._fxmask_grid, dtype=torch.bool, device=device) if config.cached else None
     site._fxmask_lists = None if site._fxmask_mask is None else lists_of(site, site._fxmask_mask)
-    site._fxmask_written = None
+    site._fxmask_written = site._fxmask_looked = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
     sync(site)
 
@@ -150,6 +153,11 @@ def sync(*sites: Site) -> None:
         site._fxmask_written = (keep, count, flag)
     if scalars:
         torch._foreach_add_(scalars, changes)
+
+
+def capturing(t: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on this tensor's device, which would replay what is done now."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def lists_of(site: Site, mask: Tensor) -> Tensor | None:
@@ -301,8 +309,8 @@ def _nobody_counts(site: Site) -> None:
     if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
         what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
         warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel=4)
-    if now != c.ratio and not site._fxmask_is_dense:
-        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {c.ratio}: start or schedule count steps, none was told (fxmask.step)."
+    if now != given.final_ratio and not site._fxmask_is_dense:
+        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step)."
         warnings.warn(what, FxMaskWarning, stacklevel=4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fxmask
 
 PUBLIC = [
+    "Feedback",
     "FxMaskError",
     "FxMaskWarning",
     "HealthLog",
@@ -16,6 +17,7 @@ PUBLIC = [
     "apply",
     "dense",
     "explain",
+    "feedback",
     "finalize",
     "guard",
     "load_state_dict",

@@ -196,8 +196,10 @@ def test_a_compile_for_each_set_of_values():
 # ---- to stop, to copy, to end ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [2, 4, 7, 11])
-@pytest.mark.parametrize("into", [0, 12], ids=["fresh", "further"])
+CUTS = [(4, 0), (7, 0), (2, 12), (11, 12)]
+
+
+@pytest.mark.parametrize(("cut", "into"), [*CUTS, *(pytest.param(cut, 12 - into, marks=pytest.mark.slow) for cut, into in CUTS)])
 def test_a_resumed_run_is_the_same_run(cut, into):
     model, optimiser = run(config())
     train(model, optimiser, 0, cut)
