@@ -185,7 +185,7 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
 
 
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
-    backward = next((c.backward for c in phases.in_turn(site._fxmask_given) if c.backward != "masked"), "masked")  # of any phase
+    backward = min(phases.values(site._fxmask_given, "backward") - {"masked"}, default="masked")  # of any phase
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
         raise StateError(message(what, name, "call remove() on the first handle."))

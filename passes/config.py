@@ -13,7 +13,7 @@ from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
 from .feedback import Feedback as Feedback
-from .phases import Phases, check_phases, in_turn
+from .phases import Phases, check_phases, values
 from .schedule import SCHEDULES, at_least, one_of
 from .schedule import Schedule as Schedule
 
@@ -107,7 +107,7 @@ class WeightMask:
     @property
     def ever_cached(self) -> bool:
         """Whether it does in any phase."""
-        return any(c.cached for c in in_turn(self))
+        return values(self, "refresh") != {1}
 
     @property
     def wants_weight(self) -> bool:
@@ -120,7 +120,7 @@ class WeightMask:
         return self.ratio_at(10**12)
 
     def ratio_at(self, step: int) -> float:
-        """Target ratio at an optimiser step; 0 before `start`."""
+        """Target ratio at an optimiser step; 0 before `start`. Of a `Feedback` by loss or flips the highest that it can come to: masks know theirs."""
         if step < self.start:
             return 0.0
         return self.ratio if self.schedule is None else self.schedule.ratio_at(step - self.start, self.ratio)

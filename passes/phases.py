@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..kernels.errors import ConfigError, UnsupportedError
 
@@ -69,9 +69,18 @@ def _with(config: WeightMask, step: int, changes: Mapping[str, Any]) -> WeightMa
     return dataclasses.replace(config, phases=None, schedule=schedule, **changes)
 
 
+def _tuples(config: WeightMask) -> Phases:
+    return cast(Phases, config.phases or ())  # as check_phases has left them
+
+
+def values(config: WeightMask, field: str) -> set[Any]:
+    """The values that a field has in any phase."""
+    return {getattr(config, field), *(value for _, new in _tuples(config) for name, value in new if name == field)}
+
+
 def begun(config: WeightMask, step: int) -> int:
     """How many phases have begun at an optimiser step."""
-    return bisect_right([s for s, _ in _pairs(config.phases)], step) if config.phases else 0
+    return bisect_right([s for s, _ in _tuples(config)], step)
 
 
 def in_force(config: WeightMask, step: int) -> WeightMask:
@@ -79,20 +88,20 @@ def in_force(config: WeightMask, step: int) -> WeightMask:
     if not config.phases:
         return config
     first, changes = 0, dict[str, Any]()
-    for s, new in _pairs(config.phases)[: begun(config, step)]:
-        changes |= new
-        first = s if "refresh" in new else first
+    for s, new in _tuples(config)[: begun(config, step)]:
+        changes |= dict(new)
+        first = s if "refresh" in dict(new) else first
     return _with(config, first, changes)
 
 
 def in_turn(config: WeightMask) -> list[WeightMask]:
     """The configs that are in force one after the other."""
-    return [in_force(config, step) for step in (0, *(s for s, _ in _pairs(config.phases)))]
+    return [in_force(config, step) for step in (0, *(s for s, _ in _tuples(config)))]
 
 
 def changes_any(config: WeightMask, fields: tuple[str, ...]) -> list[str]:
     """Those of some fields that a later phase changes."""
-    return [f for f in fields if any(f in new for _, new in _pairs(config.phases))]
+    return [f for f in fields if len(values(config, f)) > 1]
 
 
 def plain(phases: Any) -> dict[int, dict[str, Any]] | None:
