@@ -64,7 +64,7 @@ def plain(c, values, **more):
 
 
 @given(configs())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_each_step_has_the_masks_of_its_phase(c):
     """Those of a model that had its phase's values all along, built when the phase says so."""
     model, built = fxmask.apply(mlp(), c), 0

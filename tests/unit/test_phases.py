@@ -369,6 +369,19 @@ def test_nobody_counts():
     model.eval()(torch.randn(2, 64))
 
 
+def test_a_phase_that_begins_inside_a_cuda_graph(monkeypatch):
+    """A replay would run the phase before it; the step is not taken. (No GPU here: the capture is pretended.)"""
+    model = fxmask.apply(mlp(), config())
+    with monkeypatch.context() as m:
+        m.setattr("fxmask.passes.site.capturing", lambda t: True)
+        fxmask.step(model, 2)
+        with pytest.raises(UnsupportedError, match=r"a phase begins at step 3 inside a CUDA graph(.|\n)*capture the step anew in each phase"):
+            fxmask.step(model)
+    assert fxmask.explain(model).rows[0]["step"] == 2
+    fxmask.step(model)
+    assert fxmask.explain(model).rows[0]["backward"] == "ste"
+
+
 def test_freeze_and_a_later_mode_that_moves():
     model, optimiser = run(config(), guard=None)
     with pytest.raises(UnsupportedError, match=r"masked_weights='freeze' with backward='ste' would cancel it"):
