@@ -119,6 +119,16 @@ def test_what_is_shown_is_what_is_in_force():
     assert "block=(16, 16), backward='masked'" in repr(model)
 
 
+def test_blocks_of_another_size_are_no_flips():
+    """Nor are those of the first mask that is cached; what was counted before goes on."""
+    model, optimiser = run(config({2: dict(refresh=2), 6: dict(block=(16, 16)), 8: dict(criterion="l1")}, backward="ste"))
+    flips = []
+    for i in range(9):
+        train(model, optimiser, i, i + 1)
+        flips.append(fxmask.explain(model).rows[0]["flips"])
+    assert flips[:3] == [None, 0, 0] and flips[5] == flips[4] > 0 and flips[7] == flips[8] > flips[6] == flips[5]
+
+
 def test_an_asked_for_policy_stays():
     model, optimiser = run(config({2: dict(backward="masked")}, backward="ste"), guard="free")
     train(model, optimiser, 0, 4)
