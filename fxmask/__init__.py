@@ -14,8 +14,10 @@ from .health import HealthLog as HealthLog
 from .inspection import explain as explain
 from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
+from .loss import feedback as feedback
 from .masking import apply as apply
 from .masking import restore as restore
+from .passes.config import Feedback as Feedback
 from .passes.config import Regrow as Regrow
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
@@ -32,6 +34,7 @@ from .version import __version__ as __version__
 _tag_caches()
 
 __all__ = [
+    "Feedback",
     "FxMaskError",
     "FxMaskWarning",
     "HealthLog",
@@ -44,6 +47,7 @@ __all__ = [
     "apply",
     "dense",
     "explain",
+    "feedback",
     "finalize",
     "guard",
     "load_state_dict",

@@ -21,6 +21,7 @@ from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask, one_of
 from .passes.find import find
 from .passes.moves import work_of
+from .passes.phases import changes_any
 from .passes.work import Target
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")
@@ -89,6 +90,10 @@ def allocated(model: nn.Module, decisions: list[Decision], overrides: Mapping[An
         fix = "found = fxmask.allocate(model, ratio, 'flop', inputs=x), then fxmask.apply(..., overrides=found.overrides)."
         raise ConfigError(message("apply(allocation='flop') has no inputs to count tokens with.", fix=fix))
     found = allocation_of(model, decisions, overrides, ratio, method)
+    moving = [d.candidate.name for d in decisions if d.config is not None and changes_any(d.config, ("block",))]
+    if moving:
+        what = f"apply(allocation={method!r}) spends its budget in blocks of one size, and phases change the block of {', '.join(moving[:3])}."
+        raise ConfigError(message(what, moving[0], "leave the block out of phases, or give ratios by overrides=."))
     new = [None if d.config is None else dataclasses.replace(d.config, ratio=found.get(d.candidate.name, d.config.ratio)) for d in decisions]
     return [dataclasses.replace(d, config=c) for d, c in zip(decisions, new, strict=True)]
 

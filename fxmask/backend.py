@@ -33,7 +33,7 @@ from .sites import decided_by_apply
 from .sources import tag_caches
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
-STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain")
+STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain", "phases")
 OWN = ("include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
 WHERE = "torch.compile(backend='fxmask')"
 APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."

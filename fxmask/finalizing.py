@@ -49,7 +49,7 @@ def finalize(model: M, format: str = "dense") -> M:
     users = _unmasked_users(model)
     for name, site, weight in found:
         _check(name, site, weight, format, users)
-    early = [f"{name} at {now:g} of {site._fxmask_config.ratio:g}" for name, site, _ in found if (now := _ratio(site)) != site._fxmask_config.ratio]
+    early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
     if early:
         what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
         warnings.warn(message(what, "", "train on, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict."), FxMaskWarning, 2)
@@ -77,6 +77,11 @@ def finalize(model: M, format: str = "dense") -> M:
 
 def _ratio(site: Site) -> float:
     return site._fxmask_config.ratio_at(site._fxmask_step)
+
+
+def _end(site: Site) -> float:
+    """The ratio that training comes to: of a feedback by what it measures, the one that it allows."""
+    return site._fxmask_config.ratio if site._fxmask_progress is not None else site._fxmask_given.final_ratio
 
 
 def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dict[int, str]) -> None:

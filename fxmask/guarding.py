@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
-from .passes import ranks, rebuild
+from .passes import phases, ranks, rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
-from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, policy_of, reset_returned
+from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, reset_returned
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .sites import required_sites, values_of
@@ -36,7 +36,7 @@ class GuardHandle:
 
     def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
-            g.site._fxmask_policy = g.policy
+            g.site._fxmask_policy, g.site._fxmask_choice = g.policy, g.choice
         for site, _ in followed:
             site._fxmask_guard = self._token
         rebuild.advance(followed, 0)
@@ -110,7 +110,7 @@ def _count(optimizer: Optimizer) -> int:
 
 def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
     """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
-    if not (site._fxmask_config.cached and isinstance(site, MaskedLinear)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
+    if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLinear)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
         return weight
     with torch.no_grad():
         return peek_weight(site)
@@ -142,7 +142,8 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
             are shared out among several optimisers takes a guard for each.
         masked_weights: `freeze`: masked elements and their momenta keep their bits. `decay`: masked elements are multiplied by 1 - lr * weight_decay of their
             group and nothing else; momenta are the optimiser's. `free`: whatever the optimiser does, as in the thesis; a decay that is coupled into an adaptive
-            step then drives masked weights to zero. `auto`: freeze for backward="masked", free for the others, which live on moving masked weights.
+            step then drives masked weights to zero. `auto`: freeze for backward="masked", free for the others, which live on moving masked weights; phases
+            that change the mode change it.
         returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`.
 
     Returns: a handle with `policies` and `remove()`.
@@ -184,11 +185,11 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
 
 
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
-    config = site._fxmask_config
+    moving = [c.backward for c in phases.in_turn(site._fxmask_given) if not may_freeze(c)]  # in any phase
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
         raise StateError(message(what, name, "call remove() on the first handle."))
-    if masked_weights == "freeze" and not may_freeze(config):
-        what = f"masked_weights='freeze' with backward={config.backward!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
+    if masked_weights == "freeze" and moving:
+        what = f"masked_weights='freeze' with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
         raise UnsupportedError(message(what, name, "use masked_weights='auto' or 'free'."))
-    return Guarded(name, site, weight, policy_of(config, masked_weights))
+    return Guarded(name, site, weight, masked_weights)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from .errors import ConfigError, FxMaskWarning, StateError
 from .kernels.errors import message
-from .kernels.grid import expand_mask
+from .kernels.grid import expand_mask, grid_shape
 from .passes import ranks
 from .passes import site as state
+from .passes.phases import in_turn
 from .report import Report
 from .sites import required_sites, values_of
 
@@ -31,6 +32,8 @@ class HealthLog:
     A row a masked weight and update: kept blocks and ratio; flips (blocks that changed place since the last update; a change of the ratio alone moves blocks,
     too), flip_rate (of the blocks), flips_total; age_mean and age_max (updates since a block last changed, over blocks); never_kept (share of blocks that no
     update has seen kept); kept_norm_fraction (||W∘M||^2 / ||W||^2); dead_rows and dead_cols (shares of output and input features without a kept block).
+
+    Where a phase changes a layer's blocks, its ages, activity and never_kept begin anew with the next update, which counts no flips; flips_total goes on.
 
     Args:
         model: one that `fxmask.apply` has changed. path: a csv that every update appends to, or None.
@@ -72,12 +75,12 @@ class HealthLog:
         return self.report()
 
     def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor) -> dict[str, Any]:
-        last = self._last.setdefault(name, {"mask": mask, "age": torch.zeros_like(mask, dtype=torch.int64), "flips": 0, "quiet": 0})
+        last = self._since_blocks(name, mask, site._fxmask_config.block)
         changed = mask != last["mask"]
         flips = int(changed.sum())
-        last["age"] = torch.where(changed, 0, last["age"] + (self.updates > 1))
+        last["age"] = torch.where(changed, 0, last["age"] + (self.updates > last["since"]))
         last["flips"] += flips
-        active = self.activity.setdefault(name, torch.zeros_like(mask, dtype=torch.int64))
+        active = self.activity[name]
         active += mask
         config, block = site._fxmask_config, site._fxmask_config.block
         kept = expand_mask(mask.to(w.device), w.shape, block)
@@ -85,7 +88,7 @@ class HealthLog:
         total = float(square.sum())
         live_rows, live_cols = (float(kept.any(axis).double().mean()) for axis in (1, 0))
         constant = int(mask.sum()) == int(last["mask"].sum())
-        last["quiet"] = last["quiet"] + 1 if constant and not flips and self.updates > 1 else 0
+        last["quiet"] = last["quiet"] + 1 if constant and not flips and self.updates > last["since"] else 0
         last["mask"] = mask
         row = {
             "update": self.updates,
@@ -106,6 +109,15 @@ class HealthLog:
         }
         self._warn(name, config.refresh != 0 and row["kept"] < row["blocks"], last["quiet"], row, total)
         return row
+
+    def _since_blocks(self, name: str, mask: Tensor, block: tuple[int, int]) -> dict[str, Any]:
+        """What is known of a layer since it has these blocks: nothing at its first update, and at the first one in other blocks."""
+        last = self._last.get(name)
+        if last is None or tuple(last["block"]) != block:
+            zeros, flips = torch.zeros_like(mask, dtype=torch.int64), 0 if last is None else last["flips"]
+            last = self._last[name] = {"mask": mask, "age": zeros, "flips": flips, "quiet": 0, "block": list(block), "since": self.updates}
+            self.activity[name] = zeros.clone()
+        return last
 
     def _warn(self, name: str, moves: bool, quiet: int, row: dict[str, Any], total: float) -> None:
         if moves and quiet >= self.still and ("still", name) not in self._said:
@@ -128,18 +140,19 @@ class HealthLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers, which `torch.load(weights_only=True)` reads."""
-        last = {n: {"mask": e["mask"].clone(), "age": e["age"].clone(), "flips": e["flips"], "quiet": e["quiet"]} for n, e in self._last.items()}
+        last = {n: {**e, "mask": e["mask"].clone(), "age": e["age"].clone(), "block": list(e["block"])} for n, e in self._last.items()}
         return {"updates": self.updates, "last": last, "activity": {n: a.clone() for n, a in self.activity.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on where a saved log stopped; StateError for what is none, or one of other weights."""
-        names = {name: site._fxmask_grid for name, site, _ in required_sites(self.model, "HealthLog.load_state_dict")}
+        found = {name: site for name, site, _ in required_sites(self.model, "HealthLog.load_state_dict")}
+        names = {name: {grid_shape(s._fxmask_shape, c.block) for c in in_turn(s._fxmask_given)} for name, s in found.items()}
         last = saved.get("last") if isinstance(saved, dict) else None
-        fits = isinstance(last, dict) and all(n in names and tuple(e["mask"].shape) == names[n] for n, e in last.items())
+        fits = isinstance(last, dict) and all(n in names and tuple(e["mask"].shape) in names[n] for n, e in last.items())
         if not fits or set(saved) != {"updates", "last", "activity"}:
             what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
-        self.updates, self._last = saved["updates"], {n: dict(e) for n, e in saved["last"].items()}
+        self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in saved["last"].items()}
         self.activity = {n: a.clone() for n, a in saved["activity"].items()}
 
     def plot(self, path: str | Path) -> Path:
@@ -155,4 +168,5 @@ class HealthLog:
         unknown = [n for n in names or [] if n not in self.activity]
         if unknown or not self.activity:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
-        return heatmaps({n: self.activity[n] for n in names or self.activity}, self.updates, path)
+        seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}
+        return heatmaps({n: self.activity[n] / updates for n, updates in seen.items()}, path)

@@ -26,14 +26,14 @@ def curves(rows: list[dict[str, Any]], path: str | Path) -> Path:
     return save(fig, plt, path)
 
 
-def heatmaps(activity: dict[str, Tensor], updates: int, path: str | Path) -> Path:
-    """Blocks as pixels, block rows downwards."""
+def heatmaps(shares: dict[str, Tensor], path: str | Path) -> Path:
+    """Blocks as pixels, block rows downwards; shares of updates, in [0, 1]."""
     plt = available()
-    fig, axes = plt.subplots(1, len(activity), figsize=(3 * len(activity), 3.2), squeeze=False)
-    for ax, (name, counts) in zip(axes[0], activity.items(), strict=True):
-        shown = ax.imshow(counts.numpy(), vmin=0, vmax=max(1, updates), aspect="auto", interpolation="nearest")
+    fig, axes = plt.subplots(1, len(shares), figsize=(3 * len(shares), 3.2), squeeze=False)
+    for ax, (name, share) in zip(axes[0], shares.items(), strict=True):
+        shown = ax.imshow(share.numpy(), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         ax.set_title(name, fontsize=8)
-    fig.colorbar(shown, ax=axes[0].tolist(), label="updates in which it was kept")
+    fig.colorbar(shown, ax=axes[0].tolist(), label="share of updates in which it was kept")
     fig.savefig(path, dpi=120)
     plt.close(fig)
     return Path(path)

@@ -113,7 +113,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         block="x".join(map(str, c.block)),
         blocks=nb * kb,
         target_ratio=0.0 if site._fxmask_is_dense else c.ratio_at(site._fxmask_step),
-        final_ratio=c.ratio,
+        final_ratio=site._fxmask_given.final_ratio,
         achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
         backward=c.backward,
         masked_weights=site._fxmask_policy or "left to the optimiser (no guard)",

@@ -15,10 +15,12 @@ from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedE
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
 from .passes import ranks
+from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
-from .passes.config import Schedule, WeightMask
+from .passes.config import Feedback, Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.infra import run_passes
+from .passes.phases import in_turn
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild
 from .passes.site import Site, graph_sites
@@ -42,7 +44,7 @@ def apply(
     criterion: str = "fro",
     refresh: int = 1,
     start: int = 0,
-    schedule: Schedule | None = None,
+    schedule: Schedule | Feedback | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
     overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
@@ -78,6 +80,7 @@ def apply(
     decisions = choose(find(model), config, include, exclude, overrides)
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
+    decisions = with_budgets(decisions)
     _warn_of_graphs(model)
     _warn_if_dense(decisions)
     _change(model, decisions)
@@ -211,11 +214,14 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
     whole, uncovered = [], []
     for d in selected:
         assert d.config is not None
-        nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
-        if d.config.ratio > 0 and d.config.keep_at(10**12, nb * kb) == nb * kb:
-            whole.append(f"{d.candidate.name or 'the model itself'} ({nb * kb} block{'s' * (nb * kb > 1)} of {d.config.block})")
-        if d.config.cover and d.config.keep_at(10**12, nb * kb) < max(nb, kb):
-            uncovered.append(f"{d.candidate.name or 'the model itself'} ({d.config.keep_at(10**12, nb * kb)} blocks kept of {nb}x{kb})")
+        name = d.candidate.name or "the model itself"
+        for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
+            nb, kb = grid_shape(d.candidate.weight.shape, c.block)
+            kept = c.keep_at(10**12, nb * kb)
+            if c.final_ratio > 0 and kept == nb * kb:
+                whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
+            if c.cover and kept < max(nb, kb):
+                uncovered.append(f"{name} ({kept} blocks kept of {nb}x{kb})")
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
         warnings.warn(what, FxMaskWarning, stacklevel=3)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from .kernels.errors import StateError, message
-from .passes import rebuild
+from .kernels.grid import grid_shape
+from .passes import looks, phase_change, phases, rebuild
 from .passes import site as state
 from .passes.config import Schedule, WeightMask
+from .passes.feedback import bounds
 from .passes.optimiser import POLICIES
 from .passes.site import Site
 from .sites import required_sites
@@ -23,8 +25,8 @@ HOW_RUN = ("impl",)  # settings that another machine may choose differently with
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, step, step of the last rebuild, whether steps
-    are counted, whether a guard counts them and its policy, and where there are such the cached mask (bool [NB, KB]), the flips, and the scores that steps have
-    added to (float32 [NB, KB]).
+    are counted, whether a guard counts them and its policy, and where there are such the cached mask (bool [NB, KB]), the flips, the scores that steps have
+    added to (float32 [NB, KB]), and how far a feedback has come.
 
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
     Raises: StateError without masks, and inside `fxmask.dense`.
@@ -37,7 +39,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 def _one(site: Site) -> dict[str, Any]:
     mask, flips = site._fxmask_mask, site._fxmask_flips
     return {
-        "settings": _settings(site._fxmask_config),
+        "settings": _settings(site._fxmask_given),
         "step": site._fxmask_step,
         "built": site._fxmask_built,
         "announced": site._fxmask_announced,
@@ -47,6 +49,7 @@ def _one(site: Site) -> dict[str, Any]:
         "flips": None if flips is None else flips.detach().clone(),
         "observed": site._fxmask_observed,
         **{key: None if t is None else t.detach().clone() for key, t in _scores(site).items()},
+        **looks.saved(site),
     }
 
 
@@ -56,13 +59,13 @@ def _scores(site: Site) -> dict[str, torch.Tensor | None]:
 
 def _settings(config: WeightMask) -> dict[str, Any]:
     plain = {k: v for k, v in dataclasses.asdict(config).items() if k not in HOW_RUN}
-    return {**plain, "block": list(plain["block"])}
+    return {**plain, "block": list(plain["block"]), "phases": phases.plain(config.phases)}
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     """Saved settings, with the defaults of what there was not yet when they were saved."""
     schedule = saved.get("schedule")
-    if isinstance(schedule, dict):
+    if isinstance(schedule, dict) and "measure" not in schedule:  # a Feedback says all of its own
         saved = {**saved, "schedule": {**dataclasses.asdict(Schedule()), **schedule}}
     return {**_settings(WeightMask()), **saved}
 
@@ -103,7 +106,7 @@ def _entries(saved: Any) -> dict[str, dict[str, Any]]:
         if type(format) is int and format != FORMAT:
             got = f"format {format}"
         elif type(format) is int and isinstance(entries, dict):
-            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or {*_NEWER, *e} != {*_NEWER, *_KEYS})
+            odd = sorted(str(n) for n, e in entries.items() if not isinstance(e, dict) or {*_NEWER, *e} - {"feedback"} != {*_NEWER, *_KEYS})
             if not odd:
                 return {n: {**_NEWER, **e} for n, e in entries.items()}
             got = f"other entries for {odd[:5]}"
@@ -112,7 +115,7 @@ def _entries(saved: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
-    ours, theirs = _settings(site._fxmask_config), entry["settings"]
+    ours, theirs = _settings(site._fxmask_given), entry["settings"]
     if not isinstance(theirs, dict):
         raise StateError(message(f"settings: expected a dict, got {theirs!r}.", name, "load a state as fxmask.state_dict returned it."))
     theirs = _completed(theirs)
@@ -120,12 +123,18 @@ def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
     if differ:
         what = f"the state was saved with other settings: expected the same, got {'; '.join(differ)}."
         raise StateError(message(what, name, "apply fxmask with the saved settings, or go on without the saved masks by fxmask.step(model, n)."))
-    mask = entry["mask"]
-    if (mask is None) != (site._fxmask_mask is None) or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != site._fxmask_grid):
+    mask, then = entry["mask"], _then(site, entry)
+    grid = grid_shape(site._fxmask_shape, then.block)
+    if (mask is None) == then.cached or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != grid):
         got = None if mask is None else tuple(mask.shape)
-        raise StateError(message(f"the saved mask is of another shape: expected {site._fxmask_grid}, got {got}.", name, "load the state of this architecture."))
+        raise StateError(message(f"the saved mask is of another shape: expected {grid}, got {got}.", name, "load the state of this architecture."))
     for wrong in _wrong_values(site, entry):
         raise StateError(message(f"the state was changed since it was saved: {wrong}.", name, "load a state as fxmask.state_dict returned it."))
+
+
+def _then(site: Site, entry: dict[str, Any]) -> WeightMask:
+    """The configuration of the phase in which an entry was saved."""
+    return phases.in_force(site._fxmask_given, entry["step"] if type(entry["step"]) is int else site._fxmask_step)
 
 
 def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
@@ -140,22 +149,24 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: expected a bool, got {entry[key]!r}"
     if entry["policy"] is not None and (type(entry["policy"]) is not str or entry["policy"] not in POLICIES[1:]):
         yield f"policy: expected one of {', '.join(POLICIES[1:])} or None, got {entry['policy']!r}"
-    mask, flips, c = entry["mask"], entry["flips"], site._fxmask_config
+    mask, flips, c = entry["mask"], entry["flips"], _then(site, entry)
     for key, t, dtype in (("mask", mask, torch.bool), ("flips", flips, torch.int64)):
-        wanted = site._fxmask_mask is not None
+        wanted = c.cached
         if wanted and (not isinstance(t, torch.Tensor) or t.dtype != dtype or t.is_meta or (key == "flips" and t.ndim)):
             yield f"{key}: expected a tensor of {dtype} with values, got {f'one of {t.dtype}, {tuple(t.shape)}' if isinstance(t, torch.Tensor) else repr(t)}"
         if not wanted and t is not None:
             yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
-    for key, own in _scores(site).items():
+    grid = grid_shape(site._fxmask_shape, c.block)
+    for key, wanted in (("score", c.observes), ("growth", c.wants_growth)):
         t = entry[key]
-        fits = t is None if own is None else isinstance(t, torch.Tensor) and t.dtype == own.dtype and t.shape == own.shape and not t.is_meta
-        if not fits:
-            yield f"{key}: expected {None if own is None else f'{own.dtype} {tuple(own.shape)}'}, got {t if t is None else type(t).__name__}"
+        fits = isinstance(t, torch.Tensor) and t.dtype == torch.float32 and tuple(t.shape) == grid and not t.is_meta
+        if not fits if wanted else t is not None:
+            yield f"{key}: expected {f'torch.float32 {grid}' if wanted else None}, got {t if t is None else type(t).__name__}"
     if mask is not None:
-        kept, expected = int(mask.sum()), c.keep_at(entry["built"], mask.numel())
-        if kept < expected or (kept > expected and c.ties == "lowest"):
-            yield f"mask: expected {expected} kept blocks, got {kept}"
+        kept, (least, most) = int(mask.sum()), bounds(c, entry["built"], mask.numel())
+        if kept < least or (kept > most and c.ties == "lowest"):
+            yield f"mask: expected {least}{f' to {most}' if most > least else ''} kept blocks, got {kept}"
+    yield from looks.wrong(site, entry.get("feedback"), grid)
 
 
 def _load(site: Site, entry: dict[str, Any]) -> None:
@@ -163,6 +174,8 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     site._fxmask_step, site._fxmask_built = entry["step"], entry["built"]
     site._fxmask_announced = entry["announced"] or guarded
     site._fxmask_unguarded = entry["guarded"] and not guarded
+    phase_change.follow(site, taken=False)
+    looks.load(site, entry.get("feedback"))
     device = site._fxmask_keep.device
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()

@@ -44,7 +44,7 @@ def _ran_unseen(site: Site, weight: Tensor) -> bool:
         site._fxmask_called = True
         return True
     blocks = site._fxmask_grid[0] * site._fxmask_grid[1]
-    keep = c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, blocks)
+    keep = c.keep_at(site._fxmask_step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
     if keep == blocks:  # a later step will tell
         return True
     site._fxmask_called = int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep

@@ -14,6 +14,7 @@ from torch import nn
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .config import WeightMask
 from .find import Candidate
+from .phases import IN_NODES, changes_any, in_turn
 
 Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
 Patterns = Pattern | Sequence[Pattern] | None
@@ -149,10 +150,18 @@ def _check_selected(decisions: list[Decision]) -> None:
         if d.config.cached and c.weight.is_meta:
             what = f"a cached mask (refresh={d.config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
             raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
-        if c.host is not None and c.weight_path is None and d.config.cached:
-            what = f"a cached mask (refresh={d.config.refresh}) needs the parameter, and this graph computes the weight."
+        baked = changes_any(d.config, IN_NODES) if c.host is not None and c.weight_node is None else []
+        if baked:
+            what = f"a traced graph holds {' and '.join(baked)} in its nodes: expected phases that change nothing of these, got {d.config.phases!r}."
+            raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace; torch.compile that."))
+        if c.host is not None and c.weight_path is None and c.weight_node is None and d.config.ever_cached:
+            refresh = next(p.refresh for p in in_turn(d.config) if p.cached)
+            what = f"a cached mask (refresh={refresh}) needs the parameter, and this graph computes the weight."
             fix = "use refresh=1 for it" + (", no gradient criterion, average, hysteresis, regrow or gain." if d.config.remembers else ".")
             raise UnsupportedError(message(what, where, fix))
+        if c.host is not None and c.weight_path is None and c.weight_node is None and d.config.wants_weight:
+            what = "Feedback('flip_rate') looks at the weight between steps, and this graph computes it."
+            raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace, or use another schedule for it."))
         if d.config.soft and c.host is not None:
             what = "soft=True is for modules: expected an nn.Linear that is called, got a call in a graph."
             raise UnsupportedError(message(what, where, "apply fxmask to the nn.Module, and trace or compile it afterwards; or leave soft out."))

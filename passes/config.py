@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
@@ -12,6 +13,8 @@ from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
 from .dynamics import check_dynamics
+from .feedback import Feedback as Feedback
+from .phases import Phases, check_phases, in_turn
 from .ranking import Regrow as Regrow
 from .saliency import LEARNED
 from .schedule import SCHEDULES, at_least, one_of
@@ -29,7 +32,7 @@ class WeightMask:
         criterion: `fro`, `spectral`, `l1`, `linf` or `random`, see `kernels.score`; `gradient`, `taylor`, `movement` or `momentum`, see `passes.saliency`.
         refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
         start: first optimiser step with masks; before it every block is kept.
-        schedule: None, or a `Schedule` of the ratio, which ends at `ratio`.
+        schedule: None, a `Schedule` of the ratio, which ends at `ratio`, or a `Feedback`, which stays at or below it.
         ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).
         dense_every: for `rigl`: every so many optimiser steps the weight's gradient is dense.
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
@@ -41,6 +44,9 @@ class WeightMask:
         soft: over the schedule's ramp masked blocks are not cut off but scaled by a factor that falls linearly from 1 to 0, with the true gradient (decaying
             masks, Kao et al. 2022, arXiv:2209.07617); until the ramp's end the layer computes densely. Modules only.
         gain: where blocks leave, the kept weights are scaled, in place, so that the layer keeps its norm; see `passes.ranking.follow`.
+        phases: None, or {optimiser step: dict of new values, ...} for block, backward, criterion, ties, cover and refresh: from that step on, and until another
+            phase names them. A phase that changes more than backward begins with a new mask where it is cached. Under torch.compile one recompile for each set
+            of values, of which Dynamo takes 8 (`torch._dynamo.config.recompile_limit`). In a traced graph block and backward stay.
 
     `gradient` and its like, average, hysteresis, regrow and gain keep the mask between steps whatever `refresh` says, and so need `fxmask.guard` or
     `fxmask.step`. Impl: they rank in plain PyTorch, between steps, on [NB, KB] scores.
@@ -54,7 +60,7 @@ class WeightMask:
     criterion: str = "fro"
     refresh: int = 1
     start: int = 0
-    schedule: Schedule | None = None
+    schedule: Schedule | Feedback | None = None
     ties: str = "lowest"
     dense_every: int = 100
     read: str = "call"
@@ -66,6 +72,7 @@ class WeightMask:
     regrow: Regrow | None = None
     soft: bool = False
     gain: bool = False
+    phases: Mapping[int, Mapping[str, Any]] | Phases | None = None
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -90,21 +97,26 @@ class WeightMask:
             raise ConfigError(f"schedule={self.schedule!r} needs a length: expected fxmask.Schedule({self.schedule!r}, steps=...).")
         if isinstance(self.schedule, str) and self.schedule == "constant":
             object.__setattr__(self, "schedule", None)
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
-            raise ConfigError(f"schedule: expected None or a fxmask.Schedule, got {self.schedule!r}.")
+        if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
+            raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
         check_dynamics(self)
+        if isinstance(self.schedule, Feedback):
+            self.schedule.check_mask(self.ratio, self.refresh)
         if self.read == "weight" and self.backward == "unmasked":
             raise UnsupportedError(
                 "backward='unmasked' needs the call of the layer, and read='weight' has none: expected masked, ste or rigl for this layer."
             )
+        if self.phases is not None:
+            object.__setattr__(self, "phases", check_phases(self))
 
     @property
     def needs_steps(self) -> bool:
         """Whether the mask depends on how many optimiser steps were taken."""
         moving = self.schedule is not None and self.schedule.moves
-        return moving or self.start > 0 or self.refresh > 1 or self.backward == "rigl" or (self.remembers and self.refresh > 0) or self.observes
+        counts = self.start > 0 or self.refresh > 1 or self.backward == "rigl" or self.phases is not None
+        return moving or counts or (self.remembers and self.refresh > 0)
 
     @property
     def cached(self) -> bool:
@@ -131,8 +143,23 @@ class WeightMask:
         """Whether a mask depends on more than the weight as it is."""
         return self.observes or self.hysteresis > 0 or self.regrow is not None or self.gain
 
+    @property
+    def ever_cached(self) -> bool:
+        """Whether it does in any phase."""
+        return any(c.cached for c in in_turn(self))
+
+    @property
+    def wants_weight(self) -> bool:
+        """Whether optimiser steps look at the weight: to build a mask that is cached, or to count flips."""
+        return self.ever_cached or (isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate")
+
+    @property
+    def final_ratio(self) -> float:
+        """The ratio in the end; of a feedback the highest that it can come to."""
+        return self.ratio_at(10**12)
+
     def ratio_at(self, step: int) -> float:
-        """Target ratio at an optimiser step; 0 before `start`."""
+        """Target ratio at an optimiser step; 0 before `start`. Of a `Feedback` by loss or flips the highest that it can come to: masks know theirs."""
         if step < self.start:
             return 0.0
         return self.ratio if self.schedule is None else self.schedule.ratio_at(step - self.start, self.ratio)
@@ -143,7 +170,7 @@ class WeightMask:
 
     def soft_scale_at(self, step: int) -> float:
         """The factor of masked blocks at an optimiser step: 1 before the ramp of a soft mask, 0 from its end on; 0 without `soft`."""
-        if not self.soft or self.schedule is None:
+        if not self.soft or not isinstance(self.schedule, Schedule):
             return 0.0
         done = (step - self.start - self.schedule.warmup) / self.schedule.ramp
         return min(1.0, max(0.0, 1.0 - done))
@@ -151,7 +178,7 @@ class WeightMask:
     @property
     def softened_from(self) -> int | None:
         """The optimiser step from which a soft mask cuts its blocks off; None without `soft`."""
-        return self.start + self.schedule.warmup + self.schedule.ramp if self.soft and self.schedule is not None else None
+        return self.start + self.schedule.warmup + self.schedule.ramp if self.soft and isinstance(self.schedule, Schedule) else None
 
     def replace(self, changes: dict[str, Any], where: str) -> WeightMask:
         """A copy with some fields changed; ConfigError names the fields that there are."""

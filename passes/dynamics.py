@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..kernels.errors import ConfigError, UnsupportedError
 from .ranking import Regrow
+from .schedule import Schedule
 
 if TYPE_CHECKING:
     from .config import WeightMask
@@ -35,7 +36,8 @@ def check_dynamics(c: WeightMask) -> None:
     if c.wants_growth and c.backward not in ("rigl", "ste", "unmasked"):
         what = f"regrow by gradient needs dense gradients, and backward={c.backward!r} gives masked blocks none: expected backward='rigl' or 'ste'."
         raise ConfigError(f"{what} Regrow('random') works with any.")
-    if c.soft and (c.schedule is None or not c.schedule.moves):
-        raise ConfigError("soft=True scales masked blocks down over the ramp of a schedule: expected schedule=fxmask.Schedule('cubic', steps=...), got none.")
+    if c.soft and not (isinstance(c.schedule, Schedule) and c.schedule.moves):
+        what = "soft=True scales masked blocks down over the ramp of a schedule"
+        raise ConfigError(f"{what}: expected schedule=fxmask.Schedule('cubic', steps=...), got {c.schedule!r}.")
     if c.soft and c.impl == "triton":
         raise UnsupportedError("soft=True computes densely until the ramp's end, which impl='triton' does not: expected impl='auto' or 'reference'.")

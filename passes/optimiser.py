@@ -46,10 +46,16 @@ class Guarded:
     name: str
     site: Site
     weight: Tensor
-    policy: str
+    choice: str  # what the guard was asked for
     mask: Tensor | None = None
+    block: tuple[int, int] = (1, 1)  # of that mask
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def policy(self) -> str:
+        """Of the step that is next: `auto` follows the backward mode from phase to phase."""
+        return policy_of(self.site._fxmask_config, self.choice)
 
 
 def group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
@@ -74,9 +80,9 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def _elements(mask: Tensor, g: Guarded) -> Tensor:
+def _elements(mask: Tensor, g: Guarded, block: tuple[int, int]) -> Tensor:
     """A block mask as one of elements; of a sharded weight, of this process's part."""
-    return ranks.part_like(expand_mask(mask, g.weight.shape, g.site._fxmask_config.block), g.weight)
+    return ranks.part_like(expand_mask(mask, g.weight.shape, block), g.weight)
 
 
 @torch.no_grad()
@@ -92,7 +98,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
-        g.mask = state.mask_outside(g.site, g.weight.detach())
+        g.mask, g.block = state.mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
         if g.policy == "free":
             continue
         g.before = ranks.part(g.weight.detach()).clone()
@@ -112,7 +118,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor 
         if g.mask is None or g.before is None or g.weight.grad is None:
             g.before, g.momenta = None, {}
             continue
-        kept = _elements(g.mask, g)
+        kept = _elements(g.mask, g, g.block)
         weight, old = ranks.part(g.weight), g.before
         if g.policy == "decay":
             group = group_of(optimizer, g.weight) or {}
@@ -136,7 +142,8 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded], masks: Iter
     """Zero the momenta of blocks that the rebuilt mask keeps and the last one did not."""
     for g, old in zip(guarded, masks, strict=True):
         if old is not None:
-            elements = _elements(state.mask_outside(g.site, g.weight.detach()) & ~old, g)
+            now = state.mask_outside(g.site, g.weight.detach())
+            elements = _elements(now, g, g.site._fxmask_config.block) & ~_elements(old, g, g.block)  # in elements: a phase may have brought other blocks
             for k, t in _momenta(optimizer, g.weight).items():
                 if k not in NO_MOMENTA:
                     t.masked_fill_(elements, 0)

@@ -24,6 +24,15 @@ def several() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
+def gathered(value: object) -> list[object]:
+    """A plain value of every rank, in their order; all ranks have to call it together. Of one process its own."""
+    if not several():
+        return [value]
+    found: list[object] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
 def whole(t: Tensor) -> Tensor:
     """A sharded tensor gathered, on every rank; any other as it is. All ranks have to call it together."""
     return t.full_tensor() if is_shard(t) else t  # type: ignore[attr-defined]

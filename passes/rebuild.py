@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
-from . import ranks
+from . import looks, phase_change, ranks
 from . import site as state
 from .ranking import follow, held_mask
 from .site import Site
@@ -49,7 +49,7 @@ def rebuild(jobs: Sequence[Job]) -> None:
             follow(site, weight, mask, torch.ones_like(old) if first else old, grow)
         if not first and site._fxmask_flips is not None and old is not None:
             flips = torch.ne(mask, old).sum()
-            site._fxmask_flips = site._fxmask_flips.add_(flips) if _capturing(mask) else site._fxmask_flips + flips
+            site._fxmask_flips = site._fxmask_flips.add_(flips) if state.capturing(mask) else site._fxmask_flips + flips
         if saved is None:
             hold(site, mask, lists)
         else:  # inside fxmask.dense the mask waits until its end
@@ -58,14 +58,10 @@ def rebuild(jobs: Sequence[Job]) -> None:
         site._fxmask_lost = False
 
 
-def _capturing(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
     """Cache a mask and its lists. Inside a CUDA graph they go where the graph's forward has read them, which is where every replay will."""
     old, old_lists = site._fxmask_mask, site._fxmask_lists
-    if old is not None and _capturing(mask):
+    if old is not None and state.capturing(mask):
         old.copy_(mask)
         if old_lists is not None and lists is not None:
             old_lists.copy_(lists)
@@ -106,20 +102,24 @@ def after_load(site: Site, weight: Tensor) -> None:
 
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only."""
-    jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded) for site, _ in found]
-    for site, weight in found:
-        c, before, now = site._fxmask_config, site._fxmask_step, site._fxmask_step + n
-        site._fxmask_announced, site._fxmask_unguarded = True, False
-        site._fxmask_step = now
-        if n and c.cached and now >= c.start and weight is not None:
-            due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
-            if due or before < c.start:
-                jobs.append(Job(site, weight, first=before < c.start, grow=True))
+    jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded, phase_change.remembered(site)) for site, _ in found]
     try:
+        for site, weight in found:
+            before, now = site._fxmask_step, site._fxmask_step + n
+            site._fxmask_announced, site._fxmask_unguarded = True, False
+            site._fxmask_step = now
+            entered = phase_change.follow(site, taken=n > 0)
+            c = site._fxmask_config
+            if n and c.cached and now >= c.start and weight is not None:
+                due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
+                if due or before < c.start or entered.anew:
+                    jobs.append(Job(site, weight, first=before < c.start or entered.first, grow=True))
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
+        looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
     except BaseException:  # a step that failed may be told again
-        for site, step, announced, unguarded in past:
+        for site, step, announced, unguarded, remembered in past:
+            phase_change.take_back(site, remembered)
             site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded = step, announced, unguarded
         state.sync(*(site for site, _ in found))
         raise

@@ -25,17 +25,21 @@ from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
-from . import ranks
+from . import feedback, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
 
-STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale")  # the tensors among the attributes
+STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale", "looked")  # the tensors among the attributes
 
 
 class Site(nn.Module):
     """Mixin of every module that owns a mask."""
 
-    _fxmask_config: WeightMask
+    _fxmask_given: WeightMask  # what the user asked for
+    _fxmask_config: WeightMask  # what is in force: that of the phase
+    _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
+    _fxmask_phase: int  # phases that have begun
+    _fxmask_shape: tuple[int, int]  # of the weight
     _fxmask_name: str  # the parameter's
     _fxmask_grid: tuple[int, int]
     _fxmask_stream: int  # seed of random masks
@@ -46,6 +50,7 @@ class Site(nn.Module):
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_policy: str | None  # of the guard that is in force
+    _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
     _fxmask_guard: object | None  # token of the guard that counts the steps
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
@@ -57,6 +62,7 @@ class Site(nn.Module):
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
     _fxmask_lists: Tensor | None  # the cached mask's lists, where kernels read them
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
+    _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
     _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.saliency
     _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient, for regrowth
     _fxmask_observed: int  # steps that the scores have seen
@@ -106,8 +112,10 @@ def stream_of(seed: int, name: str) -> int:
 
 def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
-    site._fxmask_config, site._fxmask_name = config, name
+    site._fxmask_given, site._fxmask_progress, site._fxmask_phase, site._fxmask_name = config, feedback.begin(config), 0, name
+    site._fxmask_config = feedback.held(phases.in_force(config, 0), config, site._fxmask_progress)
     site._fxmask_grid = grid_shape(weight.shape, config.block)
+    site._fxmask_shape, site._fxmask_choice = (weight.shape[0], weight.shape[1]), "auto"
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
@@ -125,7 +133,7 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_dense = torch.zeros((), dtype=torch.bool, device=device) if config.backward == "rigl" else None
     site._fxmask_mask = torch.ones(site._fxmask_grid, dtype=torch.bool, device=device) if config.cached else None
     site._fxmask_lists = None if site._fxmask_mask is None else lists_of(site, site._fxmask_mask)
-    site._fxmask_written = None
+    site._fxmask_written = site._fxmask_looked = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
     site._fxmask_score, site._fxmask_growth = (
         torch.zeros(site._fxmask_grid, device=device) if wanted else None for wanted in (config.observes, config.wants_growth)
@@ -167,6 +175,11 @@ def sync(*sites: Site) -> None:
         site._fxmask_written = (keep, count, flag)
     if scalars:
         torch._foreach_add_(scalars, changes)
+
+
+def capturing(t: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on this tensor's device, which would replay what is done now."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def lists_of(site: Site, mask: Tensor) -> Tensor | None:
@@ -240,10 +253,9 @@ def dense_flag(site: Site) -> Tensor | None:
 
 def forward_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
-    c = site._fxmask_config
     if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
         refuse_tracing(site)
-    if c.needs_steps and not site._fxmask_announced:
+    if site._fxmask_given.needs_steps and not site._fxmask_announced:
         _nobody_counts(site)
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
@@ -317,17 +329,20 @@ def refuse_tracing(site: Site) -> None:
 
 
 def _nobody_counts(site: Site) -> None:
-    c = site._fxmask_config
+    c, given = site._fxmask_config, site._fxmask_given
     fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
     fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
     if site.training:
-        what = "start, schedule, refresh > 1 and backward='rigl' count optimiser steps: expected a step source before training, got none."
+        what = "start, schedule, refresh > 1, phases and backward='rigl' count optimiser steps: expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))
     if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
         return
     now = c.ratio_at(site._fxmask_step)
-    if now != c.ratio and not site._fxmask_is_dense:
-        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {c.ratio}: start or schedule count steps, none was told (fxmask.step)."
+    if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
+        what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
+        warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel=4)
+    if now != given.final_ratio and not site._fxmask_is_dense:
+        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step)."
         warnings.warn(what, FxMaskWarning, stacklevel=4)
 
 

@@ -165,7 +165,7 @@ def _report(
     if not recording.backward and "dX" not in {w.phase for w in works}:
         notes.append("No output requires a gradient, or none was asked for: forward only.")
     sites = recording.sites.values()
-    early = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_config.ratio) for s in sites}
+    early = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_given.final_ratio) for s in sites}
     for now, end in sorted(p for p in early if p[0] != p[1]):
         notes.append(f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}.")
     if impl is None and any(s._fxmask_config.impl == "auto" for s in sites):

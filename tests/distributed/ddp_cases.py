@@ -20,6 +20,8 @@ CONFIGS = {
     "random": dict(criterion="random", refresh=7),
     "ste": dict(backward="ste"),
     "rigl": dict(backward="rigl", dense_every=4),
+    "phases": dict(phases={5: dict(backward="ste"), 9: dict(block=(8, 8))}),
+    "flips": dict(backward="ste", schedule=fxmask.Feedback("flip_rate", every=2, goal=0.3, initial=0.3, change=0.1)),
 }
 
 
@@ -72,6 +74,19 @@ def disagreeing_seeds() -> None:
     assert same_on_all_ranks(*fxmask.masks(every).values(), *(p.grad for p in every.parameters()))
 
 
+def reported_losses() -> None:
+    """The same loss moves all ranks alike; losses that were not reduced are an error on each of them, and change nothing."""
+    model = fxmask.apply(build(), ratio=0.7, schedule=fxmask.Feedback("loss", every=1, change=0.2))
+    fxmask.step(model, 0)
+    x, y = batch_of(0)
+    own = nn.functional.mse_loss(model(share(x)), share(y))
+    with pytest.raises(StateError, match=r"ranks report different losses(.|\n)*reduce the loss first"):
+        fxmask.feedback(model, own)
+    assert set(fxmask.feedback(model, mean_over_ranks(own)).values()) == {0.2}
+    fxmask.step(model)
+    assert {row["target_ratio"] for row in fxmask.explain(model).rows} == {0.2} and same_on_all_ranks(*fxmask.masks(model).values())
+
+
 def wrapped_names() -> None:
     """A state saved of the wrapper does not fit the plain model, and says why."""
     model = fxmask.apply(build(), ratio=0.7)
@@ -86,4 +101,5 @@ CASES = {
     "ddp-1000-steps-cached": partial(trains_alike, "cached", 1000),
     "ddp-disagreeing-seeds": disagreeing_seeds,
     "ddp-wrapped-names": wrapped_names,
+    "ddp-reported-losses": reported_losses,
 }

@@ -26,6 +26,8 @@ RUNS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "ste": (ADAMW, dict(backward="ste", criterion="l1"), dict()),
     "cached": (SGD, dict(refresh=3, start=2), dict()),
     "rigl": (SGD, dict(backward="rigl", dense_every=4, refresh=2), dict()),
+    "phases": (ADAMW, dict(phases={5: dict(backward="ste"), 8: dict(block=(8, 8), refresh=2)}), dict(returning="zero")),
+    "flips": (SGD, dict(backward="ste", schedule=fxmask.Feedback("flip_rate", every=2, goal=0.5, initial=0.3, change=0.1)), dict()),
     "columns": (ADAMW, dict(), dict()),  # sharded along in_features
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fxmask
 
 PUBLIC = [
+    "Feedback",
     "FxMaskError",
     "FxMaskWarning",
     "HealthLog",
@@ -17,6 +18,7 @@ PUBLIC = [
     "apply",
     "dense",
     "explain",
+    "feedback",
     "finalize",
     "guard",
     "load_state_dict",
