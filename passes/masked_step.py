@@ -1,0 +1,191 @@
+"""An optimiser's step on kept blocks alone: what freeze promises, without copies of what is masked.
+
+Before the step the kept blocks of weight, gradient and momenta are gathered into small tensors, and the optimiser's own `step` is called on a stand-in of the
+optimiser, an object of its class whose groups and state hold the small Parameters in the weights' places. A hook before a step may change the arguments of
+that step, and `self` is the first of them: so no class is wrapped, and the optimiser itself never holds anything but its own Parameters. After the step weights
+and momenta are scattered back. A step that raises leaves guarded weights, their momenta and their counts of steps as they were.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from ..kernels.errors import UnsupportedError, message
+from . import ranks
+from . import site as state
+from .kept_blocks import KeptBlocks
+from .optimiser import Guarded, group_of
+from .site import Site
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
+
+
+def refuse(optimizer: Optimizer, vouched: bool) -> None:
+    """Raise UnsupportedError where a step on kept elements alone is not the step on all, or is not known to be; `vouched`: somebody said that it is."""
+    kind = type(optimizer)
+    if ranks.stepping(optimizer) is not optimizer:
+        what = "masked_step of an optimiser that shares its state out among processes: expected one that holds all of it."
+        raise UnsupportedError(message(what, kind.__name__, "leave masked_step out: freeze works there."))
+    theirs = [c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer and issubclass(c, Optimizer)]
+    if any(c not in ELEMENTWISE for c in theirs):
+        what = f"masked_step of {kind.__name__}: expected an optimiser that moves each element by its own gradient and state, and this one looks at others."
+        raise UnsupportedError(message(what, kind.__name__, f"leave masked_step out, or use one of {', '.join(c.__name__ for c in ELEMENTWISE)}."))
+    if kind not in ELEMENTWISE and not vouched:
+        what = f"masked_step of {kind.__name__}, which fxmask does not know: expected one of {', '.join(c.__name__ for c in ELEMENTWISE)}."
+        fix = "masked_step='elementwise' says that this class moves each element by its own gradient and state, from param_groups and self.state alone."
+        raise UnsupportedError(message(what, kind.__name__, fix))
+    if any(g.get("differentiable") for g in optimizer.param_groups):
+        what = "masked_step of an optimiser with differentiable=True: expected a step that nobody differentiates."
+        raise UnsupportedError(message(what, kind.__name__, "leave masked_step out."))
+
+
+def refuse_shard(name: str, weight: Tensor) -> None:
+    """Raise UnsupportedError for a weight of which this process holds a part."""
+    if ranks.is_shard(weight):
+        what = "masked_step of a weight that fully_shard has shared out: expected a whole one."
+        raise UnsupportedError(message(what, name, "leave masked_step out: freeze works there."))
+
+
+def kept_on_host(site: Site) -> int | None:
+    """Kept blocks of the mask of the last forward, known without asking the device; None with ties='keep', of which the device alone knows."""
+    c = site._fxmask_config
+    return c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, site._fxmask_grid[0] * site._fxmask_grid[1]) if c.ties == "lowest" else None
+
+
+@dataclass
+class StandIn:
+    """A weight's kept elements as a Parameter of their own (1, kept), for one step."""
+
+    guarded: Guarded
+    blocks: KeptBlocks
+    small: nn.Parameter
+
+
+class _State(dict[Any, Any]):
+    """The state that a stand-in sees. What it has not, such as that of a Parameter which steps for the first time, is made in the optimiser's own."""
+
+    def __init__(self, own: Any, small: Iterable[Tensor]) -> None:
+        super().__init__(own)
+        self.own, self.small = own, {id(p) for p in small}
+
+    def __missing__(self, key: Any) -> Any:
+        self[key] = {} if id(key) in self.small else self.own[key]
+        return self[key]
+
+
+@dataclass
+class Step:
+    """A step that is under way: the stand-in of the optimiser, and those of its weights."""
+
+    stand_in: Optimizer
+    weights: list[StandIn]
+
+
+@torch.no_grad()
+def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> Step | None:
+    """Gather the kept blocks of what is about to step. None where every block of every weight is kept: then the optimiser steps by itself.
+
+    Sets each weight's mask, that of its gradient, as `optimiser.before_step` does. Waits for a GPU only where edges are ragged, or with ties='keep'.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        what = "masked_step inside a CUDA graph: expected a step outside of one, because a replay would step the blocks that were kept when it was captured."
+        raise UnsupportedError(message(what, type(optimizer).__name__, "capture forward and backward alone, or leave masked_step out."))
+    refuse(optimizer, vouched)
+    moving = []
+    for g in guarded:
+        g.mask = None
+        if g.weight.grad is not None and g.weight.numel():  # others the optimiser leaves alone
+            refuse_shard(g.name, g.weight)
+            g.mask = state.mask_outside(g.site, g.weight.detach())
+            count = kept_on_host(g.site)
+            if count != g.mask.numel():
+                moving.append((g, KeptBlocks(g.mask, tuple(g.weight.shape), g.site._fxmask_config.block, count)))
+    if not moving:
+        return None
+    weights = []
+    for g, blocks in moving:
+        grad = g.weight.grad
+        if grad is None or grad.layout != torch.strided:
+            what = f"masked_step of a gradient that is no plain tensor: expected torch.strided, got {None if grad is None else grad.layout}."
+            raise UnsupportedError(message(what, g.name, "leave masked_step out."))
+        small = nn.Parameter(blocks.gather(g.weight.detach()))
+        small.grad = blocks.gather(grad.detach())
+        weights.append(StandIn(g, blocks, small))
+    return Step(_stand_in(optimizer, weights), weights)
+
+
+def _stand_in(optimizer: Optimizer, weights: list[StandIn]) -> Optimizer:
+    """An object of the optimiser's class with the small Parameters in the weights' places; the rest is the optimiser's own."""
+    small = {id(s.guarded.weight): s.small for s in weights}
+    groups = []
+    for group in optimizer.param_groups:
+        params = [small.get(id(p), p) for p in group["params"]]
+        groups.append(group if all(p is q for p, q in zip(params, group["params"], strict=True)) else {**group, "params": params})
+    found = _State(optimizer.state, small.values())
+    for s in weights:
+        weight, old = s.guarded.weight, found.pop(s.guarded.weight, None)
+        if old is not None:
+            found[s.small] = {k: _seen(s.blocks, weight, v) for k, v in old.items()}
+    it = object.__new__(type(optimizer))
+    it.__dict__.update({**optimizer.__dict__, **dict(zip(OWN, (groups, found, OrderedDict(), OrderedDict()), strict=True))})
+    if it.param_groups is not groups or it.state is not found:
+        what = "masked_step of an optimiser whose param_groups or state are not plain attributes: expected those of torch.optim.Optimizer."
+        raise UnsupportedError(message(what, type(optimizer).__name__, "leave masked_step out, or pass the optimiser that it wraps."))
+    return it
+
+
+def _seen(blocks: KeptBlocks, weight: Tensor, v: Any) -> Any:
+    """An entry of a weight's state as its stand-in has it: a momentum's kept elements, a copy of a scalar (a step that raises has counted nothing)."""
+    if not isinstance(v, Tensor):
+        return v
+    if v.shape == weight.shape:
+        return blocks.gather(v.detach())
+    return v.detach().clone() if v.numel() == 1 else v
+
+
+@torch.no_grad()
+def finish(optimizer: Optimizer, step: Step) -> None:
+    """Scatter back what the step has made, and hand over what the optimiser has noted about itself and its groups."""
+    for s in step.weights:
+        if s.small in step.stand_in.state:
+            own, made = optimizer.state[s.guarded.weight], step.stand_in.state.pop(s.small)
+            values = {k: _returned(optimizer, s, k, v, own.get(k)) for k, v in made.items()}
+            own.clear()
+            own.update(values)
+        if getattr(optimizer, "grad_scale", None) is not None and s.guarded.weight.grad is not None and s.small.grad is not None:
+            s.blocks.scatter(s.guarded.weight.grad, s.small.grad)  # a fused step under GradScaler unscales gradients in place
+        s.blocks.scatter(s.guarded.weight, s.small.detach())
+    for key, value in step.stand_in.state.items():
+        optimizer.state[key] = value
+    for own, seen in zip(optimizer.param_groups, step.stand_in.param_groups, strict=True):
+        own.update({k: v for k, v in seen.items() if k != "params"})
+    optimizer.__dict__.update({k: v for k, v in step.stand_in.__dict__.items() if k not in OWN})
+
+
+def _returned(optimizer: Optimizer, s: StandIn, key: str, made: Any, old: Any) -> Any:
+    """An entry of the state after the step: the weight's momentum, new or not, where it has an element for each kept one."""
+    if not isinstance(made, Tensor) or made.shape != s.small.shape:
+        return made
+    weight = s.guarded.weight
+    full = old if isinstance(old, Tensor) and old.shape == weight.shape else _beginning(optimizer, weight, key, made)
+    full = full.to(made.dtype)
+    s.blocks.scatter(full, made)
+    return full
+
+
+def _beginning(optimizer: Optimizer, weight: Tensor, key: str, made: Tensor) -> Tensor:
+    """A new momentum of a whole weight: zero where nothing has stepped yet. Not so Rprop's step size (the lr) and ASGD's averaged weight (the weight)."""
+    full = torch.zeros_like(weight, dtype=made.dtype, device=made.device)
+    if key == "step_size":
+        return full.add_((group_of(optimizer, weight) or {}).get("lr", 0.0))
+    return full.copy_(weight) if key == "ax" else full
