@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
+from .passes import elementwise, ranks, rebuild
 from .passes import masked_step as kept_alone
-from .passes import ranks, rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, policy_of, reset_returned
@@ -84,7 +84,7 @@ class GuardHandle:
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         if self.masked_step:
-            self._refuse_step(optimizer, closure)
+            elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
         else:
             before_step(optimizer, self._guarded, closure)
@@ -92,15 +92,6 @@ class GuardHandle:
             self._first = False
             warn_of_dense_gradients(self._guarded)
         return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
-
-    def _refuse_step(self, optimizer: Optimizer, closure: bool) -> None:
-        """What would make a masked step a wrong one, and is seen only now."""
-        if closure:
-            what = "masked_step with a closure, which makes the gradients inside the step: expected them before it."
-            raise UnsupportedError(message(what, type(optimizer).__name__, "call backward before optimizer.step(), or leave masked_step out."))
-        if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[0].id:
-            what = "a step pre-hook that was registered after fxmask.guard(masked_step=True): expected the guard last, or what it does to gradients is lost."
-            raise UnsupportedError(message(what, type(optimizer).__name__, "register it before fxmask.guard."))
 
     @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -143,7 +134,7 @@ def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
         return peek_weight(site)
 
 
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that runs the hooks of a step
+_STEP = elementwise.STEP
 
 
 def _is_no_step(optimizer: Optimizer) -> bool:
@@ -202,7 +193,7 @@ def guard(
         what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."
         raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
     if masked_step:
-        kept_alone.refuse(optimizer, masked_step == "elementwise")
+        elementwise.refuse(optimizer, masked_step == "elementwise")
     guarded, followed, others = [], [], []
     for name, site, weight in found:
         held = weight is not None and group_of(optimizer, weight) is not None
@@ -210,7 +201,7 @@ def guard(
         if held and weight is not None:
             guarded.append(_guarded(name, site, weight, masked_weights))
             if masked_step:
-                kept_alone.refuse_shard(name, weight)
+                elementwise.refuse_shard(name, weight)
         elif derived and masked_weights in ("freeze", "decay"):
             what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
             raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))

@@ -76,7 +76,7 @@ class KeptBlocks:
 def _of_blocks(mask: Tensor, height: int, count: int | None) -> tuple[Tensor, Tensor]:
     """(rows, block columns) of the runs of kept blocks, where every block has `height` rows. With a count nothing waits for the device."""
     flat, cols = mask.flatten(), mask.shape[1]
-    if count is None or flat.device.type == "cpu":
+    if count is None:
         kept = flat.nonzero().squeeze(1)
     else:
         kept = flat.to(torch.uint8).sort(descending=True, stable=True).indices[:count]

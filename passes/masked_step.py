@@ -14,46 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..kernels.errors import UnsupportedError, message
-from . import ranks
+from . import elementwise
 from . import site as state
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
 from .site import Site
 
-ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
-
-
-def refuse(optimizer: Optimizer, vouched: bool) -> None:
-    """Raise UnsupportedError where a step on kept elements alone is not the step on all, or is not known to be; `vouched`: somebody said that it is."""
-    kind = type(optimizer)
-    if ranks.stepping(optimizer) is not optimizer:
-        what = "masked_step of an optimiser that shares its state out among processes: expected one that holds all of it."
-        raise UnsupportedError(message(what, kind.__name__, "leave masked_step out: freeze works there."))
-    theirs = [c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer and issubclass(c, Optimizer)]
-    if any(c not in ELEMENTWISE for c in theirs):
-        what = f"masked_step of {kind.__name__}: expected an optimiser that moves each element by its own gradient and state, and this one looks at others."
-        raise UnsupportedError(message(what, kind.__name__, f"leave masked_step out, or use one of {', '.join(c.__name__ for c in ELEMENTWISE)}."))
-    if kind not in ELEMENTWISE and not vouched:
-        what = f"masked_step of {kind.__name__}, which fxmask does not know: expected one of {', '.join(c.__name__ for c in ELEMENTWISE)}."
-        fix = "masked_step='elementwise' says that this class moves each element by its own gradient and state, from param_groups and self.state alone."
-        raise UnsupportedError(message(what, kind.__name__, fix))
-    if any(g.get("differentiable") for g in optimizer.param_groups):
-        what = "masked_step of an optimiser with differentiable=True: expected a step that nobody differentiates."
-        raise UnsupportedError(message(what, kind.__name__, "leave masked_step out."))
-
-
-def refuse_shard(name: str, weight: Tensor) -> None:
-    """Raise UnsupportedError for a weight of which this process holds a part."""
-    if ranks.is_shard(weight):
-        what = "masked_step of a weight that fully_shard has shared out: expected a whole one."
-        raise UnsupportedError(message(what, name, "leave masked_step out: freeze works there."))
 
 
 def kept_on_host(site: Site) -> int | None:
@@ -97,19 +68,17 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
 
     Sets each weight's mask, that of its gradient, as `optimiser.before_step` does. Waits for a GPU only where edges are ragged, or with ties='keep'.
     """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        what = "masked_step inside a CUDA graph: expected a step outside of one, because a replay would step the blocks that were kept when it was captured."
-        raise UnsupportedError(message(what, type(optimizer).__name__, "capture forward and backward alone, or leave masked_step out."))
-    refuse(optimizer, vouched)
+    elementwise.refuse(optimizer, vouched)
     moving = []
     for g in guarded:
         g.mask = None
         if g.weight.grad is not None and g.weight.numel():  # others the optimiser leaves alone
-            refuse_shard(g.name, g.weight)
+            elementwise.refuse_shard(g.name, g.weight)
             g.mask = state.mask_outside(g.site, g.weight.detach())
             count = kept_on_host(g.site)
             if count != g.mask.numel():
-                moving.append((g, KeptBlocks(g.mask, tuple(g.weight.shape), g.site._fxmask_config.block, count)))
+                asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at
+                moving.append((g, KeptBlocks(g.mask, tuple(g.weight.shape), g.site._fxmask_config.block, asked)))
     if not moving:
         return None
     weights = []
