@@ -69,20 +69,20 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
     Sets each weight's mask, that of its gradient, as `optimiser.before_step` does. Waits for a GPU only where edges are ragged, or with ties='keep'.
     """
     elementwise.refuse(optimizer, vouched)
-    moving = []
+    moving: dict[int, tuple[Guarded, KeptBlocks]] = {}  # layers that share a weight share its mask
     for g in guarded:
         g.mask = None
         if g.weight.grad is not None and g.weight.numel():  # others the optimiser leaves alone
             elementwise.refuse_shard(g.name, g.weight)
             g.mask = state.mask_outside(g.site, g.weight.detach())
             count = kept_on_host(g.site)
-            if count != g.mask.numel():
+            if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at
-                moving.append((g, KeptBlocks(g.mask, tuple(g.weight.shape), g.site._fxmask_config.block, asked)))
+                moving[id(g.weight)] = g, KeptBlocks(g.mask, tuple(g.weight.shape), g.site._fxmask_config.block, asked)
     if not moving:
         return None
     weights = []
-    for g, blocks in moving:
+    for g, blocks in moving.values():
         grad = g.weight.grad
         if grad is None or grad.layout != torch.strided:
             what = f"masked_step of a gradient that is no plain tensor: expected torch.strided, got {None if grad is None else grad.layout}."
