@@ -217,6 +217,13 @@ def guard(
     return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step)
 
 
+def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The weights that an optimiser steps on kept blocks alone, because its guard says so."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle) and h.masked_step]
+    return [g.weight for h in handles for g in h._guarded if h._is_ours(g.site)]
+
+
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
     backward = site._fxmask_config.backward
     if site._fxmask_policy is not None:

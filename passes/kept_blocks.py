@@ -15,7 +15,7 @@ from torch import Tensor
 class Part(NamedTuple):
     """The runs of one width, `cols` of them side by side in a row from column `left` on.
 
-    Of each, int64 [runs]: its row and its place there, and where it begins in memory, in elements.
+    Of each, int64 [runs]: its row and its place there, and where it `begins` in memory: in runs where they fill whole rows, else in elements.
     """
 
     left: int
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     width: int
     rows: Tensor
     at: Tensor
-    starts: Tensor
+    begins: Tensor
 
 
 class KeptBlocks:
@@ -45,16 +45,17 @@ class KeptBlocks:
             if whole < kb:
                 rows = runs[:, whole].nonzero().squeeze(1)
                 found.append((whole * width, 1, k - whole * width, rows, torch.zeros_like(rows)))
-        self.parts = [Part(left, cols, w, rows, at, rows * k + (at * w + left)) for left, cols, w, rows, at in found]
+        self.parts = [Part(left, cols, w, rows, at, rows * cols + at if cols * w == k else rows * k + (at * w + left)) for left, cols, w, rows, at in found]
         self.numel = sum(p.rows.numel() * p.width for p in self.parts)
 
     def gather(self, t: Tensor) -> Tensor:
         """The kept elements of `t` (N, K), any strides: a new tensor (1, kept), of its dtype and device."""
         out = t.new_empty((1, self.numel))
         for p, runs in zip(self.parts, self._runs(out), strict=True):
-            if t.is_contiguous():  # every place where a run may begin is a row of this view: an index a run, and no index an element
-                places = t.as_strided((max(0, t.numel() - p.width + 1), p.width), (1, 1))
-                torch.index_select(places, 0, p.starts, out=runs)
+            if t.is_contiguous():
+                # in ragged columns every place where a run may begin is a row of a view of memory: an index a run, and none an element
+                places = t.view(-1, p.width) if self._fills(p) else t.as_strided((t.numel() - p.width + 1, p.width), (1, 1))
+                torch.index_select(places, 0, p.begins, out=runs)
             else:
                 runs.copy_(_blocked(t, p)[p.rows, p.at])
         return out
@@ -62,10 +63,14 @@ class KeptBlocks:
     def scatter(self, t: Tensor, kept: Tensor) -> None:
         """Write `kept` (1, kept) into the kept elements of `t` (N, K), in place; the other elements are not touched."""
         for p, runs in zip(self.parts, self._runs(kept), strict=True):
-            if t.is_contiguous() and p.cols * p.width == self.row:
-                t.view(-1, p.width).index_copy_(0, torch.div(p.starts, p.width, rounding_mode="floor"), runs)
+            if t.is_contiguous() and self._fills(p):
+                t.view(-1, p.width).index_copy_(0, p.begins, runs)
             else:
                 _blocked(t, p).index_put_((p.rows, p.at), runs)
+
+    def _fills(self, p: Part) -> bool:
+        """Whether a part's runs fill whole rows."""
+        return p.cols * p.width == self.row
 
     def _runs(self, kept: Tensor) -> list[Tensor]:
         """Views of a gathered tensor, one for each part: [runs, width]."""
