@@ -92,7 +92,8 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     rest, rest_dense = sum(roofline.seconds(w, device, tf32) for w in others), sum(roofline.dense_seconds(w, device, tf32) for w in others)
     if t + rest:
         share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
-        said.append(f"Ops that no mask touches take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
+        which = "Other ops, the masked step among them," if any(w.dense for w in others) else "Ops that no mask touches"
+        said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
     issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
     if "masked_dense" in impls:
         said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
