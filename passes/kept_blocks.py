@@ -29,17 +29,18 @@ class Part(NamedTuple):
 class KeptBlocks:
     """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape` (N, K); `count` of them, None where only the mask knows.
 
-    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: a byte a block read, 24 a run held.
+    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 24
+    bytes a run held; without a count, or with ragged edges, the mask expanded to a byte for each row of each block.
     """
 
     def __init__(self, mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], count: int | None = None) -> None:
         (n, k), kb = shape, mask.shape[1]
         height, width = min(block[0], n), min(block[1], k)
         whole, self.row = k // width, k
-        if n % height == 0 and k % width == 0:
+        if count is not None and n % height == 0 and k % width == 0:
             found = [(0, kb, width, *_of_blocks(mask, height, count))]
         else:
-            runs = mask.repeat_interleave(height, 0)[:n]
+            runs = mask.repeat_interleave(height, 0)[:n]  # in the order of memory, which caches like
             rows, at = runs[:, :whole].nonzero(as_tuple=True)
             found = [(0, whole, width, rows, at)]
             if whole < kb:
@@ -78,13 +79,10 @@ class KeptBlocks:
         return [t.view(-1, p.width) for t, p in zip(kept.view(-1).split(sizes), self.parts, strict=True)]
 
 
-def _of_blocks(mask: Tensor, height: int, count: int | None) -> tuple[Tensor, Tensor]:
-    """(rows, block columns) of the runs of kept blocks, where every block has `height` rows. With a count nothing waits for the device."""
+def _of_blocks(mask: Tensor, height: int, count: int) -> tuple[Tensor, Tensor]:
+    """(rows, block columns) of the runs of `count` kept blocks, where every block has `height` rows. All sizes are known: nothing waits for the device."""
     flat, cols = mask.flatten(), mask.shape[1]
-    if count is None:
-        kept = flat.nonzero().squeeze(1)
-    else:
-        kept = flat.to(torch.uint8).sort(descending=True, stable=True).indices[:count]
+    kept = flat.to(torch.uint8).sort(descending=True, stable=True).indices[:count]
     first = torch.div(kept, cols, rounding_mode="floor") * height
     rows = first[:, None] + torch.arange(height, device=flat.device)
     return rows.flatten(), torch.remainder(kept, cols)[:, None].expand(-1, height).flatten()

@@ -8,8 +8,11 @@ The three are timed in turn, so that a busy machine is busy for all of them; med
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn, optim
@@ -61,6 +64,7 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=30)
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--device", default="cpu")
+    p.add_argument("--csv", type=Path, default=None, help="append rows there")
     a = p.parse_args()
     torch.set_num_threads(a.threads)
     for ratio in a.ratios:
@@ -76,6 +80,15 @@ def main() -> None:
         faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in MODES[:2])
         what = f"{a.optimizer} {a.form} {a.layers} x {a.features}^2, block {a.block}, ratio {ratio}, refresh {a.refresh}"
         print(f"{what}: {said}; masked_step is {faster}", flush=True)
+        if a.csv is not None:
+            row = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")} | {"ratio": ratio, "torch": torch.__version__}
+            row |= {f"{mode.replace(' ', '_')}_ms": round(t, 3) for mode, t in ms.items()} | {"command": " ".join(["python", *sys.argv])}
+            new = not a.csv.exists()
+            with a.csv.open("a", newline="") as f:
+                w = csv.DictWriter(f, list(row), lineterminator="\n")
+                if new:
+                    w.writeheader()
+                w.writerow(row)
 
 
 if __name__ == "__main__":

@@ -52,18 +52,22 @@ def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept:
     Scattered     compact: (1 + s) b kept read; w, s states: b kept each written
     Runs          a kept block is one run of elements a row, R of them: 24 B each written once, 8 read by each gather and scatter, 16 by a scatter where ragged
                   columns leave rows that runs do not fill
-    Mask          NB KB B read; where it is not cached the guard builds it anew, from all of w
+    Mask          NB KB B read; at ragged edges expanded to N KB B, written and read (on a CPU always, which is not counted); where it is not cached the guard
+                  builds it anew, from all of w
     In sum        (9 + 6 s) b kept, runs and mask; a dense step has (3 + 2 s) b N K
     Compulsory and requested B are the same; `compact` and `runs` stay in a cache that is large enough for them.
     """
     (n, k), piece = shape, itemsize * kept
-    ragged = k % min(block[1], k) != 0
-    runs = nnzb * min(block[0], n) if ragged else kept // min(block[1], k)  # at most, in ragged columns
+    height, width = min(block[0], n), min(block[1], k)
+    ragged = k % width != 0
+    runs = nnzb * height if ragged else kept // width  # at most, in ragged columns
     state = {"opt_state": states * piece} if states else {}
     compact = {"compact": (3 + 2 * states) * piece}
     grid = grid_shape(shape, block)
-    reads = {"w": piece, "dw": piece, **state, **compact, "runs": 8 * runs * (2 + states + (1 + states) * (2 if ragged else 1)), "mask": grid[0] * grid[1]}
-    found = dense_cost.stream(reads, {"w": piece, **state, **compact, "runs": 24 * runs})
+    expanded = n * grid[1] if ragged or n % height else 0
+    asked = 8 * runs * (2 + states + (1 + states) * (2 if ragged else 1))
+    reads = {"w": piece, "dw": piece, **state, **compact, "runs": asked, "mask": grid[0] * grid[1] + expanded}
+    found = dense_cost.stream(reads, {"w": piece, **state, **compact, "runs": 24 * runs} | ({"mask": expanded} if expanded else {}))
     return found if cached else found + layer_cost.block_index(shape, block, itemsize, triton)
 
 
