@@ -8,7 +8,7 @@ and momenta are scattered back. A step that raises leaves guarded weights, their
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -40,18 +40,6 @@ class StandIn:
     guarded: Guarded
     blocks: KeptBlocks
     small: nn.Parameter
-
-
-class _State(dict[Any, Any]):
-    """The state that a stand-in sees. What it has not, such as that of a Parameter which steps for the first time, is made in the optimiser's own."""
-
-    def __init__(self, own: Any, small: Iterable[Tensor]) -> None:
-        super().__init__(own)
-        self.own, self.small = own, {id(p) for p in small}
-
-    def __missing__(self, key: Any) -> Any:
-        self[key] = {} if id(key) in self.small else self.own[key]
-        return self[key]
 
 
 @dataclass
@@ -100,7 +88,7 @@ def _stand_in(optimizer: Optimizer, weights: list[StandIn]) -> Optimizer:
     for group in optimizer.param_groups:
         params = [small.get(id(p), p) for p in group["params"]]
         groups.append(group if all(p is q for p, q in zip(params, group["params"], strict=True)) else {**group, "params": params})
-    found = _State(optimizer.state, small.values())
+    found: defaultdict[Any, Any] = defaultdict(dict, optimizer.state)
     for s in weights:
         weight, old = s.guarded.weight, found.pop(s.guarded.weight, None)
         if old is not None:
@@ -125,17 +113,20 @@ def _seen(blocks: KeptBlocks, weight: Tensor, v: Any) -> Any:
 @torch.no_grad()
 def finish(optimizer: Optimizer, step: Step) -> None:
     """Scatter back what the step has made, and hand over what the optimiser has noted about itself and its groups."""
-    for s in step.weights:
-        if s.small in step.stand_in.state:
-            own, made = optimizer.state[s.guarded.weight], step.stand_in.state.pop(s.small)
-            values = {k: _returned(optimizer, s, k, v, own.get(k)) for k, v in made.items()}
+    small = {id(s.small): s for s in step.weights}
+    for key, made in step.stand_in.state.items():  # in this order, so that new state lies as the optimiser would have laid it
+        stands = small.get(id(key))
+        if stands is None:
+            optimizer.state[key] = made
+        else:
+            own = optimizer.state.setdefault(stands.guarded.weight, {})
+            values = {k: _returned(optimizer, stands, k, v, own.get(k)) for k, v in made.items()}
             own.clear()
             own.update(values)
+    for s in step.weights:
         if getattr(optimizer, "grad_scale", None) is not None and s.guarded.weight.grad is not None and s.small.grad is not None:
             s.blocks.scatter(s.guarded.weight.grad, s.small.grad)  # a fused step under GradScaler unscales gradients in place
         s.blocks.scatter(s.guarded.weight, s.small.detach())
-    for key, value in step.stand_in.state.items():
-        optimizer.state[key] = value
     for own, seen in zip(optimizer.param_groups, step.stand_in.param_groups, strict=True):
         own.update({k: v for k, v in seen.items() if k != "params"})
     optimizer.__dict__.update({k: v for k, v in step.stand_in.__dict__.items() if k not in OWN})

@@ -76,7 +76,8 @@ def pair(cls=optim.AdamW, options=ADAMW, returning="keep", step=True, **config):
 
 def same(ours, theirs, rtol=1e-5, atol=1e-7):
     """Weights and state of two runs, to rounding, with the same names, shapes and dtypes."""
-    assert len(ours[1].state) == len(theirs[1].state) > 0 or isinstance(theirs[1], optim.SGD)
+    order = [[next(n for n, q in model.named_parameters() if p is q) for p in optimiser.state] for model, optimiser in (ours, theirs)]
+    assert order[0] == order[1] and (order[0] or isinstance(theirs[1], optim.SGD))
     for (name, p), q in zip(ours[0].named_parameters(), theirs[0].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
         a, b = ours[1].state.get(p, {}), theirs[1].state.get(q, {})

@@ -253,6 +253,31 @@ def test_gradients_that_are_missing():
     same(ours, theirs)
 
 
+def test_gradients_that_are_no_plain_tensors():
+    model, optimiser = build(optim.AdamW, ADAMW, schedule=None)
+    fxmask.guard(optimiser, model, masked_step=True)
+    gradients(model, optimiser)
+    model[0].weight.grad = model[0].weight.grad.to_sparse()
+    with pytest.raises(UnsupportedError, match=r"(?s)a gradient that is no plain tensor: expected torch.strided, got torch.sparse_coo.*0.weight.*leave"):
+        optimiser.step()
+
+
+class Wrapped(Own):
+    """Its groups are somebody else's."""
+
+    param_groups = property(lambda self: self.held, lambda self, groups: setattr(self, "held", groups))
+
+
+def test_an_optimiser_that_keeps_its_groups_elsewhere():
+    model, optimiser = build(Wrapped, {}, schedule=None)
+    fxmask.guard(optimiser, model, masked_step="elementwise")
+    gradients(model, optimiser)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=r"(?s)whose param_groups or state are not plain attributes: expected those of .*pass the optimiser that"):
+        optimiser.step()
+    assert torch.equal(model[0].weight, before)
+
+
 def test_two_models_in_one_optimiser():
     """A guard that freezes, then one with a masked step."""
     one, two = (fxmask.apply(net(), ratio=0.5, block=(16, 16)) for _ in range(2))
