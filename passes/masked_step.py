@@ -144,7 +144,7 @@ def _returned(optimizer: Optimizer, s: StandIn, key: str, made: Any, old: Any) -
 
 
 def _beginning(optimizer: Optimizer, weight: Tensor, key: str, made: Tensor) -> Tensor:
-    """A new momentum of a whole weight: zero where nothing has stepped yet. Not so Rprop's step size (the lr) and ASGD's averaged weight (the weight)."""
+    """A new momentum of a whole weight: zero where nothing has stepped yet. Not so Rprop's step size (the lr) and ASGD's average (the weight, which rests)."""
     full = torch.zeros_like(weight, dtype=made.dtype, device=made.device)
     if key == "step_size":
         return full.add_((group_of(optimizer, weight) or {}).get("lr", 0.0))

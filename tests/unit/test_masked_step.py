@@ -137,6 +137,21 @@ def test_it_is_freeze(name, form):
     assert fxmask.explain(model).rows[0]["step"] == 20
 
 
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_state_that_a_masked_step_makes(name):
+    """Masks from the first step on, another one for each: state begins at masked places as under freeze, and is there when blocks return."""
+    cls, options, _ = OPTIMISERS[name]
+    if cls is optim.ASGD:  # under freeze its first average is of what decay has made of a masked weight, before that is put back
+        options = {**options, "lambd": 0.0, "weight_decay": 0.0}
+    ours, theirs = pair(cls, {**options, "foreach": False}, schedule=None, refresh=1, criterion="random")
+    train(*ours, 1)
+    train(*theirs, 1)
+    same(ours, theirs)
+    train(*ours, 3, seed=2)
+    train(*theirs, 3, seed=2)
+    same(ours, theirs)
+
+
 def test_bits_where_the_arithmetic_is_the_same():
     """SGD with momentum, plain: every element is computed alike in a tensor of any shape, so kept ones agree to the bit, too."""
     ours, theirs = pair(optim.SGD, dict(lr=0.1, momentum=0.5, foreach=False))
