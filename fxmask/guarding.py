@@ -10,10 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
-from .passes import phases, ranks, rebuild
+from .passes import elementwise, phases, ranks, rebuild
+from .passes import masked_step as kept_alone
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, reset_returned
+from .passes.saliency import observe
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .sites import required_sites, values_of
@@ -24,14 +26,22 @@ Named = tuple[str, Site, torch.Tensor]
 
 
 class GuardHandle:
-    """What `guard` gives: `policies` {parameter's name: policy}, and `remove()`. A context manager, too. It ends with its optimiser, and with `restore`."""
+    """What `guard` gives: `policies` {parameter's name: policy}, `masked_step` as it was asked for, and `remove()`.
 
-    def __init__(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str) -> None:
+    A context manager, too. It ends with its optimiser, and with `restore`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str, masked_step: bool | str,
+    ) -> None:  # fmt: skip
         self._hooks: list[Any] = []
+        self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = guarded, followed, others
         self._choice, self._returning, self._first, self._token = choice, returning, True, object()
         self._held = _count(optimizer)
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        if masked_step:  # whoever looks after a step sees weights that have moved
+            optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         self._take(guarded, followed)
 
     def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
@@ -61,9 +71,10 @@ class GuardHandle:
         self._take(guarded, followed)
 
     @torch.compiler.disable
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
-            return
+            return None
+        self._under_way = None  # what a step that raised has left
         self._guarded = [g for g in self._guarded if self._is_ours(g.site)]
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
         self._adopt(optimizer)
@@ -73,16 +84,26 @@ class GuardHandle:
                 raise StateError(message(what, g.name, "leave the with block first."))
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
-        before_step(optimizer, self._guarded, closure)
+        for g in self._guarded:
+            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}))
+        if self.masked_step:
+            elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
+            self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
+        else:
+            before_step(optimizer, self._guarded, closure)
         if self._first and not closure and any(g.mask is not None for g in self._guarded):
             self._first = False
             warn_of_dense_gradients(self._guarded)
+        return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
 
     @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_no_step(optimizer):
             return
-        masks = after_step(optimizer, self._guarded)
+        if self._under_way is not None:
+            kept_alone.finish(optimizer, self._under_way)
+            self._under_way = None
+        masks = [g.mask for g in self._guarded] if self.masked_step else after_step(optimizer, self._guarded)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
         if self._returning == "zero":
             reset_returned(optimizer, self._guarded, masks)
@@ -116,7 +137,7 @@ def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
         return peek_weight(site)
 
 
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that runs the hooks of a step
+_STEP = elementwise.STEP
 
 
 def _is_no_step(optimizer: Optimizer) -> bool:
@@ -133,7 +154,9 @@ def _is_no_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", returning: str = "keep") -> GuardHandle:
+def guard(
+    optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", returning: str = "keep", *, masked_step: bool | str = False
+) -> GuardHandle:
     """Let an optimiser's steps count, and decide what they do to masked weights. Call it once, after `apply`; again after a resume.
 
     Args:
@@ -145,12 +168,17 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
             step then drives masked weights to zero. `auto`: freeze for backward="masked", free for the others, which live on moving masked weights; phases
             that change the mode change it.
         returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`.
+        masked_step: True: freeze, by a step that reads and writes the kept blocks of weights, gradients and momenta alone. For torch.optim's elementwise
+            optimisers (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD); "elementwise": for a class of your own, too, whose
+            step moves each element by its own gradient and state, from param_groups and self.state. Not with closures, torch.compile of the step, CUDA graphs
+            around it, differentiable=True, fully_shard or ZeroRedundancyOptimizer.
 
-    Returns: a handle with `policies` and `remove()`.
-    Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights), StateError (nothing masked, or guarded already),
-    UnsupportedError (freeze or decay where masked weights must move, or of a weight that another parameter makes).
-    Cost: during a step a copy of each guarded weight, under freeze of its momenta too; nothing between steps. One `block_index` a layer without a cached mask;
-    under fully_shard that gathers its weight.
+    Returns: a handle with `policies`, `masked_step` and `remove()`.
+    Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or
+    guarded already), UnsupportedError (freeze or decay where masked weights must move, or of a weight that another parameter makes; masked_step where it says
+    not).
+    Cost: during a step a copy of each guarded weight, under freeze of its momenta too; with masked_step a copy of the kept blocks instead. Nothing between
+    steps. One `block_index` a layer without a cached mask; under fully_shard that gathers its weight.
     Not from a paper: the thesis (Bespalov 2025, listing 5.10) leaves masked weights to the optimiser.
     """
     for name, value, allowed in (("masked_weights", masked_weights, POLICIES), ("returning", returning, RETURNING)):
@@ -158,17 +186,26 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
             raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"fxmask.guard: expected a torch.optim.Optimizer first and the model second, got {type(optimizer).__name__}.")
+    if type(masked_step) is not bool and masked_step != "elementwise":
+        raise ConfigError(f"masked_step: expected True, False or 'elementwise', got {masked_step!r}.")
+    if masked_step and masked_weights not in ("auto", "freeze"):
+        raise ConfigError(f"masked_step leaves masked weights as they are: expected masked_weights='freeze' or 'auto' with it, got {masked_weights!r}.")
+    masked_weights = "freeze" if masked_step else masked_weights
     found = required_sites(model, "fxmask.guard")
     # a wrapper that skips Optimizer.__init__ may have the dicts of hooks, and a step that never calls them
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
         what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."
         raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
+    if masked_step:
+        elementwise.refuse(optimizer, masked_step == "elementwise")
     guarded, followed, others = [], [], []
     for name, site, weight in found:
         held = weight is not None and group_of(optimizer, weight) is not None
         derived = weight is None or not isinstance(weight, nn.Parameter)
         if held and weight is not None:
             guarded.append(_guarded(name, site, weight, masked_weights))
+            if masked_step:
+                elementwise.refuse_shard(name, weight)
         elif derived and masked_weights in ("freeze", "decay"):
             what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
             raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))
@@ -181,7 +218,14 @@ def guard(optimizer: Optimizer, model: nn.Module, masked_weights: str = "auto", 
     if not guarded and not followed:
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
-    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning)
+    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step)
+
+
+def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The weights that an optimiser steps on kept blocks alone, because its guard says so."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle) and h.masked_step]
+    return [g.weight for h in handles for g in h._guarded if h._is_ours(g.site)]
 
 
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:

@@ -19,7 +19,6 @@ from ..kernels.grid import expand_mask
 from . import ranks
 from . import site as state
 from .config import WeightMask
-from .saliency import observe
 from .site import Site
 
 POLICIES = ("auto", "freeze", "decay", "free")
@@ -93,7 +92,6 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     """
     for g in guarded:
         g.mask, g.before, g.momenta = None, None, {}
-        observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}))
         if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn

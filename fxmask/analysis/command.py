@@ -28,6 +28,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default=None, help=f"{', '.join(devices.DEVICES)}, or cpu (measured)")
     p.add_argument("--dtype", default=None, help="count floating tensors as bfloat16, float16, ...")
     p.add_argument("--optimizer", default="adamw", help=f"{', '.join(optimiser.STATES)}, or none")
+    p.add_argument("--masked-step", action="store_true", help="count the optimiser's step on kept blocks alone, as guard(masked_step=True) makes it")
     p.add_argument("--steps", type=int, default=None, help="totals of a run of so many steps, too")
     p.add_argument("--memory-model", choices=("tokens", "thesis"), default="tokens", help="thesis: bytes by Bespalov's memory model, too")
     p.add_argument("--eval", action="store_true", help="eval mode, forward only")
@@ -55,7 +56,7 @@ def main(a: argparse.Namespace) -> int:
             return analyze(
                 model, inputs, phases=("fwd",) if a.eval else ("fwd", "dX", "dW", "opt"), device=a.device,
                 optimizer=None if a.optimizer == "none" else a.optimizer, steps=a.steps, impl=a.impl, dtype=dtype, strict=a.strict, progress=tick,
-                memory_model=a.memory_model,
+                memory_model=a.memory_model, masked_step=True if a.masked_step else None,
             )  # fmt: skip
 
     plain = run() if a.compare or a.ratio is None else None

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..kernels import cost, dense_cost, layer_cost
 from ..passes.work import Work
-from . import roofline, tables, traffic
+from . import optimiser, roofline, tables, traffic
 from .devices import Device
 
 FORMULAS: dict[str, Any] = {
@@ -24,6 +24,8 @@ def formulas(work: Work) -> str:
     """The text of the closed forms that a work was counted by: their docstring, so that there is one of them."""
     if work.impl == "masked_dense":
         source: Any = layer_cost.masked_dense
+    elif work.phase == "opt":
+        source = optimiser.masked_step if work.impl == "masked_step" else optimiser.dense_step
     elif work.op in FORMULAS and work.impl in ("triton", ""):
         source = FORMULAS[work.op]
     elif "attention" in work.op:

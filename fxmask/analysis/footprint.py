@@ -32,7 +32,7 @@ def rows(recording: Recording, works: list[Work]) -> list[dict[str, Any]]:
             add(module, "gradients", size)
     for w in works:
         if w.phase == "opt":
-            add(w.weight.rpartition(".")[0], "optimizer_state", w.cost.reads_min.get("opt_state", 0))
+            add(w.weight.rpartition(".")[0], "optimizer_state", (w.dense or w.cost).reads_min.get("opt_state", 0))
     for name, b in recording.buffers.items():
         add(name.rpartition(".")[0], "buffers", recording.size(b))
     for s in recording.saved:

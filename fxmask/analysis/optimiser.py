@@ -1,4 +1,4 @@
-"""The optimiser's step: one pass over the parameters that are trained, their gradients and its state."""
+"""The optimiser's step: one pass over the parameters that are trained, their gradients and its state; of kept blocks alone under `guard(masked_step=True)`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..kernels import dense_cost
+from ..guarding import masked_step_of
+from ..kernels import dense_cost, layer_cost
+from ..kernels.cost import Cost
+from ..kernels.grid import grid_shape
 from ..passes.capture import Recording
-from ..passes.work import EXACT, Work
+from ..passes.masked_rules import implementation
+from ..passes.work import EXACT, Target, Work
 
 # tensors of a parameter's size that an optimiser keeps, by the class's name in torch.optim
 STATES = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adadelta": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
@@ -31,23 +35,88 @@ def states_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
     return name, STATES[name] + extra
 
 
-def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None) -> list[Work]:
+def dense_step(size: int, states: int) -> Cost:
+    """One pass over a parameter of `size` bytes.
+
+    Compulsory and requested B: w, dw and `states` tensors of its size read; w and states written
+    """
+    state = {"opt_state": states * size} if states else {}
+    return dense_cost.stream({"w": size, "dw": size} | state, {"w": size} | state)
+
+
+def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept: int, itemsize: int, states: int, cached: bool, triton: bool) -> Cost:
+    """A step on the `kept` elements of a weight (N, K) that lie in `nnzb` kept blocks, with s = states tensors of state, b bytes an element.
+
+    Gathered      w, dw, s states: b kept each read from where they lie, and written as `compact`
+    Step          compact: (2 + s) b kept read, (1 + s) b kept written
+    Scattered     compact: (1 + s) b kept read; w, s states: b kept each written
+    Runs          a kept block is one run of elements a row, R of them: 24 B each written once, 8 read by each gather and scatter, 16 by a scatter where ragged
+                  columns leave rows that runs do not fill
+    Mask          NB KB B read; at ragged edges expanded to N KB B, written and read (on a CPU always, which is not counted); where it is not cached the guard
+                  builds it anew, from all of w
+    In sum        (9 + 6 s) b kept, runs and mask; a dense step has (3 + 2 s) b N K
+    Compulsory and requested B are the same; `compact` and `runs` stay in a cache that is large enough for them.
+    """
+    (n, k), piece = shape, itemsize * kept
+    height, width = min(block[0], n), min(block[1], k)
+    ragged = k % width != 0
+    runs = nnzb * height if ragged else kept // width  # at most, in ragged columns
+    state = {"opt_state": states * piece} if states else {}
+    compact = {"compact": (3 + 2 * states) * piece}
+    grid = grid_shape(shape, block)
+    expanded = n * grid[1] if ragged or n % height else 0
+    asked = 8 * runs * (2 + states + (1 + states) * (2 if ragged else 1))
+    reads = {"w": piece, "dw": piece, **state, **compact, "runs": asked, "mask": grid[0] * grid[1] + expanded}
+    found = dense_cost.stream(reads, {"w": piece, **state, **compact, "runs": 24 * runs} | ({"mask": expanded} if expanded else {}))
+    return found if cached else found + layer_cost.block_index(shape, block, itemsize, triton)
+
+
+def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, works: list[Work], masked: bool | None, target: Target) -> list[Work]:
     """A row for each parameter: reads it, its gradient and its state, writes it and the state; all of the parameter's dtype, masked weights included.
 
-    An instance steps what it was given, a name all parameters; those without a gradient stay, as torch.optim leaves them.
+    An instance steps what it was given, a name all parameters; those without a gradient stay, as torch.optim leaves them. masked: whether weights whose
+    masked parts may stay are stepped on kept blocks alone; None: those that the optimiser's guard says. `works` knows their masks.
     """
     name, states = states_of(optimizer)
     if optimizer is None:
         return []
     found = []
-    given = {id(p) for g in optimizer.param_groups for p in g["params"]} if isinstance(optimizer, torch.optim.Optimizer) else None
+    instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    given = None if instance is None else {id(p) for g in instance.param_groups for p in g["params"]}
+    guarded = {id(p) for p in masked_step_of(instance)} if instance is not None and masked is None else set()
+    masks = {w.weight: w for w in works if w.phase == "fwd" and w.kept is not None}
     for parameter, p in recording.parameters.items():
         if parameter in recording.trained and (given is None or id(p) in given):
             size, dtype = recording.size(p), recording.dtype if recording.dtype and p.is_floating_point() else p.dtype
-            reads = {"w": size, "dw": size} | ({"opt_state": states * size} if states else {})
-            writes = {"w": size} | ({"opt_state": states * size} if states else {})
-            found.append(Work(None, "opt", EXACT, dense_cost.stream(reads, writes), dtype=dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}"))
+            row = Work(None, "opt", EXACT, dense_step(size, states), dtype=dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}")
+            w, site = masks.get(parameter), recording.sites.get(parameter)
+            wanted = id(p) in guarded or (masked is True and site is not None and site._fxmask_config.backward == "masked")
+            if wanted and site is not None and w is not None and w.block is not None and w.kept is not None and w.nnzb is not None and w.kept < p.numel():
+                triton = implementation(site._fxmask_config.impl, target) == "triton"
+                row.dense, shape = row.cost, (p.shape[0], p.shape[1])
+                row.cost = masked_step(shape, w.block, w.nnzb, w.kept, dtype.itemsize, states, site._fxmask_config.cached, triton)
+                row.block, row.nnzb, row.kept, row.impl, row.launches = w.block, w.nnzb, w.kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
+            found.append(row)
     return found
+
+
+def saved(works: list[Work]) -> dict[str, dict[str, int]]:
+    """What a masked step moves of all parameters, and what a dense one would: {"optimizer_bytes": {dense, masked, saved}}; nothing where no step is masked."""
+    rows = [w for w in works if w.phase == "opt"]
+    if not any(w.dense for w in rows):
+        return {}
+    dense, masked = sum((w.dense or w.cost).bytes_min for w in rows), sum(w.cost.bytes_min for w in rows)
+    return {"optimizer_bytes": {"dense": dense, "masked": masked, "saved": dense - masked}}
+
+
+def words(works: list[Work]) -> list[str]:
+    """A sentence on the masked step, where there is one."""
+    found = saved(works).get("optimizer_bytes")
+    if not found:
+        return []
+    dense, masked = found["dense"] / 1e6, found["masked"] / 1e6
+    said = f"{1 - masked / dense:.1%} less" if masked <= dense else f"{masked / dense - 1:.1%} more: fewer blocks must be kept for it to pay"
+    return [f"Masked step: the optimiser moves {masked:.4g} MB a step, gathers and scatters included, a dense step {dense:.4g}: {said}."]
 
 
 def summary(optimizer: str | torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def analyze(
     memory_model: str = "tokens",
     count_elementwise: bool = False,
     strict: bool = False,
+    masked_step: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Analysis:
     """FLOP and memory movement of one training step, layer by layer, predicted for a device; no GPU is needed and nothing is computed.
@@ -57,6 +58,8 @@ def analyze(
         memory_model: "thesis" adds a table of that name: bytes by the model of Bespalov's thesis, beside the same with activations of every token.
         count_elementwise: count one FLOP an element for ops without products, too. strict: raise where an op is unknown. progress: called with the
             number of ops so far.
+        masked_step: True: count the optimiser's step as `guard(masked_step=True)` makes it, False: as a dense one. Default: as the guard of an instance says; a
+            name has none.
 
     Returns:
         An `Analysis` with the tables summary, modules, nodes, traffic, roofline, footprint, coverage. FLOP are useful ones unless their name says
@@ -72,6 +75,8 @@ def analyze(
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
     _check(phases, impl, memory_model, dtype, steps)
+    if masked_step is not None and type(masked_step) is not bool:
+        raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
     optimiser.states_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
@@ -79,7 +84,7 @@ def analyze(
     target = Target(target_device.dense_tile, impl or "", count_elementwise)
     works = [w for c in recording.calls for w in work_of(c, target)]
     if "opt" in phases and recording.backward:
-        works += optimiser.step(recording, optimizer)
+        works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
     wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
     works = [w for w in works if w.phase in wanted]
@@ -129,7 +134,7 @@ def _report(
     names = tables.node_names(recording.calls)
     tf32 = torch.backends.cuda.matmul.allow_tf32
     summary = totals.summary(works, recording, device, tf32, steps)
-    summary |= {"coverage": shares, **optimiser.summary(optimizer)}
+    summary |= {"coverage": shares, **optimiser.summary(optimizer), **optimiser.saved(works)}
     shapes = [f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in recording.inputs]
     found = {
         "summary": summary_rows(summary),
@@ -156,7 +161,7 @@ def _report(
         "peaks_source": device.source,
         **{f"run_{k}" if k == "device" else k: v for k, v in provenance(where).items()},
     }
-    notes = totals.words(works, device, tf32, shares)
+    notes = totals.words(works, device, tf32, shares) + optimiser.words(works)
     if recording.typical:
         notes.append(f"{len(recording.typical)} weights have no values: their masks are drawn at random, with exactly as many kept blocks as real ones have.")
     if recording.uncounted:

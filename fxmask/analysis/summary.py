@@ -62,7 +62,7 @@ def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, floa
     if min(covered.values()) < 100:
         parts = ", ".join(f"{v:.1f} % of {n.removesuffix('_pct')}" for n, v in covered.items())
         said.append(f"Totals are lower bounds (>=): covered are {parts}; table coverage names the ops, register_cost adds one.")
-    masked = [w for w in works if w.dense is not None]
+    masked = [w for w in works if w.dense is not None and w.phase != "opt"]
     return said + (_of_masked(masked, works, device, tf32) if masked else ["No layer is masked: dense and useful FLOP agree."])
 
 
@@ -88,11 +88,12 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     if by_bound["launch"] > len(masked) / 2:
         said.append("Launch-bound: most of these ops are shorter than a launch, so masking cannot make them faster; larger batches or CUDA graphs first.")
     said += _of_l2(masked, device, tf32)
-    others = [w for w in works if w.dense is None and w.launches]
+    others = [w for w in works if (w.dense is None or w.phase == "opt") and w.launches]
     rest, rest_dense = sum(roofline.seconds(w, device, tf32) for w in others), sum(roofline.dense_seconds(w, device, tf32) for w in others)
     if t + rest:
         share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
-        said.append(f"Ops that no mask touches take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
+        which = "Other ops, the masked step among them," if any(w.dense for w in others) else "Ops that no mask touches"
+        said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
     issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
     if "masked_dense" in impls:
         said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")

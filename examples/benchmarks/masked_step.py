@@ -1,0 +1,95 @@
+"""Time of optimizer.step() with a dense step, under freeze, and with masked_step: AdamW or SGD over square linears, on the CPU or a GPU.
+
+python examples/benchmarks/masked_step.py --optimizer adamw --block 64 --ratios 0.8 0.9
+
+The three are timed in turn, so that a busy machine is busy for all of them; medians. The masks are cached (refresh=0), unless --refresh says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn, optim
+
+import fxmask
+
+OPTIMISERS = {
+    "adamw": lambda p, **form: optim.AdamW(p, lr=1e-3, weight_decay=0.1, **form),
+    "sgd": lambda p, **form: optim.SGD(p, lr=1e-3, momentum=0.9, **form),
+}
+MODES = ("no guard", "freeze", "masked_step")
+
+
+def made(a: argparse.Namespace, ratio: float, mode: str) -> optim.Optimizer:
+    """A guarded optimiser with gradients at hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a.features, a.features, device=a.device) for _ in range(a.layers)))
+    fxmask.apply(model, ratio=ratio, block=(a.block, a.block), refresh=a.refresh)
+    form = {} if a.form == "default" else {a.form: True}
+    optimizer: optim.Optimizer = OPTIMISERS[a.optimizer](model.parameters(), **form)
+    if mode != "no guard":
+        optimizer.handle = fxmask.guard(optimizer, model, masked_step=mode == "masked_step")  # type: ignore[attr-defined]
+    else:
+        fxmask.step(model, 0)
+    model(torch.randn(64, a.features, device=a.device)).square().mean().backward()
+    optimizer.model = model  # type: ignore[attr-defined]
+    return optimizer
+
+
+def seconds(optimizer: optim.Optimizer, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--optimizer", choices=OPTIMISERS, default="adamw")
+    p.add_argument("--form", choices=("default", "foreach", "fused"), default="default")
+    p.add_argument("--features", type=int, default=1024)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--block", type=int, default=64)
+    p.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.9])
+    p.add_argument("--refresh", type=int, default=0)
+    p.add_argument("--repeats", type=int, default=30)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--csv", type=Path, default=None, help="append rows there")
+    a = p.parse_args()
+    torch.set_num_threads(a.threads)
+    for ratio in a.ratios:
+        runs = {mode: made(a, ratio, mode) for mode in MODES}
+        times: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for i in range(a.repeats + 3):
+            for mode in MODES:
+                t = seconds(runs[mode], a.device)
+                if i >= 3:
+                    times[mode].append(t)
+        ms = {mode: 1e3 * statistics.median(t) for mode, t in times.items()}
+        said = ", ".join(f"{mode} {t:.2f} ms" for mode, t in ms.items())
+        faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in MODES[:2])
+        what = f"{a.optimizer} {a.form} {a.layers} x {a.features}^2, block {a.block}, ratio {ratio}, refresh {a.refresh}"
+        print(f"{what}: {said}; masked_step is {faster}", flush=True)
+        if a.csv is not None:
+            row = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")} | {"ratio": ratio, "torch": torch.__version__}
+            row |= {f"{mode.replace(' ', '_')}_ms": round(t, 3) for mode, t in ms.items()} | {"command": " ".join(["python", *sys.argv])}
+            new = not a.csv.exists()
+            with a.csv.open("a", newline="") as f:
+                w = csv.DictWriter(f, list(row), lineterminator="\n")
+                if new:
+                    w.writeheader()
+                w.writerow(row)
+
+
+if __name__ == "__main__":
+    main()

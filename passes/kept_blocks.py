@@ -1,0 +1,93 @@
+"""The elements of a weight's kept blocks, gathered into one dense tensor and scattered back: what a step on kept blocks alone reads and writes.
+
+A block is a run of `width` elements in each of its rows, and runs are what is moved, one index for each. Ragged edges have shorter runs, or fewer, and
+nothing is padded. Where the number of kept blocks is known on the host and no edge is ragged, all sizes are known, too, and a GPU is not waited for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """The runs of one width, `cols` of them side by side in a row from column `left` on.
+
+    Of each, int64 [runs]: its row and its place there, and where it `begins` in memory: in runs where they fill whole rows, else in elements.
+    """
+
+    left: int
+    cols: int
+    width: int
+    rows: Tensor
+    at: Tensor
+    begins: Tensor
+
+
+class KeptBlocks:
+    """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape` (N, K); `count` of them, None where only the mask knows.
+
+    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 24
+    bytes a run held; without a count, or with ragged edges, the mask expanded to a byte for each row of each block.
+    """
+
+    def __init__(self, mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], count: int | None = None) -> None:
+        (n, k), kb = shape, mask.shape[1]
+        height, width = min(block[0], n), min(block[1], k)
+        whole, self.row = k // width, k
+        if count is not None and n % height == 0 and k % width == 0:
+            found = [(0, kb, width, *_of_blocks(mask, height, count))]
+        else:
+            runs = mask.repeat_interleave(height, 0)[:n]  # in the order of memory, which caches like
+            rows, at = runs[:, :whole].nonzero(as_tuple=True)
+            found = [(0, whole, width, rows, at)]
+            if whole < kb:
+                rows = runs[:, whole].nonzero().squeeze(1)
+                found.append((whole * width, 1, k - whole * width, rows, torch.zeros_like(rows)))
+        self.parts = [Part(left, cols, w, rows, at, rows * cols + at if cols * w == k else rows * k + (at * w + left)) for left, cols, w, rows, at in found]
+        self.numel = sum(p.rows.numel() * p.width for p in self.parts)
+
+    def gather(self, t: Tensor) -> Tensor:
+        """The kept elements of `t` (N, K), any strides: a new tensor (1, kept), of its dtype and device."""
+        out = t.new_empty((1, self.numel))
+        for p, runs in zip(self.parts, self._runs(out), strict=True):
+            if t.is_contiguous():
+                # in ragged columns every place where a run may begin is a row of a view of memory: an index a run, and none an element
+                places = t.view(-1, p.width) if self._fills(p) else t.as_strided((t.numel() - p.width + 1, p.width), (1, 1))
+                torch.index_select(places, 0, p.begins, out=runs)
+            else:
+                runs.copy_(_blocked(t, p)[p.rows, p.at])
+        return out
+
+    def scatter(self, t: Tensor, kept: Tensor) -> None:
+        """Write `kept` (1, kept) into the kept elements of `t` (N, K), in place; the other elements are not touched."""
+        for p, runs in zip(self.parts, self._runs(kept), strict=True):
+            if t.is_contiguous() and self._fills(p):
+                t.view(-1, p.width).index_copy_(0, p.begins, runs)
+            else:
+                _blocked(t, p).index_put_((p.rows, p.at), runs)
+
+    def _fills(self, p: Part) -> bool:
+        """Whether a part's runs fill whole rows."""
+        return p.cols * p.width == self.row
+
+    def _runs(self, kept: Tensor) -> list[Tensor]:
+        """Views of a gathered tensor, one for each part: [runs, width]."""
+        sizes = [p.rows.numel() * p.width for p in self.parts]
+        return [t.view(-1, p.width) for t, p in zip(kept.view(-1).split(sizes), self.parts, strict=True)]
+
+
+def _of_blocks(mask: Tensor, height: int, count: int) -> tuple[Tensor, Tensor]:
+    """(rows, block columns) of the runs of `count` kept blocks, where every block has `height` rows. All sizes are known: nothing waits for the device."""
+    flat, cols = mask.flatten(), mask.shape[1]
+    kept = flat.to(torch.uint8).sort(descending=True, stable=True).indices[:count]
+    first = torch.div(kept, cols, rounding_mode="floor") * height
+    rows = first[:, None] + torch.arange(height, device=flat.device)
+    return rows.flatten(), torch.remainder(kept, cols)[:, None].expand(-1, height).flatten()
+
+
+def _blocked(t: Tensor, p: Part) -> Tensor:
+    """The columns of a part as [N, cols, width]: a view, whatever the strides."""
+    return t[:, p.left : p.left + p.cols * p.width].unflatten(1, (p.cols, p.width))

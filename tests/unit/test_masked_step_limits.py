@@ -1,0 +1,294 @@
+"""fxmask.guard(masked_step=True): steps that raise, optimisers and calls that are refused, hooks, GradScaler, classes of one's own."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from unit.test_masked_step import ADAMW, build, gradients, net, pair, same, train
+
+import fxmask
+from fxmask.errors import UnsupportedError
+
+
+class Own(optim.Optimizer):
+    """Somebody's own optimiser: elementwise, with notes about itself, its groups and a memory of its own kind."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, dict(lr=lr, rounds=0))
+        self.seen, self.fails = 0, False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.seen += 1
+        for group in self.param_groups:
+            group["rounds"] += 1
+            for p in group["params"]:
+                if p not in self.state:
+                    self.state[p] = {"memory": torch.ones_like(p), "count": torch.zeros(()), "note": "new"}
+                state = self.state[p]
+                state["note"] = "old"
+                state["memory"].mul_(0.9).add_(p.grad)
+                state["count"] += 1
+                p.sub_(group["lr"] * torch.sign(state["memory"]))
+        if self.fails:
+            raise RuntimeError("out of memory")
+
+
+class Longer(optim.AdamW):
+    """A step that calls the one that it inherits, which runs hooks of its own."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_class_that_somebody_vouches_for():
+    optim.AdamW([torch.ones(1)])  # from then on AdamW's own step runs hooks, also where a subclass calls it
+    for cls in (Own, Longer):
+        model, optimiser = build(cls, {})
+        with pytest.raises(UnsupportedError, match=rf"(?s)masked_step of {cls.__name__}, which fxmask does not know: expected one of SGD, Adam.*'elementwise'"):
+            fxmask.guard(optimiser, model, masked_step=True)
+        assert not optimiser._optimizer_step_pre_hooks
+        ours, theirs = pair(cls, {}, step="elementwise")
+        train(*ours)
+        train(*theirs)
+        same(ours, theirs)
+        assert fxmask.explain(ours[0]).rows[0]["step"] == 20
+        if cls is Own:
+            assert ours[1].seen == 20 and ours[1].param_groups[0]["rounds"] == 20 and ours[1].state[ours[0][0].weight]["note"] == "old"
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_step_that_raises_leaves_everything_in_place(at):
+    """Whether state was there or not: guarded weights, momenta and counts have their bits, the optimiser its own Parameters; the next step is a right one."""
+    ours, theirs = pair(Own, {}, step="elementwise", schedule=None)  # a ramp would begin with every block, which is the optimiser's own step
+    train(*ours, at)
+    model, optimiser = ours
+    groups, params = optimiser.param_groups, [p for g in optimiser.param_groups for p in g["params"]]
+    gradients(model, optimiser)
+    names = list(fxmask.masks(model))
+    before = copy.deepcopy({n: (model.get_parameter(n).detach(), optimiser.state.get(model.get_parameter(n))) for n in names})
+    rounds = optimiser.param_groups[0]["rounds"]
+    optimiser.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimiser.step()
+    optimiser.fails = False
+    assert optimiser.param_groups is groups and all(a is b for a, b in zip(params, (p for g in groups for p in g["params"]), strict=True))
+    assert all(any(k is p for p in params) for k in optimiser.state) and rounds == optimiser.param_groups[0]["rounds"] == optimiser.seen == at
+    for name, (weight, state) in before.items():
+        p = model.get_parameter(name)
+        assert torch.equal(p, weight)
+        assert (state is None) == (p not in optimiser.state)
+        for key, value in (state or {}).items():
+            assert torch.equal(optimiser.state[p][key], value) if torch.is_tensor(value) else optimiser.state[p][key] == value
+    copy.deepcopy(optimiser.state_dict())
+    assert fxmask.explain(model).rows[0]["step"] == at
+    # what is no masked weight has moved, as after any step that raises: put back, so that both runs have the same to go on from
+    train(*theirs, at)
+    for p, q in zip(model.parameters(), theirs[0].parameters(), strict=True):
+        p.data.copy_(q)
+        if q in theirs[1].state:
+            optimiser.state[p] = copy.deepcopy(theirs[1].state[q])
+        else:
+            optimiser.state.pop(p, None)
+    train(*ours, 4, seed=5)
+    train(*theirs, 4, seed=5)
+    same(ours, theirs)
+
+
+def refused(optimiser_of, match, **more):
+    model, _ = build(optim.SGD, dict(lr=0.1), **more)
+    optimiser = optimiser_of(model)
+    for step in (True, "elementwise"):
+        with pytest.raises(UnsupportedError, match=match):
+            fxmask.guard(optimiser, model, masked_step=step)
+    assert not getattr(optimiser, "_optimizer_step_pre_hooks", None)
+
+
+def test_optimisers_that_look_at_other_elements():
+    matrices = lambda m: [p for p in m.parameters() if p.ndim == 2]  # noqa: E731
+    others = [optim.Adafactor, optim.LBFGS, optim.SparseAdam, type("Mine", (optim.LBFGS,), {})]
+    for cls in others:
+        what = rf"(?s)masked_step of {cls.__name__}: expected an optimiser that moves each element by its own.*leave masked_step out, or use one of SGD"
+        refused(lambda m, cls=cls: cls(m.parameters()), what)
+    refused(lambda m: optim.Muon(matrices(m)), "masked_step of Muon: expected an optimiser that moves each element by its own")
+
+
+def test_differentiable():
+    refused(lambda m: optim.SGD(m.parameters(), lr=0.1, differentiable=True), "differentiable=True: expected a step that nobody differentiates")
+
+
+def test_weights_that_must_move_or_that_others_make():
+    refused(lambda m: optim.SGD(m.parameters(), lr=0.1), "masked_weights='freeze' with backward='ste' would cancel it", backward="ste")
+    make = lambda: torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(64, 64)))  # noqa: E731
+    refused(lambda m: optim.SGD(m.parameters(), lr=0.1), "a weight that other parameters make", make=make)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.interface. is deprecated:DeprecationWarning")  # torch's own, where its optimisers are imported
+def test_shares_of_weights_and_of_states(mesh):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, _ = build(optim.SGD, dict(lr=0.1))
+    zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.01)
+    with pytest.raises(UnsupportedError, match=r"(?s)shares its state out among processes: expected one that holds all of it.*freeze works there"):
+        fxmask.guard(zero, model, masked_step=True)
+    model = fully_shard(model, mesh=mesh)
+    with pytest.raises(UnsupportedError, match=r"(?s)a weight that fully_shard has shared out: expected a whole one.*where: 0.weight.*freeze works there"):
+        fxmask.guard(optim.SGD(model.parameters(), lr=0.1), model, masked_step=True)
+
+
+def test_closures():
+    model, optimiser = build(optim.SGD, dict(lr=0.1))
+    fxmask.guard(optimiser, model, masked_step=True)
+    gradients(model, optimiser)
+    for call in (lambda: optimiser.step(lambda: 0.0), lambda: optimiser.step(closure=lambda: 0.0)):
+        with pytest.raises(UnsupportedError, match=r"(?s)masked_step with a closure, .*: expected them before it.*call backward before optimizer.step"):
+            call()
+    optimiser.step()
+
+
+def test_a_capture(monkeypatch):
+    model, optimiser = build(optim.SGD, dict(lr=0.1))
+    fxmask.guard(optimiser, model, masked_step=True)
+    gradients(model, optimiser)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(UnsupportedError, match=r"(?s)masked_step inside a CUDA graph: expected a step outside of one.*capture forward and backward alone"):
+            optimiser.step()
+
+
+def test_a_compiled_step():
+    """Refused in compiled code, which would be compiled anew each time; not where the compiler was told to leave the step alone."""
+    ours, theirs = pair(optim.SGD, dict(lr=0.1, momentum=0.9, foreach=False))
+    model, optimiser = ours
+    gradients(model, optimiser)
+    what = r"(?s)masked_step inside torch.compile, .*: expected an optimizer.step.. that runs as it is.*torch.compiler.disable"
+    for call in (optimiser.step, lambda: optimiser.step()):
+        with pytest.raises(UnsupportedError, match=what):
+            torch.compile(call, backend="eager")()
+    alone = torch.compiler.disable(lambda: optimiser.step())
+
+    def counted(x):
+        alone()
+        return x + 1
+
+    step = torch.compile(counted, backend="eager")
+    for i in range(3):
+        torch.manual_seed(i)
+        gradients(model, optimiser)
+        assert step(torch.zeros(())) == 1
+        torch.manual_seed(i)
+        gradients(*theirs)
+        theirs[1].step()
+    same(ours, theirs)
+
+
+def test_hooks_of_others():
+    """A pre-hook before the guard's may change gradients, one after it is refused; a post-hook sees weights that have moved, whenever it was registered."""
+    ours, theirs = pair()
+    runs = []
+    for masked_step in (True, False):
+        model, optimiser = build(optim.AdamW, ADAMW)
+        halved = lambda o, args, kwargs: [p.grad.mul_(0.5) for g in o.param_groups for p in g["params"]] and None  # noqa: E731
+        seen = []
+        optimiser.register_step_pre_hook(halved)
+        optimiser.register_step_post_hook(lambda o, args, kwargs, seen=seen, m=model: seen.append(m[0].weight.detach().clone()))
+        fxmask.guard(optimiser, model, masked_step=masked_step)
+        train(model, optimiser, 5, lambda i, m=model, seen=seen, on=masked_step: on and torch.testing.assert_close(seen[i], m[0].weight.detach()))
+        assert len(seen) == 5
+        runs.append((model, optimiser))
+    same(*runs)
+    late = ours[1].register_step_pre_hook(halved)
+    gradients(*ours)
+    with pytest.raises(UnsupportedError, match=r"(?s)a step pre-hook that was registered after fxmask.guard.*: expected the guard last.*register it before"):
+        ours[1].step()
+    late.remove()
+    ours[1].step()
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])
+@pytest.mark.parametrize("fused", [True, False])
+def test_grad_scaler(cls, fused):
+    """A step with an infinite gradient moves nothing, and unscaled gradients of kept blocks are the same."""
+    runs = pair(cls, dict(lr=0.01, weight_decay=0.1, fused=fused, foreach=False))
+    for model, optimiser in runs:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        torch.manual_seed(1)
+        for i in range(6):
+            optimiser.zero_grad()
+            scaler.scale(model(torch.randn(8, 64)).square().mean()).backward()
+            before = model[0].weight.detach().clone()
+            if i in (0, 3):
+                model[0].bias.grad[0] = torch.inf
+            scaler.step(optimiser)
+            scaler.update()
+            assert torch.equal(model[0].weight, before) == (i in (0, 3))
+        assert not hasattr(optimiser, "found_inf")
+    same(*runs)
+    assert fxmask.explain(runs[0][0]).rows[0]["step"] == (6 if fused else 4)
+    for p, q in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_gradients_that_are_missing():
+    """A weight without a gradient stays as it is, and so does its state."""
+    ours, theirs = pair()
+    for model, optimiser in (ours, theirs):
+        train(model, optimiser, 3)
+        gradients(model, optimiser)
+        model[0].weight.grad = None
+        before = model[0].weight.detach().clone()
+        optimiser.step()
+        assert torch.equal(model[0].weight, before)
+    same(ours, theirs)
+
+
+def test_gradients_that_are_no_plain_tensors():
+    model, optimiser = build(optim.AdamW, ADAMW, schedule=None)
+    fxmask.guard(optimiser, model, masked_step=True)
+    gradients(model, optimiser)
+    model[0].weight.grad = model[0].weight.grad.to_sparse()
+    with pytest.raises(UnsupportedError, match=r"(?s)a gradient that is no plain tensor: expected torch.strided, got torch.sparse_coo.*0.weight.*leave"):
+        optimiser.step()
+
+
+class Wrapped(Own):
+    """Its groups are somebody else's."""
+
+    param_groups = property(lambda self: self.held, lambda self, groups: setattr(self, "held", groups))
+
+
+def test_an_optimiser_that_keeps_its_groups_elsewhere():
+    model, optimiser = build(Wrapped, {}, schedule=None)
+    fxmask.guard(optimiser, model, masked_step="elementwise")
+    gradients(model, optimiser)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=r"(?s)whose param_groups or state are not plain attributes: expected those of .*pass the optimiser that"):
+        optimiser.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_two_models_in_one_optimiser():
+    """A guard that freezes, then one with a masked step."""
+    one, two = (fxmask.apply(net(), ratio=0.5, block=(16, 16)) for _ in range(2))
+    optimiser = optim.AdamW([*one.parameters(), *two.parameters()])
+    fxmask.guard(optimiser, one)
+    fxmask.guard(optimiser, two, masked_step=True)
+    before = [m[0].weight.detach().clone() for m in (one, two)]
+    masked = [~fxmask.masks(m)["0.weight"].repeat_interleave(16, 0).repeat_interleave(16, 1) for m in (one, two)]
+    (one(torch.randn(4, 64)).sum() + two(torch.randn(4, 64)).sum()).backward()
+    optimiser.step()
+    for model, was, out in zip((one, two), before, masked, strict=True):
+        assert torch.equal(model[0].weight[out], was[out]) and not torch.equal(model[0].weight, was)
+        assert not optimiser.state[model[0].weight]["exp_avg"][out].any()
