@@ -324,3 +324,28 @@ def test_the_option_is_checked():
     with pytest.raises(ConfigError, match="masked_step: expected True, False or 'elementwise', got 'yes'"):
         fxmask.guard(optimiser, model, masked_step="yes")
     assert not optimiser._optimizer_step_pre_hooks and fxmask.guard(optimiser, model).masked_step is False
+
+
+@pytest.mark.parametrize("name", ["taylor", "soft", "regrow", "feedback"])
+def test_with_masks_that_score_soften_regrow_or_follow_a_feedback(name):
+    """The same run as under freeze, where masked weights learn on a soft ramp and scores see the gradient."""
+    ramp = fxmask.Schedule("linear", steps=8)
+    config = {
+        "taylor": dict(criterion="taylor", average=0.5, schedule=ramp),
+        "soft": dict(soft=True, schedule=ramp),
+        "regrow": dict(regrow=fxmask.Regrow("random", 0.5), refresh=2),
+        "feedback": dict(schedule=fxmask.Feedback("flip_rate", every=2, goal=0.5, change=0.2), refresh=2),
+    }[name]
+    runs = []
+    for masked_step in (False, True):
+        torch.manual_seed(0)
+        model = fxmask.apply(nn.Sequential(nn.Linear(40, 56)), fxmask.WeightMask(ratio=0.6, block=(16, 16), **config))
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        fxmask.guard(optimizer, model, masked_step=masked_step)
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(8, 40, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+        runs.append((model[0].weight.detach(), fxmask.masks(model)["0.weight"]))
+    assert torch.equal(runs[0][1], runs[1][1]) and not runs[0][1].all()
+    torch.testing.assert_close(runs[0][0], runs[1][0])
