@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, FxMaskWarning, StateError
+from .health_signs import signs
 from .kernels.errors import message
-from .kernels.grid import expand_mask, grid_shape
+from .kernels.grid import grid_shape
 from .passes import ranks
 from .passes import site as state
 from .passes.phases import in_turn
@@ -83,10 +84,7 @@ class HealthLog:
         active = self.activity[name]
         active += mask
         config, block = site._fxmask_config, site._fxmask_config.block
-        kept = expand_mask(mask.to(w.device), w.shape, block)
-        square = w.double().square()
-        total = float(square.sum())
-        live_rows, live_cols = (float(kept.any(axis).double().mean()) for axis in (1, 0))
+        now, total = signs(w, mask, block)
         constant = int(mask.sum()) == int(last["mask"].sum())
         last["quiet"] = last["quiet"] + 1 if constant and not flips and self.updates > last["since"] else 0
         last["mask"] = mask
@@ -103,9 +101,7 @@ class HealthLog:
             "age_mean": float(last["age"].double().mean()),
             "age_max": int(last["age"].max()),
             "never_kept": float((active == 0).double().mean()),
-            "kept_norm_fraction": float(torch.where(kept, square, 0).sum()) / total if total > 0 else 0.0,
-            "dead_rows": 1 - live_rows,
-            "dead_cols": 1 - live_cols,
+            **now,
         }
         self._warn(name, config.refresh != 0 and row["kept"] < row["blocks"], last["quiet"], row, total)
         return row

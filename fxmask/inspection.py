@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .errors import ConfigError
+from .health import HealthLog
+from .health_signs import HISTORY, SIGNS, signs
 from .kernels.cpu import chosen
 from .kernels.grid import kept_elements
 from .kernels.tune import Choice
+from .passes import ranks
 from .passes import site as state
 from .passes.find import find
 from .passes.site import Site
@@ -34,14 +38,21 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     return {name: state.mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}
 
 
-def explain(model: nn.Module) -> Report:
+def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     """What became of every linear: a `Report` with a row for each, masked or not, and why.
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
     backward, masked_weights (the guard's policy), impl, why, step, mask_age (optimiser steps; None where each forward builds it), flips (blocks that
     changed place, for cached masks).
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
+
+    Args:
+        health: True: kept_norm_fraction, dead_rows and dead_cols of every masked weight, too (one pass over each weight). A `HealthLog` of this model: also
+            flip_rate, age_mean, age_max and never_kept of its last update.
+    Raises: ConfigError for a `health` that is neither.
     """
+    if not isinstance(health, (bool, HealthLog)):
+        raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
     masked = {name: (site, weight) for name, site, weight in sites(model)}
     reasons = _reasons(model)
     rows, total, kept = [], 0, 0
@@ -50,7 +61,7 @@ def explain(model: nn.Module) -> Report:
         if entry is None:
             rows.append(_row(c.name, c.weight, reasons.get(c.name, "fxmask.apply has not seen it")))
         else:
-            rows.append(_masked_row(c.name, *entry))
+            rows.append({**_masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
     for row in rows:
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
@@ -61,6 +72,19 @@ def explain(model: nn.Module) -> Report:
     ]
     summary = {"linears": len(rows), "masked": sum(r["masked"] for r in rows), "weight elements in linears": total, "of them in kept blocks": kept}
     return Report("fxmask.explain", rows, notes if any(r["masked"] for r in rows) else [], summary)
+
+
+@torch.no_grad()
+def _health(name: str, site: Site, weight: Tensor | None, health: HealthLog | bool) -> dict[str, Any]:
+    """A masked weight's signs now, and what a log has seen of it."""
+    found: dict[str, Any] = dict.fromkeys(SIGNS)
+    if weight is not None and not weight.is_meta:
+        w = weight.detach()
+        found.update(signs(ranks.whole(w), state.mask_outside(site, w), site._fxmask_config.block)[0])
+    if isinstance(health, HealthLog):
+        last: dict[str, Any] = next((r for r in reversed(health.rows) if r["name"] == name), {})
+        found.update({k: last.get(k) for k in HISTORY})
+    return found
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:

@@ -69,7 +69,7 @@ def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None
         "phase": phase,
         "run": name,
         "block": "" if facts["dense"] else block_of(args),
-        "target_ratio": 0 if facts["dense"] else ratio_of(args),
+        "target_ratio": "0" if facts["dense"] else ratio_of(args),
         "ratio_achieved": f"{float(last['ratio_achieved']):.4f}",
         "epochs": facts["epochs"],
         "seed": seed,
@@ -95,8 +95,9 @@ def block_of(args: list[str]) -> str:
     return text.split("(")[1].split(")")[0].replace(", ", "x")
 
 
-def ratio_of(args: list[str]) -> float:
-    return float(args[args.index("--config") + 1].split("masked ")[1].split(" ")[0])
+def ratio_of(args: list[str]) -> str:
+    """The ratio, or of layers that differ all of them."""
+    return "/".join(dict.fromkeys(part.split(" ")[0] for part in args[args.index("--config") + 1].split("masked ")[1:]))
 
 
 def write(runs: Path, path: Path) -> int:

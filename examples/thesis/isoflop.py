@@ -45,7 +45,7 @@ def points(rows: list[dict[str, str]], column: str = "test_top1") -> list[dict[s
         runs = [r for r in rows if r["run"] == name and r["phase"] == "isoflop"]
         accuracies, flop = [float(r[column]) for r in runs], [float(r["train_tflop"]) for r in runs]
         found.append({
-            "run": name, "dense": float(runs[0]["target_ratio"]) == 0, "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
+            "run": name, "dense": str(runs[0]["target_ratio"]) == "0", "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
             "tflop": statistics.mean(flop), "seeds": len(runs),
         })  # fmt: skip
     return found

@@ -18,11 +18,17 @@ FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
 
+# as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
+TOKENS_WHOLE = ("--config", "ResMLP5 @ XChannel1 = masked 0.8125 (32, 32); XChannel2 = masked 0.875 (32, 32);")
+TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = masked 0.75 (32, 32); XChannel2 = masked 0.8125 (32, 32);")
+
 SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.01": ("--dense", *ADAMW, *LR),
     "b32-literal": (*B32, *ADAM, *FREE, *LR),
     "b32-cubic": (*B32, *ADAMW, *FREEZE, *HALF, *LR),
     "b32-cubic-taylor": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b32-tokens-whole-taylor": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b32-tokens-half-taylor": (*TOKENS_HALF, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b32-soft-taylor": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--soft"),
     "b32-rigl": (*B32, *ADAMW, *LR, "--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}"),
     "b32-cubic-taylor-erk": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "erk"),

@@ -116,10 +116,11 @@ class Run:
         self.tracker = MaskTracker(self.model, counts=False)
         self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}, []
 
-    def loaded(self) -> float:
-        """Weight elements of the thesis' layers that a forward loads, masked or not."""
-        layers = [m for name, m in self.model.named_modules() if name.startswith("blocks.") and isinstance(m, nn.Linear)]
-        return sum(m.weight.numel() for m in layers) * (1 - self.tracker.ratio_achieved())
+    def loaded(self) -> tuple[float, float]:
+        """(weight elements of the thesis' layers that a forward loads, of all that they have): token mixing and channel linears, masked or not."""
+        rows = {row["name"]: row["achieved_ratio"] or 0.0 for row in fxmask.explain(self.model).rows if row["masked"]}
+        layers = [(name, m.weight.numel()) for name, m in self.model.named_modules() if name.startswith("blocks.") and isinstance(m, nn.Linear)]
+        return sum(n * (1 - rows.get(name, 0.0)) for name, n in layers), float(sum(n for _, n in layers))
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run goes on."""
@@ -177,7 +178,7 @@ class Run:
                 continue
             if i % FLOP_EVERY == 0:  # useful FLOPs; a ramp moves little until they are counted again
                 steps = min(FLOP_EVERY, self.data.steps - i)
-                self.sums["loaded"] += self.loaded() * steps
+                self.sums["loaded"] += self.loaded()[0] * steps
                 with FlopCounterMode(display=False) as counter:
                     self.train_step(images, labels)
                 self.sums["flop"] += float(counter.get_total_flops()) * steps
@@ -197,7 +198,8 @@ class Run:
         began, sums = time.perf_counter(), self.read_sums()
         scores = {"train_loss": sums["loss"] / sums["n"], "train_acc": 100 * sums["right"] / sums["n"]}
         scores |= common.evaluate(self.model, (self.data.held or self.data.test)(), self.args.device)
-        row = {"epoch": epoch, **scores, "ratio_achieved": self.tracker.ratio_achieved(), "flips": self.tracker.take_flips()}
+        loaded, whole = self.loaded()
+        row = {"epoch": epoch, **scores, "ratio_achieved": 1 - loaded / whole, "flips": self.tracker.take_flips()}
         row |= {"lr": self.scheduler.get_last_lr()[0], "flop": sums["flop"], "loaded": sums["loaded"], "seconds": sums["seconds"] + time.perf_counter() - began}
         log.write({k: round(v, 8) for k, v in row.items()})
         self.sums = dict.fromkeys(sums, 0.0)

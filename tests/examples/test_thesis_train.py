@@ -13,6 +13,7 @@ from pathlib import Path
 import plots
 import pytest
 import torch
+from resmlp import ResMLP
 from thesis import checkpoint
 from thesis import train as program
 from thesis.recipe import CIFAR10, IMAGENET, Mixing, Recipe, optimiser, scheduler
@@ -79,12 +80,12 @@ def test_resume_is_exact(options, tmp_path, monkeypatch, whole):
 
         def breaking(self, *args, calls=calls):
             nonlocal seen
-            seen += isinstance(self, program.ResMLP)
+            seen += isinstance(self, ResMLP)
             if seen > calls:
                 raise Crash
             return honest(self, *args)
 
-        monkeypatch.setattr(program.ResMLP, "__call__", breaking)
+        monkeypatch.setattr(ResMLP, "__call__", breaking)
         with pytest.raises(Crash):
             program.main([*options, "--out", str(out)])
         monkeypatch.undo()

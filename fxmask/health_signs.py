@@ -1,0 +1,25 @@
+"""What a mask does to its layer, at one glance: the share of the norm that is kept, and features that nobody reads or writes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernels.grid import expand_mask
+
+SIGNS = ("kept_norm_fraction", "dead_rows", "dead_cols")
+HISTORY = ("flip_rate", "age_mean", "age_max", "never_kept")
+
+
+@torch.no_grad()
+def signs(w: Tensor, mask: Tensor, block: tuple[int, int]) -> tuple[dict[str, float], float]:
+    """({kept_norm_fraction: |W∘M|^2 / |W|^2, dead_rows and dead_cols: shares of output and input features without a kept block}, |W|^2).
+
+    w: (N, K); mask: bool (NB, KB). In float64, with a host sync.
+    """
+    kept = expand_mask(mask.to(w.device), w.shape, block)
+    square = w.double().square()
+    total = float(square.sum())
+    rows, cols = (1 - float(kept.any(axis).double().mean()) for axis in (1, 0))
+    share = float(torch.where(kept, square, 0).sum()) / total if total > 0 else 0.0
+    return {"kept_norm_fraction": share, "dead_rows": rows, "dead_cols": cols}, total
