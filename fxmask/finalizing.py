@@ -50,6 +50,7 @@ def finalize(model: M, format: str = "dense") -> M:
     for name, site, weight in found:
         _check(name, site, weight, format, users)
     early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
+    early += [f"{name}, whose masked blocks still count" for name, site, _ in found if site._fxmask_softening]
     if early:
         what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
         warnings.warn(message(what, "", "train on, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict."), FxMaskWarning, 2)

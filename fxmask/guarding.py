@@ -15,7 +15,7 @@ from .passes import masked_step as kept_alone
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, reset_returned
-from .passes.saliency import observe
+from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .sites import required_sites, values_of
@@ -84,10 +84,15 @@ class GuardHandle:
                 raise StateError(message(what, g.name, "leave the with block first."))
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
-        for g in self._guarded:
-            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}))
         if self.masked_step:
             elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
+        for g in self._guarded:
+            if closure and g.site._fxmask_config.needs_grad:
+                what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
+                raise UnsupportedError(message(what, g.name, "use a criterion of the weight alone, without regrow by gradient."))
+        for g in self._guarded:
+            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}), getattr(optimizer, "grad_scale", None))
+        if self.masked_step:
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
         else:
             before_step(optimizer, self._guarded, closure)
@@ -105,8 +110,8 @@ class GuardHandle:
             self._under_way = None
         masks = [g.mask for g in self._guarded] if self.masked_step else after_step(optimizer, self._guarded)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
-        if self._returning == "zero":
-            reset_returned(optimizer, self._guarded, masks)
+        reset = [(g, m) for g, m in zip(self._guarded, masks, strict=True) if self._returning == "zero" or g.site._fxmask_config.regrow is not None]
+        reset_returned(optimizer, [g for g, _ in reset], [m for _, m in reset])
 
     def remove(self) -> None:
         """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
@@ -165,9 +170,9 @@ def guard(
             are shared out among several optimisers takes a guard for each.
         masked_weights: `freeze`: masked elements and their momenta keep their bits. `decay`: masked elements are multiplied by 1 - lr * weight_decay of their
             group and nothing else; momenta are the optimiser's. `free`: whatever the optimiser does, as in the thesis; a decay that is coupled into an adaptive
-            step then drives masked weights to zero. `auto`: freeze for backward="masked", free for the others, which live on moving masked weights; phases
-            that change the mode change it.
-        returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`.
+            step then drives masked weights to zero. `auto`: freeze for backward="masked" and for "rigl" with regrow, free for the others, which live on
+            moving masked weights; phases that change the mode change it. Under a soft mask masked weights learn until the ramp's end.
+        returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`. Under `regrow` always zero.
         masked_step: True: freeze, by a step that reads and writes the kept blocks of weights, gradients and momenta alone. For torch.optim's elementwise
             optimisers (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD); "elementwise": for a class of your own, too, whose
             step moves each element by its own gradient and state, from param_groups and self.state. Not with closures, torch.compile of the step, CUDA graphs
@@ -230,6 +235,7 @@ def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
     moving = [c.backward for c in phases.in_turn(site._fxmask_given) if not may_freeze(c)]  # in any phase
+    refuse_shard(site, weight)
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
         raise StateError(message(what, name, "call remove() on the first handle."))

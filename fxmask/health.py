@@ -37,7 +37,8 @@ class HealthLog:
     Where a phase changes a layer's blocks, its ages, activity and never_kept begin anew with the next update, which counts no flips; flips_total goes on.
 
     Args:
-        model: one that `fxmask.apply` has changed. path: a csv that every update appends to, or None.
+        model: one that `fxmask.apply` has changed. path: a csv that every update appends to, or None; a file that is there is taken up by `load_state_dict`
+            alone, which drops the rows of later updates.
         still: updates without a flip, at a constant ratio, after which a warning says once that the mask has stopped moving.
 
     `activity`: {name: int64 [NB, KB]}, how many updates saw each block kept: figure 6.6 of Bespalov 2025 when called after every step. `report()`: the latest
@@ -68,6 +69,9 @@ class HealthLog:
         self.rows += rows
         if self.path is not None:
             new = not self.path.exists() or not self.path.stat().st_size
+            if self.updates == 1 and not new:
+                what = f"HealthLog: {self.path} holds the rows of another run: expected a new file, or a log that goes on by load_state_dict."
+                raise StateError(message(what, fix="name another path, or load the state of the log that has written it."))
             with self.path.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS)
                 if new:
@@ -150,6 +154,20 @@ class HealthLog:
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
         self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in saved["last"].items()}
         self.activity = {n: a.clone() for n, a in saved["activity"].items()}
+        self._cut_file()
+
+    def _cut_file(self) -> None:
+        """Drop the rows of updates after the one that was loaded, which will be written again."""
+        if self.path is None or not self.path.exists():
+            return
+        with self.path.open(newline="") as file:
+            rows = [r for r in csv.DictReader(file) if (r["update"] or "").isdigit() and int(r["update"]) <= self.updates and r[COLUMNS[-1]] is not None]
+        new = self.path.with_name(self.path.name + ".new")
+        with new.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        new.replace(self.path)
 
     def plot(self, path: str | Path) -> Path:
         """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""

@@ -15,6 +15,7 @@ from .kernels.grid import kept_elements
 from .kernels.tune import Choice
 from .passes import ranks
 from .passes import site as state
+from .passes.config import WeightMask
 from .passes.find import find
 from .passes.site import Site
 from .report import Report
@@ -42,8 +43,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     """What became of every linear: a `Report` with a row for each, masked or not, and why.
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
-    backward, masked_weights (the guard's policy), impl, why, step, mask_age (optimiser steps; None where each forward builds it), flips (blocks that
-    changed place, for cached masks).
+    backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
+    flips (blocks that changed place, for cached masks).
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
 
     Args:
@@ -96,9 +97,23 @@ def _reasons(model: nn.Module) -> dict[str, str]:
 
 
 def _row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
-    columns = ("block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "masked_weights", "impl", "why", "step", "mask_age", "flips")
-    row, shape = dict.fromkeys(columns), "x".join(map(str, weight.shape))
+    columns = ["block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "masked_weights", "ranks_by", "impl", "why", "step"]
+    row, shape = dict.fromkeys([*columns, "mask_age", "flips"]), "x".join(map(str, weight.shape))
     return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel()}
+
+
+def _policy(site: Site) -> str:
+    policy = site._fxmask_policy or "left to the optimiser (no guard)"
+    return f"{policy}, from step {site._fxmask_config.softened_from}; free till then" if site._fxmask_softening and policy in ("freeze", "decay") else policy
+
+
+def _ranking(c: WeightMask) -> str | None:
+    """What decides which blocks are kept, where it is more than the norm of the weight."""
+    parts = [] if c.criterion == "fro" else [c.criterion]
+    parts += [f"{name} {value:g}" for name, value in (("average", c.average), ("hysteresis", c.hysteresis)) if value]
+    parts += [f"regrow {c.regrow.by} {c.regrow.fraction:g}"] if c.regrow is not None else []
+    parts += [name for name in ("cover", "soft", "gain") if getattr(c, name)]
+    return ", ".join(parts) or None
 
 
 def _implementation(site: Site, weight: Tensor | None) -> dict[str, str]:
@@ -140,7 +155,8 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         final_ratio=site._fxmask_given.final_ratio,
         achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
         backward=c.backward,
-        masked_weights=site._fxmask_policy or "left to the optimiser (no guard)",
+        masked_weights=_policy(site),
+        ranks_by=_ranking(c),
         **_implementation(site, weight),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,

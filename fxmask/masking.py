@@ -22,11 +22,11 @@ from .passes.find import find, graph_modules
 from .passes.infra import run_passes
 from .passes.phases import in_turn
 from .passes.readers import ancestors
-from .passes.rebuild import Job, rebuild
+from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site, graph_sites
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
-from .sites import FINAL, REASONS, any_masked, mark_decided
+from .sites import FINAL, REASONS, any_masked, mark_decided, sites
 from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
@@ -83,7 +83,9 @@ def apply(
     decisions = with_budgets(decisions)
     _warn_of_graphs(model)
     _warn_if_dense(decisions)
+    before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
+    start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
     model.__dict__.pop(FINAL, None)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
     mark_decided((d.candidate.weight for d in decisions), True)
@@ -91,7 +93,7 @@ def apply(
 
 
 def restore(model: M) -> M:
-    """Make a masked model dense again, in place and bit for bit; return it.
+    """Make a masked model dense again, in place and bit for bit; return it. What `gain` and `regrow` have done to weights is part of them by then.
 
     Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
     """

@@ -47,7 +47,6 @@ def _one(site: Site) -> dict[str, Any]:
         "policy": site._fxmask_policy,
         "mask": None if mask is None else mask.detach().clone(),
         "flips": None if flips is None else flips.detach().clone(),
-        "observed": site._fxmask_observed,
         **{key: None if t is None else t.detach().clone() for key, t in _scores(site).items()},
         **looks.saved(site),
     }
@@ -95,7 +94,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 _KEYS = ("settings", "step", "built", "announced", "guarded", "policy", "mask", "flips")
-_NEWER: dict[str, Any] = {"observed": 0, "score": None, "growth": None}  # what there was not in the first states
+_NEWER: dict[str, Any] = {"score": None, "growth": None}  # what there was not in the first states
 
 
 def _entries(saved: Any) -> dict[str, dict[str, Any]]:
@@ -139,7 +138,7 @@ def _then(site: Site, entry: dict[str, Any]) -> WeightMask:
 
 def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
     """What no run can have saved; for the first error alone."""
-    for key in ("step", "built", "observed"):
+    for key in ("step", "built"):
         if type(entry[key]) is not int or entry[key] < 0:
             yield f"{key}: expected an int of at least 0, got {entry[key]!r}"
     if entry["built"] > entry["step"]:
@@ -160,7 +159,7 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
     for key, wanted in (("score", c.observes), ("growth", c.wants_growth)):
         t = entry[key]
         fits = isinstance(t, torch.Tensor) and t.dtype == torch.float32 and tuple(t.shape) == grid and not t.is_meta
-        if not fits if wanted else t is not None:
+        if (t is not None and not (wanted and fits)) or (t is None and key == "score" and wanted):
             yield f"{key}: expected {f'torch.float32 {grid}' if wanted else None}, got {t if t is None else type(t).__name__}"
     if mask is not None:
         kept, (least, most) = int(mask.sum()), bounds(c, entry["built"], mask.numel())
@@ -182,10 +181,8 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
         rebuild.hold(site, mask, state.lists_of(site, mask))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False
-    site._fxmask_observed = entry["observed"]
     for key in _scores(site):
-        if entry[key] is not None:
-            setattr(site, f"_fxmask_{key}", entry[key].to(device=device).clone())
+        setattr(site, f"_fxmask_{key}", None if entry[key] is None else entry[key].to(device=device).clone())
 
 
 def _not_dense(found: list[tuple[str, Site, Any]], caller: str) -> None:

@@ -58,6 +58,10 @@ def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None
     if n == 1 and blind and len(blind) == sum(site._fxmask_config.needs_grad for _, site, _ in found):
         what = "criteria of gradients and regrow by gradient read .grad of the weights: expected it to be there still, got none."
         raise StateError(message(what, ", ".join(blind[:3]), "call fxmask.step(model) before optimizer.zero_grad(), or use fxmask.guard."))
+    for name, site, _ in found:
+        if site._fxmask_config.criterion == "momentum":
+            what = "criterion='momentum' reads the optimiser's first moment: expected a guard, got fxmask.step."
+            raise StateError(message(what, name, "call fxmask.guard(optimizer, model) instead, or use criterion='gradient' with average=0.9."))
     for _, site, w in found:
         observe(site, w)
 

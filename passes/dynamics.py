@@ -6,7 +6,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from ..kernels.errors import ConfigError, UnsupportedError
-from .ranking import Regrow
+from .regrow import Regrow
 from .schedule import Schedule
 
 if TYPE_CHECKING:
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
 
 def check_dynamics(c: WeightMask) -> None:
     """Raise ConfigError or UnsupportedError for moving averages, hysteresis, regrowth, soft masks and gain that cannot work as asked; make numbers plain."""
-    for name, low, high in (("average", 0, 1), ("hysteresis", 0, None)):
+    for name, high in (("average", 1), ("hysteresis", 1000)):
         value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not low <= value or (high is not None and value >= high) or value == float("inf"):  # type: ignore[operator]
-            bounds = f"in [{low}, {high})" if high is not None else f"of at least {low}"
-            raise ConfigError(f"{name}: expected a finite number {bounds}, got {value!r}.")
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < high:  # type: ignore[operator]
+            raise ConfigError(f"{name}: expected a number in [0, {high}), got {value!r}.")
         object.__setattr__(c, name, float(value))  # numpy's numbers could not be saved
     for name in ("soft", "gain"):
         if type(getattr(c, name)) is not bool:
@@ -39,5 +38,10 @@ def check_dynamics(c: WeightMask) -> None:
     if c.soft and not (isinstance(c.schedule, Schedule) and c.schedule.moves):
         what = "soft=True scales masked blocks down over the ramp of a schedule"
         raise ConfigError(f"{what}: expected schedule=fxmask.Schedule('cubic', steps=...), got {c.schedule!r}.")
-    if c.soft and c.impl == "triton":
-        raise UnsupportedError("soft=True computes densely until the ramp's end, which impl='triton' does not: expected impl='auto' or 'reference'.")
+    if c.soft and c.impl in ("triton", "cpu"):
+        raise UnsupportedError(f"soft=True computes densely until the ramp's end, which impl={c.impl!r} does not: expected impl='auto' or 'reference'.")
+    if c.soft and c.gain:
+        raise ConfigError("soft=True lets blocks fade, and gain=True makes up for blocks that are cut off: expected one of them.")
+    if c.criterion == "movement" and c.backward == "masked":
+        what = "criterion='movement' compares what kept and masked blocks do, and backward='masked' leaves masked ones standing"
+        raise ConfigError(f"{what}: expected backward='ste' (as in the paper) or 'rigl'.")

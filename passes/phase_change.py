@@ -39,8 +39,8 @@ def follow(site: Site, taken: bool = True) -> Entered:
     new = held(phases.in_force(given, site._fxmask_step), given, site._fxmask_progress)
     site._fxmask_config, site._fxmask_phase = new, begun
     _make_tensors(site, same_blocks=new.block == old.block)
-    if site._fxmask_score is not None and (new.block, new.criterion) != (old.block, old.criterion):
-        site._fxmask_score, site._fxmask_observed = torch.zeros_like(site._fxmask_score), 0
+    if site._fxmask_score is not None and new.criterion != old.criterion and (new.average or new.criterion == "movement"):
+        site._fxmask_score = torch.zeros_like(site._fxmask_score)  # others are replaced by the next step, and rank until then
     if site._fxmask_policy is not None:
         site._fxmask_policy = policy_of(new, site._fxmask_choice)
     first = new.block != old.block or not old.cached

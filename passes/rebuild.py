@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels import dispatch
 from . import looks, phase_change, ranks
 from . import site as state
-from .ranking import follow, held_mask
+from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
 
 
@@ -21,7 +21,8 @@ class Job(NamedTuple):
     site: Site
     weight: Tensor
     first: bool = False  # nothing was masked before: blocks that change place are no flips
-    grow: bool = False  # an optimiser step has made it due: blocks may be exchanged
+    step: bool = False  # an optimiser step has made it due: blocks may be exchanged, and weights follow
+    anew: bool = False  # the weight is another one than that of the mask before
 
 
 @torch.inference_mode(False)
@@ -42,11 +43,14 @@ def rebuild(jobs: Sequence[Job]) -> None:
         for j, dense in zip(jobs, inside, strict=True):
             j.site._fxmask_is_dense = dense
         state.sync(*(j.site for j in jobs))
-    for (site, weight, first, grow), (mask, lists) in zip(jobs, built, strict=True):
+    for (site, weight, first, step, _), (mask, lists) in zip(jobs, built, strict=True):
         saved = site._fxmask_saved
         old = held_mask(site)
-        if old is not None and (site._fxmask_config.regrow is not None or site._fxmask_config.gain):
-            follow(site, weight, mask, torch.ones_like(old) if first else old, grow)
+        if old is not None and step:
+            start_at_zero(site, weight, mask, old)
+        site._fxmask_exchanges = False
+        if old is not None and step and site._fxmask_config.gain:
+            keep_norm(weight, mask, old, site._fxmask_config.block)  # of blocks that had no mask before, all were kept
         if not first and site._fxmask_flips is not None and old is not None:
             flips = torch.ne(mask, old).sum()
             site._fxmask_flips = site._fxmask_flips.add_(flips) if state.capturing(mask) else site._fxmask_flips + flips
@@ -72,7 +76,7 @@ def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
 def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     """Masks and lists: in groups of one dtype, block and device where the kernels build them, one by one elsewhere."""
     groups: dict[object, list[int]] = {}
-    for i, (site, weight, _, _) in enumerate(jobs):
+    for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
         state.same_device(site, weight)
         triton = not c.remembers and not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
@@ -84,9 +88,9 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         keeps = [jobs[i].site._fxmask_keep for i in members]
         block = jobs[members[0]].site._fxmask_config.block
         found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))
-    for i, (site, weight, first, grow) in enumerate(jobs):
+    for i, (site, weight, first, step, anew) in enumerate(jobs):
         if i not in found:
-            mask = state.build(site, ranks.whole(weight.detach()), grow and not first)  # gathered one at a time
+            mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
             found[i] = (mask, state.lists_of(site, mask))
     return [found[i] for i in range(len(jobs))]
 
@@ -97,7 +101,15 @@ def after_load(site: Site, weight: Tensor) -> None:
         state.place_on(site, weight.device)
         site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
     if not weight.is_meta:
-        rebuild([Job(site, weight)])
+        rebuild([Job(site, weight, anew=True)])
+
+
+def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
+    """Let layers whose masks have just begun keep the norm that they had with all blocks."""
+    for site, weight in sites:
+        c, mask = site._fxmask_config, site._fxmask_mask
+        if c.gain and mask is not None and not c.start:
+            keep_norm(weight, mask, torch.ones_like(mask), c.block)
 
 
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
@@ -113,7 +125,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             if n and c.cached and now >= c.start and weight is not None:
                 due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
                 if due or before < c.start or entered.anew:
-                    jobs.append(Job(site, weight, first=before < c.start or entered.first, grow=True))
+                    jobs.append(Job(site, weight, first=before < c.start or entered.first, step=before < c.start or not entered.first))
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])

@@ -3,13 +3,14 @@
 | criterion | score of block B after a step | source |
 | --- | --- | --- |
 | `gradient` | sqrt(sum over B of g^2) | what RigL grows by (Evci et al. 2020, arXiv:1911.11134), a block's norm for a weight's magnitude |
-| `taylor` | abs(sum over B of g w): what the loss gains without the block, to first order | Molchanov et al. 2019 (arXiv:1906.10771), eq. 8 |
+| `taylor` | abs(sum over B of g w): how the loss would change without the block, to first order | Molchanov et al. 2017 (arXiv:1611.06440), eq. 7, of weights |
 | `movement` | sum over steps of -(sum over B of g w): away from zero | Sanh et al. 2020 (arXiv:2005.07683), eq. 3; blocks: Lagunas et al. 2021 |
-| `momentum` | mean over B of abs(m), m the optimiser's first moment | Dettmers and Zettlemoyer 2019 (arXiv:1907.04840), sec. 3 |
+| `momentum` | mean over B of abs(m), m the optimiser's first moment | what Dettmers and Zettlemoyer 2019 (arXiv:1907.04840) share out and grow by |
 
-g is the gradient as the optimiser is about to use it, w the weight that it was made with. With `average=a` a score s becomes a s + (1 - a) new, also
-for norms of the weight (`fro`, `l1`, `linf`, `spectral`), and `movement` forgets by a. Under backward="masked" a masked block has no gradient, so its
-`taylor` and `gradient` fall to zero and it does not return; `ste` and `rigl` give it one.
+g is the gradient as the optimiser is about to use it, w the weight that it was made with. With `average=a` a score begins with its first value, and then s
+becomes a s + (1 - a) new, also for norms of the weight (`fro`, `l1`, `linf`, `spectral`); `movement` forgets by a. Under backward="masked" a masked block
+has no gradient, so its `taylor` and `gradient` fall to zero and it does not return; `ste` and `rigl` give it one. Blocks whose scores tie, as where no
+gradient has come, rank by the weight's norm.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels.errors import StateError, UnsupportedError, message
+from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import to_blocks
 from ..kernels.score import CRITERIA, block_keys, sum_of_keys
 from . import ranks
@@ -53,31 +54,42 @@ def saliency(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str) ->
 
 
 @torch.no_grad()
-def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None = None) -> None:
-    """Take in what this step shows, before the optimiser moves the weight. `state`: the optimiser's for this weight, None without a guard.
+def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None = None, scale: Tensor | None = None) -> None:
+    """Take in what this step shows, before the optimiser moves the weight. `state`: the optimiser's for this weight, None without a guard. `scale`: what a
+    fused optimiser will divide the gradient by (GradScaler).
 
     A gradient that is not finite (a scaler's skipped step) changes nothing. No host sync. Raises: StateError, UnsupportedError.
     """
     c = site._fxmask_config
     if not (c.observes or c.wants_growth) or weight is None:
         return
-    if ranks.is_shard(weight):
-        what = "scores that are taken in at every step are made of whole weights: expected a weight that is not sharded."
-        raise UnsupportedError(message(what, site._fxmask_name, "use criterion='fro', average=0 and no regrow by gradient under fully_shard, or DDP."))
+    refuse_shard(site, weight)
     new = _new_score(site, weight, state)
     if new is not None:
         old = site._fxmask_score
         assert old is not None  # of sites that observe
+        by_gradient = c.criterion in ("gradient", "taylor", "movement")
+        if by_gradient and scale is not None:
+            new = new / scale
         if c.criterion == "movement":
             blended = (c.average or 1.0) * old + new
         else:
-            blended = c.average * old + (1 - c.average) * new if c.average else new
-        site._fxmask_score = torch.where(torch.isfinite(new).all(), blended, old)
-        site._fxmask_observed += 1
+            goes_on = torch.isfinite(old) & (old != 0).any()  # an average begins with its first value
+            blended = torch.where(goes_on, c.average * old + (1 - c.average) * new, new) if c.average else new
+        # a norm that is not finite is the weight's, and is seen
+        site._fxmask_score = torch.where(torch.isfinite(new).all(), blended, old) if by_gradient else blended
     if c.wants_growth and weight.grad is not None and (c.backward != "rigl" or site._fxmask_dense_now):
         growth = saliency(weight, weight.grad, c.block, "gradient")
-        assert site._fxmask_growth is not None
-        site._fxmask_growth = torch.where(torch.isfinite(growth).all(), growth, site._fxmask_growth)
+        before = torch.zeros_like(growth) if site._fxmask_growth is None else site._fxmask_growth
+        site._fxmask_growth = torch.where(torch.isfinite(growth).all(), growth, before)
+
+
+def refuse_shard(site: Site, weight: Tensor) -> None:
+    """Raise UnsupportedError where a step would have to read or write the whole of a weight that is shared out."""
+    c = site._fxmask_config
+    if ranks.is_shard(weight) and (c.observes or c.regrow is not None or c.gain):
+        what = "gradient criteria, average, regrow and gain work on whole weights between steps: expected a weight that is not sharded."
+        raise UnsupportedError(message(what, site._fxmask_name, "leave them out under fully_shard; or use DistributedDataParallel."))
 
 
 def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None) -> Tensor | None:
@@ -88,14 +100,13 @@ def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None) -> T
     if c.criterion in NORMS:
         return norms(weight, c.block, c.criterion)
     if c.criterion == "momentum":
-        if state is None:
-            what = "criterion='momentum' reads the optimiser's first moment: expected a guard, got fxmask.step."
-            raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) instead, or use criterion='gradient' with average=0.9."))
+        assert state is not None  # fxmask.step refuses
         found = next((state[k] for k in MOMENTA if isinstance(state.get(k), Tensor)), None)
         if not isinstance(found, Tensor):
-            if not state:  # the optimiser's first step is still to come
+            if not state and not site._fxmask_step:  # the optimiser's first step is still to come
                 return None
-            what = f"criterion='momentum' reads the optimiser's first moment: expected one of {', '.join(MOMENTA)}, got {', '.join(map(str, state))}."
+            got = ", ".join(map(str, state)) or "none"
+            what = f"criterion='momentum' reads the optimiser's first moment: expected one of {', '.join(MOMENTA)}, got {got}."
             raise UnsupportedError(message(what, site._fxmask_name, "use Adam, AdamW or SGD with momentum; or criterion='gradient' with average=0.9."))
         blocks = to_blocks(found.detach().float().abs(), c.block)
         return blocks.sum(-1) / to_blocks(torch.ones_like(weight, dtype=torch.float32), c.block).sum(-1)

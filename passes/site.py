@@ -64,10 +64,11 @@ class Site(nn.Module):
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
     _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
     _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.saliency
-    _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient, for regrowth
-    _fxmask_observed: int  # steps that the scores have seen
+    _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient since an exchange, for regrowth
+    _fxmask_exchanges: bool  # the mask that was built last exchanged blocks
     _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
-    _fxmask_softening: bool  # that factor is not 0 yet
+    _fxmask_scaled: float  # that factor
+    _fxmask_softening: bool  # it is not 0 yet
 
     @property
     def _fxmask_dense_now(self) -> bool:
@@ -119,7 +120,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_observed, site._fxmask_softening = 0, False
+    site._fxmask_exchanges = site._fxmask_softening = False
     check_plain(site, weight)
     site._fxmask_saved = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
     place_on(site, weight.device)
@@ -135,10 +136,8 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_lists = None if site._fxmask_mask is None else lists_of(site, site._fxmask_mask)
     site._fxmask_written = site._fxmask_looked = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
-    site._fxmask_score, site._fxmask_growth = (
-        torch.zeros(site._fxmask_grid, device=device) if wanted else None for wanted in (config.observes, config.wants_growth)
-    )
-    site._fxmask_scale = torch.ones((), device=device) if config.soft else None
+    site._fxmask_score, site._fxmask_growth = torch.zeros(site._fxmask_grid, device=device) if config.observes else None, None
+    site._fxmask_scale, site._fxmask_scaled = torch.ones((), device=device) if config.soft else None, 1.0
     sync(site)
 
 
@@ -161,7 +160,8 @@ def sync(*sites: Site) -> None:
         if site._fxmask_scale is not None:
             scale = config.soft_scale_at(step)
             site._fxmask_softening = scale > 0 and not site._fxmask_is_dense  # the one switch of a soft mask that recompiles, once
-            site._fxmask_scale.fill_(scale)
+            if scale != site._fxmask_scaled:  # a new tensor: a backward that is still to come holds the old one
+                site._fxmask_scale, site._fxmask_scaled = torch.full_like(site._fxmask_scale, scale), scale
         old = site._fxmask_written
         if old is None:
             site._fxmask_keep.fill_(keep)
@@ -188,20 +188,20 @@ def lists_of(site: Site, mask: Tensor) -> Tensor | None:
     return ops.lists(mask, c.block, c.impl) if runs_triton(c.impl, mask.device) else None
 
 
-def build(site: Site, weight: Tensor, grow: bool = False) -> Tensor:
-    """The mask of a weight (N, K) as it is now: bool (NB, KB). `grow`: blocks are exchanged, where the configuration regrows."""
+def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
+    """The mask of a weight (N, K) as it is now: bool (NB, KB). `grow`, `anew`: see `passes.ranking.ranked`."""
     c = site._fxmask_config
     same_device(site, weight)
     if c.remembers:
-        return ranked(site, weight.detach(), grow)
+        return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
     return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 
 def check_plain(site: Site, weight: Tensor) -> None:
     """Raise UnsupportedError where a step has to read the gradient of a weight, or to write it, that is no Parameter."""
-    c = site._fxmask_config
-    if (c.observes or c.regrow is not None or c.gain) and not isinstance(weight, nn.Parameter):
+    touches = any(c.observes or c.regrow is not None or c.gain for c in phases.in_turn(site._fxmask_given))
+    if touches and not isinstance(weight, nn.Parameter):
         what = "gradient criteria, average, regrow and gain read or write the weight between steps: expected a Parameter, got one that the model computes."
         raise UnsupportedError(message(what, site._fxmask_name, "remove the parametrisation, or use a criterion of the weight alone for this layer."))
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 import torch
 from plots import plot_run
 from tracking import CsvLog, keep_epochs
+from train import flushed_denormals
 
 import fxmask
 from thesis import ranks
@@ -124,12 +125,12 @@ def write_begin(r: Run, went_on: bool) -> None:
     )
 
 
+@flushed_denormals()
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 2 where data, a package, a checkpoint or an argument is not as it must be."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)  # momenta without gradients fade into denormal numbers, on which a CPU is many times slower
     try:
         with ranks.started(args.device) as here:
             try:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from plots import new_figure, read_csv, save
 from tabulate import tabulate
+from train import flushed_denormals
 
 from thesis.recipes import COMMON, ISOFLOP, arguments_of
 
@@ -92,12 +93,12 @@ def figure(found: list[dict[str, Any]]) -> Figure:
     return picture
 
 
+@flushed_denormals()
 def measure(turns: int, batch: int, names: list[str]) -> list[dict[str, Any]]:
     """Times of training steps, one after another in changing order, so that a busy minute hits all alike."""
     from thesis import masked_model, train
 
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
     runs: dict[str, Any] = {}
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
     for name in names:

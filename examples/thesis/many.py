@@ -74,10 +74,10 @@ class Images:
         return self.data.of_seed(args.seed)
 
 
+@train.common.flushed_denormals()
 def together(runs: Sequence[tuple[str, argparse.Namespace]], at_once: int, after: Callable[[str, int], None]) -> int:
     """Train all runs, `at_once` of them at a time; `after(name, exit status)` when one has ended. Returns how many failed."""
     waiting, going, images, failed = deque(runs), deque[Turns](), Images(), 0
-    torch.set_flush_denormal(True)  # as train.py
     while waiting or going:
         while waiting and len(going) < at_once:
             name, args = waiting.popleft()

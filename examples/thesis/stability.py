@@ -26,6 +26,7 @@ from resmlp import PRESETS, ResMLP, ResMLPConfig
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional as F
+from train import flushed_denormals
 
 import fxmask
 
@@ -66,6 +67,7 @@ def build(model: str) -> tuple[nn.Module, int, str]:
     return ResMLP(config), config.image, "blocks.*"
 
 
+@flushed_denormals()
 def losses_of(model: str, mode: str, steps: int, batch: int) -> list[float]:
     """The training loss of every step."""
     net, side, include = build(model)
@@ -115,7 +117,6 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=CSV)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)
     rows: list[dict[str, Any]] = []
     if args.csv.exists():
         with args.csv.open(newline="") as file:

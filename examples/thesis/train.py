@@ -244,12 +244,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@common.flushed_denormals()
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 2 where data, a package, a checkpoint or an argument is not as it must be."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)  # momenta without gradients fade into denormal numbers, on which a CPU is many times slower
     try:
         return run(args)
     except (DataMissing, fxmask.FxMaskError, checkpoint.CheckpointError, lock.InUse) as error:

@@ -18,6 +18,7 @@ from ..passes.moves import work_of
 from ..passes.work import Target, Work
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
+from .dynamics import cut_off, said_of
 from .explained import explain
 from .report import SCHEMA, Analysis
 from .thesis import MODELS
@@ -80,7 +81,8 @@ def analyze(
     optimiser.states_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
-    recording = capture(model, args, named, backward, dtype, progress)
+    with cut_off(model) as fading:
+        recording = capture(model, args, named, backward, dtype, progress)
     target = Target(target_device.dense_tile, impl or "", count_elementwise)
     works = [w for c in recording.calls for w in work_of(c, target)]
     if "opt" in phases and recording.backward:
@@ -97,6 +99,7 @@ def analyze(
         report.title += f", counted in {str(dtype).removeprefix('torch.')}"
     if memory_model == "thesis":
         report.tables["thesis"] = thesis_table.rows(works, recording, steps)
+    report.notes += said_of(recording.sites.values(), fading)
     return report
 
 

@@ -68,7 +68,7 @@ class Crash(Exception):
 OTHERS = [(*SHORT, "--dense"), (*SHORT, "--backward", "ste", "--refresh", "3"), (*SHORT, "--opt", "adamw", "--guard", "decay")]
 
 
-@pytest.mark.parametrize("options", [MASKED, *OTHERS])
+@pytest.mark.parametrize("options", [MASKED, *(pytest.param(o, marks=pytest.mark.slow) for o in OTHERS)])
 def test_resume_is_exact(options, tmp_path, monkeypatch, whole):
     """Broken off in the middle of a step, in the middle of an epoch, three times; the checkpoints lie some steps back."""
     expected, out = (whole if options is MASKED else tmp_path / "whole"), tmp_path / "broken"
@@ -128,7 +128,8 @@ def kill_and_go_on(out: Path, kills: int) -> int:
     return hits
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 10])
 def test_killed_at_random_moments(kills, tmp_path, whole):
     assert kill_and_go_on(tmp_path / "killed", kills) >= kills // 2
     assert_same_end(tmp_path / "killed", whole)

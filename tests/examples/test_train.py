@@ -39,6 +39,7 @@ def test_learns(masked):
     assert float(rows[-1]["train_loss"]) < 0.5 * float(rows[0]["train_loss"])
 
 
+@pytest.mark.slow
 def test_same_numbers_twice(masked, tmp_path):
     again = run(tmp_path, *MASKED)
     for row, other in zip(masked[1], again, strict=True):

@@ -1,9 +1,11 @@
 """torchvision's image models at their published width: masked, they compute what a dense copy with W∘M written in computes, bit for bit."""
 
+import pytest
 import torch
 from models.dense_copy import check, images, stirred
 
 
+@pytest.mark.slow
 def test_vit_b_16(torchvision):
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(224, 16, num_layers=2, num_heads=12, hidden_dim=768, mlp_dim=3072, dropout=0.1)

@@ -229,7 +229,7 @@ WRONG = [
     (mlp, dict(block=(16,)), ConfigError, "two positive ints"),
     (mlp, dict(block=(16, 0)), ConfigError, "two positive ints"),
     (mlp, dict(backward="sparse"), ConfigError, "unknown backward mode: expected one of masked, ste, unmasked, rigl, got 'sparse'"),
-    (mlp, dict(criterion="l3"), ConfigError, "unknown criterion: expected one of fro, spectral, l1, linf, random, got 'l3'"),
+    (mlp, dict(criterion="l3"), ConfigError, "unknown criterion: expected one of fro, spectral, l1, linf, random, gradient, taylor, movement, momentum"),
     (mlp, dict(impl="cuda"), ConfigError, "unknown impl: expected one of auto, reference, cpu, triton, got 'cuda'"),
     (mlp, dict(impl="triton"), UnsupportedError, "impl='triton' needs a CUDA device, or TRITON_INTERPRET=1"),
     (mlp, dict(refresh=-1), ConfigError, "refresh counts optimiser steps"),

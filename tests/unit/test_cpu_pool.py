@@ -88,7 +88,7 @@ def test_the_same_bits_from_run_to_run(threads):
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize("size", [(1200, 160, 224), (4096, 256, 512)], ids=["small", "large"])
+@pytest.mark.parametrize("size", [pytest.param((1200, 160, 224), id="small"), pytest.param((4096, 256, 512), id="large", marks=pytest.mark.slow)])
 def test_the_same_bits_whether_the_pool_is_free_or_busy(threads, size):
     o, stop = operands(*size), threading.Event()
     free = results(o)
