@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError, UnsupportedError
@@ -75,6 +75,9 @@ class WeightMask:
     gain: bool = False
     phases: Mapping[int, Mapping[str, Any]] | Phases | None = None
 
+    _observes: ClassVar[bool]  # plain attributes of each instance, and no fields
+    _remembers: ClassVar[bool]
+
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))  # numpy's numbers could not be saved
@@ -127,7 +130,7 @@ class WeightMask:
     @property
     def observes(self) -> bool:
         """Whether every optimiser step adds to the scores."""
-        return self.criterion in LEARNED or self.average > 0
+        return self._observes
 
     @property
     def needs_grad(self) -> bool:
@@ -142,7 +145,7 @@ class WeightMask:
     @property
     def remembers(self) -> bool:
         """Whether a mask depends on more than the weight as it is."""
-        return self.observes or self.hysteresis > 0 or self.regrow is not None or self.gain
+        return self._remembers
 
     @property
     def ever_cached(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..kernels.errors import ConfigError, UnsupportedError
 from .regrow import Regrow
+from .saliency import LEARNED
 from .schedule import Schedule
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def check_dynamics(c: WeightMask) -> None:
             raise ConfigError(f"{name}: expected a bool, got {getattr(c, name)!r}.")
     if c.regrow is not None and not isinstance(c.regrow, Regrow):
         raise ConfigError(f"regrow: expected None or a fxmask.Regrow, got {c.regrow!r}.")
+    # read in forwards, where the compiler takes floats for what may move
+    object.__setattr__(c, "_observes", c.criterion in LEARNED or c.average > 0)
+    object.__setattr__(c, "_remembers", c.observes or c.hysteresis > 0 or c.regrow is not None or c.gain)
     if c.remembers and c.ties != "lowest":
         raise ConfigError(f"scores that last keep exactly k blocks: expected ties='lowest' with average, hysteresis, regrow or gain, got {c.ties!r}.")
     if c.criterion == "random" and (c.average or c.hysteresis):
