@@ -1,6 +1,71 @@
-"""Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests run in a process of their own: test_in_interpreter.py starts it."""
+"""Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests run in processes of their own, which test_in_interpreter.py reports.
+
+They begin with the session and are waited for at its end: beside the other tests one after another, alone as many at once as there are cores.
+"""
+
+from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 
 INSIDE = os.environ.get("FXMASK_INTERPRETER") == "1"
+FOLDER = Path(__file__).parent
 collect_ignore_glob = ["test_in_interpreter.py"] if INSIDE else ["test_[!i]*.py"]
+
+
+class Runs:
+    """The runs of some files of this folder, begun."""
+
+    def __init__(self, paths: list[Path], marks: str, at_once: int) -> None:
+        self._going: list[subprocess.Popen[str]] = []
+        self._pool, self._stopped = ThreadPoolExecutor(at_once), False
+        self.of: dict[Path, Future[subprocess.CompletedProcess[str]]] = {path: self._pool.submit(self._run, path, marks) for path in paths}
+
+    def _run(self, path: Path, marks: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "TRITON_INTERPRET": "1", "FXMASK_INTERPRETER": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marks, str(path)]
+        if self._stopped:
+            return subprocess.CompletedProcess(command, 1, "", "stopped")
+        process = subprocess.Popen(command, env=env, cwd=FOLDER.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._going.append(process)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def stop(self) -> None:
+        """End what still runs, as where the session was broken off."""
+        self._stopped = True
+        for process in self._going:
+            process.kill()
+        self._pool.shutdown()
+
+
+RUNS = pytest.StashKey[Runs]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name == "test_in_interpreter.py")  # stable: the others keep their order
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    ours = [item.callspec.params["path"] for item in session.items if item.path.name == "test_in_interpreter.py"]  # type: ignore[attr-defined]
+    if ours and not session.config.option.collectonly:
+        alone = len(ours) == len(session.items)
+        marks = "not slow" if "not slow" in session.config.option.markexpr else ""
+        session.config.stash[RUNS] = Runs(ours, marks, (os.cpu_count() or 1) if alone else 1)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if RUNS in session.config.stash:
+        session.config.stash[RUNS].stop()
+
+
+@pytest.fixture
+def runs(request: pytest.FixtureRequest) -> dict[Path, Future[subprocess.CompletedProcess[str]]]:
+    """For each file that was selected its run."""
+    return request.config.stash[RUNS].of
