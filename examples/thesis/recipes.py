@@ -17,6 +17,7 @@ FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 
 TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
+RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
 TOKENS_WHOLE = ("--config", "ResMLP5 @ XChannel1 = masked 0.8125 (32, 32); XChannel2 = masked 0.875 (32, 32);")
@@ -29,8 +30,9 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b32-cubic-taylor": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b32-tokens-whole-taylor": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b32-tokens-half-taylor": (*TOKENS_HALF, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b32-rigl": (*B32, *ADAMW, *LR, *RIGL),
+    "b32-tokens-whole-rigl": (*TOKENS_WHOLE, *ADAMW, *LR, *RIGL),
     "b32-soft-taylor": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--soft"),
-    "b32-rigl": (*B32, *ADAMW, *LR, "--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}"),
     "b32-cubic-taylor-erk": (*B32, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "erk"),
     "b32-cubic-cover": (*B32, *ADAMW, *FREEZE, *HALF, *LR, "--cover"),
     "b32-static-cover-gain": (*B32, *ADAMW, *FREEZE, *LR, "--criterion", "random", "--refresh", "0", "--cover", "--gain"),
@@ -55,7 +57,7 @@ def wide(dim: int, ratio: float, side: int, *more: str, tokens: bool = True) -> 
 
 
 STATIC = ("--criterion", "random", "--refresh", "0", "--cover", "--gain")
-GROW = ("--criterion", "fro", "--guard", "freeze", "--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}", "--cover")
+GROW = (*RIGL, "--cover")
 PART = ("--schedule", "cubic:{half},initial=0.5", *TAYLOR)  # from half of the blocks on
 # accuracy at equal cost: dense widths draw the frontier, wider masked models lie beside it
 ISOFLOP: dict[str, tuple[str, ...]] = {
