@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from .passes.graph_site import GraphSite, graph_sites
 from .passes.rebuild import after_load
-from .passes.site import GraphSite, graph_sites
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:

@@ -19,11 +19,12 @@ from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Feedback, Schedule, WeightMask
 from .passes.find import find, graph_modules
+from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
 from .passes.phases import in_turn
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild, start_gain
-from .passes.site import Site, graph_sites
+from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .sites import FINAL, REASONS, any_masked, mark_decided, sites
@@ -213,7 +214,7 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
     if not selected:
         reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
         warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
-    whole, uncovered = [], []
+    whole, uncovered, fixed = [], [], []
     for d in selected:
         assert d.config is not None
         name = d.candidate.name or "the model itself"
@@ -224,8 +225,13 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
                 whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
             if c.cover and kept < max(nb, kb):
                 uncovered.append(f"{name} ({kept} blocks kept of {nb}x{kb})")
+        if d.config.regrow is not None and not d.config.regrow.exchanged(0, d.config.keep_at(10**12, nb * kb)):
+            fixed.append(f"{d.candidate.name or 'the model itself'} ({d.config.keep_at(10**12, nb * kb)} blocks kept)")
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
+        warnings.warn(what, FxMaskWarning, stacklevel=3)
+    if fixed:
+        what = f"regrow exchanges floor(fraction * kept) blocks, which is none in: {', '.join(fixed)}; choose a larger fraction or a smaller block for them."
         warnings.warn(what, FxMaskWarning, stacklevel=3)
     if uncovered:
         what = f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them."

@@ -12,7 +12,8 @@ from .kernels.errors import StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
 from .loads import watch_loads
 from .passes import ranks
-from .passes.site import Site, graph_sites
+from .passes.graph_site import graph_sites
+from .passes.site import Site
 from .passes.weights import peek_weight
 from .swap import MaskedLinear
 

@@ -165,8 +165,9 @@ def _check_selected(decisions: list[Decision]) -> None:
         if d.config.soft and c.host is not None:
             what = "soft=True is for modules: expected an nn.Linear that is called, got a call in a graph."
             raise UnsupportedError(message(what, where, "apply fxmask to the nn.Module, and trace or compile it afterwards; or leave soft out."))
-        others = [o.candidate.name for o in decisions if o.candidate.weight is c.weight and o.candidate is not c]
-        if (d.config.gain or d.config.regrow is not None) and (others or c.tied_embedding):
+        writes = d.config.gain or d.config.regrow is not None
+        others = [o.candidate.name for o in decisions if o.candidate.weight is c.weight and o.candidate is not c] if writes else []
+        if others or (writes and c.tied_embedding):
             what = f"gain and regrow write the weight of {where!r}, which {', '.join(map(repr, others)) or 'an Embedding'} uses, too: expected one user."
             raise ConfigError(message(what, where, "leave them out for it, or exclude it."))
         other = seen.setdefault(id(c.weight), d)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .graph_site import graph_sites
 from .readers import weight_readers
-from .site import Site, graph_sites
+from .site import Site
 from .weights import peek_weight
 
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear

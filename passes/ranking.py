@@ -60,11 +60,12 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
     if old is None or c.regrow is None:
         return select_blocks(keys, site._fxmask_keep, "lowest", c.cover)
     keep = c.keep_at(site._fxmask_step, old.numel())
-    growth = _growth(site) if grow and c.regrow.exchanged(site._fxmask_step - c.start, keep) else None
+    n = c.regrow.exchanged(site._fxmask_step - c.start, keep) if grow else 0
+    growth = _growth(site) if n else None
     if growth is None:  # under regrowth nothing else moves a mask but its number of blocks
         return select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), site._fxmask_keep, "lowest", c.cover)
     site._fxmask_exchanges = True
-    return regrown(keys, old, site._fxmask_keep, c.regrow.exchanged(site._fxmask_step - c.start, keep), growth, c.cover)
+    return regrown(keys, old, site._fxmask_keep, n, growth, c.cover)
 
 
 def _growth(site: Site) -> Tensor | None:

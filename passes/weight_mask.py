@@ -21,8 +21,8 @@ from torch.fx import GraphModule, Node
 from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
 from .find import bias_arg, input_arg, weight_arg
+from .graph_site import GraphSite, containers, graph_sites
 from .infra import Pass
-from .site import GraphSite, containers, graph_sites
 
 CONTAINER = "fxmask_sites"
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default

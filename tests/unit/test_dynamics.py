@@ -63,7 +63,8 @@ def test_from_until_on_no_block_is_exchanged_and_none_is_zeroed(by):
 
 def test_blocks_that_the_ratio_brings_back_come_as_they_are():
     schedule = fxmask.Schedule("cyclic", steps=40, cycles=4)
-    model = layer(regrow=fxmask.Regrow("random", 0.05, until=1), schedule=schedule)
+    with pytest.warns(FxMaskWarning, match=r"which is none in: 0 \(8 blocks kept\); choose a larger fraction"):
+        model = layer(regrow=fxmask.Regrow("random", 0.05, until=1), schedule=schedule)
     before = model[0].weight.detach().clone()
     kept = [int(mask_of(model).sum()) for _ in train(model, sgd(model), 40)]
     assert any(a < b for a, b in itertools.pairwise(kept)) and torch.equal(model[0].weight.detach(), before)
