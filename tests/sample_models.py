@@ -106,3 +106,13 @@ def same_snapshot(a, b):
     """Whether two snapshots are equal, tensors by identity and bits."""
     tensors = a[1].keys() == b[1].keys() and all(a[1][k][0] == b[1][k][0] and torch.equal(a[1][k][1], b[1][k][1]) for k in a[1])
     return a[0] == b[0] and a[2:] == b[2:] and tensors
+
+
+def noisy_step(call, optimiser, i):
+    """An optimiser's step on noise that hangs on `i` alone, inputs of 64 features and targets of 10; gives the loss."""
+    noise = torch.Generator().manual_seed(i)
+    optimiser.zero_grad()
+    loss = (call(torch.randn(8, 64, generator=noise)) - torch.randn(8, 10, generator=noise)).square().mean()
+    loss.backward()
+    optimiser.step()
+    return loss.detach()

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from sample_models import Attention, Computed, best_blocks, mlp
+from sample_models import Attention, Computed, best_blocks, mlp, noisy_step
 from torch import fx, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import symbolic_trace
@@ -49,11 +49,7 @@ def train(model, optimiser, first, last, call=None):
     """After each step: loss, masks, weights, momenta."""
     trace = []
     for i in range(first, last):
-        noise = torch.Generator().manual_seed(i)
-        optimiser.zero_grad()
-        loss = ((call or model)(torch.randn(8, 64, generator=noise)) - torch.randn(8, 10, generator=noise)).square().mean()
-        loss.backward()
-        optimiser.step()
+        loss = noisy_step(call or model, optimiser, i)
         momenta = [t.clone() for s in optimiser.state.values() for t in s.values()]
         trace.append((loss.item(), fxmask.masks(model), [p.detach().clone() for p in model.parameters()], momenta))
     return trace
