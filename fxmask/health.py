@@ -60,6 +60,9 @@ class HealthLog:
     @torch.no_grad()
     def update(self) -> Report:
         """Look at the masks as the next forward will use them; append rows, warn where a layer has died or a mask stands still."""
+        if not self.updates and self.path is not None and self.path.exists() and self.path.stat().st_size:
+            what = f"HealthLog: {self.path} holds the rows of another run: expected a new file, or a log that goes on by load_state_dict."
+            raise StateError(message(what, fix="name another path, or load the state of the log that has written it."))
         self.updates += 1
         rows = []
         for name, site, weight in required_sites(self.model, "HealthLog.update"):
@@ -69,9 +72,6 @@ class HealthLog:
         self.rows += rows
         if self.path is not None:
             new = not self.path.exists() or not self.path.stat().st_size
-            if self.updates == 1 and not new:
-                what = f"HealthLog: {self.path} holds the rows of another run: expected a new file, or a log that goes on by load_state_dict."
-                raise StateError(message(what, fix="name another path, or load the state of the log that has written it."))
             with self.path.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS)
                 if new:
