@@ -22,6 +22,9 @@ RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regro
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
 TOKENS_WHOLE = ("--config", "ResMLP5 @ XChannel1 = masked 0.8125 (32, 32); XChannel2 = masked 0.875 (32, 32);")
 TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = masked 0.75 (32, 32); XChannel2 = masked 0.8125 (32, 32);")
+# as many as 16x16 at 50 % keeps (360 of 720), token mixing whole
+TOKENS_WHOLE_B16 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (16, 16);")
+LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
 
 SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.01": ("--dense", *ADAMW, *LR),
@@ -46,6 +49,10 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-wd0.05": ("--dense", *ADAMW, *LR, "--weight-decay", "0.05"),
     "b32-cubic-free": (*B32, *ADAMW, *FREE, *HALF, *LR),
     "dense-adam": ("--dense", *ADAM, *LR),
+    "b32-tokens-whole-late": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
+    "b32-tokens-half-ramp-rigl": (*TOKENS_HALF, *ADAMW, *LR, *RIGL, *HALF),
+    "b32-tokens-whole-taylor-lr0.02": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, "--lr", "0.02", *TAYLOR),
+    "b16-tokens-whole-taylor": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 FINAL: dict[str, tuple[str, ...]] = {}
 
@@ -76,5 +83,5 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
 
 def arguments_of(name: str, epochs: int) -> list[str]:
     """The arguments of a recipe for a run of so many epochs."""
-    lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep"}
+    lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
     return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]
