@@ -4,6 +4,7 @@
     print(fxmask.explain(model))
 """
 
+from .advice.advise import advise as advise
 from .allocating import allocate as allocate
 from .analysis.run import analyze as analyze
 from .errors import FxMaskError as FxMaskError
@@ -42,6 +43,7 @@ __all__ = [
     "Report",
     "Schedule",
     "WeightMask",
+    "advise",
     "allocate",
     "analyze",
     "apply",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .advice import command as advice
 from .analysis import command as analysis
 from .bench import command
 from .bench.provenance import clocks, provenance
@@ -31,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     tables = sub.add_parser("analyze", help="FLOP and memory movement of a model, layer by layer, dense or masked, without a GPU")
     analysis.add_options(tables)
     tables.set_defaults(run=analysis.main)
+    advise = sub.add_parser("advise", help="which block and ratio pay for a model on this machine, from times of its layers")
+    advice.add_options(advise)
+    advise.set_defaults(run=advice.main)
     sub.add_parser("env", help="print versions, devices and clocks").set_defaults(run=env)
     return p
 

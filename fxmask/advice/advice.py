@@ -1,0 +1,84 @@
+"""What `advise` returns: a table of layers, what each ratio gives, and the call that does it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..bench.provenance import provenance, utc
+from ..report import Report
+from .layers import Layer
+from .plan import Plan, best_block
+from .search import Cell, Timed
+
+
+class Advice(Report):
+    """What `advise` found. `plans`: one a ratio; `plan`: the one that is advised, None where nothing pays; `arguments`: of `fxmask.apply` for it, None too."""
+
+    plans: list[Plan]
+    plan: Plan | None
+    arguments: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Report.to_dict`, with the plans' numbers and the arguments of `apply`."""
+        numbers = [{"ratio": p.ratio, "step_s": p.step, "gain": p.gain, "blocks": {n: list(b) for n, b in p.blocks.items()}} for p in self.plans]
+        return super().to_dict() | {"plans": numbers, "apply": self.arguments}
+
+
+def advice_of(
+    model: nn.Module, layers: list[Layer], found: list[Timed], made: list[Plan], plan: Plan | None, dense: float, target: float, refresh: int,
+    options: dict[str, Any], device: torch.device, loads: tuple[float | None, float | None], cells: list[Cell], notes: list[str], took: float,
+) -> Advice:  # fmt: skip
+    where = {layer.name: t for t in found for layer in t.layers}
+    rows = [_row(layer, where.get(layer.name), [p.ratio for p in made], dense) for layer in layers]
+    at = provenance(device)
+    linears = sum(1 + len(layer.others) for layer in layers)
+    summary: dict[str, Any] = {"dense step": f"{1e3 * dense:.4g} ms"}
+    summary |= {f"at {100 * p.ratio:g} %": p.words(linears) for p in made}
+    best = max(made, key=lambda p: p.gain)
+    if plan is None:
+        most = f"; the most is {best.gain:.2f}, at {100 * best.ratio:g} %" if best.blocks else ": no layer is faster masked"
+        summary["advice"] = f"leave it dense: nothing reaches {target:g} times as fast{most}" if not notes else "leave it dense"
+    else:
+        summary["advice"] = _call(plan, refresh, options, linears)
+    high = max((v for v in loads if v is not None), default=0.0)
+    if device.type == "cpu" and high > (os.cpu_count() or 1):
+        notes.append(f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle.")
+    left = sum(t.left_out for t in found)
+    if left:
+        notes.append(f"{left} of {len(cells) * len(found)} combinations of layer, block and ratio were not timed: the time was spent; seconds= gives more.")
+    if any(p.blocks for p in made):
+        notes.append("Times are of eager steps. What a ratio costs in accuracy is another matter: docs/accuracy.md.")
+    title = f"fxmask.advise: {type(model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "") + f", {utc()}, {took:.0f} s"
+    out = Advice(title, rows, notes, summary)
+    out.plans, out.plan, out.arguments = made, plan, None if plan is None else plan.arguments(refresh, options)
+    return out
+
+
+def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -> dict[str, Any]:
+    n, k = layer.weight.shape
+    row: dict[str, Any] = {"layer": layer.name, "out x in": f"{n}x{k}", "tokens": layer.tokens or None}
+    if timed is None or timed.why:
+        return row | {"why": layer.why or (timed.why if timed else "")}
+    alone = timed.dense.seconds(0)
+    row |= {"dense_ms": 1e3 * alone, "share_of_step": alone / dense}
+    for ratio in ratios:
+        block, gain = best_block(timed, ratio)
+        row[f"{100 * ratio:g} %"] = f"{block[0]}x{block[1]} {gain:.2f}" if block is not None and gain is not None else None
+    return row | {"why": "" if any(timed.cells) else "no block fits" if not timed.left_out else "the time was spent"}
+
+
+def _call(plan: Plan, refresh: int, options: dict[str, Any], linears: int) -> str:
+    """The call that does it, with many names cut short."""
+    given = plan.arguments(refresh, {k: v for k, v in options.items() if v not in ("masked", "auto")})
+    if len(plan.blocks) == linears:
+        given.pop("include")
+    elif len(given["include"]) > 4:
+        given["include"] = f"<{len(plan.blocks)} linears, see .arguments>"
+    if len(given.get("overrides", {})) > 4:
+        given["overrides"] = f"<{len(given['overrides'])} linears, see .arguments>"
+    call = ", ".join(f"{k}={v}" if isinstance(v, str) and v.startswith("<") else f"{k}={v!r}" for k, v in given.items())
+    return f"fxmask.apply(model, {call}); fxmask.guard(optimizer, model, masked_step=True): {plan.gain:.2f} times as fast predicted"

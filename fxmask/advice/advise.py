@@ -1,0 +1,159 @@
+"""`fxmask.advise`: will masks pay for this model on this device?"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..bench.clock import load_average
+from ..errors import ConfigError, StateError, UnsupportedError
+from ..kernels.errors import message
+from ..masking import _check_model, apply
+from ..passes.capture import arguments
+from ..passes.choose import Patterns, choose
+from ..passes.config import WeightMask
+from ..passes.find import find
+from ..passes.schedule import at_least
+from ..sites import any_masked
+from ..steps import refresh as rebuild_all
+from .advice import Advice, advice_of
+from .layers import Layer, layers_of
+from .plan import Plan, chosen, plans
+from .search import Cell, check_cells, device_of, search
+from .step import mean_square, optimizer_of, step_seconds, stepper
+from .stopwatch import stopwatch
+from .unit import MakeOptimizer, guarded
+
+RATIOS = (0.5, 0.7, 0.8, 0.9)
+BLOCKS = {"cpu": (64, 32, 16), "cuda": (128, 64, 32)}
+FOR_STEPS = 0.2  # of the time goes to whole steps at the beginning, and as much to the check at the end
+
+
+def advise(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    target: float = 1.05,
+    kwargs: Mapping[str, Any] | None = None,
+    ratios: Sequence[float] = RATIOS,
+    blocks: Sequence[int | tuple[int, int]] | None = None,
+    refresh: int = 10,
+    backward: str = "masked",
+    impl: str = "auto",
+    include: Patterns = None,
+    exclude: Patterns = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = torch.optim.AdamW,
+    loss: Callable[[Any], Tensor] | None = None,
+    seconds: float = 60.0,
+    check: bool = True,
+) -> Advice:
+    """Which block and ratio pay for this model on this device, layer by layer, and what a training step would gain; that nothing pays, where nothing does.
+
+    Times single layers (each signature once: forward, backward, the optimiser's step, the rebuild of the mask), dense and masked in turns, and one whole dense
+    step; the step of a masked model is predicted as the dense one, less what the layers that pay save. Where the advised masks can be tried on a copy in the
+    time that is left, they are, and advice that turns out to lose is taken back.
+
+    Args:
+        model: a dense nn.Module where it will be trained (device, dtype); eager steps are timed. inputs, kwargs: of its forward, as for `analyze`, but real
+            tensors of the batch that will be trained on. Call it under the `torch.autocast` that the training uses.
+        target: how many times as fast as dense the step is to be; the lowest ratio that is predicted to reach it is advised.
+        ratios, blocks: what is tried; blocks as (out, in) or one number for both. Default blocks: 64, 32, 16 on a CPU, 128, 64, 32 on CUDA.
+        refresh, backward, impl, include, exclude: as for `apply`. optimizer: makes one from parameters, such as a functools.partial; None: no step.
+            It is guarded with `masked_step=True` where it can be. loss: of the model's output; default: the mean square of its floating tensors.
+        seconds: when the search stops; a layer that is being timed then is finished. What was not reached is said.
+        check: whether to try the advice on a copy.
+
+    Returns: an `Advice`, a `Report` with a row for every linear: dense and masked times in ms, the best block and its gain at each ratio.
+    Raises: ConfigError (arguments; model and inputs on more than one device, or on meta), StateError (the model is masked already), UnsupportedError (no linear
+        that could be masked is called; no output requires a gradient; the model cannot be copied).
+    Side effects: none on the model, gradients and random states: a copy is run, which takes its memory once more, twice for the check. On a CPU the plans that
+        are timed stay in the cache of `FXMASK_CACHE`, where training finds them.
+    """
+    begin, load = time.perf_counter(), load_average()
+    cells = _check(model, target, ratios, blocks, refresh, seconds, optimizer)
+    args, named = arguments(inputs, kwargs)
+    device = device_of(model, [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)])
+    blocks_of = BLOCKS[device.type] if blocks is None else blocks
+    cells = cells or check_cells(blocks_of, ratios)
+    options: dict[str, Any] = {"backward": backward, "impl": impl}
+    measure_loss = loss or mean_square
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        own = _copy(model)
+        decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None)
+        layers = layers_of(own, decisions, args, named)
+        if not any(not layer.why for layer in layers):
+            raise _nothing_to_time(layers, [f"{d.candidate.name}: {d.reason}" for d in decisions if d.config is None])
+        dense = step_seconds({"dense": stepper(own, args, named, measure_loss, optimizer_of(own, optimizer))}, device, FOR_STEPS * seconds)["dense"]
+        own.zero_grad(set_to_none=True)
+        until = begin + seconds * (1 - FOR_STEPS * check)
+        found = search(layers, cells, options, optimizer, refresh, until)
+        made = plans(found, sorted({r for _, r in cells}), dense)
+        plan = chosen(made, target)
+        notes: list[str] = []
+        if plan is not None and check:
+            plan = _checked(plan, own, _copy, (args, named), measure_loss, optimizer, refresh, options, device, begin + seconds, notes)
+    loads, took = (load, load_average()), time.perf_counter() - begin
+    return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took)
+
+
+def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"fxmask.advise: expected an nn.Module, got {type(model).__name__}.")
+    _check_model(model)
+    if any_masked(model):
+        fix = "fxmask.restore(model) first, or advise before apply."
+        raise StateError(message("fxmask.advise compares masks with the dense model: expected one without masks.", "", fix))
+    for name, value in (("target", target), ("seconds", seconds)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{name}: expected a number above 0, got {value!r}.")
+    at_least("refresh", refresh, 0)
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise ConfigError(f"optimizer: expected a class or a function that makes one from parameters, or None, got {optimizer!r}.")
+    return check_cells(blocks, ratios) if blocks is not None else []
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).train()
+    except Exception as e:
+        what = f"advise runs a copy of the model: expected one that can be copied, got {type(e).__name__}: {str(e)[:200]}"
+        raise UnsupportedError(message(what, "", "copy.deepcopy(model) must work, with memory for a second model; give a shallower one.")) from e
+
+
+def _nothing_to_time(layers: list[Layer], others: list[str]) -> UnsupportedError:
+    reasons = "; ".join([f"{layer.name}: {layer.why}" for layer in layers] + others)[:600] or "it has no linear"
+    return UnsupportedError(message(f"advise found nothing to time: expected a linear that can be masked and is called, got none: {reasons}."))
+
+
+def _checked(
+    plan: Plan, dense: nn.Module, duplicate: Callable[[nn.Module], nn.Module], given: tuple[tuple[Any, ...], Mapping[str, Any]],
+    loss: Callable[[Any], Tensor], make: MakeOptimizer | None, refresh: int, options: dict[str, Any], device: torch.device, until: float, notes: list[str],
+) -> Plan | None:  # fmt: skip
+    """The plan, tried beside the dense step; None where it loses."""
+    left = until - time.perf_counter()
+    if left < 10 * plan.step:
+        notes.append("The advice was not tried: no time was left.")
+        return plan
+    try:
+        masked = apply(duplicate(dense), **plan.arguments(0, options))
+        optimizer = optimizer_of(masked, make)
+        if optimizer is not None:
+            guarded(optimizer, masked)
+        steps = {"dense": stepper(dense, *given, loss, optimizer_of(dense, make)), "masked": stepper(masked, *given, loss, optimizer)}
+        took = step_seconds(steps, device, left / 2)
+    except torch.OutOfMemoryError:
+        notes.append("The advice was not tried: the device's memory does not hold the model three times.")
+        return plan
+    again = stopwatch(device)(lambda: rebuild_all(masked)) / refresh if refresh else 0.0
+    gain = took["dense"] / (took["masked"] + again)
+    notes.append(f"Tried on a copy: {gain:.2f} times as fast as dense ({1e3 * took['dense']:.3g} ms against {1e3 * (took['masked'] + again):.3g} ms).")
+    if gain >= 1:
+        return plan
+    notes.append(f"That is slower than dense, though {plan.gain:.2f} were predicted: nothing is advised.")
+    return None

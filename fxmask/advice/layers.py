@@ -1,0 +1,95 @@
+"""Which linears a forward calls, and on what: one real forward under a function mode, which sees `F.linear` whoever calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..passes.choose import Decision
+
+LINEARS = (torch.nn.functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One input of a linear."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    @property
+    def tokens(self) -> int:
+        return prod(self.shape[:-1])
+
+
+@dataclasses.dataclass
+class Layer:
+    """A linear that may be masked, and every input that it had in one forward. `why`: what speaks against timing it; empty where nothing does."""
+
+    name: str
+    weight: Tensor
+    bias: bool
+    calls: tuple[Seen, ...]
+    autocast: torch.dtype | None
+    why: str = ""
+    others: tuple[str, ...] = ()  # names of modules that share the weight
+
+    @property
+    def tokens(self) -> int:
+        return sum(c.tokens for c in self.calls)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Layers that agree in this take the same time."""
+        return tuple(self.weight.shape), self.weight.dtype, self.bias, self.calls, self.autocast
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the inputs of linears by the identity of their weights."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.calls: dict[int, list[Seen]] = {}
+        self.bias: dict[int, bool] = {}
+        self.autocast: torch.dtype | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LINEARS:
+            self._note(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        if id(weight) in self.weights:
+            kind = input.device.type
+            self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            self.calls.setdefault(id(weight), []).append(Seen(tuple(input.shape), tuple(input.stride()), input.dtype, input.requires_grad))
+            self.bias[id(weight)] = bias is not None
+
+
+def layers_of(model: nn.Module, decisions: Sequence[Decision], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Layer]:
+    """The layers that `apply` would mask, in the model's order, each weight once. Runs one forward with gradients enabled."""
+    chosen = [d for d in decisions if d.config is not None]
+    watch = _Watch({id(d.candidate.weight) for d in chosen})
+    with watch, torch.enable_grad():
+        model(*args, **kwargs)
+    found: dict[int, Layer] = {}
+    for d in chosen:
+        c = d.candidate
+        key = id(c.weight)
+        if key not in found:
+            reads = "its owner reads its weight and multiplies densely" if d.config is not None and d.config.read == "weight" else ""
+            why = reads or ("" if key in watch.calls else "not called with these inputs")
+            found[key] = Layer(c.name, c.weight, watch.bias.get(key, False), tuple(watch.calls.get(key, ())), watch.autocast, why)
+        else:
+            found[key].others += (c.name,)
+    return list(found.values())

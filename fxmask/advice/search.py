@@ -1,0 +1,116 @@
+"""Which blocks and ratios to time, in which order, until the time is spent.
+
+A larger block and a higher ratio are never slower by more than noise, so what loses by more than that settles all smaller blocks and lower ratios of the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..kernels.errors import message
+from ..passes.config import WeightMask
+from .layers import Layer
+from .unit import MakeOptimizer, Times, Unit
+
+LOSES = 0.95  # a gain below this is no noise
+Cell = tuple[tuple[int, int], float]  # block, ratio
+
+
+@dataclasses.dataclass
+class Timed:
+    """A signature: its layers, their dense times, and (dense, masked) times of every cell that was timed."""
+
+    layers: list[Layer]
+    dense: Times
+    cells: dict[Cell, tuple[Times, Times]]
+    refresh: int
+    left_out: int = 0  # cells that the time did not reach
+    why: str = ""  # nothing was timed, because
+
+    def gain(self, cell: Cell) -> float | None:
+        """Times as fast as dense, of one layer's step; None where it was not timed."""
+        if cell not in self.cells:
+            return None
+        dense, masked = self.cells[cell]
+        return dense.seconds(0) / masked.seconds(self.refresh)
+
+    def settled(self, cell: Cell) -> bool:
+        """Whether a larger block at no lower a ratio, or the same one at a higher ratio, already loses."""
+        (b, r) = cell
+        return any(
+            o[0] >= b[0] and o[1] >= b[1] and q >= r and (o, q) != cell and (self.gain((o, q)) or 1.0) < LOSES for o, q in self.cells
+        )
+
+
+def order_of(blocks: Iterable[tuple[int, int]], ratios: Iterable[float]) -> list[Cell]:
+    """The largest block first, the highest ratio first within it."""
+    return [(b, r) for b in sorted(set(blocks), key=lambda b: -b[0] * b[1]) for r in sorted(set(ratios), reverse=True)]
+
+
+def search(
+    layers: Sequence[Layer], cells: Sequence[Cell], options: dict[str, Any], make: MakeOptimizer | None, refresh: int, until: float
+) -> list[Timed]:
+    """Time every signature's cells, cell by cell over all signatures, those with the most work first. `until`: of time.perf_counter."""
+    groups: dict[tuple[Any, ...], list[Layer]] = {}
+    for layer in layers:
+        if not layer.why:
+            groups.setdefault(layer.signature, []).append(layer)
+    work = sorted(groups.values(), key=lambda g: -len(g) * g[0].tokens * g[0].weight.numel())
+    units: list[tuple[Timed, Unit | None]] = []
+    for group in work:
+        if time.perf_counter() < until:
+            made = Unit(group[0], make)
+            units.append((Timed(group, made.dense_times, {}, refresh), made))
+        else:
+            units.append((Timed(group, Times(0.0, 0.0), {}, refresh, len(cells), "the time was spent"), None))
+    for cell in cells:
+        for timed, unit in units:
+            if unit is None or timed.settled(cell) or whole(timed.layers[0], cell):
+                continue
+            if time.perf_counter() >= until:
+                timed.left_out += 1
+                continue
+            timed.cells[cell] = unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options))
+    return [timed for timed, _ in units]
+
+
+def whole(layer: Layer, cell: Cell) -> bool:
+    """Whether the block is as large as the weight, or so large that no block would be masked."""
+    (b, r), (n, k) = cell, layer.weight.shape
+    blocks = -(-n // b[0]) * -(-k // b[1])
+    return WeightMask(ratio=r, block=b).keep_at(10**12, blocks) == blocks
+
+
+def check_cells(blocks: Sequence[Any], ratios: Sequence[Any]) -> list[Cell]:
+    """Blocks and ratios as the caller gave them, as cells. ConfigError for what WeightMask refuses, and for a ratio of 0."""
+    if isinstance(blocks, (str, int)) or isinstance(ratios, (str, float, int)) or not list(blocks) or not list(ratios):
+        raise ConfigError(f"advise: expected blocks and ratios as sequences with at least one each, got blocks={blocks!r}, ratios={ratios!r}.")
+    pairs = [(b, b) if isinstance(b, int) and not isinstance(b, bool) else b for b in blocks]
+    for b in pairs:
+        for r in ratios:
+            c = WeightMask(ratio=r, block=b)
+            if c.ratio == 0:
+                raise ConfigError(f"advise: expected ratios above 0, got {r!r}: nothing would be masked.")
+    return order_of(pairs, ratios)
+
+
+def device_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> torch.device:
+    """The one device of the model and its inputs. ConfigError where there is none or more than one."""
+    named = [(name, p.device) for name, p in model.named_parameters()] + [(f"input {i}", t.device) for i, t in enumerate(inputs)]
+    devices = dict.fromkeys(d for _, d in named)
+    if len(devices) != 1:
+        first = {d: next(n for n, at in named if at == d) for d in devices}
+        got = ", ".join(f"{n} on {d}" for d, n in first.items()) or "no parameter and no tensor"
+        fix = "inputs.to(device), model.to(device)."
+        raise ConfigError(message(f"advise times the model where it is: expected model and inputs on one device, got {got}.", "", fix))
+    device = next(iter(devices))
+    if device.type not in ("cpu", "cuda"):
+        fix = "materialise the model there (to_empty, or build it again)."
+        raise ConfigError(message(f"advise times real layers: expected device cpu or cuda, got {device}.", "", fix))
+    return device

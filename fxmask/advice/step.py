@@ -1,0 +1,63 @@
+"""A whole training step of a model, timed: forward, a loss, backward, the optimiser's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import UnsupportedError
+from ..kernels.errors import message
+from .stopwatch import medians, stopwatch
+from .unit import MakeOptimizer
+
+FEWEST, MOST = 3, 12  # steps
+
+
+def mean_square(out: Any) -> Tensor:
+    """The loss where the caller gives none: the mean square of every floating output."""
+    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+    if not found:
+        what = "advise times training steps: expected an output that requires a gradient, got none."
+        raise UnsupportedError(message(what, "", "give it a model with parameters that require gradients, or loss=, a function of the model's output."))
+    return torch.stack([t.float().square().mean() for t in found]).sum()
+
+
+def stepper(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer | None
+) -> Callable[[], None]:
+    """A call that takes one training step."""
+
+    def step() -> None:
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            model.zero_grad(set_to_none=True)
+        loss(model(*args, **kwargs)).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return step
+
+
+def optimizer_of(model: nn.Module, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return make(trained) if make is not None and trained else None
+
+
+def step_seconds(steps: dict[str, Callable[[], None]], device: torch.device, seconds: float) -> dict[str, float]:
+    """Median seconds of each step, in turns, after one of each that is not counted; at least FEWEST turns, no more after so many seconds."""
+    watch = stopwatch(device)
+    rows: list[tuple[float, ...]] = []
+    for step in steps.values():
+        step()
+    end = time.perf_counter() + seconds
+    while len(rows) < FEWEST or (time.perf_counter() < end and len(rows) < MOST):
+        names = list(steps) if len(rows) % 2 else list(reversed(steps))
+        took = {name: watch(steps[name]) for name in names}
+        rows.append(tuple(took[name] for name in steps))
+    return dict(zip(steps, medians(rows), strict=True))

@@ -1,0 +1,141 @@
+"""A layer's own training step: forward, backward and the optimiser's step of this layer alone, dense and masked in turns on the same operands.
+
+Long layers are timed on fewer tokens; what depends on tokens is scaled up again, the optimiser's step and the masks' rebuild are not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..guarding import guard
+from ..masking import apply
+from ..passes.config import WeightMask
+from ..steps import refresh
+from .layers import Layer, Seen
+from .stopwatch import medians, stopwatch
+
+LONG = 0.15  # seconds of forward and backward beyond which tokens are left out
+FEWEST = 1024  # tokens of a layer whose tokens are cut
+TURNS, SECONDS = 5, 0.4  # of a cell: at least so many turns, and no more of them after so many seconds
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Times(NamedTuple):
+    """Seconds of a layer in one training step: forward and backward at all its tokens, the optimiser's step, a rebuild of its mask."""
+
+    passes: float
+    step: float
+    rebuild: float = 0.0
+
+    def seconds(self, refresh: int) -> float:
+        """Of a step, masks rebuilt on every `refresh`-th one (0: never)."""
+        return self.passes + self.step + (self.rebuild / refresh if refresh else 0.0)
+
+
+class Unit:
+    """The operands of a layer, its dense form, and the times of that."""
+
+    def __init__(self, layer: Layer, make: MakeOptimizer | None) -> None:
+        self.layer, self.make, self.device = layer, make, layer.weight.device
+        self.watch = stopwatch(self.device)
+        self.share = 1.0
+        self.inputs = [_input(c, self.device) for c in layer.calls]
+        self.dense = self._linear()
+        self.run_dense = self._runner(self.dense, None)
+        self.run_dense()
+        took = self.run_dense()[0]
+        if took > LONG and layer.tokens > FEWEST:
+            self.inputs = [_fewer(x, max(FEWEST / layer.tokens, LONG / took)) for x in self.inputs]
+            self.share = sum(x[..., 0].numel() for x in self.inputs) / layer.tokens
+            self.run_dense = self._runner(self.dense, None)
+            self.run_dense()
+        self.dense_times = self._times([self.run_dense() for _ in range(3)])
+
+    def _linear(self) -> nn.Linear:
+        n, k = self.layer.weight.shape
+        made = nn.Linear(k, n, self.layer.bias, device="meta", dtype=self.layer.weight.dtype).to_empty(device=self.device)
+        with torch.no_grad():
+            made.weight.copy_(self.layer.weight)
+            if made.bias is not None:
+                made.bias.zero_()
+        return made
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.layer.autocast) if self.layer.autocast else nullcontext()
+
+    def _runner(self, linear: nn.Linear, optimizer: torch.optim.Optimizer | None) -> Callable[[], tuple[float, float]]:
+        """A call that takes one training step of the layer and returns the seconds of (both passes, the optimiser's step)."""
+        inputs, trained = self.inputs, linear.weight.requires_grad
+        optimizer = optimizer or (self.make(linear.parameters()) if self.make and trained else None)
+        gradients: list[Tensor] = []
+
+        def passes() -> None:
+            with self._autocast():
+                out = [linear(x) for x in inputs]
+            if not gradients:
+                gradients.extend(torch.randn_like(y) for y in out)
+            torch.autograd.backward(out, gradients)
+
+        def run() -> tuple[float, float]:
+            for x in inputs:
+                x.grad = None
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+            else:
+                linear.zero_grad(set_to_none=True)
+            return self.watch(passes), self.watch(optimizer.step) if optimizer is not None else 0.0
+
+        return run
+
+    def _times(self, rows: list[tuple[float, float]], rebuild: float = 0.0) -> Times:
+        passes, step = medians(rows)
+        return Times(passes / self.share, step, rebuild)
+
+    def masked(self, config: WeightMask) -> tuple[Times, Times]:
+        """Times of the dense and of the masked layer, from the same turns. What is measured when a layer first runs, such as a plan, is not counted."""
+        linear = self._linear()
+        apply(linear, config)
+        optimizer = self.make(linear.parameters()) if self.make else None
+        handle = None if optimizer is None else guarded(optimizer, linear)
+        run = self._runner(linear, optimizer)
+        run()  # plans are made
+        run()
+        rows: tuple[list[tuple[float, float]], list[tuple[float, float]]] = ([], [])
+        end = time.perf_counter() + SECONDS
+        while len(rows[0]) < TURNS or (time.perf_counter() < end and len(rows[0]) < 30):
+            for i in (0, 1) if len(rows[0]) % 2 else (1, 0):
+                rows[i].append((self.run_dense, run)[i]())
+        rebuild = statistics.median(self.watch(lambda: refresh(linear)) for _ in range(3))
+        if handle is not None:
+            handle.remove()
+        return self._times(rows[0]), self._times(rows[1], rebuild)
+
+
+def guarded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+    """A guard with a step on kept blocks alone; one without where the optimiser cannot do that."""
+    try:
+        return guard(optimizer, model, masked_step=True)
+    except UnsupportedError:
+        return guard(optimizer, model)
+
+
+def _input(seen: Seen, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        x = torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device=device)
+        x = x if 0 in seen.stride else x.normal_()  # an expanded one has one value in many places
+    return x.requires_grad_(seen.needs_gradient)
+
+
+def _fewer(x: Tensor, share: float) -> Tensor:
+    """The first rows of the axis that has the most, but the last axis, in the same layout."""
+    axis = max(range(x.dim() - 1), key=lambda i: x.shape[i])
+    cut = x.detach().narrow(axis, 0, max(1, round(x.shape[axis] * share)))
+    return cut.clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)

@@ -1,0 +1,198 @@
+"""`fxmask.advise` on real layers: what it sees, that it leaves everything as it was, that it never recommends what loses, and wrong use."""
+
+import copy
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxmask
+from fxmask import cli
+from fxmask.advice import advise as module
+from fxmask.advice.layers import layers_of
+from fxmask.advice.unit import FEWEST, Unit, _fewer, guarded
+from fxmask.passes.choose import choose
+from fxmask.passes.find import find
+
+SMALL = {"seconds": 2.0, "blocks": [32], "ratios": [0.5]}
+
+
+def seen(model: nn.Module, *args, include=None) -> list:
+    decisions = choose(find(model), fxmask.WeightMask(ratio=0.5, block=(16, 16)), include, None, None)
+    return layers_of(model, decisions, args, {})
+
+
+class Mixed(nn.Module):
+    """Two calls of one linear, transposed tokens, attention, a linear that nothing calls, a functional use of a linear's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.tokens, self.idle, self.manual = nn.Linear(32, 32), nn.Linear(24, 24, bias=False), nn.Linear(32, 32), nn.Linear(32, 48)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def forward(self, x):
+        y = self.twice(self.twice(x))
+        z = self.tokens(y.transpose(1, 2)).transpose(1, 2)
+        a = self.attention(z, z, z, need_weights=False)[0]
+        return F.linear(a, self.manual.weight, self.manual.bias)
+
+
+def test_it_sees_every_call_with_its_layout():
+    found = {x.name: x for x in seen(Mixed(), torch.randn(3, 24, 32))}
+    assert found["twice"].tokens == 2 * 3 * 24 and [c.needs_gradient for c in found["twice"].calls] == [False, True]
+    assert found["tokens"].calls[0].shape == (3, 32, 24) and found["tokens"].calls[0].stride == (768, 1, 32) and not found["tokens"].bias
+    assert found["manual"].tokens == 72 and found["manual"].bias
+    assert found["idle"].why == "not called with these inputs" and "owner" in found["attention.out_proj"].why
+
+
+def test_it_sees_graphs_and_autocast():
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    exported = torch.export.export(copy.deepcopy(model), (torch.randn(5, 32),)).module()
+    for m in (traced, exported):
+        assert [x.tokens for x in seen(m, torch.randn(5, 32))] == [5, 5]
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = seen(model, torch.randn(5, 32))
+    assert (first.autocast, second.autocast, second.calls[0].dtype) == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    assert {x.autocast for x in seen(model, torch.randn(5, 32))} == {None}
+
+
+def test_layers_that_share_a_weight_are_one():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    (one,) = seen(model, torch.randn(5, 32))
+    assert (one.name, one.others, one.tokens) == ("0", ("1",), 10)
+
+
+def test_long_layers_are_timed_on_fewer_tokens_and_scaled(monkeypatch):
+    monkeypatch.setattr("fxmask.advice.unit.LONG", 1e-5)
+    (layer,) = seen(nn.Sequential(nn.Linear(64, 64)), torch.randn(4 * FEWEST, 64))
+    unit = Unit(layer, torch.optim.SGD)
+    assert unit.share == 0.25 and unit.inputs[0].shape == (FEWEST, 64)
+    assert unit._times([(1.0, 0.5)]).passes == 4.0 and unit._times([(1.0, 0.5)]).step == 0.5
+    cut = _fewer(torch.randn(3, 32, 24).transpose(1, 2), 0.25)
+    assert cut.shape == (3, 6, 32) and cut.stride(2) != 1  # the layout is that of the layer
+
+
+def test_a_unit_is_the_layers_training_step():
+    (layer,) = seen(nn.Sequential(nn.Linear(64, 96)), torch.randn(50, 64))
+    unit = Unit(layer, torch.optim.AdamW)
+    dense, masked = unit.masked(fxmask.WeightMask(ratio=0.5, block=(32, 32), refresh=0))
+    assert min(*dense[:2], *masked) > 0 and dense.rebuild == 0
+    assert dense.passes > 0.2 * unit.dense_times.passes and unit.dense.weight is not layer.weight
+    assert Unit(layer, None).masked(fxmask.WeightMask(ratio=0.5, block=(32, 32), refresh=0))[1].step == 0.0
+
+
+def test_a_guard_for_any_optimiser():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, block=(32, 32))
+    assert guarded(torch.optim.AdamW(model.parameters()), model).masked_step
+    other = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, block=(32, 32), backward="ste")
+    assert not guarded(torch.optim.AdamW(other.parameters()), other).masked_step
+
+
+def test_nothing_is_changed_and_small_layers_stay_dense():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 10)).eval()
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(40, 64)
+    state = torch.get_rng_state()
+    advice = fxmask.advise(model, x, **SMALL)
+    assert torch.equal(torch.get_rng_state(), state) and not model.training and not model._forward_hooks
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in model.parameters()) and type(model[0]) is nn.Linear
+    assert advice.plan is None and advice.arguments is None and "leave it dense" in str(advice) and "no layer pays" in str(advice)
+    (row,) = advice.rows
+    assert row["layer"] == "0" and row["tokens"] == 40 and row["share_of_step"] > 0 and row["50 %"].startswith("32x32 0.")
+
+
+def test_large_layers_at_a_high_ratio_are_advised_and_tried(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768), nn.Linear(768, 10))
+    begin = time.perf_counter()
+    advice = fxmask.advise(model, torch.randn(1536, 768), ratios=[0.95], blocks=[64], seconds=15)
+    assert advice.plan is not None and advice.plan.gain > 1.2 and set(advice.plan.blocks) == {"0", "2"}
+    assert "Tried on a copy" in str(advice) and "fxmask.apply(model, ratio=0.95, block=(64, 64), refresh=10)" in str(advice)
+    assert time.perf_counter() - begin < 30
+    fxmask.apply(model, **advice.arguments)
+    assert fxmask.masks(model)["0.weight"].float().mean() == pytest.approx(0.05, abs=0.01)
+    data = json.loads(advice.save(tmp_path / "a.json").read_text())
+    assert data["apply"]["ratio"] == 0.95 and data["plans"][0]["gain"] == advice.plan.gain
+
+
+def test_advice_that_loses_when_tried_is_taken_back(monkeypatch):
+    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {"dense": 1.0} if len(steps) == 1 else {"dense": 1.0, "masked": 1.25})
+    monkeypatch.setattr(module, "plans", lambda *a: [module.Plan(0.9, {"0": (32, 32)}, 0.001, 2.0)])
+    advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=2.0, blocks=[32], ratios=[0.9])
+    assert advice.plan is None and advice.arguments is None
+    assert "Tried on a copy: 0.80" in str(advice) and "nothing is advised" in str(advice)
+    kept = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=2.0, blocks=[32], ratios=[0.9], check=False)
+    assert kept.plan is not None and "Tried" not in str(kept)
+
+
+def test_a_busy_machine_is_said(monkeypatch):
+    monkeypatch.setattr(module, "load_average", lambda: 1000.0)
+    assert "busy: load 1000" in str(fxmask.advise(nn.Linear(64, 64), torch.randn(8, 64), **SMALL))
+
+
+class NoGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.fc(x).argmax()
+
+
+class Uncopied(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("no copies")
+
+
+X = torch.randn(8, 64)
+WRONG = {
+    "masked already": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64)), X), "without masks"),
+    "no linear": (lambda: fxmask.advise(nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4), **SMALL), "found nothing to time: .* it has no linear"),
+    "small linears": (lambda: fxmask.advise(nn.Linear(64, 4), X, **SMALL), r"min\(out, in\) = 4"),
+    "not called": (lambda: fxmask.advise(nn.MultiheadAttention(64, 2), (X, X, X), **SMALL), "owner reads"),
+    "another device": (lambda: fxmask.advise(nn.Linear(64, 64), X.to("meta"), **SMALL), "one device, got weight on cpu, input 0 on meta"),
+    "meta": (lambda: fxmask.advise(nn.Linear(64, 64, device="meta"), X.to("meta"), **SMALL), "expected device cpu or cuda, got meta"),
+    "no gradient": (lambda: fxmask.advise(NoGradient(), X, **SMALL), "requires a gradient, got none"),
+    "no copy": (lambda: fxmask.advise(Uncopied(64, 64), X, **SMALL), "can be copied, got RuntimeError: no copies"),
+    "compiled": (lambda: fxmask.advise(torch.compile(nn.Linear(64, 64)), X, **SMALL), "compiled"),
+    "no module": (lambda: fxmask.advise(len, X), "expected an nn.Module, got builtin"),
+    "an optimiser": (lambda: fxmask.advise(m := nn.Linear(64, 64), X, optimizer=torch.optim.SGD(m.parameters()), **SMALL), "makes one from parameters"),
+    "target": (lambda: fxmask.advise(nn.Linear(64, 64), X, target=0), "target: expected a number above 0, got 0"),
+    "seconds": (lambda: fxmask.advise(nn.Linear(64, 64), X, seconds="60"), "seconds: expected a number above 0, got '60'"),
+    "refresh": (lambda: fxmask.advise(nn.Linear(64, 64), X, refresh=-1), "refresh"),
+    "ratios": (lambda: fxmask.advise(nn.Linear(64, 64), X, ratios=0.5), "as sequences"),
+    "backward": (lambda: fxmask.advise(nn.Linear(64, 64), X, backward="dense"), "backward"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use(case):
+    call, words = WRONG[case]
+    with pytest.raises(fxmask.FxMaskError, match=words):
+        call()
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+def test_the_command(capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    call = ["advise", "test_advise:two_layers", "--input", "8x64", "--blocks", "32", "--ratios", "0.5", "--seconds", "2", "--out", str(tmp_path / "a.csv")]
+    threads = torch.get_num_threads()
+    try:
+        assert cli.main([*call, "--threads", "1", "--dtype", "bfloat16"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert "leave it dense" in out and "64x64" in out and (tmp_path / "a.csv").read_text().startswith("layer,")
+    for more in (["--dtype", "int8"], ["--device", "nowhere"], ["--device", "meta"], ["--threads", "0"], ["--blocks", "x"]):
+        assert cli.main([*call, *more]) == 2
+        assert "expected" in capsys.readouterr().err

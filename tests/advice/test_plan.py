@@ -1,0 +1,141 @@
+"""From layers' times to a plan: pure arithmetic, on times that the tests make up."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.advice import search as searching
+from fxmask.advice.layers import Layer, Seen
+from fxmask.advice.plan import PAYS, best_block, chosen, plans
+from fxmask.advice.search import Timed, check_cells, order_of, search, whole
+from fxmask.advice.unit import Times
+
+B64, B32 = (64, 64), (32, 32)
+
+
+def layer(name: str, n: int = 256, k: int = 256, tokens: int = 100, others: tuple[str, ...] = ()) -> Layer:
+    seen = Seen((tokens, k), (k, 1), torch.float32, True)
+    return Layer(name, torch.empty(n, k), True, (seen,), None, "", others)
+
+
+def timed(layers: list[Layer], dense: float, cells: dict, refresh: int = 10) -> Timed:
+    """`cells`: {(block, ratio): seconds of the masked layer}."""
+    return Timed(layers, Times(dense, 0.0), {c: (Times(dense, 0.0), Times(t, 0.0)) for c, t in cells.items()}, refresh)
+
+
+def test_the_step_is_the_dense_one_less_what_paying_layers_save():
+    found = [
+        timed([layer("a"), layer("b")], 0.10, {(B64, 0.8): 0.04, (B32, 0.8): 0.05, (B64, 0.5): 0.12}),
+        timed([layer("c")], 0.05, {(B64, 0.8): 0.06}),
+    ]
+    low, high = plans(found, [0.8, 0.5], dense_step=0.5)
+    assert (low.ratio, low.blocks, low.step, low.gain) == (0.5, {}, 0.5, 1.0)
+    assert high.blocks == {"a": B64, "b": B64}
+    assert high.step == pytest.approx(0.5 - 2 * 0.06) and high.gain == pytest.approx(0.5 / 0.38)
+
+
+def test_dense_times_of_other_turns_give_a_ratio_not_a_difference():
+    slow = Timed([layer("a")], Times(0.1, 0.0), {(B64, 0.8): (Times(0.2, 0.0), Times(0.1, 0.0))}, 10)  # the machine was half as fast then
+    (plan,) = plans([slow], [0.8], 0.2)
+    assert plan.step == pytest.approx(0.15)
+
+
+def test_layers_cannot_save_more_than_the_step_takes():
+    found = [timed([layer("a")], 1.0, {(B64, 0.8): 0.5})]
+    (plan,) = plans(found, [0.8], dense_step=0.4)
+    assert plan.step == pytest.approx(0.2)
+
+
+def test_rebuilds_are_shared_out_over_the_steps():
+    cell = {(B64, 0.8): (Times(0.1, 0.02), Times(0.03, 0.01, rebuild=0.04))}
+    assert Timed([layer("a")], Times(0.1, 0.02), cell, 4).gain((B64, 0.8)) == pytest.approx(0.12 / 0.05)
+    assert Timed([layer("a")], Times(0.1, 0.02), cell, 0).gain((B64, 0.8)) == pytest.approx(0.12 / 0.04)
+
+
+def test_a_gain_that_may_be_noise_does_not_pay():
+    just = timed([layer("a")], 1.0, {(B64, 0.8): 1.0 / (PAYS - 0.001)})
+    assert plans([just], [0.8], 2.0)[0].blocks == {}
+
+
+def test_the_lowest_ratio_that_reaches_the_target():
+    found = [timed([layer("a")], 0.9, {(B64, 0.5): 0.8, (B64, 0.8): 0.5, (B64, 0.9): 0.3})]
+    made = plans(found, [0.5, 0.8, 0.9], 1.0)
+    assert [chosen(made, t).ratio for t in (1.05, 1.3, 2.0)] == [0.5, 0.8, 0.9]
+    assert chosen(made, 4.0) is None
+    assert best_block(found[0], 0.7) == (None, None)
+
+
+def test_arguments_mask_what_the_plan_says_with_its_blocks():
+    model = nn.ModuleDict({name: nn.Linear(256, 256) for name in "abcd"})
+    model["d"].weight = model["a"].weight
+    found = [
+        timed([layer("a", others=("d",))], 0.1, {(B64, 0.8): 0.05}),
+        timed([layer("b")], 0.1, {(B32, 0.8): 0.05}),
+        timed([layer("c")], 0.1, {(B64, 0.8): 0.2}),
+    ]
+    (plan,) = plans(found, [0.8], 1.0)
+    assert plan.block == B64 and plan.words(4).startswith("64x64 in 2, 32x32 in 1 of 4 linears")
+    rows = {r["name"]: r for r in fxmask.explain(fxmask.apply(model, **plan.arguments(10, {"backward": "ste"}))).rows}
+    assert {n: rows[n]["block"] for n in "abd"} == {"a": "64x64", "b": "32x32", "d": "64x64"} and not rows["c"]["masked"]
+    assert all(rows[n]["backward"] == "ste" and rows[n]["target_ratio"] == 0.8 for n in "abd")
+
+
+class FakeUnit:
+    """A layer whose masked time follows from its block and ratio; counts what was timed."""
+
+    asked: ClassVar[list] = []
+    gains: ClassVar[dict] = {}
+
+    def __init__(self, layer, make):
+        self.dense_times = Times(1.0, 0.0)
+
+    def masked(self, config):
+        self.asked.append((config.block, config.ratio))
+        return Times(1.0, 0.0), Times(1.0 / self.gains[config.block, config.ratio], 0.0)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(searching, "Unit", FakeUnit)
+    FakeUnit.asked = []
+    return FakeUnit
+
+
+def test_what_is_sure_to_lose_is_not_timed(fake):
+    cells = order_of([B32, B64], [0.5, 0.8, 0.9])
+    assert cells == [(B64, 0.9), (B64, 0.8), (B64, 0.5), (B32, 0.9), (B32, 0.8), (B32, 0.5)]
+    fake.gains = {(B64, 0.9): 2.0, (B64, 0.8): 0.9, (B32, 0.9): 1.5}
+    (found,) = search([layer("a")], cells, {}, None, 10, float("inf"))
+    assert fake.asked == [(B64, 0.9), (B64, 0.8), (B32, 0.9)]  # 80 % at 64x64 lost: so do 50 % at 64x64, and 80 and 50 % at 32x32
+    assert found.left_out == 0 and found.gain((B32, 0.9)) == pytest.approx(1.5) and found.gain((B32, 0.8)) is None
+
+
+def test_noise_around_one_settles_nothing(fake):
+    fake.gains = {(B64, 0.9): 0.96, (B64, 0.5): 0.96, (B32, 0.9): 1.0, (B32, 0.5): 0.5}
+    search([layer("a")], order_of([B64, B32], [0.5, 0.9]), {}, None, 10, float("inf"))
+    assert len(fake.asked) == 4
+
+
+def test_layers_of_one_signature_are_timed_once_and_time_that_is_spent_is_said(fake):
+    fake.gains = {(B64, 0.9): 2.0}
+    layers = [layer("a"), layer("b"), layer("c", tokens=50)]
+    first, second = search(layers, [(B64, 0.9)], {}, None, 10, float("inf"))
+    assert [x.name for x in first.layers] == ["a", "b"] and [x.name for x in second.layers] == ["c"] and len(fake.asked) == 2
+    late = search(layers, [(B64, 0.9), (B64, 0.5)], {}, None, 10, 0.0)
+    assert [t.left_out for t in late] == [2, 2] and all(t.why for t in late) and plans(late, [0.9], 1.0)[0].blocks == {}
+
+
+def test_a_block_that_can_mask_nothing_is_not_timed(fake):
+    assert whole(layer("a", 64, 64), (B64, 0.9)) and not whole(layer("a", 128, 64), (B64, 0.9)) and whole(layer("a", 128, 64), (B64, 0.4))
+    search([layer("a", 64, 64)], [(B64, 0.9)], {}, None, 10, float("inf"))
+    assert fake.asked == []
+
+
+def test_blocks_and_ratios_are_checked():
+    assert check_cells([32, (16, 64)], [0.5]) == [((32, 32), 0.5), ((16, 64), 0.5)] or check_cells([32, (16, 64)], [0.5]) == [((16, 64), 0.5), ((32, 32), 0.5)]
+    for blocks, ratios in (([32], []), ([], [0.5]), (32, [0.5]), ([32], 0.5), ("32", [0.5]), ([32], [0.0]), ([32], [1.0]), ([0], [0.5]), ([(1, 2, 3)], [0.5])):
+        with pytest.raises(fxmask.FxMaskError):
+            check_cells(blocks, ratios)
