@@ -52,6 +52,8 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b32-tokens-whole-late": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
     "b32-tokens-half-ramp-rigl": (*TOKENS_HALF, *ADAMW, *LR, *RIGL, *HALF),
     "b32-tokens-whole-taylor-lr0.02": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, "--lr", "0.02", *TAYLOR),
+    "b32-tokens-whole-taylor-lr0.005": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, "--lr", "0.005", *TAYLOR),
+    "dense-adamw-lr0.0025": ("--dense", *ADAMW, "--lr", "0.0025"),
     "b16-tokens-whole-taylor": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 FINAL: dict[str, tuple[str, ...]] = {}

@@ -13,6 +13,7 @@ PUBLIC = [
     "Report",
     "Schedule",
     "WeightMask",
+    "advise",
     "allocate",
     "analyze",
     "apply",
