@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,19 +65,23 @@ class Table:
 
     def append(self, row: Row) -> None:
         """Write one row; missing columns are empty."""
-        full = {c: row.get(c, "") for c in self.columns}
+        self.extend([row])
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Write rows that belong together: all by one system call, so that a run that is killed leaves all of them or none."""
+        full = [{c: row.get(c, "") for c in self.columns} for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         held = self.path.read_bytes() if self.path.exists() else b""
-        new = not held
-        with self.path.open("a", newline="", encoding="utf-8") as f:
-            if held and not held.endswith(b"\n"):
-                f.write("\n")  # a killed run left half a line
-            writer = csv.DictWriter(f, self.columns, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(full)
-        self.rows.append(full)
-        self.keys.add(key(full, self.names))
+        text = io.StringIO("\n" if held and not held.endswith(b"\n") else "", newline="")  # a killed run left half a line
+        text.seek(0, io.SEEK_END)
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        if not held:
+            writer.writeheader()
+        writer.writerows(full)
+        with self.path.open("ab", buffering=0) as f:
+            f.write(text.getvalue().encode())
+        self.rows += full
+        self.keys |= {key(row, self.names) for row in full}
 
 
 def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
@@ -84,5 +89,5 @@ def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
     with path.open(newline="", encoding="utf-8") as f:
         reader = csv.DictReader(f)
         if tuple(reader.fieldnames or ()) != tuple(columns):
-            raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another --out.")
+            raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another file.")
         return [row for row in reader if None not in row and all(v is not None for v in row.values())]

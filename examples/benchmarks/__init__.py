@@ -1,0 +1,1 @@
+"""Times of whole steps of training, and of the optimiser's alone."""
