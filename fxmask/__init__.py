@@ -18,6 +18,8 @@ from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable afte
 from .loss import feedback as feedback
 from .masking import apply as apply
 from .masking import restore as restore
+from .passes.activation_pruning import ActivationPruning as ActivationPruning
+from .passes.block_dropout import BlockDropout as BlockDropout
 from .passes.config import Feedback as Feedback
 from .passes.config import Regrow as Regrow
 from .passes.config import Schedule as Schedule
@@ -35,6 +37,8 @@ from .version import __version__ as __version__
 _tag_caches()
 
 __all__ = [
+    "ActivationPruning",
+    "BlockDropout",
     "Feedback",
     "FxMaskError",
     "FxMaskWarning",

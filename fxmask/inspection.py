@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .dropping import dropped_layers, other_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
@@ -18,6 +19,7 @@ from .passes import site as state
 from .passes.config import WeightMask
 from .passes.find import find
 from .passes.site import Site
+from .pruning import pruned_layers
 from .report import Report
 from .sites import FINAL, REASONS, any_masked, required_sites, sites, values_of
 
@@ -44,7 +46,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
-    flips (blocks that changed place, for cached masks).
+    flips (blocks that changed place, for cached masks), activations (what is dropped of the input that is saved for the backward), dropout
+    (of the input, in blocks).
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
 
     Args:
@@ -63,7 +66,9 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
             rows.append(_row(c.name, c.weight, reasons.get(c.name, "fxmask.apply has not seen it")))
         else:
             rows.append({**_masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
+    pruned, dropped = ({name: config.words() for name, config in found} for found in (pruned_layers(model), dropped_layers(model)))
     for row in rows:
+        row |= {"activations": pruned.get(row["name"]), "dropout": dropped.get(row["name"])}
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
         kept += row.pop("kept") or 0
@@ -72,7 +77,10 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
     ]
     summary = {"linears": len(rows), "masked": sum(r["masked"] for r in rows), "weight elements in linears": total, "of them in kept blocks": kept}
-    return Report("fxmask.explain", rows, notes if any(r["masked"] for r in rows) else [], summary)
+    notes = notes if any(r["masked"] for r in rows) else []
+    if dropped and (left := other_dropouts(model)):
+        notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
+    return Report("fxmask.explain", rows, notes, summary)
 
 
 @torch.no_grad()

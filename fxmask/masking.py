@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from .allocating import allocated
+from .dropping import any_dropped, undrop
+from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
 from .passes import ranks
+from .passes.activation_pruning import ActivationPruning
+from .passes.block_dropout import BlockDropout
 from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Feedback, Schedule, WeightMask
@@ -27,6 +31,7 @@ from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
+from .pruning import any_pruned, unprune
 from .sites import FINAL, REASONS, any_masked, mark_decided, sites
 from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
 
@@ -38,7 +43,7 @@ DEFAULT_BLOCK: tuple[int, int] = (int("16"), 16)
 
 def apply(
     model: M,
-    *configs: WeightMask,
+    *configs: WeightMask | ActivationPruning | BlockDropout,
     ratio: float = DEFAULT_RATIO,
     block: tuple[int, int] = DEFAULT_BLOCK,
     backward: str = "masked",
@@ -60,11 +65,13 @@ def apply(
     the hooks that a Linear has, and optimisers stay valid in both.
 
     Args:
+        configs: a WeightMask, an ActivationPruning or a BlockDropout, or a WeightMask with one of the others; layers that both select have both.
         model: any nn.Module, or a GraphModule of `fx.symbolic_trace` or `torch.export.export(...).module()`.
         include, exclude: a glob, a `re:` pattern, a module type, a callable (module, name) -> bool, or a sequence of those, against module names. By default
             all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty `exclude` adds to these, `exclude=()` switches them
             off, an exact name in `include` lifts them.
-        overrides: {pattern: dict of WeightMask options, or False}; the last match wins.
+        overrides: {pattern: dict of the config's options, or False}; the last match wins. Beside a WeightMask the options of the others are
+            {"activations": dict of them, or False}, {"dropout": dict of them, or False}.
         allocation: None: `ratio` in every layer. `erk`, `global` or `byte`: a budget of 1 - ratio for all layers, see `fxmask.allocate`.
 
     Raises: ConfigError, StateError, UnsupportedError; the model is then as it was.
@@ -76,9 +83,13 @@ def apply(
         4
     """
     options = dict(backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
-    config = _one_config(configs, ratio, block, options)
+    config, other = _configs(configs, ratio, block, options)
     _check_model(model)
-    decisions = choose(find(model), config, include, exclude, overrides)
+    check_inputs(model, alone=config is None)
+    decisions = choose(find(model), config or WeightMask(), include, exclude, overrides if other is None else mask_overrides(overrides, config is None))
+    inputs = Inputs(model, decisions, other, overrides, config is None)
+    if config is None:
+        return only_inputs(model, decisions, inputs)
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
     decisions = with_budgets(decisions)
@@ -86,6 +97,7 @@ def apply(
     _warn_if_dense(decisions)
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
+    inputs.change(model)
     start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
     model.__dict__.pop(FINAL, None)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
@@ -98,6 +110,12 @@ def restore(model: M) -> M:
 
     Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
     """
+    if any_pruned(model) or any_dropped(model):
+        unprune(model)
+        undrop(model)
+        if not any_masked(model):
+            model.__dict__.pop(REASONS, None)
+            return model
     if not any_masked(model):
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
@@ -113,20 +131,26 @@ def restore(model: M) -> M:
     return model
 
 
-def _one_config(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any]) -> WeightMask:
+def _configs(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any]) -> tuple[WeightMask | None, Other | None]:
     if not configs:
-        return WeightMask(ratio=ratio, block=block, **options)
+        return WeightMask(ratio=ratio, block=block, **options), None
     defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
     given = [n for n, v in options.items() if v != defaults[n]]
     given += ["ratio"] * (ratio is not DEFAULT_RATIO) + ["block"] * (block is not DEFAULT_BLOCK)
     if given:
         raise ConfigError(f"configs and {', '.join(sorted(given))}: expected options of the mask inside WeightMask(...), got both.")
     for c in configs:
-        if not isinstance(c, WeightMask):
-            raise ConfigError(f"config: expected a fxmask.WeightMask, got {c!r}.")
-    if len(configs) > 1:
-        raise ConfigError(f"a weight would be masked twice: expected one WeightMask, got {len(configs)}; use overrides= for layers that differ.")
-    return configs[0]
+        if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout)):
+            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning or BlockDropout, got {c!r}.")
+    for kind, what in ((WeightMask, "a weight would be masked"), (ActivationPruning, "an input would be pruned"), (BlockDropout, "an input would be dropped")):
+        count = sum(isinstance(c, kind) for c in configs)
+        if count > 1:
+            raise ConfigError(f"{what} twice: expected one {kind.__name__}, got {count}; use overrides= for layers that differ.")
+    others = [c for c in configs if not isinstance(c, WeightMask)]
+    if len(others) > 1:
+        what = "BlockDropout with ActivationPruning: dropout saves its input whole, and its dW leaves out the dropped blocks, not the smallest ones."
+        raise ConfigError(message(what, "fxmask.apply", "give one of them."))
+    return next((c for c in configs if isinstance(c, WeightMask)), None), next(iter(others), None)
 
 
 def _check_model(model: object) -> None:

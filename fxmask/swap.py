@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels import ops, reference
+from .kernels import ops, prune_ops, reference
 from .kernels.errors import UnsupportedError, message
 from .passes import site as state
+from .passes.activation_pruning import ActivationPruning, saves
+from .passes.block_dropout import BlockDropout
 from .passes.config import WeightMask
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
@@ -36,15 +38,28 @@ class MaskedLinear(Site):
         c, weight = self._fxmask_config, raw_weight(self)
         if isinstance(input, state.Proxy):
             state.refuse_tracing(self)
+        dropping: BlockDropout | None = self.__dict__.get("_fxmask_dropping")
+        input = input if dropping is None else dropping.drop(input, self.training)
         mask = state.forward_mask(self, weight)
+        prune: ActivationPruning | None = self.__dict__.get("_fxmask_pruning")
+        prune = prune if prune is not None and saves(weight) else None
         if self._fxmask_softening:
-            return F.linear(input, softened(self, weight, mask), self.bias)  # type: ignore[arg-type]
+            soft = softened(self, weight, mask)
+            if prune is not None:
+                return prune_ops.linear(input, soft, self.bias, prune.block, prune.ratio, prune.noise)  # type: ignore[arg-type]
+            return F.linear(input, soft, self.bias)  # type: ignore[arg-type]
         lists = state.forward_lists(self, mask)
-        return ops.linear(input, weight, self.bias, mask, c.block, c.backward, state.dense_flag(self), c.impl, lists)  # type: ignore[arg-type]
+        flag, bias = state.dense_flag(self), self.bias
+        if prune is not None:
+            p = prune
+            return prune_ops.linear(input, weight, bias, p.block, p.ratio, p.noise, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
+        return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         c = self._fxmask_config
-        return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}"
+        inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
+        more = "".join(f", {name}: {config.words()}" for name, config in inputs.items() if config is not None)
+        return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
@@ -140,7 +155,8 @@ def _masked_class(base: Any, mixin: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)
 
     own = {"forward": forward} if mixin.forward.__code__.co_flags & inspect.CO_VARARGS else {}
-    cls: Any = type(f"Masked{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
+    prefix = {"PrunedLinear": "Pruned", "DroppedLinear": "Dropped"}.get(mixin.__name__, "Masked")
+    cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
     return cls
 
@@ -150,7 +166,7 @@ def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Modul
     return _masked_class(base, mixin)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
 
 
-def is_own_class(m: MaskedLinear | WeightReader) -> bool:
+def is_own_class(m: Any) -> bool:
     """Whether nobody has changed the class since `swap`, as parametrisations and fully_shard do."""
     return type(m) is m._fxmask_class
 

@@ -15,10 +15,10 @@ from .layer_cost import useful_flop
 
 # ---- autocast: `register_autocast` fixes one dtype for ever; this follows the ambient one ----------------------------------------------------------------
 
-_AUTOCAST = torch.library.Library("fxmask", "FRAGMENT")
+AUTOCAST = torch.library.Library("fxmask", "FRAGMENT")
 
 
-def _autocast_rule(op: Any, device: str, key: str) -> Callable[..., Any]:
+def autocast_rule(op: Any, device: str, key: str) -> Callable[..., Any]:
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def rule(*args: Any) -> Any:
@@ -36,7 +36,7 @@ def _autocast_rule(op: Any, device: str, key: str) -> Callable[..., Any]:
 
 for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_linear_backward"):
     for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _AUTOCAST.impl(_name, _autocast_rule(getattr(torch.ops.fxmask, _name), _device, _key), _key)
+        AUTOCAST.impl(_name, autocast_rule(getattr(torch.ops.fxmask, _name), _device, _key), _key)
 
 # ---- vmap: a batch of tokens is more tokens; a batch of weights is a loop ------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ ops.strip_lists.register_vmap(_always_loop(ops.strip_lists))
 # ---- FLOP formulas: useful FLOP, read from the mask itself ---------------------------------------------------------------------------------------------
 
 
-def _flop(tokens: Tensor, shape: tuple[int, int], wanted: Tensor | None, block: tuple[int, int]) -> int:
+def linear_flop(tokens: Tensor, shape: tuple[int, int], wanted: Tensor | None, block: tuple[int, int]) -> int:
     """2 FLOP a token and wanted weight element. A fake or meta mask has no values, and then the count is dense: an upper bound."""
     m = tokens.shape[:-1].numel()
     known = wanted is not None and wanted.device.type != "meta" and type(wanted) in (Tensor, torch.nn.Parameter)
@@ -84,17 +84,17 @@ def _flop(tokens: Tensor, shape: tuple[int, int], wanted: Tensor | None, block: 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear, get_raw=True)
 def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, rows: int, cols: int, *rest: Any, **kwargs: Any) -> int:
-    return _flop(x, (w.shape[0], w.shape[1]), mask, (rows, cols))
+    return linear_flop(x, (w.shape[0], w.shape[1]), mask, (rows, cols))
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear_dx, get_raw=True)
 def _dx_flop(gy: Tensor, w: Tensor, mask: Tensor, rows: int, cols: int, backward: str, *rest: Any, **kwargs: Any) -> int:
-    return _flop(gy, (w.shape[0], w.shape[1]), None if backward == "unmasked" else mask, (rows, cols))
+    return linear_flop(gy, (w.shape[0], w.shape[1]), None if backward == "unmasked" else mask, (rows, cols))
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear_dw, get_raw=True)
 def _dw_flop(gy: Tensor, x: Tensor, mask: Tensor, rows: int, cols: int, backward: str, dense: Tensor | None = None, *rest: Any, **kwargs: Any) -> int:
-    return _flop(gy, (gy.shape[-1], x.shape[-1]), reference.gradient_mask(mask, dense, backward), (rows, cols))
+    return linear_flop(gy, (gy.shape[-1], x.shape[-1]), reference.gradient_mask(mask, dense, backward), (rows, cols))
 
 
 @register_flop_formula(torch.ops.fxmask.masked_linear_backward, get_raw=True)

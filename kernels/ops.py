@@ -367,7 +367,7 @@ def derivative_of_dw(
 register_autograd(masked_linear_dw, _dw_backward, _save_dw)
 
 
-def _transformed(impl: str) -> bool:
+def is_transformed(impl: str) -> bool:
     """Whether a function transform or forward-mode AD is active, which cannot see into a custom op."""
     active = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if active and impl == "triton":
@@ -379,14 +379,14 @@ def index(
     w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, impl: str = "auto", cover: bool = False
 ) -> Tensor:
     """The mask as modules ask for it: `block_index`, or its aten form under function transforms."""
-    if _transformed(impl):
+    if is_transformed(impl):
         return reference.block_index(w, keep, step, block, criterion, ties, stream, cover)
     return block_index(w, keep, step, block[0], block[1], criterion, ties, stream, impl, cover)
 
 
 def lists(mask: Tensor, block: tuple[int, int], impl: str) -> Tensor | None:
     """The lists that the matmuls of `impl` read, made once for forward and backward; None where they read none."""
-    if impl != "triton" or not listed(block) or _transformed(impl):
+    if impl != "triton" or not listed(block) or is_transformed(impl):
         return None
     return strip_lists(mask, block[0], block[1], impl)
 
@@ -409,7 +409,7 @@ def linear(
     """
     if x.is_nested and impl == "triton":
         raise UnsupportedError("impl='triton' got a nested tensor: expected a plain one; use impl='auto' or impl='reference'.")
-    if _transformed(impl) or x.is_nested:
+    if is_transformed(impl) or x.is_nested:
         return reference.composite(x, w, bias, mask, block, backward, dense)
     return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl, lists)
 

@@ -104,7 +104,7 @@ def _spectral_keys(b: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(u, ord=2).clamp(min=0).view(torch.int32)
 
 
-def _mix(h: Tensor) -> Tensor:
+def mix(h: Tensor) -> Tensor:
     """32-bit finaliser of MurmurHash3 (A. Appleby, public domain) in int64 arithmetic, the same bits on every device."""
     low = 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low
@@ -116,6 +116,6 @@ def random_keys(grid: torch.Size, device: torch.device, step: Tensor | None, str
     """Counter-based random keys: a hash of (stream, step, flat index), equal on all ranks and devices; no generator is touched."""
     index = torch.arange(grid[0] * grid[1], device=device)
     count = torch.zeros((), dtype=torch.int64, device=device) if step is None else step
-    h = _mix(_mix(count & 0xFFFFFFFF) ^ (stream & 0xFFFFFFFF))
-    h = _mix(h ^ (stream >> 32 & 0xFFFFFFFF))
-    return (_mix(_mix(index & 0xFFFFFFFF) ^ h) >> 2).reshape(grid)
+    h = mix(mix(count & 0xFFFFFFFF) ^ (stream & 0xFFFFFFFF))
+    h = mix(h ^ (stream >> 32 & 0xFFFFFFFF))
+    return (mix(mix(index & 0xFFFFFFFF) ^ h) >> 2).reshape(grid)

@@ -28,6 +28,13 @@ class PassResult:
         return bool(self.rewritten)
 
 
+def replace_node(gm: GraphModule, old: Node, new: Node) -> None:
+    """Put a node in another one's place."""
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    gm.graph.erase_node(old)
+
+
 class Pass:
     """One idea, one file: subclass, and rewrite nodes in `run`, which returns the names of what it rewrote.
 

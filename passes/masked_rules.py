@@ -31,7 +31,7 @@ def _mask(a: dict[str, Any], shape: tuple[int, int]) -> Tensor:
     return typical_mask((p.shape[0], p.shape[1]), p.shape[0] * p.shape[1])  # a mask that nobody knows is dense: an upper bound
 
 
-def _work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
+def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
     """x: what has the tokens, the input or its gradient."""
     tokens, dtype = x.tokens, x.dtype
     block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
@@ -48,7 +48,7 @@ def _work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tu
     if impl == "triton" and not listed(block):
         impl = "triton (mask, then dense)"
     names = ROLES[op]
-    cost, plain = _renamed(cost, names), _renamed(plain, names)
+    cost, plain = renamed(cost, names), renamed(plain, names)
     (n, k), item = shape, dtype.itemsize
     unit = min(block[1], 64) * item if impl == "triton" else 64 * item
     across = min(block[0], 64) * item if impl == "triton" else 64 * item
@@ -65,7 +65,7 @@ def _work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tu
     )  # fmt: skip
 
 
-def _renamed(c: Cost, names: dict[str, str]) -> Cost:
+def renamed(c: Cost, names: dict[str, str]) -> Cost:
     def new(d: dict[str, int]) -> dict[str, int]:
         return {names.get(n, n): v for n, v in d.items()}
 
@@ -76,7 +76,7 @@ def _renamed(c: Cost, names: dict[str, str]) -> Cost:
 def _linear(call: Call, t: Target) -> list[Work]:
     a = call.named
     x, w = a["x"], a["w"]
-    found = [_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)]
+    found = [masked_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)]
     block = (a["block_rows"], a["block_cols"])
     if found[0].impl == "triton" and a["lists"] is None and a["mask"].weight:  # the kernels would make lists of a mask that is not cached
         cost = layer_cost.strip_lists(w.shape, block)
@@ -88,21 +88,21 @@ def _linear(call: Call, t: Target) -> list[Work]:
 def _dx(call: Call, t: Target) -> list[Work]:
     a = call.named
     gy, w = a["gy"], a["w"]
-    return [_work("dx", call, t, a, gy, w.shape, w.weight, False)]
+    return [masked_work("dx", call, t, a, gy, w.shape, w.weight, False)]
 
 
 @rule("fxmask.masked_linear_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
     a = call.named
     gy, x = a["gy"], a["x"]
-    return [_work("dw", call, t, a, gy, (gy.shape[-1], x.shape[-1]), a["mask"].weight, False)]
+    return [masked_work("dw", call, t, a, gy, (gy.shape[-1], x.shape[-1]), a["mask"].weight, False)]
 
 
 @rule("fxmask.masked_linear_backward")
 def _both(call: Call, t: Target) -> list[Work]:
     a = call.named
     gy, w = a["gy"], a["w"]
-    return [_work(op, call, t, a, gy, w.shape, w.weight, False) for op in ("dx", "dw")]
+    return [masked_work(op, call, t, a, gy, w.shape, w.weight, False) for op in ("dx", "dw")]
 
 
 @rule("fxmask.block_index")

@@ -22,7 +22,7 @@ from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
 from .find import bias_arg, input_arg, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
-from .infra import Pass
+from .infra import Pass, replace_node
 
 CONTAINER = "fxmask_sites"
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
@@ -71,7 +71,7 @@ class RestoreLinears(Pass):
                     new = gm.graph.call_module(origin.removeprefix("module:"), (x,))
                 else:
                     new = gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, b))
-            _replace(gm, node, new)
+            replace_node(gm, node, new)
             for left in dict.fromkeys((*rest, mask, call, b, w)):
                 if isinstance(left, Node) and not left.users and (left.op in ("get_attr", "call_module") or left.target is operator.getitem):
                     gm.graph.erase_node(left)
@@ -128,11 +128,5 @@ def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -
                 else:
                     break
             new = graph.call_function(MASKED_LINEAR, tuple(args))
-        _replace(gm, node, new)
+        replace_node(gm, node, new)
         site.origins.append(origin)
-
-
-def _replace(gm: GraphModule, old: Node, new: Node) -> None:
-    new.meta = dict(old.meta)
-    old.replace_all_uses_with(new)
-    gm.graph.erase_node(old)

@@ -37,15 +37,25 @@ def build(args: argparse.Namespace, name: str, channels: int, classes: int, step
     model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
     default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
     masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
+    inputs = activations(args.activations)
     if args.dense or not masks:
         args.dense = True
-        return model
+        return fxmask.apply(model, inputs, include="blocks.*") if inputs else model
     options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
     options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
     options["regrow"] = regrow(args.regrow, steps)
     options |= {"start": round(args.masks_from * steps), "schedule": common.schedule(args.schedule, steps)}
     names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
-    return fxmask.apply(model, fxmask.WeightMask(**masks, **options), **names, allocation=args.allocation)
+    configs = [fxmask.WeightMask(**masks, **options), *([inputs] if inputs else [])]
+    return fxmask.apply(model, *configs, **names, allocation=args.allocation)
+
+
+def activations(text: str | None) -> fxmask.ActivationPruning | None:
+    """`--activations`: "0.5:16" is half of the 1x16 blocks of what the blocks' linears read."""
+    if text is None:
+        return None
+    ratio, _, block = text.partition(":")
+    return fxmask.ActivationPruning(float(ratio), int(block or 16))
 
 
 def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:

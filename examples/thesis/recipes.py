@@ -56,7 +56,19 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.0025": ("--dense", *ADAMW, "--lr", "0.0025"),
     "b16-tokens-whole-taylor": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
-FINAL: dict[str, tuple[str, ...]] = {}
+ACTIVATIONS = ("--activations", "0.5:16")  # half of what the linears save, in blocks of 16 features
+
+FINAL: dict[str, tuple[str, ...]] = {
+    "dense-adamw-lr0.01": SEARCH["dense-adamw-lr0.01"],
+    "b32-literal": SEARCH["b32-literal"],
+    "b32-tokens-whole-taylor": SEARCH["b32-tokens-whole-taylor"],
+    "b32-cubic-taylor": SEARCH["b32-cubic-taylor"],
+    "b32-rigl": SEARCH["b32-rigl"],
+    "b16-cubic-taylor": SEARCH["b16-cubic-taylor"],
+    "b16-tokens-whole-taylor": SEARCH["b16-tokens-whole-taylor"],
+    "dense-activations50": (*SEARCH["dense-adamw-lr0.01"], *ACTIVATIONS),
+    "b16-activations50": (*SEARCH["b16-cubic-taylor"], *ACTIVATIONS),
+}
 
 
 def wide(dim: int, ratio: float, side: int, *more: str, tokens: bool = True) -> tuple[str, ...]:

@@ -64,6 +64,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--gain", action="store_true", help="kept weights take over the norm of blocks that leave")
     p.add_argument("--cover", action="store_true", help="no row and no column of blocks without a kept one")
     p.add_argument("--allocation", choices=("erk", "global", "byte"), help="one budget of blocks for all layers; default: the ratio in each")
+    p.add_argument("--activations", metavar="RATIO[:BLOCK]", help="prune what the blocks' linears save for the backward, such as 0.5:16; with --dense, too")
     p.add_argument("--dim", type=int, help="width of the model instead of the preset's")
     p.add_argument("--expansion", type=int, help="hidden over outer width instead of the preset's")
     p.add_argument("--holdout", type=int, default=0, metavar="N", help="keep N training images from training, and judge by them")

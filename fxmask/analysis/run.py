@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
-from ..passes import masked_rules, rules  # noqa: F401  (they register their rules)
+from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.capture import Recording, arguments, capture
 from ..passes.moves import work_of
 from ..passes.work import Target, Work

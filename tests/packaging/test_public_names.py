@@ -5,6 +5,8 @@ from __future__ import annotations
 import fxmask
 
 PUBLIC = [
+    "ActivationPruning",
+    "BlockDropout",
     "Feedback",
     "FxMaskError",
     "FxMaskWarning",

@@ -1,0 +1,129 @@
+"""`BlockDropout` on modules: another forward by class swap, or an attribute of a layer that is masked; a Dropout right before it in an nn.Sequential rests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from .kernels.errors import ConfigError, UnsupportedError, message
+from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout
+from .passes.choose import Decision
+from .passes.find import graph_modules
+from .passes.infra import run_passes
+from .passes.weights import raw_weight
+from .swap import MaskedLinear, ReadWeight, _rebuild_class, is_own_class, masked_class
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class DroppedLinear(nn.Module):
+    """Forward of a Linear with block dropout on its input (..., K). Mixed into a subclass of the layer's own class, never constructed."""
+
+    _fxmask_base: type[nn.Module]
+    _fxmask_class: type[nn.Module]
+    _fxmask_dropping: BlockDropout
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, Proxy):
+            what = "torch.fx.symbolic_trace cannot look into a layer with block dropout: expected a dense model."
+            raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, BlockDropout(...))."))
+        return self._fxmask_dropping.linear(input, raw_weight(self), self.bias, self.training)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout: {self._fxmask_dropping.words()}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_own_class(self):
+            return super().__reduce_ex__(protocol)
+        return _rebuild_class, (self._fxmask_base, DroppedLinear), self.__dict__.copy()
+
+
+class FusedDropout(nn.Dropout):
+    """A Dropout whose work the next linear does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fused into the next linear"
+
+
+def fused_dropouts(model: nn.Module) -> dict[int, nn.Dropout]:
+    """{id of a Linear: the Dropout right before it in an nn.Sequential}, of modules that are in one place only."""
+    places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+    found = {}
+    for m in model.modules():
+        if isinstance(m, nn.Sequential):
+            children = list(m)
+            for first, then in pairwise(children):
+                if type(first) is nn.Dropout and isinstance(then, nn.Linear) and places[id(first)] == places[id(then)] == 1:
+                    found[id(then)] = first
+    return found
+
+
+def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> list[tuple[Decision, BlockDropout, nn.Dropout | None]]:
+    """The layers that drop, with p and the Dropout that is fused; those of graphs as they are, the pass knows their dropouts."""
+    before, found = fused_dropouts(model), []
+    for d, config in chosen:
+        dropout = before.get(id(d.candidate.module)) if d.candidate.host is None else None
+        if d.candidate.host is None and config.p is None:
+            if dropout is None:
+                continue
+            if not 0 <= dropout.p < 1:
+                raise ConfigError(f"{d.candidate.name!r} is behind a Dropout with p={dropout.p}: expected p in [0, 1), or exclude={d.candidate.name!r}.")
+            config = dataclasses.replace(config, p=dropout.p)
+        found.append((d, config, dropout))
+    return found
+
+
+def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
+    """Change what was chosen; masks are in place by then."""
+    for d, config, dropout in chosen:
+        m = d.candidate.module
+        if d.candidate.host is None and m is not None:
+            if not isinstance(m, MaskedLinear):
+                m.__class__ = masked_class(type(m), DroppedLinear)
+            m._fxmask_dropping = config  # type: ignore[assignment]
+            if dropout is not None:
+                dropout.__class__ = FusedDropout
+    rewrite = FuseDropout([(d, config) for d, config, _ in chosen])
+    for _, gm in graph_modules(model):
+        run_passes(gm, [rewrite])
+
+
+def undrop(model: nn.Module) -> None:
+    """Make layers and Dropouts what they were."""
+    for _, gm in graph_modules(model):
+        run_passes(gm, [UnfuseDropout()])
+    for m in model.modules():
+        if isinstance(m, DroppedLinear):
+            m.__class__ = m._fxmask_base  # type: ignore[assignment]
+        if isinstance(m, FusedDropout):
+            m.__class__ = nn.Dropout  # type: ignore[assignment]
+        m.__dict__.pop("_fxmask_dropping", None)
+
+
+def dropped_layers(model: nn.Module) -> Iterator[tuple[str, BlockDropout]]:
+    """(name of the layer, its configuration)."""
+    for name, m in model.named_modules():
+        if isinstance(m, DroppedCall):
+            yield m._fxmask_name, m._fxmask_dropping
+        elif "_fxmask_dropping" in m.__dict__ and not isinstance(m, ReadWeight):
+            yield name, m.__dict__["_fxmask_dropping"]
+
+
+def any_dropped(model: nn.Module) -> bool:
+    """Whether any layer has block dropout."""
+    return next(dropped_layers(model), None) is not None
+
+
+def other_dropouts(model: nn.Module) -> list[str]:
+    """Names of the dropouts that are left alone."""
+    return [name for name, m in model.named_modules() if isinstance(m, DROPOUTS) and not isinstance(m, FusedDropout) and getattr(m, "p", 0) > 0]

@@ -1,0 +1,93 @@
+"""Configurations of what linears read, `ActivationPruning` and `BlockDropout`: which layers they select, with overrides, beside a WeightMask or alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .dropping import any_dropped, drop_inputs, dropped_layers, resolved
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .passes.activation_pruning import ActivationPruning
+from .passes.block_dropout import BlockDropout
+from .passes.choose import Decision, matches
+from .pruning import any_pruned, prune, pruned_layers
+from .sites import REASONS, any_masked
+
+KEYS: dict[type, str] = {ActivationPruning: "activations", BlockDropout: "dropout"}  # of an override, beside a WeightMask's options
+Config = TypeVar("Config", ActivationPruning, BlockDropout)
+Other = ActivationPruning | BlockDropout
+M = TypeVar("M", bound=nn.Module)
+
+
+def mask_overrides(overrides: Mapping[Any, Any] | None, alone: bool) -> Mapping[Any, Any] | None:
+    """The overrides without what they say of inputs. `alone`: no WeightMask is given, so that all options are of the one config that is."""
+    if not isinstance(overrides, Mapping):
+        return overrides
+    return {p: {} if alone and isinstance(c, Mapping) else _without(c) for p, c in overrides.items()}
+
+
+def _without(change: Any) -> Any:
+    return {k: v for k, v in change.items() if k not in KEYS.values()} if isinstance(change, Mapping) else change
+
+
+def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, Any] | None, alone: bool) -> list[tuple[Decision, Config]]:
+    """Which layers a config of inputs has, and with which options. Raises before anything is changed."""
+    found, key = [], KEYS[type(config)]
+    for d in decisions:
+        c: Config | None = config if d.config is not None else None
+        for pattern, change in (overrides or {}).items():
+            own = change if alone else change.get(key, {}) if isinstance(change, Mapping) else change
+            if c is not None and matches(pattern, d.candidate):
+                if own is not False and not isinstance(own, Mapping):
+                    raise ConfigError(f"overrides[{pattern!r}][{key!r}]: expected a dict of options or False, got {own!r}.")
+                c = None if own is False else c.replace(dict(own), f"overrides[{pattern!r}]")
+        if c is None or d.config is None or d.config.read == "weight":  # a layer that nobody calls has no input
+            continue
+        name = type(config).__name__
+        if d.candidate.host is not None and not alone:
+            what = f"a WeightMask and {name} together in a traced graph, whose masked node reads its input itself."
+            raise UnsupportedError(message(what, d.candidate.name, "call fxmask.apply on the nn.Module instead of its trace."))
+        if d.candidate.weight_node is not None:
+            raise UnsupportedError(message(f"{name} in a graph that gets its weights as inputs: expected parameters.", d.candidate.name, "use the nn.Module."))
+        found.append((d, c))
+    return found
+
+
+def check_inputs(model: nn.Module, alone: bool) -> None:
+    if any_pruned(model) or any_dropped(model) or (alone and any_masked(model)):
+        what = "this model is masked, pruned or dropped already: expected a dense one, or both configs in one call."
+        raise StateError(message(what, type(model).__name__, "fxmask.restore(model), then fxmask.apply(model, WeightMask(...), ActivationPruning(...))."))
+
+
+class Inputs:
+    """What a config of inputs would change, chosen before anything is."""
+
+    def __init__(self, model: nn.Module, decisions: list[Decision], config: Other | None, overrides: Mapping[Any, Any] | None, alone: bool) -> None:
+        self.pruned = selected(decisions, config, overrides, alone) if isinstance(config, ActivationPruning) else []
+        self.dropped = resolved(model, selected(decisions, config, overrides, alone)) if isinstance(config, BlockDropout) else []
+        self.chosen = {id(d) for d, *_ in (*self.pruned, *self.dropped)}
+
+    def change(self, model: nn.Module) -> None:
+        prune(model, self.pruned)
+        drop_inputs(model, self.dropped)
+
+
+def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
+    """`apply` without a WeightMask."""
+    inputs.change(model)
+    done = {name for name, _ in (*pruned_layers(model), *dropped_layers(model))}
+    for d in decisions:
+        name = d.candidate.name
+        if name in done:
+            d.reason = "dense; its input is saved pruned" if inputs.pruned else "dense; its input is dropped in blocks"
+        elif d.config is not None:
+            left = "overrides: False" if id(d) not in inputs.chosen and inputs.pruned else "no active dropout before it, and no p was given"
+            d.reason = left if d.config.read == "call" else "its owner reads its weight and never calls it: it has no input"
+    if not done:
+        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
+        warnings.warn(f"fxmask.apply changed nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions}
+    return model

@@ -1,0 +1,160 @@
+"""The ops of block dropout: forward, dX and dW that leave dropped blocks out. `kernels.dropout` is the oracle; a CPU runs `kernels.cpu.dropout_runs` where that
+pays. Each one's derivative is made of the others, so they differentiate as often as one likes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import dropout, ops
+from .cpu import dropout_runs
+from .errors import ShapeError, UnsupportedError
+from .grid import grid_shape, kept_elements
+from .lean import register_autograd
+from .op_rules import AUTOCAST, autocast_rule
+
+
+def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int]) -> None:
+    ops.refuse_forward_ad()
+    if keep.dtype != torch.bool or tuple(keep.shape) != grid_shape((tokens, features), block):
+        want = grid_shape((tokens, features), block)
+        raise ShapeError(f"mask of an input ({tokens}, {features}) in blocks {block}: expected bool {want}, got {keep.dtype} {tuple(keep.shape)}.")
+
+
+def _form(t: Tensor, block: tuple[int, int], p: float) -> Any:
+    return dropout_runs if dropout_runs.pays(t, block, p) else dropout
+
+
+def _tokens(t: Tensor) -> int:
+    return t.shape[:-1].numel()
+
+
+@torch.library.custom_op("fxmask::dropped_linear", mutates_args=())
+def dropped_linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+    """y = (X∘m) W^T / (1 - p) + bias.
+
+    x (..., K), w (N, K), bias (N) or None, of one floating dtype; keep: bool, see `kernels.dropout.draw`; block (tokens, features). -> (..., N) contiguous.
+    Differentiable: x, w, bias; twice, too. Cost: 2 N useful FLOP a kept element of x. Raises: ShapeError.
+    """
+    _check(_tokens(x), x.shape[-1], keep, (block_rows, block_cols))
+    if x.shape[-1] != w.shape[1]:
+        raise ShapeError(f"last axis of x: expected {w.shape[1]}, got shape {tuple(x.shape)}.")
+    return _form(x, (block_rows, block_cols), p).linear(x, w, bias, keep, (block_rows, block_cols), p).contiguous()
+
+
+@dropped_linear.register_fake
+def _(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+@torch.library.custom_op("fxmask::dropped_dx", mutates_args=())
+def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+    """dX = (dY W)∘m / (1 - p), zeros where dropped. gy (..., N), w (N, K) -> (..., K). Differentiable: gy, w. Cost: 2 N useful FLOP a kept element."""
+    _check(_tokens(gy), w.shape[1], keep, (block_rows, block_cols))
+    return _form(gy, (block_rows, block_cols), p).dx(gy, w, keep, (block_rows, block_cols), p).contiguous()
+
+
+@dropped_dx.register_fake
+def _(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+    return gy.new_empty((*gy.shape[:-1], w.shape[1]))
+
+
+@torch.library.custom_op("fxmask::dropped_dw", mutates_args=())
+def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+    """dW = dY^T (X∘m) / (1 - p). gy (..., N), x (..., K) -> (N, K). Differentiable: gy, x. Cost: 2 N useful FLOP a kept element of x."""
+    _check(_tokens(x), x.shape[-1], keep, (block_rows, block_cols))
+    if gy.shape[:-1] != x.shape[:-1]:
+        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
+    return _form(gy, (block_rows, block_cols), p).dw(gy, x, keep, (block_rows, block_cols), p).contiguous()
+
+
+@dropped_dw.register_fake
+def _(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+    return gy.new_empty((gy.shape[-1], x.shape[-1]))
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, _, keep, *config = inputs
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None, keep)
+    ctx.config = tuple(config)
+
+
+def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, keep = ctx.saved_tensors
+    by_x, by_w, by_b = ctx.needs_input_grad[:3]
+    return (
+        dropped_dx(gy, w, keep, *ctx.config) if by_x else None,
+        dropped_dw(gy, x, keep, *ctx.config) if by_w else None,
+        gy.reshape(-1, gy.shape[-1]).sum(0) if by_b else None,
+        *[None] * 4,
+    )
+
+
+def _save_two(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, keep, *config = inputs
+    ctx.save_for_backward(a, b, keep)
+    ctx.config = tuple(config)
+
+
+def _dx_backward(ctx: Any, ggx: Tensor) -> tuple[Tensor | None, ...]:
+    gy, w, keep = ctx.saved_tensors
+    by_gy, by_w = ctx.needs_input_grad[:2]
+    return (
+        dropped_linear(ggx, w, None, keep, *ctx.config) if by_gy else None,
+        dropped_dw(gy, ggx, keep, *ctx.config) if by_w else None,
+        *[None] * 4,
+    )
+
+
+def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
+    gy, x, keep = ctx.saved_tensors
+    by_gy, by_x = ctx.needs_input_grad[:2]
+    return (
+        dropped_linear(x, ggw, None, keep, *ctx.config) if by_gy else None,
+        dropped_dx(gy, ggw, keep, *ctx.config) if by_x else None,
+        *[None] * 4,
+    )
+
+
+register_autograd(dropped_linear, _linear_backward, _save_linear)
+register_autograd(dropped_dx, _dx_backward, _save_two)
+register_autograd(dropped_dw, _dw_backward, _save_two)
+
+for _op in ("dropped_linear", "dropped_dx", "dropped_dw"):
+    for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        AUTOCAST.impl(_op, autocast_rule(getattr(torch.ops.fxmask, _op), _device, _key), _key)
+
+
+def _flop(features: int, shape: tuple[int, int], keep: Tensor, block: tuple[int, int]) -> int:
+    """2 FLOP a kept element and feature; a fake mask has no values, and then the count is dense: an upper bound."""
+    known = keep.device.type != "meta" and type(keep) is Tensor
+    return 2 * features * (int(kept_elements(keep, shape, block)) if known else shape[0] * shape[1])
+
+
+@register_flop_formula(torch.ops.fxmask.dropped_linear, get_raw=True)
+def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, rows: int, cols: int, *_: Any, **__: Any) -> int:
+    return _flop(w.shape[0], (_tokens(x), x.shape[-1]), keep, (rows, cols))
+
+
+@register_flop_formula(torch.ops.fxmask.dropped_dx, get_raw=True)
+def _dx_flop(gy: Tensor, w: Tensor, keep: Tensor, rows: int, cols: int, *_: Any, **__: Any) -> int:
+    return _flop(w.shape[0], (_tokens(gy), w.shape[1]), keep, (rows, cols))
+
+
+@register_flop_formula(torch.ops.fxmask.dropped_dw, get_raw=True)
+def _dw_flop(gy: Tensor, x: Tensor, keep: Tensor, rows: int, cols: int, *_: Any, **__: Any) -> int:
+    return _flop(gy.shape[-1], (_tokens(x), x.shape[-1]), keep, (rows, cols))
+
+
+def mask(x: Tensor, block: tuple[int, int], p: float) -> Tensor:
+    """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
+    if x.is_nested or ops.is_transformed("auto"):
+        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
+        raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    seed = torch.randint(2**62, (), device=x.device)
+    return dropout.draw(_tokens(x), x.shape[-1], block, p, seed)

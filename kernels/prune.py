@@ -1,0 +1,118 @@
+"""Activation pruning in plain PyTorch: which blocks of an input are kept for the backward, their packed form, and dW from it (Barley and Fröning 2023).
+
+An input is seen as `samples` (B, R, C): each sample is cut into blocks of one row and `b` features, the last one ragged where `b` does not divide C, n = R *
+ceil(C / b) of them; by the l2 norm the round(n * ratio) lowest are dropped, in every sample as many. What is kept is `values` (B, nnz, b), padded with zeros,
+and `index` (B, nnz), the kept blocks' flat numbers in a sample, ascending.
+
+| input | its samples |
+| --- | --- |
+| (..., R, C) | leading axes are samples, or, beyond three axes, the first one: (B, rest, C) |
+| (M, C) | M samples of one row each |
+| (C) | one sample of one row |
+| (B, C, T) with channels inner (token mixing's transposed view) | the view (B, T, C) behind it: blocks lie along the axis of stride 1 |
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import ConfigError
+from .grid import RATIO_UNIT, ratio_units
+
+
+def dropped_count(n_blocks: int, ratio: float) -> int:
+    """round(n * ratio), halves to even, exact: the blocks of a sample that are dropped, never all."""
+    return min(n_blocks - 1, round(Fraction(n_blocks * ratio_units(ratio), RATIO_UNIT))) if n_blocks else 0
+
+
+def check_width(block: object) -> int:
+    """The features of a block; ConfigError unless it is a positive int."""
+    if isinstance(block, int) and not isinstance(block, bool) and 0 < block < 2**31:
+        return block
+    raise ConfigError(f"block of pruned activations, in features: expected a positive int, got {block!r}.")
+
+
+def is_turned(x: Tensor) -> bool:
+    """Whether the second last axis is the inner one in memory: a transposed view, as token mixing makes it."""
+    return x.dim() >= 3 and x.stride(-1) != 1 and x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1
+
+
+def samples(x: Tensor, turned: bool) -> Tensor:
+    """(B, R, C) of an input; a view where its memory allows."""
+    if turned:
+        x = x.transpose(-1, -2)
+    if x.dim() <= 2:
+        return x.reshape(-1, 1, x.shape[-1]) if x.dim() == 2 else x.reshape(1, 1, -1)
+    return x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+
+
+def sample_shape(shape: tuple[int, ...] | torch.Size, turned: bool) -> tuple[int, int, int]:
+    """The shape that `samples` gives."""
+    s = tuple(shape)
+    if turned:
+        s = (*s[:-2], s[-1], s[-2])
+    if len(s) <= 2:
+        return (s[0] if len(s) == 2 else 1), 1, s[-1]
+    rest = 1
+    for n in s[1:-1]:
+        rest *= n
+    return s[0], rest, s[-1]
+
+
+def block_count(rows: int, features: int, block: int) -> int:
+    """Blocks of a sample."""
+    return rows * -(-features // block)
+
+
+def index_dtype(n_blocks: int) -> torch.dtype:
+    """As small as the blocks' numbers go."""
+    return torch.int16 if n_blocks <= 2**15 else torch.int32
+
+
+def _blocks(a: Tensor, block: int) -> Tensor:
+    """(B, R, C) -> (B, n, b)."""
+    b, r, c = a.shape
+    if c % block:
+        a = F.pad(a, (0, -c % block))
+    return a.reshape(b, block_count(r, c, block), block)
+
+
+def compress(x: Tensor, block: int, kept: int, turned: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(values, index) of the `kept` blocks of each sample with the largest l2 norms; ties to the lowest number, NaN above everything.
+
+    x: floating, see the table above. noise: (B, n), factors of the norms, so that blocks near the threshold are drawn by lot. Norms
+    are summed in float32 (float64 of float64). Cost: a read of x, a sort of n numbers a sample, a write of what is kept.
+    """
+    blocks = _blocks(samples(x, turned), block)
+    n = blocks.shape[1]
+    if kept == n:
+        index = torch.arange(n, device=x.device).expand(blocks.shape[0], n)
+        return blocks.clone(memory_format=torch.contiguous_format), index.to(index_dtype(n)).contiguous()
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    score = torch.linalg.vector_norm(blocks, dim=2, dtype=wide)
+    score = score if noise is None else score * noise
+    best = score.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(dim=1).values
+    values = blocks.gather(1, best[:, :, None].expand(-1, -1, block))
+    return values, best.to(index_dtype(n))
+
+
+def expand(values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, turned: bool) -> Tensor:
+    """The pruned input again, dense, zeros where blocks were dropped, in the shape of the input (a transposed view where it was one)."""
+    b, r, c = sample_shape(shape, turned)
+    block = values.shape[2]
+    wide = -(-c // block) * block
+    flat = values.new_zeros(b, r * (wide // block), block)
+    flat.scatter_(1, index.long()[:, :, None].expand(-1, -1, block), values)
+    a = flat.view(b, r, wide)[:, :, :c]
+    plain = (*shape[:-2], shape[-1], shape[-2]) if turned else tuple(shape)
+    return a.reshape(plain).transpose(-1, -2) if turned else a.reshape(plain)
+
+
+def dw(gy: Tensor, values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, turned: bool) -> Tensor:
+    """dW = dY^T X_s, (N, K), with X_s the pruned input of `shape` (..., K), gy (..., N)."""
+    x = expand(values, index, shape, turned)
+    return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, shape[-1])

@@ -1,0 +1,155 @@
+"""The ops of activation pruning: a linear that saves its input block-sparse, and dW from that. `kernels.prune` says what is kept, and is the oracle.
+
+y, dX and db are those of the linear, exactly; only dW sees the pruned input. The dense input is free after the forward. Imported by `kernels.ops`' users.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import ops, prune, reference
+from .cpu import prune_strips
+from .dispatch import form
+from .errors import ShapeError, UnsupportedError
+from .grid import grid_shape
+from .lean import register_autograd
+from .op_rules import AUTOCAST, autocast_rule, linear_flop
+
+
+def _sizes(x: Tensor, block: int, kept: int, turned: bool) -> tuple[int, int]:
+    """(samples, blocks of a sample); ShapeError where `kept` is none of their numbers."""
+    b, r, c = prune.sample_shape(x.shape, turned)
+    n = prune.block_count(r, c, block)
+    if not 0 <= kept <= n or (kept == 0 and n):
+        raise ShapeError(f"kept blocks of a sample: expected 1 to {n}, got {kept}.")
+    return b, n
+
+
+def _check(x: Tensor, w: Tensor, mask: Tensor | None, rows: int, cols: int) -> None:
+    ops.refuse_forward_ad()
+    if x.dim() == 0 or x.shape[-1] != w.shape[1]:
+        raise ShapeError(f"last axis of x: expected {w.shape[1]}, got shape {tuple(x.shape)}.")
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != grid_shape(w.shape, (rows, cols))):
+        raise ShapeError(f"mask of a weight {tuple(w.shape)}: expected bool {grid_shape(w.shape, (rows, cols))}, got {mask.dtype} {tuple(mask.shape)}.")
+
+
+@torch.library.custom_op("fxmask::pruned_linear", mutates_args=())
+def pruned_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
+    block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y = x W^T + bias, or x (W∘M)^T + bias with a mask, and the input's kept blocks for the backward.
+
+    Args:
+        x (..., K), w (N, K), bias (N) or None: of one floating dtype. block: features of a block; kept: blocks of each sample that are kept; turned: whether
+        the samples lie behind a transposed view; all see `kernels.prune`. noise: (samples, blocks of one), factors of the norms.
+        mask and what follows it: as `masked_linear`.
+
+    Returns: y (..., N); values (samples, kept, block); index (samples, kept) int16 or int32.
+    Differentiable: x, w, bias, once; dW is `pruned_dw`, the rest is exact. Raises: ShapeError.
+    Cost: the linear, and a read of x, a sort of its blocks' norms, a write of what is kept.
+    """
+    _check(x, w, mask, block_rows, block_cols)
+    _sizes(x, block, kept, turned)
+    if mask is None:
+        y = F.linear(x, w, bias).contiguous()
+    else:
+        y = form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists).contiguous()
+    return y, *prune.compress(x, block, kept, turned, noise)
+
+
+@pruned_linear.register_fake
+def _(
+    x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
+    block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check(x, w, mask, block_rows, block_cols)
+    b, n = _sizes(x, block, kept, turned)
+    return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty((b, kept, block)), x.new_empty((b, kept), dtype=prune.index_dtype(n))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, w, bias, block, kept, turned, noise, mask, rows, cols, backward, dense, impl, lists = inputs
+    _, values, index = output
+    ctx.mark_non_differentiable(values, index)
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(*((values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
+    ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
+
+
+def _backward(ctx: Any, gy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    values, index, w, mask, dense, lists = ctx.saved_tensors
+    gx = gw = gb = None
+    if ctx.needs_input_grad[0]:
+        gx = torch.matmul(gy, w) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
+    if ctx.needs_input_grad[1]:
+        gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned)
+        wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
+        gw = gw if wanted is None else reference.masked(gw, wanted, ctx.config[:2])
+    if ctx.needs_input_grad[2]:
+        gb = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
+    return gx, gw, gb, *[None] * 11
+
+
+register_autograd(pruned_linear, _backward, _save)
+
+
+@torch.library.custom_op("fxmask::pruned_dw", mutates_args=())
+def pruned_dw(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool) -> Tensor:
+    """dW = dY^T X_s (N, K), X_s the pruned input of `shape`; see `kernels.prune.dw`.
+
+    gy (..., N); values, index, turned: of `pruned_linear`. Differentiable: no, and a second derivative through it raises.
+    Cost: 2 N useful FLOP a kept element; on a CPU, where few blocks are kept, that is what it takes, else it is a dense product with zeros in it.
+    """
+    if gy.dim() != len(shape) or tuple(gy.shape[:-1]) != tuple(shape[:-1]):
+        raise ShapeError(f"tokens of gy: expected those of an input {tuple(shape)}, got {tuple(gy.shape)}.")
+    if prune_strips.pays(values, shape, turned):
+        return prune_strips.dw(gy, values, index, shape)
+    return prune.dw(gy, values, index, tuple(shape), turned).contiguous()
+
+
+@pruned_dw.register_fake
+def _(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool) -> Tensor:
+    return gy.new_empty((gy.shape[-1], shape[-1]))
+
+
+def _no_second(ctx: Any, *_: Any) -> Any:
+    raise UnsupportedError("a second derivative through the gradient of a weight under activation pruning: the input was not saved; use it without pruning.")
+
+
+pruned_dw.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+
+for _op in ("pruned_linear", "pruned_dw"):
+    for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        AUTOCAST.impl(_op, autocast_rule(getattr(torch.ops.fxmask, _op), _device, _key), _key)
+
+
+@register_flop_formula(torch.ops.fxmask.pruned_linear, get_raw=True)
+def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, *rest: Any, **kwargs: Any) -> int:
+    mask, rows, cols = rest[1:4] if len(rest) > 3 else (None, 1, 1)
+    return linear_flop(x, (w.shape[0], w.shape[1]), mask, (rows, cols))
+
+
+@register_flop_formula(torch.ops.fxmask.pruned_dw, get_raw=True)
+def _dw_flop(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, **kwargs: Any) -> int:
+    return 2 * int(gy.shape[-1]) * values.numel()
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, block: int, ratio: float, noise: float = 0.0, mask: Tensor | None = None,
+    blocks: tuple[int, int] = (1, 1), backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The linear as modules call it: counts the kept blocks from the shape, and draws the noise. UnsupportedError under torch.func and for nested tensors."""
+    if x.is_nested or ops.is_transformed(impl):
+        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
+        raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    turned = prune.is_turned(x)
+    b, r, c = prune.sample_shape(x.shape, turned)
+    n = prune.block_count(r, c, block)
+    drawn = None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
+    return pruned_linear(x, w, bias, block, n - prune.dropped_count(n, ratio), turned, drawn, mask, *blocks, backward, dense, impl, lists)[0]

@@ -1,0 +1,125 @@
+"""Activation pruning as a user asks for it, and the pass that puts it into a graph: `y = linear(x, w, b)` becomes `y = fxmask_pruned.<name>(x, w, b)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ..kernels import prune_ops
+from ..kernels.errors import ConfigError
+from ..kernels.grid import ratio_units
+from ..kernels.prune import check_width
+from .choose import Decision
+from .find import input_arg
+from .graph_calls import call_site, linear_call, linear_parts
+from .infra import Pass, replace_node
+
+CONTAINER = "fxmask_pruned"
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationPruning:
+    """The input of a linear is saved for the backward block-sparse: the blocks with the smallest norms are dropped (Barley and Fröning 2023).
+
+    The forward, dX and db are those of the layer, exactly; dW = dY^T X_s sees the pruned input X_s, unscaled. What autograd holds is the kept blocks and their
+    numbers; the dense input is free after the forward, unless another op saves it, too. Beside a `WeightMask` the layer's forward is the masked one
+    (SWAT's form is `WeightMask(backward="ste")` with this; Raihan and Aamodt 2020).
+
+    Args:
+        ratio: share of blocks that are dropped, in [0, 1); round(n * ratio) of a sample's n blocks, halves to even, in every sample as many, never all.
+        block: features of a block, which is one token high; the last one of a row may be ragged. Samples: table in `kernels.prune`.
+        noise: 0: the norms decide. Else they are multiplied by 2^(noise * u), u uniform in [-1, 1], drawn anew in every forward from PyTorch's generator of
+            the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours).
+
+    A layer whose weight needs no gradient, and any layer where gradients are off, computes densely and saves nothing.
+    Raises: ConfigError. Not with torch.func, forward-mode AD, nested tensors, or a second derivative through dW: UnsupportedError.
+    """
+
+    ratio: float = 0.5
+    block: int = 64
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        ratio_units(self.ratio)
+        object.__setattr__(self, "ratio", float(self.ratio))
+        check_width(self.block)
+        if isinstance(self.noise, bool) or not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 64:
+            raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
+
+    def replace(self, changes: dict[str, Any], where: str) -> ActivationPruning:
+        """A copy with some fields changed; ConfigError names the fields that there are."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
+        return dataclasses.replace(self, **changes)
+
+    def words(self) -> str:
+        """What `explain` says of it."""
+        return f"{100 * self.ratio:g} % of 1x{self.block}" + (f", noise {self.noise:g}" if self.noise else "")
+
+
+def saves(weight: Tensor) -> bool:
+    """Whether a backward will ask for dW, so that there is an input to save."""
+    return torch.is_grad_enabled() and weight.requires_grad
+
+
+class PrunedCall(nn.Module):
+    """A linear call of a graph whose input is saved pruned: (x, w, b) -> y."""
+
+    def __init__(self, config: ActivationPruning, name: str, origin: str) -> None:
+        super().__init__()
+        self._fxmask_pruning, self._fxmask_name, self._fxmask_origin = config, name, origin
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        c = self._fxmask_pruning
+        return prune_ops.linear(x, weight, bias, c.block, c.ratio, c.noise) if saves(weight) else F.linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
+
+
+class PruneActivations(Pass):
+    """Rewrites the linear calls that were selected in one graph: [(decision, configuration)]."""
+
+    def __init__(self, chosen: list[tuple[Decision, ActivationPruning]]) -> None:
+        self.chosen = chosen
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names = []
+        for d, config in self.chosen:
+            if d.candidate.host is not gm:
+                continue
+            for node in d.candidate.nodes:
+                w, b, origin = linear_parts(gm, node)
+                replace_node(gm, node, call_site(gm, CONTAINER, node, PrunedCall(config, d.candidate.name, origin), (input_arg(node), w, b)))
+            names.append(d.candidate.name)
+        return names
+
+
+class RestoreActivations(Pass):
+    """Turns pruned calls of a graph back into what they were."""
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names = []
+        for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
+            site = gm.get_submodule(str(node.target))
+            if not isinstance(site, PrunedCall):
+                continue
+            x, w, *rest = node.args
+            with gm.graph.inserting_before(node):
+                new = linear_call(gm, site._fxmask_origin, x, w, *rest)
+            replace_node(gm, node, new)
+            for left in (*rest, w):
+                if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
+                    gm.graph.erase_node(left)
+            names.append(site._fxmask_name)
+        if CONTAINER in gm._modules:
+            delattr(gm, CONTAINER)
+        return names

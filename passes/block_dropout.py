@@ -1,0 +1,164 @@
+"""Block dropout as a user asks for it, and the pass that fuses it in a graph: `linear(dropout(x), w, b)` becomes `fxmask_dropped.<name>(x, w, b)`."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ..kernels import dropout, dropout_ops
+from ..kernels.errors import ConfigError
+from ..kernels.grid import check_block
+from .choose import Decision
+from .find import input_arg
+from .graph_calls import call_site, linear_call, linear_parts
+from .infra import Pass, replace_node
+
+CONTAINER = "fxmask_dropped"
+DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDropout:
+    """The input of a linear is dropped in blocks while training, and the matmuls leave dropped blocks out (SparseDrop, Lowe et al. 2024).
+
+    y = (X∘m) W^T / (1 - p) + b, m a mask of blocks, each kept with probability 1 - p; dX and dW are its exact gradients. Evaluation is the plain linear.
+
+    Args:
+        p: probability that a block is dropped, in [0, 1); None: that of the dropout that goes before the linear, and linears without one are left alone.
+        block: (tokens, features) of a block of X, whose leading axes are flattened into tokens, so that a block mixes samples; edges may be ragged, and a block
+            larger than X is all of X.
+        mc: whether evaluation drops, too (Monte-Carlo dropout).
+
+    A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, and p, where it is given, stands for its own.
+    Every other dropout is left alone, and `explain` names it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device:
+    checkpointing redraws it.
+    Raises: ConfigError. Not with torch.func, forward-mode AD or nested tensors (UnsupportedError), nor beside ActivationPruning.
+    """
+
+    p: float | None = None
+    block: tuple[int, int] = (128, 128)
+    mc: bool = False
+
+    def __post_init__(self) -> None:
+        if self.p is not None:
+            object.__setattr__(self, "p", dropout.check_probability(self.p))
+        object.__setattr__(self, "block", check_block(self.block))
+        if type(self.mc) is not bool:
+            raise ConfigError(f"mc: expected a bool, got {self.mc!r}.")
+
+    def replace(self, changes: dict[str, Any], where: str) -> BlockDropout:
+        """A copy with some fields changed; ConfigError names the fields that there are."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
+        return dataclasses.replace(self, **changes)
+
+    def words(self) -> str:
+        """What `explain` says of it."""
+        return f"p={self.p:g} in {self.block[0]}x{self.block[1]}" + (", in evaluation too" if self.mc else "")
+
+    def mask(self, x: Tensor, training: bool) -> Tensor | None:
+        """A new mask for an input; None where nothing is dropped."""
+        assert self.p is not None  # resolved by apply
+        return dropout_ops.mask(x, self.block, self.p) if self.p > 0 and (training or self.mc) else None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+        """The layer's forward."""
+        keep = self.mask(x, training)
+        if keep is None:
+            return F.linear(x, weight, bias)
+        return dropout_ops.dropped_linear(x, weight, bias, keep, *self.block, self.p)
+
+    def drop(self, x: Tensor, training: bool) -> Tensor:
+        """(X∘m) / (1 - p): for a matmul that cannot leave blocks out of X."""
+        keep = self.mask(x, training)
+        return x if keep is None else dropout.drop(x, keep, self.block, self.p)  # type: ignore[arg-type]
+
+
+class DroppedCall(nn.Module):
+    """A linear call of a graph with its dropout: (x, w, b) -> y. Follows train() and eval(), whatever the trace was made in."""
+
+    def __init__(self, config: BlockDropout, name: str, origin: str, before: tuple[Any, ...] | None) -> None:
+        super().__init__()
+        self._fxmask_dropping, self._fxmask_name, self._fxmask_origin = config, name, origin
+        self._fxmask_before = before  # (name, op, target, further args, kwargs) of the dropout that was fused
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._fxmask_dropping.linear(x, weight, bias, self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self._fxmask_name}, {self._fxmask_dropping.words()}"
+
+
+def dropout_before(gm: GraphModule, linear: Node) -> tuple[Node, float] | None:
+    """The active dropout whose output a linear call reads, and its p."""
+    n = input_arg(linear)
+    if not isinstance(n, Node):
+        return None
+    if n.op == "call_module" and type(m := gm.get_submodule(str(n.target))) is nn.Dropout:
+        return n, m.p
+    if n.op != "call_function" or n.target not in DROPOUTS:
+        return None
+    named = dict(zip(("input", "p", "training" if n.target is F.dropout else "train"), n.args, strict=False)) | n.kwargs
+    p, on = named.get("p", 0.5), named.get("training", named.get("train", True))
+    return (n, float(p)) if on is True and isinstance(p, (int, float)) else None
+
+
+class FuseDropout(Pass):
+    """Rewrites the selected linear calls of one graph: [(decision, configuration)], p None where that of the dropout counts."""
+
+    def __init__(self, chosen: list[tuple[Decision, BlockDropout]]) -> None:
+        self.chosen = chosen
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names = []
+        for d, config in self.chosen:
+            for node in d.candidate.nodes if d.candidate.host is gm else []:
+                found = dropout_before(gm, node)
+                if config.p is None and found is None:
+                    continue
+                own = config if config.p is not None or found is None else dataclasses.replace(config, p=found[1])
+                w, b, origin = linear_parts(gm, node)
+                before = None if found is None else (found[0].name, found[0].op, found[0].target, tuple(found[0].args[1:]), dict(found[0].kwargs))
+                x = input_arg(node) if found is None else input_arg(found[0])
+                new = call_site(gm, CONTAINER, node, DroppedCall(own, d.candidate.name, origin, before), (x, w, b))
+                replace_node(gm, node, new)
+                if found is not None and not found[0].users:
+                    gm.graph.erase_node(found[0])
+                names.append(d.candidate.name)
+        return names
+
+
+class UnfuseDropout(Pass):
+    """Turns dropped calls of a graph back into what they were."""
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names = []
+        dropouts: dict[str, Node] = {n.name: n for n in gm.graph.nodes}
+        for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
+            site = gm.get_submodule(str(node.target))
+            if not isinstance(site, DroppedCall):
+                continue
+            x, w, *rest = node.args
+            with gm.graph.inserting_before(node):
+                if site._fxmask_before is not None:
+                    name, op, target, args, kwargs = site._fxmask_before
+                    if name not in dropouts:
+                        dropouts[name] = gm.graph.create_node(op, target, (x, *args), kwargs, name)
+                    x = dropouts[name]
+                new = linear_call(gm, site._fxmask_origin, x, w, *rest)
+            replace_node(gm, node, new)
+            for left in (*rest, w):
+                if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
+                    gm.graph.erase_node(left)
+            names.append(site._fxmask_name)
+        if CONTAINER in gm._modules:
+            delattr(gm, CONTAINER)
+        return names

@@ -1,0 +1,38 @@
+"""A linear call of a graph, taken apart and put together again: for passes that put a module in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from .find import bias_arg, weight_arg
+
+
+def linear_parts(gm: GraphModule, node: Node) -> tuple[Any, Any, str]:
+    """(weight, bias, what the call was: `module:<path>`, `aten` or `functional`) as nodes before the call."""
+    with gm.graph.inserting_before(node):
+        if node.op == "call_module":
+            path = str(node.target)
+            w = gm.graph.get_attr(f"{path}.weight")
+            return w, None if gm.get_submodule(path).bias is None else gm.graph.get_attr(f"{path}.bias"), f"module:{path}"
+    return weight_arg(node), bias_arg(node), "aten" if node.target is torch.ops.aten.linear.default else "functional"
+
+
+def linear_call(gm: GraphModule, origin: str, x: Any, w: Any, *bias: Any) -> Node:
+    """The call again, where the graph inserts."""
+    if origin.startswith("module:"):
+        return gm.graph.call_module(origin.removeprefix("module:"), (x,))
+    return gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, *bias))
+
+
+def call_site(gm: GraphModule, container: str, node: Node, site: nn.Module, args: tuple[Any, ...]) -> Node:
+    """A call, before `node`, of a module that is put into a container of the graph module under the node's name."""
+    if container not in gm._modules:
+        gm.add_module(container, nn.Module().train(gm.training))
+    gm.get_submodule(container).add_module(node.name, site.train(gm.training))
+    with gm.graph.inserting_before(node):
+        return gm.graph.call_module(f"{container}.{node.name}", args)

@@ -1,0 +1,229 @@
+"""`BlockDropout` on modules and graphs: fusing, training and evaluation, checkpointing, restoring, wrong use."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fxmask
+from fxmask import ActivationPruning, BlockDropout, WeightMask
+from fxmask.dropping import DroppedLinear, FusedDropout
+from fxmask.kernels import dropout, dropout_ops
+
+
+def net(p: float = 0.3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(p), nn.Linear(96, 64), nn.ReLU(), nn.Dropout(0.1))
+
+
+def masks_drawn(monkeypatch) -> list:
+    seen = []
+    real = dropout_ops.mask
+
+    def noted(x, block, p):
+        seen.append(real(x, block, p))
+        return seen[-1]
+
+    monkeypatch.setattr(dropout_ops, "mask", noted)
+    return seen
+
+
+def test_a_dropout_before_a_linear_is_fused(monkeypatch):
+    seen = masks_drawn(monkeypatch)
+    model = net()
+    model[5].p = 0.0
+    dense = copy.deepcopy(model)
+    fxmask.apply(model, BlockDropout(block=(8, 16)))
+    assert type(model[0]) is nn.Linear and isinstance(model[3], DroppedLinear) and isinstance(model[2], FusedDropout)
+    rows = {r["name"]: r for r in fxmask.explain(model).rows}
+    assert rows["3"]["dropout"] == "p=0.3 in 8x16" and rows["0"]["dropout"] is None and "no p was given" in rows["0"]["reason"]
+    x = torch.randn(32, 64, requires_grad=True)
+    y = model(x)
+    (keep,) = seen
+    h = dense[1](dense[0](x))
+    want = torch.relu(F.linear(dropout.drop(h, keep, (8, 16), 0.3), dense[3].weight, dense[3].bias))
+    torch.testing.assert_close(y, want)
+    a, b = torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(want.sum(), x)[0]
+    torch.testing.assert_close(a, b)
+    model.eval()
+    dense.eval()
+    assert torch.equal(model(x), dense(x)) and len(seen) == 1
+
+
+def test_included_linears_are_dropped_and_other_dropouts_left_alone(monkeypatch):
+    seen = masks_drawn(monkeypatch)
+    model = fxmask.apply(net(), BlockDropout(0.5, (8, 16)))
+    report = fxmask.explain(model)
+    assert [r["dropout"] for r in report.rows] == ["p=0.5 in 8x16"] * 2 and "left alone: 5." in report.notes[-1]
+    model(torch.randn(32, 64))
+    assert [m.shape for m in seen] == [(4, 4), (4, 6)]
+    only = fxmask.apply(net(), BlockDropout(0.5, (8, 16)), include="0", overrides={"0": {"p": 0.25}})
+    assert [r["dropout"] for r in fxmask.explain(only).rows] == ["p=0.25 in 8x16", None] and type(only[2]) is nn.Dropout
+    assert "left alone: 2, 5." in fxmask.explain(only).notes[-1]
+
+
+def test_monte_carlo_and_p_of_zero():
+    x = torch.randn(32, 64)
+    model = fxmask.apply(net(), BlockDropout(0.5, (8, 8), mc=True)).eval()
+    assert not torch.equal(model(x), model(x)) and "evaluation too" in fxmask.explain(model).rows[0]["dropout"]
+    dense = net()
+    zero = fxmask.apply(copy.deepcopy(dense), BlockDropout(0.0), include="0")
+    torch.manual_seed(1)
+    a = zero(x)
+    torch.manual_seed(1)
+    assert torch.equal(a, dense(x))  # and no number was drawn
+
+
+def test_a_block_larger_than_the_input_is_all_of_it():
+    model = fxmask.apply(nn.Linear(64, 64, bias=False), BlockDropout(0.5, (512, 512)))
+    sums = {float((model(torch.ones(4, 64)) == 0).all()) for _ in range(40)}
+    assert sums == {0.0, 1.0}
+
+
+def test_the_seed_of_the_generator_decides_and_checkpointing_redraws():
+    model = fxmask.apply(net(), BlockDropout(0.5, (8, 16)))
+    x = torch.randn(32, 64)
+
+    def grad(run) -> torch.Tensor:
+        torch.manual_seed(3)
+        model.zero_grad()
+        run(x).square().sum().backward()
+        return model[0].weight.grad.clone()
+
+    plain = grad(model)
+    assert torch.equal(plain, grad(model)) and torch.equal(plain, grad(lambda x: checkpoint(model, x, use_reentrant=False)))
+    torch.manual_seed(4)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert not torch.equal(plain, model[0].weight.grad)
+
+
+@pytest.mark.parametrize("trace", ["fx", "export"])
+def test_graphs(trace, monkeypatch):
+    seen = masks_drawn(monkeypatch)
+    dense = net()
+    dense[5].p = 0.0
+    x = torch.randn(32, 64)
+    gm = torch.fx.symbolic_trace(copy.deepcopy(dense)) if trace == "fx" else torch.export.export(copy.deepcopy(dense), (x,)).module()
+    before = [(n.op, str(n.target)) for n in gm.graph.nodes if n.op != "get_attr"]
+    fxmask.apply(gm, BlockDropout(block=(8, 16)))
+    assert [str(n.target) for n in gm.graph.nodes if "fxmask_dropped" in str(n.target)] and fxmask.explain(gm).rows[-1]["dropout"] == "p=0.3 in 8x16"
+    y = gm(x)
+    (keep,) = seen
+    h = dense[1](dense[0](x))
+    torch.testing.assert_close(y, torch.relu(F.linear(dropout.drop(h, keep, (8, 16), 0.3), dense[3].weight, dense[3].bias)))
+    if trace == "fx":
+        assert torch.equal(gm.eval()(x), dense.eval()(x)) and len(seen) == 1
+        gm.train()
+    fxmask.restore(gm)
+    assert [(n.op, str(n.target)) for n in gm.graph.nodes if n.op != "get_attr"] == before and "fxmask_dropped" not in gm._modules
+
+
+def test_a_functional_dropout_in_a_graph_and_one_with_two_readers():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            h = F.dropout(x, 0.25, training=True)
+            off = F.dropout(x, 0.9, training=False)
+            return self.a(h) + self.b(h) + self.b(off)
+
+    gm = torch.fx.symbolic_trace(Two())
+    text = gm.code
+    fxmask.apply(gm, BlockDropout(block=(8, 8)))
+    calls = [n for n in gm.graph.nodes if "fxmask_dropped" in str(n.target)]
+    assert len(calls) == 2 and sum(n.target is F.dropout for n in gm.graph.nodes) == 1  # the one that is off stays
+    gm(torch.randn(16, 32))
+    fxmask.restore(gm)
+    assert sum(n.target is F.dropout for n in gm.graph.nodes) == 2 and len(gm.code.splitlines()) == len(text.splitlines())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_and_autocast(backend):
+    model = fxmask.apply(net(), BlockDropout(0.5, (8, 16)))
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.randn(32, 64)
+    out = compiled(x)
+    out.sum().backward()
+    assert model[0].weight.grad is not None and not torch.equal(compiled(x), out)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model[:4](x).dtype == torch.bfloat16
+
+
+def test_with_weight_masks(monkeypatch):
+    seen = masks_drawn(monkeypatch)
+    model = fxmask.apply(net(), WeightMask(0.5, (16, 16)), BlockDropout(block=(8, 16)), overrides={"0": {"ratio": 0.75}})
+    rows = fxmask.explain(model).rows
+    assert [r["target_ratio"] for r in rows] == [0.75, 0.5] and [r["dropout"] for r in rows] == [None, "p=0.3 in 8x16"]
+    x = torch.randn(32, 64)
+    h = model[:2](x)
+    y = model[3](model[2](h))
+    weight = model[3].weight * fxmask.masks(model)["3.weight"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+    torch.testing.assert_close(y, F.linear(dropout.drop(h, seen[0], (8, 16), 0.3), weight, model[3].bias))
+    y.sum().backward()
+    assert model[3].weight.grad is not None
+    fxmask.restore(model)
+    assert repr(model) == repr(net())
+
+
+def test_restore_copy_and_pickle():
+    dense = net()
+    model = fxmask.apply(copy.deepcopy(dense), BlockDropout(0.5, (8, 16)))
+    assert list(model.state_dict()) == list(dense.state_dict())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        torch.manual_seed(5)
+        a = twin(torch.ones(32, 64))
+        torch.manual_seed(5)
+        assert torch.equal(a, model(torch.ones(32, 64)))
+    for twin in (copy.deepcopy(model), model):
+        fxmask.restore(twin)
+        assert repr(twin) == repr(dense) and all(torch.equal(a, b) for a, b in zip(twin.parameters(), dense.parameters(), strict=True))
+
+
+def test_a_dropout_that_is_used_twice_is_left_alone():
+    shared = nn.Dropout(0.3)
+    model = nn.Sequential(shared, nn.Linear(32, 32), shared, nn.Linear(32, 32))
+    fxmask.apply(model, BlockDropout(0.5, (8, 8)))
+    assert type(model[0]) is nn.Dropout and "left alone" in fxmask.explain(model).notes[-1]
+
+
+def test_analyze_and_the_counter_expect_what_p_says():
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), BlockDropout(0.25, (8, 16))), torch.randn(4, 10, 64, requires_grad=True)
+    flop = fxmask.analyze(model, x).summary["flop"]
+    assert [flop[k] for k in ("fwd", "bwd_dx", "bwd_dw")] == [round(0.75 * 2 * 40 * 64 * 96)] * 3
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert counter.get_total_flops() % (3 * 2 * 96) == 0 and 0 < counter.get_total_flops() <= 3 * 2 * 40 * 64 * 96
+
+
+WRONG = {
+    "p of 1": (lambda: BlockDropout(1.0), r"number in \[0, 1\)"),
+    "block": (lambda: BlockDropout(0.5, 128), "two positive ints"),
+    "mc": (lambda: BlockDropout(0.5, mc=1), "mc: expected a bool"),
+    "dropout of 1": (lambda: fxmask.apply(net(1.0), BlockDropout()), "behind a Dropout with p=1.0"),
+    "with pruning": (lambda: fxmask.apply(net(), BlockDropout(0.5), ActivationPruning()), "saves its input whole"),
+    "twice": (lambda: fxmask.apply(net(), BlockDropout(0.5), BlockDropout(0.5)), "one BlockDropout, got 2"),
+    "again": (lambda: fxmask.apply(fxmask.apply(net(), BlockDropout(0.5)), BlockDropout(0.5)), "dropped already"),
+    "option": (lambda: fxmask.apply(net(), BlockDropout(0.5), overrides={"0": {"ratio": 0.5}}), "unknown option .* got 'ratio'"),
+    "both in a trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(net()), WeightMask(), BlockDropout(0.5)), "instead of its trace"),
+    "torch.func": (lambda: torch.func.grad(lambda x: fxmask.apply(net(), BlockDropout(0.5))(x).sum())(torch.randn(4, 64)), "function transform"),
+    "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(net(), BlockDropout(0.5))), "trace first"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use(case):
+    call, words = WRONG[case]
+    with pytest.raises(fxmask.FxMaskError, match=words):
+        call()
+
+
+def test_nothing_to_drop_is_said():
+    with pytest.warns(fxmask.FxMaskWarning, match="changed nothing: .*no active dropout before it"):
+        fxmask.apply(nn.Sequential(nn.Linear(64, 64)), BlockDropout())
