@@ -16,11 +16,11 @@ from ..kernels.errors import ConfigError
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
 from .choose import Decision
-from .find import input_arg
+from .find import INPUT_SITES, input_arg
 from .graph_calls import call_site, linear_call, linear_parts
 from .infra import Pass, replace_node
 
-CONTAINER = "fxmask_pruned"
+CONTAINER = INPUT_SITES[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ from ..kernels import dropout, dropout_ops
 from ..kernels.errors import ConfigError
 from ..kernels.grid import check_block
 from .choose import Decision
-from .find import input_arg
+from .find import INPUT_SITES, input_arg
 from .graph_calls import call_site, linear_call, linear_parts
 from .infra import Pass, replace_node
 
-CONTAINER = "fxmask_dropped"
+CONTAINER = INPUT_SITES[1]
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 
 

@@ -24,6 +24,9 @@ IN_PROJ_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_w
 IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
 
 
+INPUT_SITES = ("fxmask_pruned", "fxmask_dropped")  # containers of a graph module
+
+
 @dataclasses.dataclass
 class Candidate:
     """One linear of a model, whatever form it has.
@@ -76,10 +79,23 @@ def find(model: nn.Module) -> list[Candidate]:
             if path not in named:
                 shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
                 found.append(Candidate(path.removesuffix(".weight"), path, shown, masked=True))
+        for name, weight in _behind_inputs(gm):
+            if f"{name}.weight" not in named:
+                named.add(f"{name}.weight")
+                found.append(Candidate(name, f"{name}.weight", weight))
     embeddings = _embedding_weights(model, graphs)
     for c in found:
         c.tied_embedding = id(c.weight) in embeddings
     return found
+
+
+def _behind_inputs(gm: GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
+    for n in gm.graph.nodes:
+        if n.op == "call_module" and str(n.target).partition(".")[0] in INPUT_SITES:
+            w = n.args[1]
+            owner, _, leaf = str(w.target).rpartition(".") if w.op == "get_attr" else ("", "", "")
+            yield str(gm.get_submodule(str(n.target))._fxmask_name), getattr(gm.get_submodule(owner), leaf) if leaf else torch.empty(0, 0, device="meta")
 
 
 def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
