@@ -9,7 +9,7 @@ and `index` (B, nnz), the kept blocks' flat numbers in a sample, ascending.
 | (..., R, C) | leading axes are samples, or, beyond three axes, the first one: (B, rest, C) |
 | (M, C) | M samples of one row each |
 | (C) | one sample of one row |
-| (B, C, T) with channels inner (token mixing's transposed view) | the view (B, T, C) behind it: blocks lie along the axis of stride 1 |
+| (B, C, T) with channels inner (token mixing's transposed view) | the view (B, T, C) behind it: blocks lie along the axis of stride 1, see `is_turned` |
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ def check_width(block: object) -> int:
     raise ConfigError(f"block of pruned activations, in features: expected a positive int, got {block!r}.")
 
 
-def is_turned(x: Tensor) -> bool:
-    """Whether the second last axis is the inner one in memory: a transposed view, as token mixing makes it."""
-    return x.dim() >= 3 and x.stride(-1) != 1 and x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1
+def is_turned(x: Tensor, block: int) -> bool:
+    """Whether blocks lie along the second last axis: it is the inner one in memory, as in the transposed view of token mixing.
+
+    Not where it is no multiple of the block and the last axis is one: residual streams behind a convolution have their tokens inside.
+    """
+    inner = x.dim() >= 3 and x.stride(-1) != 1 and x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1
+    return inner and not (x.shape[-2] % block and x.shape[-1] % block == 0)
 
 
 def samples(x: Tensor, turned: bool) -> Tensor:

@@ -148,7 +148,7 @@ def linear(
     if x.is_nested or ops.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
-    turned = prune.is_turned(x)
+    turned = prune.is_turned(x, block)
     b, r, c = prune.sample_shape(x.shape, turned)
     n = prune.block_count(r, c, block)
     drawn = None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))

@@ -17,6 +17,8 @@ import train as common
 from thesis import accuracy, isoflop, masked_model, recipes, stability
 from thesis import train as program
 
+import fxmask
+
 ROOT = Path(__file__).parents[2]
 DIGITS = ["--data", "digits", "--holdout", "200", "--epochs", "2", "--seeds", "0"]
 EVERY = {**recipes.SEARCH, **recipes.FINAL, **recipes.ISOFLOP}
@@ -140,3 +142,14 @@ def test_stability_measures_what_it_says(tmp_path, capsys):
     assert [r["mode"] for r in first] == ["dense", "masked"] and all(float(r["last_loss"]) < float(r["first_loss"]) for r in first)
     assert stability.main(command) == 0 and plots.read_csv(table) == first, "what was measured is not measured again"
     assert "no spike above 0.5" in capsys.readouterr().out
+
+
+def test_activations_are_pruned_with_and_without_masks():
+    for more, masked in ((["--dense"], 0), ([], 3)):
+        args = program.arguments(["--data", "digits", *more, "--activations", "0.5:8"])
+        model = masked_model.build(args, "digits", 1, 10, 10)
+        rows = fxmask.explain(model).rows
+        inside = [r for r in rows if r["name"].startswith("blocks.0.")]
+        assert [r["activations"] for r in inside] == ["50 % of 1x8"] * 3 and sum(r["masked"] for r in inside) == masked
+        assert all(r["activations"] is None for r in rows if not r["name"].startswith("blocks."))
+    assert masked_model.activations("0.25").block == 16 and masked_model.activations(None) is None

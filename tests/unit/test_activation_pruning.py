@@ -24,7 +24,7 @@ def mlp(dtype=torch.float64) -> nn.Sequential:
 
 
 def pruned_input(x: torch.Tensor, ratio: float, block: int) -> torch.Tensor:
-    turned = prune.is_turned(x)
+    turned = prune.is_turned(x, block)
     _, r, c = prune.sample_shape(x.shape, turned)
     n = prune.block_count(r, c, block)
     return prune.expand(*prune.compress(x, block, n - prune.dropped_count(n, ratio), turned), x.shape, turned)
