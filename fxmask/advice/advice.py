@@ -63,7 +63,7 @@ def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -
     row: dict[str, Any] = {"layer": layer.name, "out x in": f"{n}x{k}", "tokens": layer.tokens or None}
     if timed is None or timed.why:
         return row | {"why": layer.why or (timed.why if timed else "")}
-    alone = timed.dense.seconds(0)
+    alone = timed.alone
     row |= {"dense_ms": 1e3 * alone, "share_of_step": alone / dense}
     for ratio in ratios:
         block, gain = best_block(timed, ratio)

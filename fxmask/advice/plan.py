@@ -51,7 +51,7 @@ def plans(found: list[Timed], ratios: list[float], dense_step: float) -> list[Pl
 
     The layers' share of the step is what they took alone, at most all of it: a layer that runs alone may find its operands in other caches.
     """
-    alone = sum(len(t.layers) * t.dense.seconds(0) for t in found)
+    alone = sum(len(t.layers) * t.alone for t in found)
     scale = min(1.0, dense_step / alone) if alone else 1.0
     made = []
     for ratio in sorted(ratios):
@@ -61,7 +61,7 @@ def plans(found: list[Timed], ratios: list[float], dense_step: float) -> list[Pl
             block, gain = best_block(t, ratio)
             if block is not None and gain is not None and gain >= PAYS:
                 blocks |= {name: block for layer in t.layers for name in (layer.name, *layer.others)}
-                saved += len(t.layers) * t.dense.seconds(0) * (1 - 1 / gain)
+                saved += len(t.layers) * t.alone * (1 - 1 / gain)
         step = dense_step - scale * saved
         made.append(Plan(ratio, blocks, step, dense_step / step if step > 0 else float("inf")))
     return made

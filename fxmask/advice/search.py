@@ -6,6 +6,7 @@ A larger block and a higher ratio are never slower by more than noise, so what l
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,6 +33,11 @@ class Timed:
     refresh: int
     left_out: int = 0  # cells that the time did not reach
     why: str = ""  # nothing was timed, because
+
+    @property
+    def alone(self) -> float:
+        """Seconds of one dense layer's step: the median of what it took beside each cell."""
+        return statistics.median([dense.seconds(0) for dense, _ in self.cells.values()] or [self.dense.seconds(0)])
 
     def gain(self, cell: Cell) -> float | None:
         """Times as fast as dense, of one layer's step; None where it was not timed."""

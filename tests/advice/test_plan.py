@@ -37,8 +37,10 @@ def test_the_step_is_the_dense_one_less_what_paying_layers_save():
     assert high.step == pytest.approx(0.5 - 2 * 0.06) and high.gain == pytest.approx(0.5 / 0.38)
 
 
-def test_dense_times_of_other_turns_give_a_ratio_not_a_difference():
-    slow = Timed([layer("a")], Times(0.1, 0.0), {(B64, 0.8): (Times(0.2, 0.0), Times(0.1, 0.0))}, 10)  # the machine was half as fast then
+def test_a_cell_gives_a_ratio_and_the_median_of_all_turns_the_dense_time():
+    cells = {(B64, 0.8): (0.2, 0.1), (B64, 0.5): (0.1, 0.11), (B32, 0.8): (0.1, 0.12)}  # the machine was half as fast once
+    slow = Timed([layer("a")], Times(0.3, 0.0), {c: (Times(d, 0.0), Times(m, 0.0)) for c, (d, m) in cells.items()}, 10)
+    assert slow.alone == 0.1 and Timed([layer("a")], Times(0.3, 0.1), {}, 10).alone == pytest.approx(0.4)
     (plan,) = plans([slow], [0.8], 0.2)
     assert plan.step == pytest.approx(0.15)
 
