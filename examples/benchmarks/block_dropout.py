@@ -1,0 +1,113 @@
+"""Forward and backward of a linear behind dropout, against p: figures 3a and 3b of SparseDrop, on a CPU or a GPU.
+
+    python examples/benchmarks/block_dropout.py --threads 1 --csv examples/results/cpu/block_dropout.csv
+
+| contender | |
+| --- | --- |
+| dense | the linear alone |
+| dropout + linear | F.dropout, then F.linear |
+| block dropout + linear | a mask of blocks, multiplied in, then F.linear |
+| fused | fxmask.BlockDropout |
+
+All take turns in one run, in an order that changes; medians. On one CPU thread process time, on more wall time, on CUDA events. GFLOP/s count the dense
+products, so that what is skipped shows as speed. Rows of all p are printed, losing ones too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+
+import fxmask
+from fxmask.advice.stopwatch import stopwatch
+from fxmask.bench.clock import load_average
+from fxmask.bench.provenance import provenance, utc
+from fxmask.kernels import dropout
+
+RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]:
+    """Calls that run forward and backward once."""
+    dtype = getattr(torch, a.dtype)
+    torch.manual_seed(0)
+    linear = nn.Linear(a.features, a.features, device=a.device, dtype=dtype)
+    fused = fxmask.apply(nn.Sequential(linear), fxmask.BlockDropout(p, (a.block, a.block)))
+    x = torch.randn(a.tokens, a.features, device=a.device, dtype=dtype, requires_grad=True)
+    gy = torch.randn(a.tokens, a.features, device=a.device, dtype=dtype)
+
+    def run(forward: Callable[[], Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            x.grad = linear.weight.grad = linear.bias.grad = None
+            forward().backward(gy)
+
+        return call
+
+    def blocks() -> Tensor:
+        keep = dropout.draw(a.tokens, a.features, (a.block, a.block), p, torch.randint(2**62, (), device=a.device))
+        return F.linear(dropout.drop(x, keep, (a.block, a.block), p), linear.weight, linear.bias)
+
+    return {
+        "dense": run(lambda: F.linear(x, linear.weight, linear.bias)),
+        "dropout + linear": run(lambda: F.linear(F.dropout(x, p), linear.weight, linear.bias)),
+        "block dropout + linear": run(blocks),
+        "fused": run(lambda: fused(x)),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tokens", type=int, default=1024)
+    p.add_argument("--features", type=int, default=1024)
+    p.add_argument("--block", type=int, default=128)
+    p.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    p.add_argument("--repeats", type=int, default=15)
+    p.add_argument("--threads", type=int)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--csv", type=Path, help="append rows there")
+    a = p.parse_args(argv)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    device = torch.device(a.device)
+    watch, shared, rows = stopwatch(device), provenance(device), []
+    flop = 6 * a.tokens * a.features**2
+    for rate in a.rates:
+        calls = contenders(a, rate)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(a.repeats + 2):
+            for name in random.Random(turn).sample(list(calls), len(calls)):
+                took = watch(calls[name])
+                if turn > 1:
+                    times[name].append(took)
+        ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
+        for name, t in ms.items():
+            row = {"p": rate, "contender": name, "ms": f"{t:.4g}", "gflops_dense_equivalent": f"{flop / t / 1e6:.4g}"}
+            row |= {"x_dense": f"{ms['dense'] / t:.3g}", "x_dropout": f"{ms['dropout + linear'] / t:.3g}"}
+            rows.append({**row, "load": load_average(), "utc": utc()})
+    print(tabulate([{k: v for k, v in r.items() if k not in ("load", "utc")} for r in rows], headers="keys"))
+    won = [r for r in a.rates if all(float(x["x_dropout"]) > 1 for x in rows if x["contender"] == "fused" and x["p"] >= r)]
+    print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")
+    if a.csv is not None:
+        new = not a.csv.exists()
+        settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads")}
+        with a.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [*shared, *settings, *rows[0]], lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerows({**shared, **settings, **r} for r in rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
