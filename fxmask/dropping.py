@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .kernels.errors import ConfigError, UnsupportedError, message
-from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout
+from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before
 from .passes.choose import Decision
 from .passes.find import graph_modules
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
-from .swap import MaskedLinear, ReadWeight, _rebuild_class, is_own_class, masked_class
+from .swap import MaskedLinear, _rebuild_class, is_own_class, masked_class
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -60,7 +60,7 @@ def fused_dropouts(model: nn.Module) -> dict[int, nn.Dropout]:
     places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     found = {}
     for m in model.modules():
-        if isinstance(m, nn.Sequential):
+        if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward:
             children = list(m)
             for first, then in pairwise(children):
                 if type(first) is nn.Dropout and isinstance(then, nn.Linear) and places[id(first)] == places[id(then)] == 1:
@@ -72,6 +72,10 @@ def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> l
     """The layers that drop, with p and the Dropout that is fused; those of graphs as they are, the pass knows their dropouts."""
     before, found = fused_dropouts(model), []
     for d, config in chosen:
+        gm = d.candidate.host
+        rates = [at[1] for n in d.candidate.nodes if (at := dropout_before(gm, n)) is not None] if gm is not None else []
+        if config.p is None and any(not 0 <= p < 1 for p in rates):
+            raise ConfigError(f"{d.candidate.name!r} is behind a dropout with p={max(rates)}: expected p in [0, 1), or exclude={d.candidate.name!r}.")
         dropout = before.get(id(d.candidate.module)) if d.candidate.host is None else None
         if d.candidate.host is None and config.p is None:
             if dropout is None:
@@ -115,13 +119,13 @@ def dropped_layers(model: nn.Module) -> Iterator[tuple[str, BlockDropout]]:
     for name, m in model.named_modules():
         if isinstance(m, DroppedCall):
             yield m._fxmask_name, m._fxmask_dropping
-        elif "_fxmask_dropping" in m.__dict__ and not isinstance(m, ReadWeight):
+        elif "_fxmask_dropping" in m.__dict__:
             yield name, m.__dict__["_fxmask_dropping"]
 
 
 def any_dropped(model: nn.Module) -> bool:
-    """Whether any layer has block dropout."""
-    return next(dropped_layers(model), None) is not None
+    """Whether any layer has block dropout, or any Dropout rests for one."""
+    return next(dropped_layers(model), None) is not None or any(isinstance(m, FusedDropout) for m in model.modules())
 
 
 def other_dropouts(model: nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .dropping import any_dropped, drop_inputs, dropped_layers, resolved
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
@@ -22,15 +23,18 @@ Other = ActivationPruning | BlockDropout
 M = TypeVar("M", bound=nn.Module)
 
 
-def mask_overrides(overrides: Mapping[Any, Any] | None, alone: bool) -> Mapping[Any, Any] | None:
-    """The overrides without what they say of inputs. `alone`: no WeightMask is given, so that all options are of the one config that is."""
+def mask_overrides(overrides: Mapping[Any, Any] | None, config: Other, alone: bool) -> Mapping[Any, Any] | None:
+    """The overrides without what they say of `config`. `alone`: no WeightMask is given, so that all options are of it."""
     if not isinstance(overrides, Mapping):
         return overrides
-    return {p: {} if alone and isinstance(c, Mapping) else _without(c) for p, c in overrides.items()}
+    key = KEYS[type(config)]
+    return {p: c if not isinstance(c, Mapping) else {} if alone else {k: v for k, v in c.items() if k != key} for p, c in overrides.items()}
 
 
-def _without(change: Any) -> Any:
-    return {k: v for k, v in change.items() if k not in KEYS.values()} if isinstance(change, Mapping) else change
+def has_input(d: Decision) -> bool:
+    """Whether anybody calls the layer: not where its owner reads its weight instead, or its own forward does."""
+    c = d.candidate
+    return c.module is None or not (isinstance(c.module, NonDynamicallyQuantizableLinear) or any(c.module is owner for owner in c.owners))
 
 
 def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, Any] | None, alone: bool) -> list[tuple[Decision, Config]]:
@@ -39,14 +43,18 @@ def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, 
     for d in decisions:
         c: Config | None = config if d.config is not None else None
         for pattern, change in (overrides or {}).items():
-            own = change if alone else change.get(key, {}) if isinstance(change, Mapping) else change
-            if c is not None and matches(pattern, d.candidate):
-                if own is not False and not isinstance(own, Mapping):
-                    raise ConfigError(f"overrides[{pattern!r}][{key!r}]: expected a dict of options or False, got {own!r}.")
-                c = None if own is False else c.replace(dict(own), f"overrides[{pattern!r}]")
-        if c is None or d.config is None or d.config.read == "weight":  # a layer that nobody calls has no input
+            own = change if alone else change.get(key) if isinstance(change, Mapping) else change
+            if d.config is None or own is None or not matches(pattern, d.candidate):
+                continue
+            if own is not False and not isinstance(own, Mapping):
+                raise ConfigError(f"overrides[{pattern!r}][{key!r}]: expected a dict of options or False, got {own!r}.")
+            c = None if own is False else config.replace(dict(own), f"overrides[{pattern!r}]")
+        if c is None or d.config is None or not has_input(d):
             continue
         name = type(config).__name__
+        if isinstance(c, BlockDropout) and c.mc and d.config.read == "weight":
+            what = "mc=True drops in evaluation, and there the owner of this layer may read its weight past it (its fast path)."
+            raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: False}}, or mc=False."))
         if d.candidate.host is not None and not alone:
             what = f"a WeightMask and {name} together in a traced graph, whose masked node reads its input itself."
             raise UnsupportedError(message(what, d.candidate.name, "call fxmask.apply on the nn.Module instead of its trace."))
@@ -78,6 +86,7 @@ class Inputs:
 def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     """`apply` without a WeightMask."""
     inputs.change(model)
+    model.__dict__.pop(REASONS, None)
     done = {name for name, _ in (*pruned_layers(model), *dropped_layers(model))}
     for d in decisions:
         name = d.candidate.name
@@ -85,7 +94,7 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
             d.reason = "dense; its input is saved pruned" if inputs.pruned else "dense; its input is dropped in blocks"
         elif d.config is not None:
             left = "overrides: False" if id(d) not in inputs.chosen and inputs.pruned else "no active dropout before it, and no p was given"
-            d.reason = left if d.config.read == "call" else "its owner reads its weight and never calls it: it has no input"
+            d.reason = left if has_input(d) else "its owner reads its weight and never calls it: it has no input"
     if not done:
         reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
         warnings.warn(f"fxmask.apply changed nothing: {reasons}.", FxMaskWarning, stacklevel=3)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .allocating import allocated
-from .dropping import any_dropped, undrop
+from .dropping import DroppedLinear, any_dropped, undrop
 from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
@@ -31,7 +31,7 @@ from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
-from .pruning import any_pruned, unprune
+from .pruning import PrunedLinear, any_pruned, unprune
 from .sites import FINAL, REASONS, any_masked, mark_decided, sites
 from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
 
@@ -86,8 +86,10 @@ def apply(
     config, other = _configs(configs, ratio, block, options)
     _check_model(model)
     check_inputs(model, alone=config is None)
-    decisions = choose(find(model), config or WeightMask(), include, exclude, overrides if other is None else mask_overrides(overrides, config is None))
+    decisions = choose(find(model), config or WeightMask(), include, exclude, overrides if other is None else mask_overrides(overrides, other, config is None))
     inputs = Inputs(model, decisions, other, overrides, config is None)
+    if config is None and allocation is not None:
+        raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
     if config is None:
         return only_inputs(model, decisions, inputs)
     if allocation is not None:
@@ -110,20 +112,17 @@ def restore(model: M) -> M:
 
     Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
     """
-    if any_pruned(model) or any_dropped(model):
-        unprune(model)
-        undrop(model)
-        if not any_masked(model):
-            model.__dict__.pop(REASONS, None)
-            return model
-    if not any_masked(model):
+    inputs = any_pruned(model) or any_dropped(model)
+    if not any_masked(model) and not inputs:
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
-        if isinstance(m, (MaskedLinear, WeightReader)) and not is_own_class(m):
+        if isinstance(m, (MaskedLinear, WeightReader, PrunedLinear, DroppedLinear)) and not is_own_class(m):
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
             raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+    unprune(model)
+    undrop(model)
     _unmask(model)
     mark_decided(model.parameters(), False)
     for m in model.modules():

@@ -16,7 +16,7 @@ from .passes.choose import Decision
 from .passes.find import graph_modules
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
-from .swap import MaskedLinear, ReadWeight, _rebuild_class, is_own_class, masked_class
+from .swap import MaskedLinear, _rebuild_class, is_own_class, masked_class
 
 
 class PrunedLinear(nn.Module):
@@ -72,7 +72,7 @@ def pruned_layers(model: nn.Module) -> Iterator[tuple[str, ActivationPruning]]:
     for name, m in model.named_modules():
         if isinstance(m, PrunedCall):
             yield m._fxmask_name, m._fxmask_pruning
-        elif "_fxmask_pruning" in m.__dict__ and not isinstance(m, ReadWeight):
+        elif "_fxmask_pruning" in m.__dict__:
             yield name, m.__dict__["_fxmask_pruning"]
 
 

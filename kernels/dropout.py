@@ -10,6 +10,8 @@ A block mixes samples, because M counts the tokens of the whole batch.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +44,7 @@ def draw(tokens: int, features: int, block: tuple[int, int], p: float, seed: Ten
 
 
 def rows(t: Tensor) -> Tensor:
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def drop(x: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:

@@ -4,6 +4,7 @@ pays. Each one's derivative is made of the others, so they differentiate as ofte
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def _form(t: Tensor, block: tuple[int, int], p: float) -> Any:
 
 
 def _tokens(t: Tensor) -> int:
-    return t.shape[:-1].numel()
+    return math.prod(t.shape[:-1])
 
 
 @torch.library.custom_op("fxmask::dropped_linear", mutates_args=())

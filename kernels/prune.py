@@ -14,8 +14,6 @@ and `index` (B, nnz), the kept blocks' flat numbers in a sample, ascending.
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +24,9 @@ from .grid import RATIO_UNIT, ratio_units
 
 def dropped_count(n_blocks: int, ratio: float) -> int:
     """round(n * ratio), halves to even, exact: the blocks of a sample that are dropped, never all."""
-    return min(n_blocks - 1, round(Fraction(n_blocks * ratio_units(ratio), RATIO_UNIT))) if n_blocks else 0
+    exact = n_blocks * ratio_units(ratio)  # in units; integers alone, so that a compiler can trace a number of blocks that it does not know
+    rounded = (2 * exact + RATIO_UNIT - 1 + exact // RATIO_UNIT % 2) // (2 * RATIO_UNIT)
+    return torch.sym_max(0, torch.sym_min(n_blocks - 1, rounded))
 
 
 def check_width(block: object) -> int:

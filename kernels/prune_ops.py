@@ -5,6 +5,7 @@ y, dX and db are those of the linear, exactly; only dW sees the pruned input. Th
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import ops, prune, reference
 from .cpu import prune_strips
 from .dispatch import form
-from .errors import ShapeError, UnsupportedError
+from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
 from .grid import grid_shape
 from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule, linear_flop
@@ -151,5 +152,11 @@ def linear(
     turned = prune.is_turned(x, block)
     b, r, c = prune.sample_shape(x.shape, turned)
     n = prune.block_count(r, c, block)
+    kept = n - prune.dropped_count(n, ratio)
+    if kept == n:  # x itself is the smallest form of all of its blocks
+        if ratio > 0 and n and not torch.compiler.is_compiling():
+            what = f"activation pruning drops nothing of an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none."
+            warnings.warn(message(what, "", "a smaller block, or an input with samples of several rows."), FxMaskWarning, stacklevel=2)
+        return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     drawn = None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
-    return pruned_linear(x, w, bias, block, n - prune.dropped_count(n, ratio), turned, drawn, mask, *blocks, backward, dense, impl, lists)[0]
+    return pruned_linear(x, w, bias, block, kept, turned, drawn, mask, *blocks, backward, dense, impl, lists)[0]

@@ -37,7 +37,8 @@ class ActivationPruning:
         noise: 0: the norms decide. Else they are multiplied by 2^(noise * u), u uniform in [-1, 1], drawn anew in every forward from PyTorch's generator of
             the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours).
 
-    A layer whose weight needs no gradient, and any layer where gradients are off, computes densely and saves nothing.
+    Where nothing can be dropped (few blocks a sample: a row of an input with two axes is one) the layer is the dense one, with a warning. A layer whose weight
+    needs no gradient, and any layer where gradients are off, computes densely and saves nothing. `fxmask.dense` changes none of it.
     Raises: ConfigError. Not with torch.func, forward-mode AD, nested tensors, or a second derivative through dW: UnsupportedError.
     """
 

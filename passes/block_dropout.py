@@ -35,8 +35,10 @@ class BlockDropout:
             larger than X is all of X.
         mc: whether evaluation drops, too (Monte-Carlo dropout).
 
-    A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, and p, where it is given, stands for its own.
-    Every other dropout is left alone, and `explain` names it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device:
+    A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
+    since the linear's count; p, where it is given, stands for its own. Every other dropout is left alone, and `explain` names its module. In a graph a dropout
+    that feeds other ops, too, stays for those. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none
+    of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device:
     checkpointing redraws it.
     Raises: ConfigError. Not with torch.func, forward-mode AD or nested tensors (UnsupportedError), nor beside ActivationPruning.
     """

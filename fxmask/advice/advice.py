@@ -31,23 +31,28 @@ class Advice(Report):
 def advice_of(
     model: nn.Module, layers: list[Layer], found: list[Timed], made: list[Plan], plan: Plan | None, dense: float, target: float, refresh: int,
     options: dict[str, Any], device: torch.device, loads: tuple[float | None, float | None], cells: list[Cell], notes: list[str], took: float,
+    narrowed: bool, steps: bool,
 ) -> Advice:  # fmt: skip
     where = {layer.name: t for t in found for layer in t.layers}
     rows = [_row(layer, where.get(layer.name), [p.ratio for p in made], dense) for layer in layers]
     at = provenance(device)
     linears = sum(1 + len(layer.others) for layer in layers)
     summary: dict[str, Any] = {"dense step": f"{1e3 * dense:.4g} ms"}
-    summary |= {f"at {100 * p.ratio:g} %": p.words(linears) for p in made}
+    timed = {ratio for t in found for _, ratio in t.cells}
+    summary |= {f"at {100 * p.ratio:g} %": p.words(linears) if p.ratio in timed or not _left(found) else "not timed" for p in made}
     best = max(made, key=lambda p: p.gain)
     if plan is None:
         most = f"; the most is {best.gain:.2f}, at {100 * best.ratio:g} %" if best.blocks else ": no layer is faster masked"
         summary["advice"] = f"leave it dense: nothing reaches {target:g} times as fast{most}" if not notes else "leave it dense"
+        if not any(t.cells for t in found) and any(t.left_out for t in found):
+            summary["advice"] = "none: nothing was timed in that time"
     else:
-        summary["advice"] = _call(plan, refresh, options, linears)
+        kept = all(t.kept_step for t in found if any(layer.name in plan.blocks for layer in t.layers))
+        summary["advice"] = _call(plan, refresh, options, None if narrowed else linears, kept, steps)
     high = max((v for v in loads if v is not None), default=0.0)
     if device.type == "cpu" and high > (os.cpu_count() or 1):
         notes.append(f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle.")
-    left = sum(t.left_out for t in found)
+    left = _left(found)
     if left:
         notes.append(f"{left} of {len(cells) * len(found)} combinations of layer, block and ratio were not timed: the time was spent; seconds= gives more.")
     if any(p.blocks for p in made):
@@ -56,6 +61,10 @@ def advice_of(
     out = Advice(title, rows, notes, summary)
     out.plans, out.plan, out.arguments = made, plan, None if plan is None else plan.arguments(refresh, options)
     return out
+
+
+def _left(found: list[Timed]) -> int:
+    return sum(t.left_out for t in found)
 
 
 def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -> dict[str, Any]:
@@ -71,8 +80,8 @@ def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -
     return row | {"why": "" if any(timed.cells) else "no block fits" if not timed.left_out else "the time was spent"}
 
 
-def _call(plan: Plan, refresh: int, options: dict[str, Any], linears: int) -> str:
-    """The call that does it, with many names cut short."""
+def _call(plan: Plan, refresh: int, options: dict[str, Any], linears: int | None, kept_step: bool, steps: bool) -> str:
+    """The calls that do it, with many names cut short. `linears`: how many apply would mask by default, None where the caller chose."""
     given = plan.arguments(refresh, {k: v for k, v in options.items() if v not in ("masked", "auto")})
     if len(plan.blocks) == linears:
         given.pop("include")
@@ -81,4 +90,5 @@ def _call(plan: Plan, refresh: int, options: dict[str, Any], linears: int) -> st
     if len(given.get("overrides", {})) > 4:
         given["overrides"] = f"<{len(given['overrides'])} linears, see .arguments>"
     call = ", ".join(f"{k}={v}" if isinstance(v, str) and v.startswith("<") else f"{k}={v!r}" for k, v in given.items())
-    return f"fxmask.apply(model, {call}); fxmask.guard(optimizer, model, masked_step=True): {plan.gain:.2f} times as fast predicted"
+    guard = f"; fxmask.guard(optimizer, model{', masked_step=True' if kept_step else ''})" if steps else ""
+    return f"fxmask.apply(model, {call}){guard}: {plan.gain:.2f} times as fast predicted"

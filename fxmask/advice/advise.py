@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..bench.clock import load_average
+from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
 from ..masking import _check_model, apply
@@ -20,6 +22,7 @@ from ..passes.choose import Patterns, choose
 from ..passes.config import WeightMask
 from ..passes.find import find
 from ..passes.schedule import at_least
+from ..pruning import any_pruned
 from ..sites import any_masked
 from ..steps import refresh as rebuild_all
 from .advice import Advice, advice_of
@@ -72,8 +75,9 @@ def advise(
     Returns: an `Advice`, a `Report` with a row for every linear: dense and masked times in ms, the best block and its gain at each ratio.
     Raises: ConfigError (arguments; model and inputs on more than one device, or on meta), StateError (the model is masked already), UnsupportedError (no linear
         that could be masked is called; no output requires a gradient; the model cannot be copied).
-    Side effects: none on the model, gradients and random states: a copy is run, which takes its memory once more, twice for the check. On a CPU the plans that
-        are timed stay in the cache of `FXMASK_CACHE`, where training finds them.
+    Side effects: none on the model, its gradients, the inputs and PyTorch's random states: copies are run, which take the model's memory once more, twice for
+        the check. What hooks and other generators hold outside of the model moves as in some ten steps. On a CPU the plans that are timed
+        stay in the cache of `FXMASK_CACHE`, where training finds them.
     """
     begin, load = time.perf_counter(), load_average()
     cells = _check(model, target, ratios, blocks, refresh, seconds, optimizer)
@@ -83,7 +87,8 @@ def advise(
     cells = cells or check_cells(blocks_of, ratios)
     options: dict[str, Any] = {"backward": backward, "impl": impl}
     measure_loss = loss or mean_square
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode(False), torch.enable_grad():
+        args, named = tree_map(_own, (args, named))
         own = _copy(model)
         decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None)
         layers = layers_of(own, decisions, args, named)
@@ -99,18 +104,19 @@ def advise(
         if plan is not None and check:
             plan = _checked(plan, own, _copy, (args, named), measure_loss, optimizer, refresh, options, device, begin + seconds, notes)
     loads, took = (load, load_average()), time.perf_counter() - begin
-    return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took)
+    narrowed = include is not None or exclude is not None
+    return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took, narrowed, optimizer is not None)
 
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"fxmask.advise: expected an nn.Module, got {type(model).__name__}.")
     _check_model(model)
-    if any_masked(model):
+    if any_masked(model) or any_pruned(model) or any_dropped(model):
         fix = "fxmask.restore(model) first, or advise before apply."
         raise StateError(message("fxmask.advise compares masks with the dense model: expected one without masks.", "", fix))
     for name, value in (("target", target), ("seconds", seconds)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:  # type: ignore[operator]  # numpy's scalars are Real, too
             raise ConfigError(f"{name}: expected a number above 0, got {value!r}.")
     at_least("refresh", refresh, 0)
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
@@ -120,10 +126,19 @@ def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seco
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model).train()
+        made = copy.deepcopy(model)
+        own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        if made is model or any(id(t) in own for t in (*made.parameters(), *made.buffers())):
+            raise TypeError("the copy shares parameters or buffers with the model")
+        return made.train()
     except Exception as e:
         what = f"advise runs a copy of the model: expected one that can be copied, got {type(e).__name__}: {str(e)[:200]}"
         raise UnsupportedError(message(what, "", "copy.deepcopy(model) must work, with memory for a second model; give a shallower one.")) from e
+
+
+def _own(t: Any) -> Any:
+    """A tensor of the caller's as a leaf of our own, which may be written to; anything else as it is."""
+    return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
 
 
 def _nothing_to_time(layers: list[Layer], others: list[str]) -> UnsupportedError:

@@ -24,6 +24,7 @@ class Seen:
     stride: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    graph: bool = True  # gradients are on where it is called
 
     @property
     def tokens(self) -> int:
@@ -49,7 +50,7 @@ class Layer:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Layers that agree in this take the same time."""
-        return tuple(self.weight.shape), self.weight.dtype, self.bias, self.calls, self.autocast
+        return tuple(self.weight.shape), self.weight.dtype, self.weight.requires_grad, self.bias, self.calls, self.autocast
 
 
 class _Watch(TorchFunctionMode):
@@ -72,7 +73,8 @@ class _Watch(TorchFunctionMode):
         if id(weight) in self.weights:
             kind = input.device.type
             self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            self.calls.setdefault(id(weight), []).append(Seen(tuple(input.shape), tuple(input.stride()), input.dtype, input.requires_grad))
+            seen = Seen(tuple(input.shape), tuple(input.stride()), input.dtype, input.requires_grad, torch.is_grad_enabled())
+            self.calls.setdefault(id(weight), []).append(seen)
             self.bias[id(weight)] = bias is not None
 
 
@@ -87,8 +89,11 @@ def layers_of(model: nn.Module, decisions: Sequence[Decision], args: tuple[Any, 
         c = d.candidate
         key = id(c.weight)
         if key not in found:
-            reads = "its owner reads its weight and multiplies densely" if d.config is not None and d.config.read == "weight" else ""
-            why = reads or ("" if key in watch.calls else "not called with these inputs")
+            why = "" if key in watch.calls else "not called with these inputs"
+            if why and d.config is not None and d.config.read == "weight":
+                why = "its owner reads its weight and multiplies densely"
+            elif why and c.module is not None and "weight" not in c.module._parameters:
+                why = "its weight is computed from other parameters: expected a plain one"
             found[key] = Layer(c.name, c.weight, watch.bias.get(key, False), tuple(watch.calls.get(key, ())), watch.autocast, why)
         else:
             found[key].others += (c.name,)

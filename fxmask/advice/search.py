@@ -33,6 +33,7 @@ class Timed:
     refresh: int
     left_out: int = 0  # cells that the time did not reach
     why: str = ""  # nothing was timed, because
+    kept_step: bool = False  # the guard could take a masked step
 
     @property
     def alone(self) -> float:
@@ -83,6 +84,7 @@ def search(
                 timed.left_out += 1
                 continue
             timed.cells[cell] = unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options))
+            timed.kept_step = unit.kept_step
     return [timed for timed, _ in units]
 
 
@@ -97,13 +99,13 @@ def check_cells(blocks: Sequence[Any], ratios: Sequence[Any]) -> list[Cell]:
     """Blocks and ratios as the caller gave them, as cells. ConfigError for what WeightMask refuses, and for a ratio of 0."""
     if isinstance(blocks, (str, int)) or isinstance(ratios, (str, float, int)) or not list(blocks) or not list(ratios):
         raise ConfigError(f"advise: expected blocks and ratios as sequences with at least one each, got blocks={blocks!r}, ratios={ratios!r}.")
-    pairs = [(b, b) if isinstance(b, int) and not isinstance(b, bool) else b for b in blocks]
+    pairs = [(b, b) if isinstance(b, int) and not isinstance(b, bool) else tuple(b) if isinstance(b, list) else b for b in blocks]
     for b in pairs:
         for r in ratios:
             c = WeightMask(ratio=r, block=b)
             if c.ratio == 0:
                 raise ConfigError(f"advise: expected ratios above 0, got {r!r}: nothing would be masked.")
-    return order_of(pairs, ratios)
+    return order_of([WeightMask(block=b).block for b in pairs], [float(r) for r in ratios])
 
 
 def device_of(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> torch.device:

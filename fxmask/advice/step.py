@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..kernels.errors import message
 from .stopwatch import medians, stopwatch
 from .unit import MakeOptimizer
@@ -37,7 +37,11 @@ def stepper(
             optimizer.zero_grad(set_to_none=True)
         else:
             model.zero_grad(set_to_none=True)
-        loss(model(*args, **kwargs)).backward()
+        value = loss(model(*args, **kwargs))
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"loss: expected a function that gives one number with a gradient, got {got}.")
+        value.backward()
         if optimizer is not None:
             optimizer.step()
 
@@ -46,7 +50,10 @@ def stepper(
 
 def optimizer_of(model: nn.Module, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return make(trained) if make is not None and trained else None
+    made = make(trained) if make is not None and trained else None
+    if isinstance(made, torch.optim.LBFGS):
+        raise UnsupportedError(message("advise takes steps without a closure: expected an optimiser that needs none, got LBFGS.", "", "optimizer=None."))
+    return made
 
 
 def step_seconds(steps: dict[str, Callable[[], None]], device: torch.device, seconds: float) -> dict[str, float]:

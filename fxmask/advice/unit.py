@@ -49,7 +49,7 @@ class Unit:
     def __init__(self, layer: Layer, make: MakeOptimizer | None) -> None:
         self.layer, self.make, self.device = layer, make, layer.weight.device
         self.watch, self.flush = stopwatch(self.device), flusher(self.device)
-        self.share = 1.0
+        self.share, self.kept_step = 1.0, False
         self.inputs = [_input(c, self.device) for c in layer.calls]
         self.dense = self._linear()
         self.run_dense = self._runner(self.dense, None)
@@ -69,6 +69,7 @@ class Unit:
             made.weight.copy_(self.layer.weight)
             if made.bias is not None:
                 made.bias.zero_()
+        made.weight.requires_grad_(self.layer.weight.requires_grad)
         return made
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -77,15 +78,21 @@ class Unit:
     def _runner(self, linear: nn.Linear, optimizer: torch.optim.Optimizer | None) -> Callable[[], tuple[float, float]]:
         """A call that takes one training step of the layer and returns the seconds of (both passes, the optimiser's step)."""
         inputs, trained = self.inputs, linear.weight.requires_grad
-        optimizer = optimizer or (self.make(linear.parameters()) if self.make and trained else None)
+        optimizer = optimizer or (self.make([p for p in linear.parameters() if p.requires_grad]) if self.make and trained else None)
         gradients: list[Tensor] = []
+        graph = [c.graph for c in self.layer.calls]
 
         def passes() -> None:
             with self._autocast():
-                out = [linear(x) for x in inputs]
+                out = []
+                for x, on in zip(inputs, graph, strict=True):
+                    with torch.set_grad_enabled(on):
+                        out.append(linear(x))
+            ends = [y for y in out if y.requires_grad]  # none of a frozen layer with a frozen input: its forward is all of its step
             if not gradients:
-                gradients.extend(torch.randn_like(y) for y in out)
-            torch.autograd.backward(out, gradients)
+                gradients.extend(torch.randn_like(y) for y in ends)
+            if ends:
+                torch.autograd.backward(ends, gradients)
 
         def run() -> tuple[float, float]:
             for x in inputs:
@@ -111,8 +118,10 @@ class Unit:
         """Times of the dense and of the masked layer, from the same turns. What is measured when a layer first runs, such as a plan, is not counted."""
         linear = self._linear()
         apply(linear, config)
-        optimizer = self.make(linear.parameters()) if self.make else None
+        trained = [p for p in linear.parameters() if p.requires_grad]
+        optimizer = self.make(trained) if self.make and linear.weight.requires_grad else None
         handle = None if optimizer is None else guarded(optimizer, linear)
+        self.kept_step = handle is not None and bool(handle.masked_step)
         run = self._runner(linear, optimizer)
         run()  # plans are made
         run()

@@ -92,7 +92,7 @@ class FakeUnit:
     gains: ClassVar[dict] = {}
 
     def __init__(self, layer, make):
-        self.dense_times = Times(1.0, 0.0)
+        self.dense_times, self.kept_step = Times(1.0, 0.0), True
 
     def masked(self, config):
         self.asked.append((config.block, config.ratio))

@@ -322,3 +322,66 @@ def test_a_subclass_keeps_what_it_adds():
         warnings.simplefilter("error")
         fxmask.apply(model, ActivationPruning(0.5, 16))
     assert isinstance(model[0], PrunedLinear) and isinstance(model[0], Named) and model[0].tag == "mine" and type(model[0]).__name__ == "PrunedNamed"
+
+
+def test_a_layer_that_its_owner_reads_and_calls_is_pruned():
+    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True, dtype=torch.float64)
+    for configs in ((ActivationPruning(0.5, 16),), (WeightMask(0.5, (16, 16)), ActivationPruning(0.5, 16))):
+        model = fxmask.apply(copy.deepcopy(layer), *configs)
+        plain = fxmask.apply(copy.deepcopy(layer), *configs[:-1]) if configs[:-1] else copy.deepcopy(layer)
+        rows = {r["name"]: r["activations"] for r in fxmask.explain(model).rows}
+        assert rows["linear1"] == rows["linear2"] == "50 % of 1x16" and rows["self_attn.out_proj"] is None
+        x = torch.randn(2, 10, 64, dtype=torch.float64)
+        a, b = grads(model, x), grads(plain, x)
+        assert torch.equal(a["x"], b["x"]) and not torch.equal(a["linear1.weight"], b["linear1.weight"])
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), plain.eval()(x))  # its fast path
+
+
+def test_the_last_override_wins():
+    model = fxmask.apply(mlp(), ActivationPruning(0.5, 16), overrides={"*": False, "0": {"ratio": 0.25}})
+    assert [r["activations"] for r in fxmask.explain(model).rows] == ["25 % of 1x16", None]
+    both = {"*": {"activations": False}, "0": {"activations": {"ratio": 0.25}}}
+    model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), ActivationPruning(0.5, 16), overrides=both)
+    assert [r["activations"] for r in fxmask.explain(model).rows] == ["25 % of 1x16", None]
+
+
+def test_compiled_lengths_move():
+    model = fxmask.apply(mlp(torch.float32), ActivationPruning(0.8, 16))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for rows in (4, 8, 12, 5):
+        x = torch.randn(3, rows, 64)
+        model.zero_grad()
+        compiled(x).square().sum().backward()
+        got = model[0].weight.grad.clone()
+        model.zero_grad()
+        model(x).square().sum().backward()
+        torch.testing.assert_close(got, model[0].weight.grad)
+
+
+def test_what_drops_nothing_says_so_and_saves_the_input_itself():
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), ActivationPruning(0.8)), torch.randn(8, 64)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"drops nothing of an input \(8, 64\): 0.8 of 1 blocks"):
+        held = saved_bytes(model, x)
+    assert held == saved_bytes(nn.Sequential(nn.Linear(64, 96)), x)
+
+
+@pytest.mark.parametrize("masks", [(), (WeightMask(0.5, (16, 16)),)])
+def test_restore_checks_before_it_changes(masks):
+    model = fxmask.apply(mlp(torch.float32), *masks, ActivationPruning(0.5, 16))
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(fxmask.FxMaskError, match="was changed after"):
+        fxmask.restore(model)
+    assert [r["activations"] for r in fxmask.explain(model).rows] == ["50 % of 1x16"] * 2
+    if masks:
+        model = fxmask.apply(mlp(), *masks, ActivationPruning(0.5, 16))
+        with fxmask.dense(model), pytest.raises(fxmask.FxMaskError, match="inside fxmask"):
+            fxmask.restore(model)
+        assert [r["activations"] for r in fxmask.explain(model).rows] == ["50 % of 1x16"] * 2
+
+
+def test_options_that_would_be_ignored_are_errors():
+    with pytest.raises(fxmask.FxMaskError, match="allocation='erk'"):
+        fxmask.apply(mlp(), ActivationPruning(), allocation="erk")
+    with pytest.raises(fxmask.FxMaskError, match="got 'dropout'"):
+        fxmask.apply(mlp(), WeightMask(), ActivationPruning(), overrides={"0": {"dropout": {"p": 0.5}}})

@@ -228,3 +228,46 @@ def test_wrong_use(case):
 def test_nothing_to_drop_is_said():
     with pytest.warns(fxmask.FxMaskWarning, match="changed nothing: .*no active dropout before it"):
         fxmask.apply(nn.Sequential(nn.Linear(64, 64)), BlockDropout())
+
+
+def test_an_encoder_layer_drops_in_training():
+    layer = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 16, 64)
+    for configs in ((BlockDropout(0.5, (8, 8)),), (WeightMask(0.5, (16, 16)), BlockDropout(0.5, (8, 8)))):
+        model = fxmask.apply(copy.deepcopy(layer), *configs)
+        assert not torch.equal(model(x), model(x))
+        model.eval()
+        assert torch.equal(model(x), model(x))
+    with pytest.raises(fxmask.FxMaskError, match="fast path"):
+        fxmask.apply(copy.deepcopy(layer), BlockDropout(0.5, (8, 8), mc=True))
+
+
+def test_export_with_a_batch_that_moves():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), BlockDropout(0.5, (16, 16)))
+    gm = torch.export.export(model, (torch.randn(4, 16, 64),), dynamic_shapes=({0: torch.export.Dim("b")},)).module()
+    assert gm(torch.randn(9, 16, 64)).shape == (9, 16, 64)
+
+
+def test_a_graphs_dropout_of_1_is_refused_before_anything_changes():
+    model = nn.ModuleDict({"plain": net(), "graph": torch.fx.symbolic_trace(net(1.0))})
+    with pytest.raises(fxmask.FxMaskError, match=r"dropout with p=1.0"):
+        fxmask.apply(model, BlockDropout(block=(8, 8)))
+    assert type(model["plain"][2]) is nn.Dropout and type(model["plain"][3]) is nn.Linear
+
+
+def test_a_rest_can_be_restored_when_its_linear_is_gone():
+    model = fxmask.apply(net(), BlockDropout(block=(8, 8)))
+    model[3] = nn.Linear(96, 64)
+    fxmask.restore(model)
+    assert type(model[2]) is nn.Dropout
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_not_fused():
+    class Other(nn.Sequential):
+        def forward(self, x):
+            return self[1](x) + self[0](x)
+
+    model = Other(nn.Dropout(0.5), nn.Linear(32, 32))
+    with pytest.warns(fxmask.FxMaskWarning, match="changed nothing"):
+        fxmask.apply(model, BlockDropout(block=(8, 8)))
+    assert type(model[0]) is nn.Dropout

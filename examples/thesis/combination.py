@@ -1,0 +1,76 @@
+"""Weight masks and activation pruning together, on the thesis' CIFAR model: accuracy, FLOP and bytes of dense, each alone, and both.
+
+    python examples/thesis/combination.py --csv examples/results/cifar10_accuracy.csv
+
+Accuracy is that of the runs `final` of accuracy.py (empty until they have ended); FLOP and bytes are counted by `fxmask.analyze` on the model of the run, at
+its final ratio. Bytes held: what autograd keeps of activations from the forward to the backward of one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+
+import torch
+from tabulate import tabulate
+
+import fxmask
+from thesis import train
+from thesis.masked_model import build
+from thesis.recipes import COMMON, arguments_of
+
+RUNS = ("dense-adamw-lr0.01", "dense-activations50", "b16-cubic-taylor", "b16-activations50")
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.csv"
+
+
+def counted(name: str, epochs: int = 20, steps: int = 352) -> dict[str, Any]:
+    """FLOP and bytes of one training step of a run, at its end."""
+    args = train.arguments(["--data", "cifar10", "--epochs", str(epochs), *COMMON, *arguments_of(name, epochs)])
+    model = build(args, "cifar", 3, 10, steps)
+    if not args.dense:
+        fxmask.step(model, epochs * steps)
+    report = fxmask.analyze(model, torch.empty(args.batch, 3, 32, 32, device="meta"))
+    flop, held = report.summary["flop"], report.tables["footprint"][-1]["saved_activations"]
+    return {"run": name, **{f"GFLOP {k}": flop[k] / 1e9 for k in ("fwd", "bwd_dx", "bwd_dw", "total")}, "MiB held": held / 2**20}
+
+
+def accuracies(path: Path) -> dict[str, list[float]]:
+    """Top-1 on the test images of the final runs, by name."""
+    found: dict[str, list[float]] = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["phase"] == "final" and row["test_top1"]:
+                    found.setdefault(row["run"], []).append(float(row["test_top1"]))
+    return found
+
+
+def table(path: Path) -> list[dict[str, Any]]:
+    """A row for each run, and what it differs from dense by."""
+    known, rows = accuracies(path), [counted(name) for name in RUNS]
+    for row in rows:
+        tops, dense = known.get(row["run"], []), known.get(RUNS[0], [])
+        row["top-1, %"] = statistics.mean(tops) if tops else None
+        row["below dense"] = statistics.mean(dense) - statistics.mean(tops) if tops and dense else None
+        row["seeds"] = len(tops)
+        row["of dense's FLOP, %"] = 100 * row["GFLOP total"] / rows[0]["GFLOP total"]
+        row["of dense's MiB, %"] = 100 * row["MiB held"] / rows[0]["MiB held"]
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--csv", type=Path, default=RESULTS)
+    rows = table(p.parse_args(argv).csv)
+    print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
