@@ -13,7 +13,7 @@ from torch.fx import Proxy
 
 from .kernels import nm
 from .kernels.errors import StateError, UnsupportedError, message
-from .kernels.nm_grad import LearnedWeight, StraightThroughDecay
+from .kernels.nm_ops import learned, sr_ste
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
 from .swap import _rebuild_class, is_own_class, masked_class
@@ -62,9 +62,9 @@ def masked_weight(m: NMLayer) -> Tensor:
     if mask is None and logits is not None and table is not None and m.training:
         soft, hard = nm.sample(logits, table, c.tau)
         soft = soft.reshape(w.shape)
-        return w * soft.to(w.dtype) if c.soft else LearnedWeight.apply(w, soft, hard.reshape(w.shape))
+        return w * soft.to(w.dtype) if c.soft else learned(w, soft, hard.reshape(w.shape))
     mask = c.mask_of(w, table, logits) if mask is None else mask
-    return StraightThroughDecay.apply(w, mask, c.decay) if c.mode == "sr-ste" else torch.where(mask, w, 0)
+    return sr_ste(w, mask, c.decay) if c.mode == "sr-ste" else torch.where(mask, w, 0)
 
 
 @torch.no_grad()

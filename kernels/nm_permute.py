@@ -58,7 +58,8 @@ def _swapped(size: Tensor, groups: Tensor, n: int) -> Tensor:
     rest = torch.stack([w.reshape(-1, g, m)[:, :, [j for j in range(m) if j != i]] for i in range(m)], 2).sort(3, descending=True).values  # (rows, G, m, m - 1)
     best, then = rest[..., : n - 1].sum(3).reshape(w.shape), rest[..., n - 1].reshape(w.shape)
     kept = (best + torch.maximum(then, w)).sum(0).reshape(g, m)[:, 0]  # of each group as it is
-    reached = best.sum(0)[:, None] + torch.stack([torch.maximum(then[:, i : i + 1], w).sum(0) for i in range(w.shape[1])])  # (i, j): j in place of i
+    at_once = max(1, 2**20 // w.numel())
+    reached = torch.cat([torch.maximum(t[:, :, None], w[:, None]).sum(0) for t in then.split(at_once, 1)]) + best.sum(0)[:, None]  # (i, j): j in place of i
     gain = (reached + reached.t()).reshape(g, m, g, m).transpose(1, 2) - (kept[:, None] + kept)[:, :, None, None]  # (g, h, i, j)
     gain, swap = gain.reshape(g, g, m * m).max(2)
     gain = gain.triu(1)

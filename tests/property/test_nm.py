@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxmask.errors import UnsupportedError
 from fxmask.kernels import nm, nm_permute
-from fxmask.kernels.nm_grad import LearnedWeight, StraightThroughDecay
+from fxmask.kernels.nm_ops import learned, nm_learned, nm_sr_ste, sr_ste
 
 NM = [(2, 4), (1, 4), (3, 4), (1, 2), (4, 8), (2, 7)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -140,7 +141,7 @@ def test_straight_through_is_the_gradient_of_the_soft_form(n, m):
         torch.manual_seed(0)
         a, b = w.clone().requires_grad_(), logits.clone().requires_grad_()
         soft, hard = (t.reshape(w.shape) for t in nm.sample(b, table, 0.5))
-        y = LearnedWeight.apply(a, soft, hard) if straight else a * soft
+        y = nm_learned(a, soft, hard) if straight else a * soft
         assert not straight or torch.equal(y, torch.where(hard, w, 0))
         y.backward(gy)
         wanted.append((a.grad, b.grad, hard))
@@ -151,13 +152,26 @@ def test_straight_through_is_the_gradient_of_the_soft_form(n, m):
 def test_sr_ste_adds_decay_of_what_is_masked():
     w, gy = torch.randn(4, 16, dtype=torch.float64, requires_grad=True), torch.randn(4, 16, dtype=torch.float64)
     mask = nm.magnitude_mask(w, 2, 4)
-    y = StraightThroughDecay.apply(w, mask, 0.3)
+    y = nm_sr_ste(w, mask, 0.3)
     y.backward(gy)
     assert torch.equal(y.detach(), torch.where(mask, w.detach(), 0))
     torch.testing.assert_close(w.grad, gy + 0.3 * (1 - mask.double()) * w.detach(), rtol=0, atol=1e-15)
 
 
-def test_the_gradients_work_under_function_transforms():
-    w, mask = torch.randn(3, 2, 8), torch.rand(3, 2, 8) < 0.5
-    got = torch.func.vmap(torch.func.grad(lambda a, k: StraightThroughDecay.apply(a, k, 0.1).square().sum()))(w, mask)
-    torch.testing.assert_close(got, torch.where(mask, 2 * w, 0.1 * w))
+def test_function_transforms_and_forward_ad_see_into_learned_masks():
+    w, soft, hard = torch.randn(3, 2, 8), torch.rand(3, 2, 8), torch.rand(3, 2, 8) < 0.5
+    got = torch.func.vmap(torch.func.grad(lambda s, a, k: learned(a, s, k).sum()), (0, None, 0))(soft, w[0], hard)
+    torch.testing.assert_close(got, w[0].expand(3, 2, 8))
+    y, tangent = torch.func.jvp(lambda a: learned(a, soft, hard), (w,), (w,))
+    assert torch.equal(y, torch.where(hard, w, 0)) and torch.equal(tangent, y)
+    with pytest.raises(UnsupportedError, match="gradient is that of no function"):
+        torch.func.grad(lambda a: sr_ste(a, hard, 0.1).sum())(w)
+
+
+def test_the_ops_keep_what_pytorch_asks_of_ops():
+    w, soft, mask = torch.randn(4, 8, requires_grad=True), torch.rand(4, 8, requires_grad=True), torch.rand(4, 8) < 0.5
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(nm_learned, (w, soft, mask), test_utils=checks)
+    torch.library.opcheck(nm_sr_ste, (w, mask, 0.1), test_utils=checks)
+    with pytest.raises(UnsupportedError, match="forward-mode AD"):
+        torch.func.jvp(lambda a: nm_sr_ste(a, mask, 0.1), (w.detach(),), (w.detach(),))
