@@ -19,7 +19,6 @@ from .nm_masking import nm_candidates, nm_row
 from .passes import ranks
 from .passes import site as state
 from .passes.config import WeightMask
-from .passes.find import find
 from .passes.site import Site
 from .pruning import pruned_layers
 from .report import Report
@@ -67,7 +66,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     reasons = _reasons(model)
     rows, total, kept = [], 0, 0
     nm = dict(nm_layers(model))
-    for c in nm_candidates(model) if nm else find(model):
+    for c in nm_candidates(model):
         entry = masked.pop(c.param_name, None)
         if c.name in nm:
             rows.append({**_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})

@@ -14,7 +14,7 @@ from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedE
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask
-from .passes.find import Candidate, graph_modules
+from .passes.find import Candidate, find, graph_modules
 from .passes.nm_find import find_layers
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
@@ -109,9 +109,12 @@ def refresh_nm(model: nn.Module) -> bool:
 
 
 def nm_candidates(model: nn.Module) -> list[Candidate]:
-    """What `explain` has a row for: where a model has N:M masks its Conv2ds, too, as far as `apply` has decided about them."""
+    """What `explain` has a row for: the linears, and where `apply` has decided about Conv2ds for N:M masks, those."""
     told = [(f"{prefix}." if prefix else "") + name for prefix, m in model.named_modules() for name in m.__dict__.get(REASONS, {})]
-    return [c for c in find_layers(model) if c.masked or c.name in told or not isinstance(c.module, nn.Conv2d)]
+    convs = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    if not any_nm(model) and convs.keys().isdisjoint(told):
+        return find(model)
+    return [c for c in find_layers(model) if c.masked or c.name in told or c.name not in convs]
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .find import Candidate, find, weight_problem
+from .find import IN_PROJ, Candidate, find, weight_problem
 from .readers import weight_readers
 from .weights import peek_weight
 
@@ -13,12 +13,14 @@ def find_layers(model: nn.Module) -> list[Candidate]:
     """Linears and Conv2ds of a model in its order, then the linear calls of its graphs. `skip` says why a Conv2d stays dense."""
     found = find(model)
     for c in found:
+        if c.skip == IN_PROJ:
+            c.skip = "its in_proj is a Parameter and no Linear"
         if c.module is not None and any(owner is c.module for owner in c.owners):
             c.skip = f"{type(c.module).__name__} has a forward of its own, which an N:M mask would not reach"
     readers = weight_readers(model, nn.Conv2d)
     convs = [_conv(name, m, readers.get(id(m), [])) for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
     place = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    return sorted([*found, *convs], key=lambda c: place.get(c.name, len(place)))
+    return sorted([*found, *convs], key=lambda c: place.get(c.name, place.get(c.name.rpartition(".")[0], len(place))))
 
 
 def _conv(name: str, m: nn.Conv2d, owners: list[nn.Module]) -> Candidate:

@@ -268,7 +268,9 @@ def test_what_stays_dense_is_reported():
     assert (rows["2"]["block"], rows["2"]["blocks"], rows["2"]["achieved_ratio"], rows["2"]["shape"]) == ("1:4", 576, 0.75, "16x16x3x3")
     assert "mask: 1:4 magnitude" in repr(model) and "convolution" in str(fxmask.explain(model))
     with pytest.warns(fxmask.FxMaskWarning, match="masked nothing: 0: its rows have 27 elements"):
-        fxmask.apply(nn.Sequential(nn.Conv2d(3, 16, 3)), NMMask())
+        model = fxmask.apply(nn.Sequential(nn.Conv2d(3, 16, 3)), NMMask())
+    assert [r["reason"] for r in fxmask.explain(model).rows] == ["its rows have 27 elements, no multiple of 4"]
+    assert fxmask.explain(fxmask.apply(net(), ratio=0.5)).summary["linears"] == 2  # no row for what no N:M mask was asked for
 
     class Own(nn.Conv2d):
         def forward(self, x):
@@ -293,6 +295,20 @@ def test_a_parametrised_weight_is_masked_as_it_is_computed():
     torch.testing.assert_close(lin(x), F.linear(x, torch.where(nm.magnitude_mask(w, 2, 4), w, 0), lin.bias))
     with pytest.raises(fxmask.FxMaskError, match="this weight is computed"):
         fxmask.finalize(lin)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exports_and_analysis(mode):
+    model, x = fxmask.apply(net(torch.float32), NMMask(**MODES[mode])), batch(torch.float32)
+    coverage = fxmask.analyze(model, (x,)).summary["coverage"]
+    assert coverage["nodes_pct"] == 100 and coverage["params_pct"] == 100
+    assert torch.equal(torch.export.export(model.eval(), (x,)).module()(x), model(x))
+    want = grads(model, x)
+    model.zero_grad()
+    graph = torch.export.export(model, (x,)).module()
+    graph(x).square().sum().backward()
+    for n, p in graph.named_parameters():
+        assert p.grad is None if n not in want else torch.allclose(p.grad, want[n])
 
 
 def digits():
