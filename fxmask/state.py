@@ -11,7 +11,8 @@ from torch import nn
 
 from .kernels.errors import StateError, message
 from .kernels.grid import grid_shape
-from .nm_layers import any_nm, load_nm_state, nm_state
+from .nm_layers import any_nm
+from .nm_state import load_nm_state, nm_state
 from .passes import looks, phase_change, phases, rebuild
 from .passes import site as state
 from .passes.config import Schedule, WeightMask
