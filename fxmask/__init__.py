@@ -18,12 +18,14 @@ from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable afte
 from .loss import feedback as feedback
 from .masking import apply as apply
 from .masking import restore as restore
+from .nm_layers import freeze as freeze
 from .passes.activation_pruning import ActivationPruning as ActivationPruning
 from .passes.block_dropout import BlockDropout as BlockDropout
 from .passes.config import Feedback as Feedback
 from .passes.config import Regrow as Regrow
 from .passes.config import Schedule as Schedule
 from .passes.config import WeightMask as WeightMask
+from .passes.nm_mask import NMMask as NMMask
 from .passes.registered import register_cost as register_cost
 from .report import Report as Report
 from .sources import tag_caches as _tag_caches
@@ -43,6 +45,7 @@ __all__ = [
     "FxMaskError",
     "FxMaskWarning",
     "HealthLog",
+    "NMMask",
     "Regrow",
     "Report",
     "Schedule",
@@ -55,6 +58,7 @@ __all__ = [
     "explain",
     "feedback",
     "finalize",
+    "freeze",
     "guard",
     "load_state_dict",
     "masks",

@@ -16,11 +16,14 @@ from .inspection import masks
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.reference import masked
 from .masking import restore
+from .nm_finalizing import finalize_nm
+from .nm_layers import any_nm
 from .passes import site as state
 from .passes.config import WeightMask
 from .passes.find import find, graph_modules, resolve
 from .passes.site import Site
 from .passes.weight_mask import MASKED_LINEAR
+from .semi_structured import semi_structured
 from .sites import FINAL, required_sites, values_of
 from .swap import MaskedLinear
 
@@ -45,6 +48,9 @@ def finalize(model: M, format: str = "dense") -> M:
     """
     if format not in FORMATS:
         raise ConfigError(f"finalize: expected format {', '.join(FORMATS)}, got {format!r}.")
+    if any_nm(model):
+        finalize_nm(model, format)
+        return model
     found = required_sites(model, "fxmask.finalize")
     users = _unmasked_users(model)
     for name, site, weight in found:
@@ -157,17 +163,7 @@ def _before_bsr(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _semi_structured(name: str, w: Tensor, c: WeightMask) -> Tensor:
-    most = int((w.reshape(-1, 4) != 0).sum(1).max()) if w.shape[1] % 4 == 0 and w.numel() else 4
-    if most > 2:
-        what = f"2:4 wants at most 2 nonzeros among 4 neighbours of a row: got {most}, with blocks of {c.block} at ratio {c.ratio}."
-        raise UnsupportedError(message(what, name, "use format='dense' or 'bsr'; masks of that pattern need a method of their own."))
-    if not w.is_cuda or torch.cuda.get_device_capability(w.device) < (8, 0):
-        raise UnsupportedError(message(f"semi-structured weights need a CUDA device of capability 8.0: got {w.device}.", name, "move the model there first."))
-    try:
-        return torch.sparse.to_sparse_semi_structured(w)
-    except RuntimeError as e:  # it takes some dtypes and shapes only
-        what = f"PyTorch cannot make a semi-structured weight of this one, {tuple(w.shape)} {w.dtype}: {str(e).splitlines()[0]}"
-        raise UnsupportedError(message(what, name, "use format='dense'.")) from None
+    return semi_structured(name, w, f"blocks of {c.block} at ratio {c.ratio}")
 
 
 MAKE: dict[str, Callable[[str, Tensor, WeightMask], Tensor]] = {"dense": _dense, "bsr": _bsr, "2:4": _semi_structured}

@@ -23,11 +23,11 @@ Other = ActivationPruning | BlockDropout
 M = TypeVar("M", bound=nn.Module)
 
 
-def mask_overrides(overrides: Mapping[Any, Any] | None, config: Other, alone: bool) -> Mapping[Any, Any] | None:
+def mask_overrides(overrides: Mapping[Any, Any] | None, config: object, alone: bool) -> Mapping[Any, Any] | None:
     """The overrides without what they say of `config`. `alone`: no WeightMask is given, so that all options are of it."""
     if not isinstance(overrides, Mapping):
         return overrides
-    key = KEYS[type(config)]
+    key = KEYS.get(type(config), "")
     return {p: c if not isinstance(c, Mapping) else {} if alone else {k: v for k, v in c.items() if k != key} for p, c in overrides.items()}
 
 

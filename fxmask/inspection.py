@@ -14,10 +14,11 @@ from .health_signs import HISTORY, SIGNS, signs
 from .kernels.cpu import chosen
 from .kernels.grid import kept_elements
 from .kernels.tune import Choice
+from .nm_layers import element_mask, has_values, nm_layers
+from .nm_masking import nm_candidates, nm_row
 from .passes import ranks
 from .passes import site as state
 from .passes.config import WeightMask
-from .passes.find import find
 from .passes.site import Site
 from .pruning import pruned_layers
 from .report import Report
@@ -30,19 +31,23 @@ OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 def masks(model: nn.Module) -> dict[str, Tensor]:
     """The masks of the next forward.
 
-    Returns: {parameter's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}; all True before `start` and inside `fxmask.dense`. A weight
+    Returns: {parameter's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}; all True before `start` and inside `fxmask.dense`. Of an
+    `NMMask`: bool of the weight's shape, one for each element; of a learned one the argmax of its logits, which is that of forwards in eval(). A weight
     that a graph computes has a mask only while the graph runs, and is left out; `explain` has its row. Under fully_shard weights are gathered one at a time,
     so all ranks call this, and `explain`, together.
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
     if FINAL in model.__dict__ and not any_masked(model):  # after fxmask.finalize there are none, and that is no mistake
         return {}
+    nm = {f"{name}.weight".removeprefix("."): element_mask(m) for name, m in nm_layers(model) if has_values(name, m, "fxmask.masks")}
+    if nm and not any_masked(model):
+        return nm
     found = [t for t in required_sites(model, "fxmask.masks") if t[2] is not None]
-    return {name: state.mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}
+    return {**nm, **{name: state.mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}}
 
 
 def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
-    """What became of every linear: a `Report` with a row for each, masked or not, and why.
+    """What became of every linear, with an `NMMask` of every Conv2d, too: a `Report` with a row for each, masked or not, and why.
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
@@ -60,9 +65,12 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     masked = {name: (site, weight) for name, site, weight in sites(model)}
     reasons = _reasons(model)
     rows, total, kept = [], 0, 0
-    for c in find(model):
+    nm = dict(nm_layers(model))
+    for c in nm_candidates(model):
         entry = masked.pop(c.param_name, None)
-        if entry is None:
+        if c.name in nm:
+            rows.append({**_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})
+        elif entry is None:
             rows.append(_row(c.name, c.weight, reasons.get(c.name, "fxmask.apply has not seen it")))
         else:
             rows.append({**_masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
@@ -76,7 +84,9 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         "masked_dense and reference multiply by the masked weight and save no time.",
         "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
     ]
-    summary = {"linears": len(rows), "masked": sum(r["masked"] for r in rows), "weight elements in linears": total, "of them in kept blocks": kept}
+    layers = "layers" if nm else "linears"
+    summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
+    notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
     notes = notes if any(r["masked"] for r in rows) else []
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")

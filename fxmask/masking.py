@@ -16,6 +16,8 @@ from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
 from .loads import unwatch_loads, watch_loads
+from .nm_layers import any_nm
+from .nm_masking import apply_nm, refuse_nm, restore_nm
 from .passes import ranks
 from .passes.activation_pruning import ActivationPruning
 from .passes.block_dropout import BlockDropout
@@ -25,6 +27,7 @@ from .passes.config import Feedback, Schedule, WeightMask
 from .passes.find import find, graph_modules
 from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
+from .passes.nm_mask import NMMask
 from .passes.phases import in_turn
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild, start_gain
@@ -43,7 +46,7 @@ DEFAULT_BLOCK: tuple[int, int] = (int("16"), 16)
 
 def apply(
     model: M,
-    *configs: WeightMask | ActivationPruning | BlockDropout,
+    *configs: WeightMask | ActivationPruning | BlockDropout | NMMask,
     ratio: float = DEFAULT_RATIO,
     block: tuple[int, int] = DEFAULT_BLOCK,
     backward: str = "masked",
@@ -65,7 +68,8 @@ def apply(
     the hooks that a Linear has, and optimisers stay valid in both.
 
     Args:
-        configs: a WeightMask, an ActivationPruning or a BlockDropout, or a WeightMask with one of the others; layers that both select have both.
+        configs: a WeightMask, an ActivationPruning or a BlockDropout, or a WeightMask with one of the others; layers that both select have both. Or an
+            NMMask, alone, which takes Linears and Conv2ds of an nn.Module; its layers are those that nn.Linear and nn.Conv2d name.
         model: any nn.Module, or a GraphModule of `fx.symbolic_trace` or `torch.export.export(...).module()`.
         include, exclude: a glob, a `re:` pattern, a module type, a callable (module, name) -> bool, or a sequence of those, against module names. By default
             all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty `exclude` adds to these, `exclude=()` switches them
@@ -85,6 +89,12 @@ def apply(
     options = dict(backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
     config, other = _configs(configs, ratio, block, options)
     _check_model(model)
+    refuse_nm(model)
+    if isinstance(other, NMMask):
+        if allocation is not None:
+            raise ConfigError(f"allocation shares out ratios of blocks: expected None beside an NMMask, got {allocation!r}.")
+        check_inputs(model, alone=True)
+        return apply_nm(model, other, include, exclude, overrides)
     check_inputs(model, alone=config is None)
     decisions = choose(find(model), config or WeightMask(), include, exclude, overrides if other is None else mask_overrides(overrides, other, config is None))
     inputs = Inputs(model, decisions, other, overrides, config is None)
@@ -113,7 +123,7 @@ def restore(model: M) -> M:
     Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
     """
     inputs = any_pruned(model) or any_dropped(model)
-    if not any_masked(model) and not inputs:
+    if not any_masked(model) and not inputs and not any_nm(model):
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
@@ -121,6 +131,8 @@ def restore(model: M) -> M:
         if isinstance(m, (MaskedLinear, WeightReader, PrunedLinear, DroppedLinear)) and not is_own_class(m):
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
             raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+    if any_nm(model):
+        restore_nm(model)
     unprune(model)
     undrop(model)
     _unmask(model)
@@ -130,7 +142,7 @@ def restore(model: M) -> M:
     return model
 
 
-def _configs(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any]) -> tuple[WeightMask | None, Other | None]:
+def _configs(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any]) -> tuple[WeightMask | None, Other | NMMask | None]:
     if not configs:
         return WeightMask(ratio=ratio, block=block, **options), None
     defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
@@ -139,8 +151,12 @@ def _configs(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], opt
     if given:
         raise ConfigError(f"configs and {', '.join(sorted(given))}: expected options of the mask inside WeightMask(...), got both.")
     for c in configs:
-        if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout)):
-            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning or BlockDropout, got {c!r}.")
+        if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
+            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
+    if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
+        kinds = " and ".join(type(c).__name__ for c in configs)
+        fix = "give one of them, and overrides= for layers that differ."
+        raise ConfigError(message(f"an NMMask goes alone: expected one config, got {kinds}.", "fxmask.apply", fix))
     for kind, what in ((WeightMask, "a weight would be masked"), (ActivationPruning, "an input would be pruned"), (BlockDropout, "an input would be dropped")):
         count = sum(isinstance(c, kind) for c in configs)
         if count > 1:

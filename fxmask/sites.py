@@ -43,6 +43,9 @@ def any_masked(model: nn.Module) -> bool:
 def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
     """The masks of a model; StateError where there are none, UnsupportedError where a wrapper has taken a weight's values or its shape."""
     found = list(sites(model))
+    if not found and any("_fxmask_nm" in m.__dict__ for m in model.modules()):
+        what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone, which count no steps."
+        raise StateError(message(what, type(model).__name__, "leave it out; fxmask.freeze(model) fixes N:M masks."))
     if not found:
         if any(not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__) for m in model.modules()):
             what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from .kernels.errors import ConfigError, StateError, message
+from .nm_masking import refresh_nm
 from .passes import rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_readers
 from .passes.saliency import observe
 from .passes.site import Site
-from .sites import required_sites, values_of
+from .sites import any_masked, required_sites, values_of
 
 
 def _not_inside_dense(model: nn.Module, caller: str) -> None:
@@ -67,10 +68,13 @@ def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None
 
 
 def refresh(model: nn.Module) -> None:
-    """Rebuild every cached mask from the weights as they are, now. Masks with `refresh=1` are built by each forward and need no call.
+    """Rebuild every cached mask from the weights as they are, now, permuted N:M masks included, unless frozen. Masks with `refresh=1`, and the other N:M
+    masks, are built by each forward and need no call.
 
     Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights.
     """
+    if refresh_nm(model) and not any_masked(model):
+        return
     _not_inside_dense(model, "fxmask.refresh")
     found = [t for t in required_sites(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
     rebuild.rebuild([rebuild.Job(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in found])

@@ -115,14 +115,15 @@ def is_plain(m: nn.Module) -> bool:
 def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Module]) -> Candidate:
     linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
     weight = peek_weight(m) if linear else torch.empty(0, 0)
-    swapped = isinstance(m, Site) or not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__)
+    swapped = isinstance(m, Site) or not {"_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}.isdisjoint(m.__dict__)
     own = linear and not swapped and (type(m).forward is not nn.Linear.forward or type(m).__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
     if any("forward" in owner.__dict__ for owner in owners):
         skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
     if "forward" in m.__dict__:
         skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
-    new = Candidate(name, _join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip, masked=isinstance(m, Site))
+    new = Candidate(name, _join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip)
+    new.masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
     new.owners = [*owners, m] if own else owners
     return new
 

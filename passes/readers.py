@@ -22,12 +22,12 @@ READ = re.compile(rf"(?<!isinstance\()\bself\.([\w.]+)\.weight\b(?!\s*\.(?:{FACT
 USE = re.compile(r"\bself\.(\w+)\b")
 
 
-def weight_readers(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """id of a Linear -> the modules that read its weight."""
+def weight_readers(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> dict[int, list[nn.Module]]:
+    """id of a layer, a Linear by default -> the modules that read its weight."""
     found: dict[int, list[nn.Module]] = {}
     for m in model.modules():
         for read in _read_by(m):
-            if isinstance(read, nn.Linear):
+            if isinstance(read, kind):
                 found.setdefault(id(read), []).append(m)
     return found
 

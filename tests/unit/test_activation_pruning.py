@@ -271,7 +271,7 @@ WRONG = {
     "noise": (lambda: ActivationPruning(0.5, 64, noise=-1), "noise: expected"),
     "twice": (lambda: fxmask.apply(mlp(), ActivationPruning(), ActivationPruning()), "one ActivationPruning, got 2"),
     "ratio beside it": (lambda: fxmask.apply(mlp(), ActivationPruning(), ratio=0.5), "configs and ratio"),
-    "no config": (lambda: fxmask.apply(mlp(), 0.5), "or BlockDropout, got 0.5"),
+    "no config": (lambda: fxmask.apply(mlp(), 0.5), "BlockDropout or NMMask, got 0.5"),
     "again": (lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), ActivationPruning()), "both configs in one call"),
     "masks later": (lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), ratio=0.5), "both configs in one call"),
     "after masks": (lambda: fxmask.apply(fxmask.apply(mlp()), ActivationPruning()), "both configs in one call"),

@@ -274,7 +274,7 @@ def test_configs_together_with_options():
             fxmask.apply(mlp(), mask, **options)
     with pytest.raises(ConfigError, match="expected one WeightMask, got 2"):
         fxmask.apply(mlp(), mask, mask)
-    with pytest.raises(ConfigError, match=r"config: expected a fxmask.WeightMask, ActivationPruning or BlockDropout, got 0\.5"):
+    with pytest.raises(ConfigError, match=r"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got 0\.5"):
         fxmask.apply(mlp(), 0.5)
 
 

@@ -1,0 +1,139 @@
+"""`fxmask.apply(model, NMMask(...))`: which layers it takes, and the rows of `explain` for them and for those that stay dense."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .inputs import mask_overrides
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
+from .passes.choose import Decision, Patterns, choose, matches
+from .passes.config import WeightMask
+from .passes.find import Candidate, find, graph_modules
+from .passes.nm_find import find_layers
+from .passes.nm_mask import NMMask
+from .passes.weights import peek_weight
+from .sites import FINAL, REASONS, mark_decided
+from .swap import is_own_class
+
+M = TypeVar("M", bound=nn.Module)
+Chosen = list[tuple[Decision, NMMask]]
+
+
+def apply_nm(model: M, config: NMMask, include: Patterns, exclude: Patterns, overrides: Mapping[Any, Any] | None) -> M:
+    """`apply` of an NMMask; the model is as it was where it raises."""
+    for name, gm in graph_modules(model):
+        what = "an N:M mask in a traced graph: expected nn.Linear and nn.Conv2d modules."
+        raise UnsupportedError(message(what, name or type(gm).__name__, "call fxmask.apply on the nn.Module instead of its trace; torch.compile that."))
+    decisions = choose(find_layers(model), WeightMask(), include, exclude, mask_overrides(overrides, config, True))
+    chosen = _selected(decisions, config, overrides)
+    _check(chosen)
+    try:
+        for d, c in chosen:
+            assert d.candidate.module is not None  # no graph is left
+            swap_nm(d.candidate.module, c)
+    except BaseException:
+        unswap_nm(model)
+        raise
+    if not chosen:
+        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no Linear and no Conv2d"
+        warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+    model.__dict__.pop(FINAL, None)
+    taken = {id(d) for d, _ in chosen}
+    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
+    mark_decided((d.candidate.weight for d in decisions), True)
+    return model
+
+
+def refuse_nm(model: nn.Module) -> None:
+    """StateError for a model that has N:M masks already."""
+    for name, _ in nm_layers(model):
+        what = "this model has N:M masks already: expected a dense one."
+        raise StateError(message(what, name or type(model).__name__, "call fxmask.restore(model) first; N:M masks do not go with other methods."))
+
+
+def _selected(decisions: list[Decision], config: NMMask, overrides: Mapping[Any, Any] | None) -> Chosen:
+    """The layers that can be masked, with their options; the reason of the others."""
+    chosen = []
+    for d in decisions:
+        if d.config is None:
+            continue
+        if d.config.read == "weight":
+            d.reason = "its owner reads its weight and never calls it"
+            continue
+        c = config
+        for pattern, change in (overrides or {}).items():
+            if isinstance(change, Mapping) and matches(pattern, d.candidate):
+                c = c.replace(dict(change), f"overrides[{pattern!r}]")
+        misfit = c.misfit(d.candidate.weight)
+        if misfit:
+            d.reason = misfit
+        else:
+            chosen.append((d, c))
+    return chosen
+
+
+def _check(chosen: Chosen) -> None:
+    """Errors before anything is changed: weights without values, and shared ones under two masks."""
+    seen: dict[int, tuple[Candidate, NMMask]] = {}
+    for d, c in chosen:
+        name = d.candidate.name or "the model itself"
+        if d.candidate.weight.is_meta and c.mode in ("permuted", "learned"):
+            what = f"mode={c.mode!r} needs the weight's values: expected real memory, got a meta tensor."
+            raise UnsupportedError(message(what, name, "materialise the model first, or use mode='magnitude'."))
+        other, config = seen.setdefault(id(d.candidate.weight), (d.candidate, c))
+        if other is not d.candidate and (config != c or c.mode == "learned"):
+            what = f"one weight would have two masks: {other.name!r} and {name!r} share it."
+            raise ConfigError(message(what, name, "give both the same options, and no learned mask; or exclude one of them."))
+
+
+def restore_nm(model: nn.Module) -> None:
+    """Make layers with N:M masks dense again; UnsupportedError where a class was changed since."""
+    for name, m in nm_layers(model):
+        if not is_own_class(m):
+            what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
+            raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+    unswap_nm(model)
+
+
+def refresh_nm(model: nn.Module) -> bool:
+    """Build permuted masks anew; whether the model has N:M masks at all."""
+    for _, m in nm_layers(model):
+        rebuild_nm(m)
+    return any_nm(model)
+
+
+def nm_candidates(model: nn.Module) -> list[Candidate]:
+    """What `explain` has a row for: the linears, and where `apply` has decided about Conv2ds for N:M masks, those."""
+    told = [(f"{prefix}." if prefix else "") + name for prefix, m in model.named_modules() for name in m.__dict__.get(REASONS, {})]
+    convs = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    if not any_nm(model) and convs.keys().isdisjoint(told):
+        return find(model)
+    return [c for c in find_layers(model) if c.masked or c.name in told or c.name not in convs]
+
+
+@torch.no_grad()
+def nm_row(m: NMLayer) -> dict[str, Any]:
+    """What `explain` says of a layer with an N:M mask, beyond its name and shape."""
+    c, weight = m._fxmask_nm, peek_weight(m)
+    kept = None if weight.is_meta else int(element_mask(m).sum())
+    ratio = 1 - c.n / c.m
+    return {
+        "masked": True,
+        "reason": f"selected{'; frozen' if m._fxmask_nm_frozen else ''}",
+        "block": f"{c.n}:{c.m}",
+        "blocks": weight.numel() // c.m,
+        "target_ratio": ratio,
+        "final_ratio": ratio,
+        "achieved_ratio": None if kept is None else 1 - kept / weight.numel(),
+        "backward": "sr-ste" if c.mode == "sr-ste" else "masked",
+        "ranks_by": c.words().partition(" ")[2],
+        "impl": "masked_dense",
+        "why": "a dense product with W∘M",
+        "kept": kept,
+    }

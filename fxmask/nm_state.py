@@ -1,0 +1,55 @@
+"""What N:M masks are besides weights and logits, for `fxmask.state_dict`: frozen and permuted masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kernels.errors import StateError, message
+from .nm_layers import LOGITS, MASK, ORDER, NMLayer, nm_layers
+from .passes.weights import peek_weight
+
+
+def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """{name of the layer: settings, whether its mask is frozen, mask and permutation where there are such}; tensors and plain values."""
+
+    def saved(m: NMLayer, name: str) -> Tensor | None:
+        t = m._buffers.get(name)
+        return None if t is None else t.detach().clone()
+
+    return {
+        name: {"settings": dataclasses.asdict(m._fxmask_nm), "frozen": m._fxmask_nm_frozen, "mask": saved(m, MASK), "permutation": saved(m, ORDER)}
+        for name, m in nm_layers(model)
+    }
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_nm_state(model: nn.Module, saved: Any) -> None:
+    """Take up what `nm_state` has saved, for the same layers and settings; raises StateError before anything has changed."""
+    ours, fix = dict(nm_layers(model)), "apply fxmask as in the run that saved it, and load a state as fxmask.state_dict returned it."
+    if not isinstance(saved, Mapping) or set(saved) != set(ours):
+        got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
+        raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
+    for name, m in ours.items():
+        entry, shape, config = saved[name], tuple(peek_weight(m).shape), dataclasses.asdict(m._fxmask_nm)
+        if not isinstance(entry, Mapping) or set(entry) != {"settings", "frozen", "mask", "permutation"} or type(entry["frozen"]) is not bool:
+            raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
+        if entry["settings"] != config:
+            raise StateError(message(f"the state was saved with other settings: expected {config}, got {entry['settings']}.", name, fix))
+        wanted = entry["frozen"] or m._fxmask_nm.mode == "permuted"
+        mask = entry["mask"]
+        if wanted != isinstance(mask, Tensor) or (isinstance(mask, Tensor) and (mask.dtype != torch.bool or tuple(mask.shape) != shape)):
+            raise StateError(message(f"the saved mask does not fit: expected {f'bool {shape}' if wanted else None}.", name, fix))
+    for name, m in ours.items():
+        entry, device = saved[name], peek_weight(m).device
+        for key, leaf in (("mask", MASK), ("permutation", ORDER)):
+            m._buffers[leaf] = None if entry[key] is None else entry[key].to(device).clone()
+        m._fxmask_nm_frozen = entry["frozen"]
+        logits = m._parameters.get(LOGITS)
+        if logits is not None:
+            logits.requires_grad_(not m._fxmask_nm_frozen)

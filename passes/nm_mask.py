@@ -1,0 +1,123 @@
+"""`NMMask`: what a user asks for of n:m masks, and how a mask is made of a weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels import nm, nm_permute
+from ..kernels.errors import ConfigError
+
+MODES = ("magnitude", "permuted", "learned", "sr-ste")
+OWN = {"decay": "sr-ste", "passes": "permuted", "transposable": "magnitude", **dict.fromkeys(("tau", "soft", "init", "final", "train_weights"), "learned")}
+LARGEST, MOST_PATTERNS = 32, 4096  # of m, and of logits a group
+
+
+@dataclasses.dataclass(frozen=True)
+class NMMask:
+    """n kept of every m consecutive elements of a row, of a Linear's weight as (out, in), of a Conv2d's as (c_out, c_in * kh * kw).
+
+    | mode      | mask | gradient of W |
+    | --------- | --- | --- |
+    | magnitude | the largest magnitudes, in every forward | dY^T X ∘ M |
+    | sr-ste    | the same | dY^T X + decay * (1 - M)∘W (Zhou et al. 2021) |
+    | permuted  | the largest after a permutation of the input axis that keeps more; see below | dY^T X ∘ M |
+    | learned   | in training drawn from the C(m, n) patterns of a group by Gumbel-softmax of its logits, elsewhere their argmax (Danhofer 2024) | dY^T X ∘ M |
+
+    A permuted mask is built by `apply`, `load_state_dict` and `fxmask.refresh`, and rests between them; in the order that W has, a group may keep more or less
+    than n. The layer keeps the permutation in its buffer `nm_permutation`.
+    The matmuls are dense ones of W∘M. `fxmask.finalize(model, "2:4")` is PyTorch's hardware form, for Linears whose mask is 2:4 in the order that W has.
+
+    Args:
+        n, m: n kept of m, 1 <= n < m <= 32.
+        mode: of the table. decay: SR-STE's lambda. passes: of the search for a permutation, see `kernels.nm_permute`.
+        transposable: for 2:4 by magnitude: tiles of 4x4 whose rows and columns both keep 2 of 4, so that W and its transpose are 2:4 (Hubara et al. 2021).
+        tau: temperature of the draw. soft: multiply by the mixture of patterns in training; by default by the drawn pattern, straight-through.
+        init: of the logits, `glorot` (uniform) or `magnitude`. They are `nm_logits` (groups, patterns) of the layer: in `parameters()` and in `state_dict()`.
+        final: what `fxmask.freeze` and `fxmask.finalize` fix: `argmax`, or `sample`, drawn one last time. Forwards in eval() take the argmax in any case.
+        train_weights: False: weight and bias of the layers stop asking for gradients, until `fxmask.restore`; other layers and norms are the user's to freeze.
+
+    Raises: ConfigError.
+    """
+
+    n: int = 2
+    m: int = 4
+    mode: str = "magnitude"
+    transposable: bool = False
+    decay: float = 2e-4
+    passes: int = 16
+    tau: float = 0.1
+    soft: bool = False
+    init: str = "glorot"
+    final: str = "argmax"
+    train_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
+            raise ConfigError(f"n, m: expected ints with 1 <= n < m <= {LARGEST}, n of m kept, got n={self.n!r}, m={self.m!r}.")
+        for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}: expected {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        for name in ("transposable", "soft", "train_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}.")
+        for name, least in (("decay", "at least 0"), ("tau", "above 0")):
+            v = getattr(self, name)
+            if isinstance(v, bool) or not isinstance(v, (int, float)) or not math.isfinite(v) or v < 0 or (v == 0 and name == "tau"):
+                raise ConfigError(f"{name}: expected a finite number {least}, got {v!r}.")
+        if type(self.passes) is not int or self.passes < 1:
+            raise ConfigError(f"passes: expected an int of at least 1, got {self.passes!r}.")
+        for f in dataclasses.fields(self):
+            v, own = getattr(self, f.name), OWN.get(f.name, self.mode)
+            if self.mode != own and v != f.default:
+                raise ConfigError(f"{f.name} is an option of mode={own!r}: expected it left out with mode={self.mode!r}, got {v!r}.")
+        if self.transposable and (self.n, self.m) != (2, 4):
+            raise ConfigError(f"transposable: expected n=2, m=4, whose tiles can be searched, got n={self.n}, m={self.m}.")
+        if self.mode == "learned" and math.comb(self.m, self.n) > MOST_PATTERNS:
+            raise ConfigError(f"mode='learned' has C(m, n) logits a group: expected at most {MOST_PATTERNS}, got {math.comb(self.m, self.n)}.")
+
+    def replace(self, changes: dict[str, Any], where: str) -> NMMask:
+        """A copy with some fields changed; ConfigError names the fields that there are."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
+        return dataclasses.replace(self, **changes)
+
+    def words(self) -> str:
+        """What `repr` and `explain` say of it."""
+        return f"{self.n}:{self.m} {self.mode}{', transposable' if self.transposable else ''}{', soft' if self.soft else ''}"
+
+    def misfit(self, weight: Tensor) -> str:
+        """Why a weight cannot have this mask; empty where it can. A group never straddles two rows."""
+        rows = weight.shape[0]
+        columns = weight.numel() // rows if rows else 0
+        if not columns or columns % self.m:
+            return f"its rows have {columns} elements, no multiple of {self.m}"
+        return f"it has {rows} rows, no multiple of 4 as transposable wants" if self.transposable and rows % 4 else ""
+
+    def mask_of(self, weight: Tensor, table: Tensor | None, logits: Tensor | None) -> Tensor:
+        """The deterministic mask of a weight (any shape), which its mode builds anew each time; not of `permuted`. table: `nm_patterns` of the layer."""
+        w = weight.detach().reshape(weight.shape[0], -1)
+        if logits is not None and table is not None:
+            found = nm.argmax_mask(logits, table)
+        elif self.transposable and table is not None:
+            found = nm.transposable_mask(w, table)
+        else:
+            found = nm.magnitude_mask(w, self.n, self.m)
+        return found.reshape(weight.shape)
+
+    def permuted(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(mask of the weight's shape, permutation of its columns)."""
+        w = weight.detach().reshape(weight.shape[0], -1)
+        order = nm_permute.permutation(w, self.n, self.m, self.passes)
+        return nm_permute.permuted_mask(w, order, self.n, self.m).reshape(weight.shape), order
+
+    def table(self) -> Tensor | None:
+        """The patterns that a layer of this mode chooses among, on the CPU."""
+        if self.transposable:
+            return nm.transposable_patterns()
+        return nm.patterns(self.n, self.m) if self.mode == "learned" else None

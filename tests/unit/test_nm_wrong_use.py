@@ -1,0 +1,60 @@
+"""What `NMMask` refuses: the text of each message, and that nothing has changed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask import NMMask
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(4, 16, 3, padding=1, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(256, 32), nn.GELU(), nn.Linear(32, 10))
+
+
+WRONG = {
+    "n": (lambda: NMMask(4, 4), "1 <= n < m <= 32"),
+    "m": (lambda: NMMask(2, 64), "got n=2, m=64"),
+    "mode": (lambda: NMMask(mode="best"), "mode: expected magnitude, permuted"),
+    "tau": (lambda: NMMask(mode="learned", tau=0), "tau: expected a finite number above 0"),
+    "decay": (lambda: NMMask(mode="sr-ste", decay=-1), "decay: expected"),
+    "passes": (lambda: NMMask(mode="permuted", passes=0), "passes: expected"),
+    "init": (lambda: NMMask(mode="learned", init="zero"), "init: expected glorot, magnitude"),
+    "soft": (lambda: NMMask(mode="learned", soft=1), "soft: expected True or False"),
+    "another mode's": (lambda: NMMask(tau=0.5), "tau is an option of mode='learned'"),
+    "transposable": (lambda: NMMask(1, 4, transposable=True), "expected n=2, m=4"),
+    "patterns": (lambda: NMMask(8, 16, mode="learned"), "at most 4096, got 12870"),
+    "with a WeightMask": (lambda: fxmask.apply(net(), NMMask(), fxmask.WeightMask()), "goes alone: expected one config, got NMMask and WeightMask"),
+    "with pruning": (lambda: fxmask.apply(net(), fxmask.ActivationPruning(), NMMask()), "goes alone"),
+    "with dropout": (lambda: fxmask.apply(net(), NMMask(), fxmask.BlockDropout(0.1)), "goes alone"),
+    "twice": (lambda: fxmask.apply(net(), NMMask(), NMMask()), "goes alone"),
+    "again": (lambda: fxmask.apply(fxmask.apply(net(), NMMask()), NMMask()), "has N:M masks already"),
+    "blocks later": (lambda: fxmask.apply(fxmask.apply(net(), NMMask()), ratio=0.5), "has N:M masks already"),
+    "after blocks": (lambda: fxmask.apply(fxmask.apply(net()), NMMask()), "masked, pruned or dropped already"),
+    "ratio beside it": (lambda: fxmask.apply(net(), NMMask(), ratio=0.5), "configs and ratio"),
+    "allocation": (lambda: fxmask.apply(net(), NMMask(), allocation="erk"), "expected None beside an NMMask"),
+    "option": (lambda: fxmask.apply(net(), NMMask(), overrides={"3": {"ratio": 0.5}}), "unknown option .* got 'ratio'"),
+    "trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(net()), NMMask()), "on the nn.Module instead of its trace"),
+    "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(net(), NMMask())), "cannot look into"),
+    "meta": (lambda: fxmask.apply(net().to("meta"), NMMask(mode="learned")), "needs the weight's values"),
+    "freeze": (lambda: fxmask.freeze(net()), "has no N:M mask"),
+    "freeze blocks": (lambda: fxmask.freeze(fxmask.apply(net())), re.escape("WeightMask(refresh=0)")),
+    "step": (lambda: fxmask.step(fxmask.apply(net(), NMMask())), "it has N:M masks alone"),
+    "guard": (lambda: fxmask.guard(torch.optim.SGD((m := fxmask.apply(net(), NMMask())).parameters()), m), "it has N:M masks alone"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use(case):
+    call, words = WRONG[case]
+    with pytest.raises(fxmask.FxMaskError, match=words):
+        call()
+
+
+def test_wrong_use_loses_nothing():
+    model = net()
+    with pytest.raises(fxmask.FxMaskError):
+        fxmask.apply(model, NMMask(), overrides={"3": {"n": 9}})
+    assert repr(model) == repr(net())
