@@ -65,6 +65,7 @@ def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, 
 
 
 def check_inputs(model: nn.Module, alone: bool) -> None:
+    """StateError for a model whose inputs are pruned or dropped already, and, where no WeightMask is given, for one that is masked."""
     if any_pruned(model) or any_dropped(model) or (alone and any_masked(model)):
         what = "this model is masked, pruned or dropped already: expected a dense one, or both configs in one call."
         raise StateError(message(what, type(model).__name__, "fxmask.restore(model), then fxmask.apply(model, WeightMask(...), ActivationPruning(...))."))
@@ -75,10 +76,12 @@ class Inputs:
 
     def __init__(self, model: nn.Module, decisions: list[Decision], config: Other | None, overrides: Mapping[Any, Any] | None, alone: bool) -> None:
         self.pruned = selected(decisions, config, overrides, alone) if isinstance(config, ActivationPruning) else []
-        self.dropped = resolved(model, selected(decisions, config, overrides, alone)) if isinstance(config, BlockDropout) else []
-        self.chosen = {id(d) for d, *_ in (*self.pruned, *self.dropped)}
+        offered = selected(decisions, config, overrides, alone) if isinstance(config, BlockDropout) else []
+        self.dropped = resolved(model, offered)
+        self.wanted = {id(d) for d, _ in (*self.pruned, *offered)}
 
     def change(self, model: nn.Module) -> None:
+        """Change what was chosen; masks are in place by then."""
         prune(model, self.pruned)
         drop_inputs(model, self.dropped)
 
@@ -93,7 +96,7 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
         if name in done:
             d.reason = "dense; its input is saved pruned" if inputs.pruned else "dense; its input is dropped in blocks"
         elif d.config is not None:
-            left = "overrides: False" if id(d) not in inputs.chosen and inputs.pruned else "no active dropout before it, and no p was given"
+            left = "overrides: False" if id(d) not in inputs.wanted else "no active dropout before it, and no p was given"
             d.reason = left if has_input(d) else "its owner reads its weight and never calls it: it has no input"
     if not done:
         reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
