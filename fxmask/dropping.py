@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -17,16 +16,14 @@ from .passes.choose import Decision
 from .passes.find import graph_modules
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
-from .swap import MaskedLinear, _rebuild_class, is_own_class, masked_class
+from .swap import MaskedLinear, Swapped, masked_class
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-class DroppedLinear(nn.Module):
+class DroppedLinear(Swapped):
     """Forward of a Linear with block dropout on its input (..., K). Mixed into a subclass of the layer's own class, never constructed."""
 
-    _fxmask_base: type[nn.Module]
-    _fxmask_class: type[nn.Module]
     _fxmask_dropping: BlockDropout
     bias: Tensor | None
 
@@ -38,11 +35,6 @@ class DroppedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout: {self._fxmask_dropping.words()}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, DroppedLinear), self.__dict__.copy()
 
 
 class FusedDropout(nn.Dropout):

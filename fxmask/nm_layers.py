@@ -15,17 +15,15 @@ from .kernels.errors import StateError, UnsupportedError, message
 from .kernels.nm_ops import learned, sr_ste
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
-from .swap import _rebuild_class, is_own_class, masked_class
+from .swap import Swapped, masked_class
 
 LOGITS, MASK, ORDER, TABLE = "nm_logits", "nm_mask", "nm_permutation", "nm_patterns"
 BUFFERS = (MASK, ORDER, TABLE)  # not persistent: no key of state_dict
 
 
-class NMLayer(nn.Module):
+class NMLayer(Swapped):
     """Forward of a Linear or a Conv2d with n:m masked weight. Mixed into a subclass of the layer's own class, never constructed."""
 
-    _fxmask_base: type[nn.Module]
-    _fxmask_class: type[nn.Module]
     _fxmask_nm: NMMask
     _fxmask_nm_frozen: bool
     _fxmask_nm_rested: tuple[str, ...]  # parameters whose requires_grad apply has switched off
@@ -47,11 +45,6 @@ class NMLayer(nn.Module):
         if self._parameters.get(LOGITS) is not None:  # a dense checkpoint has none, and leaves them as they are
             state_dict.setdefault(prefix + LOGITS, self._parameters[LOGITS].detach())  # type: ignore[union-attr]
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, NMLayer), self.__dict__.copy()
 
 
 def masked_weight(m: NMLayer) -> Tensor:

@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .kernels import prune_ops
 from .kernels.errors import UnsupportedError, message
-from .passes.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations, saves
+from .passes.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.choose import Decision
 from .passes.find import graph_modules
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
-from .swap import MaskedLinear, _rebuild_class, is_own_class, masked_class
+from .swap import MaskedLinear, Swapped, masked_class
 
 
-class PrunedLinear(nn.Module):
+class PrunedLinear(Swapped):
     """Forward of a Linear whose input (..., K) is saved pruned. Mixed into a subclass of the layer's own class, never constructed."""
 
-    _fxmask_base: type[nn.Module]
-    _fxmask_class: type[nn.Module]
     _fxmask_pruning: ActivationPruning
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        c, weight = self._fxmask_pruning, raw_weight(self)
         if isinstance(input, Proxy):
             what = "torch.fx.symbolic_trace cannot look into a pruned layer: expected a dense model."
             raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))
-        return prune_ops.linear(input, weight, self.bias, c.block, c.ratio, c.noise) if saves(weight) else F.linear(input, weight, self.bias)
+        return self._fxmask_pruning.linear(input, raw_weight(self), self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activations: {self._fxmask_pruning.words()}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, PrunedLinear), self.__dict__.copy()
 
 
 def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) -> None:

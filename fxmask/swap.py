@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels import ops, prune_ops, reference
+from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
 from .passes import site as state
 from .passes.activation_pruning import ActivationPruning, saves
@@ -42,17 +42,12 @@ class MaskedLinear(Site):
         input = input if dropping is None else dropping.drop(input, self.training)
         mask = state.forward_mask(self, weight)
         prune: ActivationPruning | None = self.__dict__.get("_fxmask_pruning")
-        prune = prune if prune is not None and saves(weight) else None
         if self._fxmask_softening:
-            soft = softened(self, weight, mask)
-            if prune is not None:
-                return prune_ops.linear(input, soft, self.bias, prune.block, prune.ratio, prune.noise)  # type: ignore[arg-type]
-            return F.linear(input, soft, self.bias)  # type: ignore[arg-type]
+            return (F if prune is None else prune).linear(input, softened(self, weight, mask), self.bias)  # type: ignore[arg-type]
         lists = state.forward_lists(self, mask)
         flag, bias = state.dense_flag(self), self.bias
-        if prune is not None:
-            p = prune
-            return prune_ops.linear(input, weight, bias, p.block, p.ratio, p.noise, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
+        if prune is not None and saves(weight):
+            return prune.masked_linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
         return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
@@ -71,6 +66,18 @@ def softened(site: Site, weight: Tensor, mask: Tensor) -> Tensor:
     """The weight of a soft mask on its ramp."""
     assert site._fxmask_scale is not None  # of soft masks
     return reference.softened(weight, mask, site._fxmask_config.block, site._fxmask_scale)
+
+
+class Swapped(nn.Module):
+    """Base of the mixins that give a layer another forward and add no state of their own: how it is copied and pickled."""
+
+    _fxmask_base: type[nn.Module]  # of the class: what it was before
+    _fxmask_class: type[nn.Module]  # the class that `masked_class` made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_own_class(self):
+            return super().__reduce_ex__(protocol)
+        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), self.__dict__.copy()
 
 
 _EAGER = threading.local()  # .readers: {id of a layer: owners whose forward runs in this thread}

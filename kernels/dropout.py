@@ -10,14 +10,13 @@ A block mixes samples, because M counts the tokens of the whole batch.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import ConfigError
 from .grid import expand_mask, grid_shape
+from .reference import rows
 from .score import mix
 
 BITS = 30  # of a block's random number
@@ -41,10 +40,6 @@ def draw(tokens: int, features: int, block: tuple[int, int], p: float, seed: Ten
     index = torch.arange(mb * kb, device=seed.device)
     number = mix(mix(index & low) ^ h) >> (32 - BITS)
     return (number >= int(p * 2**BITS)).view(mb, kb)
-
-
-def rows(t: Tensor) -> Tensor:
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def drop(x: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:

@@ -12,6 +12,8 @@ Shapes: x (..., K), w (N, K), bias (N), gy (..., N); mask (NB, KB) bool, True = 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,7 +40,7 @@ def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:
 
 def rows(t: Tensor) -> Tensor:
     """(..., K) -> (tokens, K); -1 would say nothing where K is 0."""
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1])
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])  # numel() would fix a number of tokens that a compiler does not know
 
 
 def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:

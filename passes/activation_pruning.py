@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from ..kernels import prune_ops
 from ..kernels.errors import ConfigError
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
 from .choose import Decision
-from .find import INPUT_SITES, input_arg
-from .graph_calls import call_site, linear_call, linear_parts
+from .find import PRUNED, input_arg
+from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, replace_node
-
-CONTAINER = INPUT_SITES[0]
+from .options import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivationPruning:
+class ActivationPruning(Options):
     """The input of a linear is saved for the backward block-sparse: the blocks with the smallest norms are dropped (Barley and Fröning 2023).
 
     The forward, dX and db are those of the layer, exactly; dW = dY^T X_s sees the pruned input X_s, unscaled. What autograd holds is the kept blocks and their
@@ -53,17 +51,17 @@ class ActivationPruning:
         if isinstance(self.noise, bool) or not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 64:
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
 
-    def replace(self, changes: dict[str, Any], where: str) -> ActivationPruning:
-        """A copy with some fields changed; ConfigError names the fields that there are."""
-        known = [f.name for f in dataclasses.fields(self)]
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
-        return dataclasses.replace(self, **changes)
-
     def words(self) -> str:
         """What `explain` says of it."""
         return f"{100 * self.ratio:g} % of 1x{self.block}" + (f", noise {self.noise:g}" if self.noise else "")
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's forward."""
+        return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise) if saves(weight) else F.linear(x, weight, bias)
+
+    def masked_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *masked: Any) -> Tensor:
+        """That of a masked layer which saves its input; `masked`: the mask and what follows it in `kernels.prune_ops.linear`."""
+        return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, *masked)
 
 
 def saves(weight: Tensor) -> bool:
@@ -79,8 +77,7 @@ class PrunedCall(nn.Module):
         self._fxmask_pruning, self._fxmask_name, self._fxmask_origin = config, name, origin
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        c = self._fxmask_pruning
-        return prune_ops.linear(x, weight, bias, c.block, c.ratio, c.noise) if saves(weight) else F.linear(x, weight, bias)
+        return self._fxmask_pruning.linear(x, weight, bias)
 
     def extra_repr(self) -> str:
         return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
@@ -99,7 +96,7 @@ class PruneActivations(Pass):
                 continue
             for node in d.candidate.nodes:
                 w, b, origin = linear_parts(gm, node)
-                replace_node(gm, node, call_site(gm, CONTAINER, node, PrunedCall(config, d.candidate.name, origin), (input_arg(node), w, b)))
+                replace_node(gm, node, call_site(gm, PRUNED, node, PrunedCall(config, d.candidate.name, origin), (input_arg(node), w, b)))
             names.append(d.candidate.name)
         return names
 
@@ -109,18 +106,9 @@ class RestoreActivations(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         names = []
-        for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
-            site = gm.get_submodule(str(node.target))
-            if not isinstance(site, PrunedCall):
-                continue
-            x, w, *rest = node.args
-            with gm.graph.inserting_before(node):
-                new = linear_call(gm, site._fxmask_origin, x, w, *rest)
-            replace_node(gm, node, new)
-            for left in (*rest, w):
-                if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
-                    gm.graph.erase_node(left)
+        for node, site in calls_of(gm, PrunedCall):
+            give_back(gm, node, site._fxmask_origin, node.args[0])
             names.append(site._fxmask_name)
-        if CONTAINER in gm._modules:
-            delattr(gm, CONTAINER)
+        if PRUNED in gm._modules:
+            delattr(gm, PRUNED)
         return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any
 
 import torch
@@ -15,16 +14,16 @@ from ..kernels import dropout, dropout_ops
 from ..kernels.errors import ConfigError
 from ..kernels.grid import check_block
 from .choose import Decision
-from .find import INPUT_SITES, input_arg
-from .graph_calls import call_site, linear_call, linear_parts
+from .find import DROPPED, input_arg
+from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, replace_node
+from .options import Options
 
-CONTAINER = INPUT_SITES[1]
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockDropout:
+class BlockDropout(Options):
     """The input of a linear is dropped in blocks while training, and the matmuls leave dropped blocks out (SparseDrop, Lowe et al. 2024).
 
     y = (X∘m) W^T / (1 - p) + b, m a mask of blocks, each kept with probability 1 - p; dX and dW are its exact gradients. Evaluation is the plain linear.
@@ -38,8 +37,7 @@ class BlockDropout:
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
     since the linear's count; p, where it is given, stands for its own. Every other dropout is left alone, and `explain` names its module. In a graph a dropout
     that feeds other ops, too, stays for those. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none
-    of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device:
-    checkpointing redraws it.
+    of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device: checkpointing redraws it.
     Raises: ConfigError. Not with torch.func, forward-mode AD or nested tensors (UnsupportedError), nor beside ActivationPruning.
     """
 
@@ -53,14 +51,6 @@ class BlockDropout:
         object.__setattr__(self, "block", check_block(self.block))
         if type(self.mc) is not bool:
             raise ConfigError(f"mc: expected a bool, got {self.mc!r}.")
-
-    def replace(self, changes: dict[str, Any], where: str) -> BlockDropout:
-        """A copy with some fields changed; ConfigError names the fields that there are."""
-        known = [f.name for f in dataclasses.fields(self)]
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
-        return dataclasses.replace(self, **changes)
 
     def words(self) -> str:
         """What `explain` says of it."""
@@ -130,7 +120,7 @@ class FuseDropout(Pass):
                 w, b, origin = linear_parts(gm, node)
                 before = None if found is None else (found[0].name, found[0].op, found[0].target, tuple(found[0].args[1:]), dict(found[0].kwargs))
                 x = input_arg(node) if found is None else input_arg(found[0])
-                new = call_site(gm, CONTAINER, node, DroppedCall(own, d.candidate.name, origin, before), (x, w, b))
+                new = call_site(gm, DROPPED, node, DroppedCall(own, d.candidate.name, origin, before), (x, w, b))
                 replace_node(gm, node, new)
                 if found is not None and not found[0].users:
                     gm.graph.erase_node(found[0])
@@ -144,23 +134,16 @@ class UnfuseDropout(Pass):
     def run(self, gm: GraphModule) -> list[str]:
         names = []
         dropouts: dict[str, Node] = {n.name: n for n in gm.graph.nodes}
-        for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
-            site = gm.get_submodule(str(node.target))
-            if not isinstance(site, DroppedCall):
-                continue
-            x, w, *rest = node.args
-            with gm.graph.inserting_before(node):
-                if site._fxmask_before is not None:
-                    name, op, target, args, kwargs = site._fxmask_before
-                    if name not in dropouts:
+        for node, site in calls_of(gm, DroppedCall):
+            x = node.args[0]
+            if site._fxmask_before is not None:
+                name, op, target, args, kwargs = site._fxmask_before
+                if name not in dropouts:
+                    with gm.graph.inserting_before(node):
                         dropouts[name] = gm.graph.create_node(op, target, (x, *args), kwargs, name)
-                    x = dropouts[name]
-                new = linear_call(gm, site._fxmask_origin, x, w, *rest)
-            replace_node(gm, node, new)
-            for left in (*rest, w):
-                if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
-                    gm.graph.erase_node(left)
+                x = dropouts[name]
+            give_back(gm, node, site._fxmask_origin, x)
             names.append(site._fxmask_name)
-        if CONTAINER in gm._modules:
-            delattr(gm, CONTAINER)
+        if DROPPED in gm._modules:
+            delattr(gm, DROPPED)
         return names

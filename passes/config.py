@@ -14,6 +14,7 @@ from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
 from .dynamics import check_dynamics
 from .feedback import Feedback as Feedback
+from .options import Options
 from .phases import Phases, check_phases, in_turn
 from .regrow import Regrow as Regrow
 from .saliency import LEARNED
@@ -22,7 +23,7 @@ from .schedule import Schedule as Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightMask:
+class WeightMask(Options):
     """Dynamic structured weight masking: the weight's best blocks are kept, the others are left out of the matmuls (Bespalov 2025).
 
     Args:
@@ -183,11 +184,3 @@ class WeightMask:
     def softened_from(self) -> int | None:
         """The optimiser step from which a soft mask cuts its blocks off; None without `soft`."""
         return self.start + self.schedule.warmup + self.schedule.ramp if self.soft and isinstance(self.schedule, Schedule) else None
-
-    def replace(self, changes: dict[str, Any], where: str) -> WeightMask:
-        """A copy with some fields changed; ConfigError names the fields that there are."""
-        known = [f.name for f in dataclasses.fields(self)]
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
-        return dataclasses.replace(self, **changes)

@@ -12,10 +12,9 @@ from .work import EXACT, Target, Work, phase_of, rule
 def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int], weight: str, p: float, bias: bool) -> Work:
     (n, k), m, item = shape, tokens.tokens, tokens.dtype.itemsize
     plain = renamed(layer_cost.dense(op, m, shape, item, t.tile, bias=bias), ROLES[op])
-    operand = {"forward": "x", "dx": "dx", "dw": "x"}[op]  # what has dropped blocks; dX is written whole, with zeros
 
-    def part(moved: dict[str, int]) -> dict[str, int]:
-        return {name: round((1 - p) * b) if name == operand == "x" else b for name, b in moved.items()}
+    def part(moved: dict[str, int]) -> dict[str, int]:  # of X dropped blocks are not read; dX is written whole, with zeros
+        return {name: round((1 - p) * b) if name == "x" else b for name, b in moved.items()}
 
     useful, issued = (round((1 - p) * flop) for flop in (plain.flop_useful, plain.flop_issued))
     cost = Cost(useful, issued, part(plain.reads), plain.writes, part(plain.reads_min), plain.writes_min)

@@ -24,7 +24,8 @@ IN_PROJ_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_w
 IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
 
 
-INPUT_SITES = ("fxmask_pruned", "fxmask_dropped")  # containers of a graph module
+PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"
+INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 
 
 @dataclasses.dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,9 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from .find import bias_arg, weight_arg
+from .infra import replace_node
+
+S = TypeVar("S", bound=nn.Module)
 
 
 def linear_parts(gm: GraphModule, node: Node) -> tuple[Any, Any, str]:
@@ -36,3 +41,22 @@ def call_site(gm: GraphModule, container: str, node: Node, site: nn.Module, args
     gm.get_submodule(container).add_module(node.name, site.train(gm.training))
     with gm.graph.inserting_before(node):
         return gm.graph.call_module(f"{container}.{node.name}", args)
+
+
+def calls_of(gm: GraphModule, kind: type[S]) -> Iterator[tuple[Node, S]]:
+    """(call, module) of every call of a module of that kind; calls may be replaced meanwhile."""
+    for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
+        site = gm.get_submodule(str(node.target))
+        if isinstance(site, kind):
+            yield node, site
+
+
+def give_back(gm: GraphModule, node: Node, origin: str, x: Any) -> None:
+    """Put the linear call on `x` in the place of a module's call (x, w, b), and take away what nobody reads any more."""
+    _, w, *bias = node.args
+    with gm.graph.inserting_before(node):
+        new = linear_call(gm, origin, x, w, *bias)
+    replace_node(gm, node, new)
+    for left in (*bias, w):
+        if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
+            gm.graph.erase_node(left)

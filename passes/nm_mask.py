@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from torch import Tensor
 
 from ..kernels import nm, nm_permute
 from ..kernels.errors import ConfigError
+from .options import Options
 
 MODES = ("magnitude", "permuted", "learned", "sr-ste")
 OWN = {"decay": "sr-ste", "passes": "permuted", "transposable": "magnitude", **dict.fromkeys(("tau", "soft", "init", "final", "train_weights"), "learned")}
@@ -17,7 +17,7 @@ LARGEST, MOST_PATTERNS = 32, 4096  # of m, and of logits a group
 
 
 @dataclasses.dataclass(frozen=True)
-class NMMask:
+class NMMask(Options):
     """n kept of every m consecutive elements of a row, of a Linear's weight as (out, in), of a Conv2d's as (c_out, c_in * kh * kw).
 
     | mode      | mask | gradient of W |
@@ -78,14 +78,6 @@ class NMMask:
             raise ConfigError(f"transposable: expected n=2, m=4, whose tiles can be searched, got n={self.n}, m={self.m}.")
         if self.mode == "learned" and math.comb(self.m, self.n) > MOST_PATTERNS:
             raise ConfigError(f"mode='learned' has C(m, n) logits a group: expected at most {MOST_PATTERNS}, got {math.comb(self.m, self.n)}.")
-
-    def replace(self, changes: dict[str, Any], where: str) -> NMMask:
-        """A copy with some fields changed; ConfigError names the fields that there are."""
-        known = [f.name for f in dataclasses.fields(self)]
-        unknown = sorted(set(changes) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
-        return dataclasses.replace(self, **changes)
 
     def words(self) -> str:
         """What `repr` and `explain` say of it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dropout import rows
+from ..reference import rows
 
 NARROW = 32  # a block's side below which its products are too small
 OFTEN = 1 / 3  # the probability from which on they pay
@@ -34,6 +34,7 @@ def runs(keep: list[bool], side: int, end: int) -> list[tuple[int, int]]:
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+    """As `dropout.linear`."""
     flat = rows(x)
     y = flat.new_empty(flat.shape[0], w.shape[0])
     for i, kept in enumerate(keep.tolist()):
@@ -49,6 +50,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
 
 
 def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+    """As `dropout.dx`."""
     flat = rows(gy)
     out = flat.new_zeros(flat.shape[0], w.shape[1])
     for i, kept in enumerate(keep.tolist()):
@@ -59,6 +61,7 @@ def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float) ->
 
 
 def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+    """As `dropout.dw`."""
     g, flat = rows(gy), rows(x)
     out = flat.new_zeros(g.shape[1], flat.shape[1])
     for j, kept in enumerate(keep.t().tolist()):

@@ -1,0 +1,23 @@
+"""What all configurations share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from ..kernels.errors import ConfigError
+
+C = TypeVar("C", bound="Options")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of a frozen, validated configuration, whose fields are its options."""
+
+    def replace(self: C, changes: dict[str, Any], where: str) -> C:
+        """A copy with some fields changed; ConfigError names the fields that there are."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
+        return dataclasses.replace(self, **changes)
