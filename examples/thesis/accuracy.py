@@ -48,13 +48,17 @@ def folder_of(runs: Path, phase: str, name: str, seed: int) -> Path:
     return runs / phase / f"{name}-seed{seed}"
 
 
-def read_log(out: Path) -> list[dict[str, str]]:
-    """The rows of a run so far."""
-    path = out / "log.csv"
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a csv, none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def read_log(out: Path) -> list[dict[str, str]]:
+    """The rows of a run so far."""
+    return read(out / "log.csv")
 
 
 def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None:
@@ -100,19 +104,31 @@ def ratio_of(args: list[str]) -> str:
     return "/".join(dict.fromkeys(part.split(" ")[0] for part in args[args.index("--config") + 1].split("masked ")[1:]))
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """What makes a row one run's."""
+    return tuple(str(row[column]) for column in ("phase", "run", "seed", "epochs", "data"))
+
+
+def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
+    """The table's order: phases and runs as the recipes name them, recipes of another day last, then the seeds."""
+    phase, name, seed, *rest = key
+    phases, names = list(PHASES), list(PHASES[phase][0]) if phase in PHASES else []
+    return phases.index(phase) if phase in phases else len(phases), names.index(name) if name in names else len(names), name, int(seed), rest
+
+
 def write(runs: Path, path: Path) -> int:
-    """The table of all runs that have ended; returns how many."""
-    rows = []
+    """The table of all runs that have ended; returns how many. Rows whose run lies in another folder, or on another machine, stay in it."""
+    rows = {key_of(row): row for row in read(path)}
     for phase, (recipes, _, _) in PHASES.items():
         for name in recipes:
-            for out in sorted(runs.glob(f"{phase}/{name}-seed*")):
+            for out in runs.glob(f"{phase}/{name}-seed*"):
                 row = row_of(phase, name, int(out.name.rpartition("seed")[2]), out)
-                rows += [row] if row else []
+                rows.update({key_of(row): row} if row else {})
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         out_file = csv.DictWriter(file, COLUMNS)
         out_file.writeheader()
-        out_file.writerows(rows)
+        out_file.writerows(rows[key] for key in sorted(rows, key=place_of))
     return len(rows)
 
 

@@ -57,6 +57,15 @@ def test_only_runs_that_have_ended_are_in_the_table(tmp_path):
     assert plots.read_csv(table)[-1]["test_top1"] == "61.23"
 
 
+def test_rows_of_other_machines_stay_in_the_table(tmp_path):
+    table = tmp_path / "t.csv"
+    finished(tmp_path / "here" / "search" / "dense-adam-seed0")
+    finished(tmp_path / "there" / "search" / "dense-adam-seed1")
+    finished(tmp_path / "there" / "search" / "dense-adamw-lr0.01-seed0")
+    assert [accuracy.write(tmp_path / name, table) for name in ("here", "there", "here", "nowhere")] == [1, 3, 3, 3]
+    assert [(r["run"], r["seed"]) for r in plots.read_csv(table)] == [("dense-adamw-lr0.01", "0"), ("dense-adam", "0"), ("dense-adam", "1")]
+
+
 def test_the_search_never_reads_the_test_images(tmp_path, capsys):
     command = ["search", *DIGITS, "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv"), "--only", "dense-adam"]
     assert accuracy.main(command) == 0
