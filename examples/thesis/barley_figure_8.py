@@ -25,7 +25,7 @@ from plots import new_figure
 from tabulate import tabulate
 
 from thesis.barley_model import MIB
-from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, formula_mib, guarded, held_bytes, shape, top1, train_all
+from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, command, formula_mib, guarded, held_bytes, shape, top1, train_all
 from thesis.side_by_side import Row, published, save
 from thesis.sweep_results import Ended
 
@@ -121,7 +121,8 @@ def work(args: Namespace) -> int:
     if runs:
         settings = {"data": args.data, "model": args.model, "mini_batch": args.batch, "epochs": args.epochs, "lr": args.lr, "torch": torch.__version__}
         title = f"{what}\ndense {f'{top1(dense):.2f} %' if tops else 'not yet'}; {len(runs)} of {planned} runs have ended"
-        save(args.out, NAME + suffix, [{**settings, **r} for r in rows], lambda: figure(rows, title))
+        made = {"command": command(args, NAME, batch=args.batch, blocks=args.blocks, sparsities=args.sparsities)}
+        save(args.out, NAME + suffix, [{**settings, **r, **made} for r in rows], lambda: figure(rows, title))
     counts = ", ".join(f"{sum(r['colour'] == name for r in rows)} {name}" for name in COLOURS)
     print(f"{len(runs)} of {planned} runs have ended; of {len(rows)} cells {counts}")
     return 1 if failed else 0

@@ -8,6 +8,7 @@ mini-batch see the same batches; accuracy is top-1 in percent on the test images
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -101,6 +102,15 @@ def train_all(args: Namespace, name: str, batches: Sequence[int], pruned: Sequen
         with lock.held(folder):
             failed = sweep.run(plan, folder, Namespace(only=None, jobs=args.jobs, at_once=args.at_once))
     return sweep_results.collect(plan.jobs, folder), len(plan.jobs), failed
+
+
+def command(args: Namespace, name: str, **own: Any) -> str:
+    """The command that makes these results again, but for where files lie and how many runs go side by side; `own`: options of one script."""
+    shared = {"data": args.data, "model": args.model, "epochs": args.epochs, "seeds": args.seeds, "lr": args.lr, "threads": args.threads}
+    words = ["python", f"examples/thesis/{name}.py", *(["--root", "DIR"] if args.root else [])]
+    for key, value in {**shared, **own}.items():
+        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
 
 
 def guarded(name: str, work: Callable[[], int]) -> int:

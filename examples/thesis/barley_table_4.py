@@ -24,7 +24,7 @@ import torch
 from plots import new_figure
 
 from thesis.barley_model import MIB
-from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, formula_mib, guarded, held_bytes, shape, top1, train_all
+from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, command, formula_mib, guarded, held_bytes, shape, top1, train_all
 from thesis.side_by_side import Row, published, save, show
 from thesis.sweep_results import Ended
 
@@ -92,15 +92,16 @@ def work(args: Namespace) -> int:
     found = cells(runs)
     rows = table(found, args)
     settings = {"data": args.data, "model": args.model, "activations": args.activations, "epochs": args.epochs, "lr": args.lr, "torch": torch.__version__}
+    made = {"command": command(args, NAME, batches=args.batches, activations=args.activations)}
     notes = ["published: ResMLP-S12 on CIFAR-10; recipe and number of epochs are ours, see barley_runs.py"]
     if args.data == "digits":
         notes.append(NO_CIFAR)
     show(f"Table IV: top-1, % ({DATA[args.data]}, {args.model}, {args.epochs} epochs); saved: MiB a batch that autograd does not hold", rows, notes)
     suffix = "" if args.data == "cifar10" else f"_{args.data}"
     if runs:
-        save(args.out, NAME + suffix, [{**settings, **r} for r in rows])
+        save(args.out, NAME + suffix, [{**settings, **r, **made} for r in rows])
         drawn = curves(found, args)
-        save(args.out, f"barley_figure_7{suffix}", [{**settings, **r} for r in drawn], lambda: figure(drawn, args))
+        save(args.out, f"barley_figure_7{suffix}", [{**settings, **r, **made} for r in drawn], lambda: figure(drawn, args))
     known = [r for r in rows if r["status"]]
     good = sum(r["status"] == "within" for r in known)
     print(f"{len(runs)} of {planned} runs have ended; pruned is at most {WITHIN:g} point below dense at {good} of {len(known)} mini-batches")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import plots
 import pytest
+import torch
 from thesis import barley_figure_8, barley_runs, barley_table_4, side_by_side, sweep_results
 from thesis import train as program
 
@@ -116,6 +118,15 @@ def test_what_is_saved_is_what_the_formula_says(pruned):
     assert whole == 64 * 2 * 64 * (32 + 32 + 128) * 4 / 2**20  # two blocks of three linears, 64 tokens
 
 
+def test_a_row_s_command_makes_the_same_runs():
+    for script, more in ((barley_table_4, ["--batches", "16", "64"]), (barley_figure_8, ["--blocks", "8", "--sparsities", "0.25", "0.5"])):
+        args = arguments(script, "--data", "digits", "--seeds", "3", "4", "--lr", "0.1", "--threads", "2", "--jobs", "2", *more)
+        own = {"batches": args.batches, "activations": args.activations} if script is barley_table_4 else {"blocks": args.blocks, "batch": args.batch}
+        own |= {} if script is barley_table_4 else {"sparsities": args.sparsities}
+        again = arguments(script, *shlex.split(barley_runs.command(args, script.NAME, **own))[2:])
+        assert {**vars(again), "jobs": 2} == vars(args)
+
+
 def test_wrong_use(tmp_path, capsys):
     for words, text in (
         (["--data", "digits", "--activations", "0.5:5"], "expected a divisor of the 32 features, got 5"),
@@ -169,3 +180,21 @@ def test_a_killed_figure_8_goes_on_and_loses_nothing(tmp_path):
             assert first in [p.read_text() for p in before], "a run that had ended was not trained again"
         tables.append(plots.read_csv(out / "barley_figure_8_digits.csv"))
     assert tables[0] == tables[1] and [r["colour"] in barley_figure_8.COLOURS for r in tables[0]] == [True, True]
+
+
+def test_figure_8b_of_a_folder_with_more_classes(tmp_path, capsys):
+    """Images of 12 classes in the place of CIFAR-100: the head has as many, and the csv says what ran."""
+    image = pytest.importorskip("PIL.Image")
+    for part, n in (("train", 2), ("test", 1)):
+        for label in range(12):
+            folder = tmp_path / "images" / part / f"class{label:02}"
+            folder.mkdir(parents=True)
+            for i in range(n):
+                image.new("RGB", (32, 32), (20 * label, 255 - 20 * label, 100 * i)).save(folder / f"{i}.png")
+    command = ["--data", "folder", "--root", str(tmp_path / "images"), "--epochs", "1", "--seeds", "0", "--batch", "8", "--blocks", "16", "--sparsities", "0.5"]
+    assert barley_figure_8.main([*command, "--at-once", "2", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    assert "2 of 2 runs have ended; of 1 cells" in capsys.readouterr().out
+    (row,) = plots.read_csv(tmp_path / "out" / "barley_figure_8_folder.csv")
+    assert row["formula_saved_mib"] == row["ours_saved_mib"] and row["model"] == "cifar" and "--root DIR" in row["command"]
+    weights = torch.load(next((tmp_path / "runs").rglob("checkpoint.pt")), weights_only=True)["model"]
+    assert weights["head.weight"].shape == (12, 64)
