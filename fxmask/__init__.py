@@ -16,6 +16,7 @@ from .inspection import explain as explain
 from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
 from .loss import feedback as feedback
+from .margins import stability as stability
 from .masking import apply as apply
 from .masking import restore as restore
 from .nm_layers import freeze as freeze
@@ -65,6 +66,7 @@ __all__ = [
     "refresh",
     "register_cost",
     "restore",
+    "stability",
     "state_dict",
     "step",
 ]

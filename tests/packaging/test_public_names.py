@@ -31,6 +31,7 @@ PUBLIC = [
     "refresh",
     "register_cost",
     "restore",
+    "stability",
     "state_dict",
     "step",
 ]
