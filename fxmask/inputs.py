@@ -32,8 +32,10 @@ def mask_overrides(overrides: Mapping[Any, Any] | None, config: object, alone: b
 
 
 def has_input(d: Decision) -> bool:
-    """Whether anybody calls the layer: not where its owner reads its weight instead, or its own forward does."""
+    """Whether anybody calls the layer, a Linear: not where its owner reads its weight instead, or its own forward does."""
     c = d.candidate
+    if nn.Conv2d in c.types:
+        return False
     return c.module is None or not (isinstance(c.module, NonDynamicallyQuantizableLinear) or any(c.module is owner for owner in c.owners))
 
 
