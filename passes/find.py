@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .graph_site import graph_sites
+from .plain_forward import computes_linear
 from .readers import weight_readers
 from .site import Site
 from .weights import peek_weight
@@ -117,7 +118,8 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
     weight = peek_weight(m) if linear else torch.empty(0, 0)
     swapped = isinstance(m, Site) or not {"_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}.isdisjoint(m.__dict__)
-    own = linear and not swapped and (type(m).forward is not nn.Linear.forward or type(m).__call__ is not nn.Module.__call__)
+    cls: Any = type(m)
+    own = linear and not swapped and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
     if any("forward" in owner.__dict__ for owner in owners):
         skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
