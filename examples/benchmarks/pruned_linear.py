@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import fxmask
 from benchmarks.step_group import state_of
 from benchmarks.step_measure import Watch
-from fxmask.advice.stopwatch import stopwatch
 from fxmask.analysis import devices
 from fxmask.analysis.barley import kept_blocks
 from fxmask.bench.clock import load_average, percentiles
 from fxmask.bench.provenance import utc
+from fxmask.bench.stopwatch import Stopwatch
 from fxmask.bench.table import WHERE, Row, text
 from fxmask.errors import ConfigError, FxMaskError
 
@@ -59,7 +59,7 @@ def error(x: Tensor, gy: Tensor, block: int, sparsity: float, dw: Tensor) -> flo
 
 def times(a: argparse.Namespace, calls: dict[float, Calls]) -> tuple[dict[float, dict[str, list[float]]], float]:
     """Milliseconds of each part by sparsity, a turn after the other, and the CPUs that the process had."""
-    watch = stopwatch(torch.device(a.device))
+    watch = Stopwatch(torch.device(a.device))
     found: dict[float, dict[str, list[float]]] = {s: {part: [] for part in PARTS} for s in calls}
     wall, cpu = time.perf_counter(), time.process_time()
     for turn in range(a.repeats + 1):
@@ -78,7 +78,7 @@ def peak_gflops(a: argparse.Namespace) -> float | None:
     """A GPU's peak in the dtype by its datasheet, None where the table has none; of a CPU what a product of 1,024 cubed reaches, by the clock of the others."""
     device, dtype = torch.device(a.device), getattr(torch, a.dtype)
     if device.type == "cpu":
-        watch, square = stopwatch(device), torch.full((1024, 1024), 0.5, dtype=dtype)
+        watch, square = Stopwatch(device), torch.full((1024, 1024), 0.5, dtype=dtype)
         return 2 * 1024**3 / min(watch(lambda: square @ square) for _ in range(5)) / 1e9
     try:
         peak = devices.device(a.device).peak(dtype)

@@ -11,10 +11,11 @@ from torch import nn
 import fxmask
 from benchmarks import step_measure, step_models
 from benchmarks.step_group import STATE, state_of
-from benchmarks.step_measure import Clock, Runner, Watch
+from benchmarks.step_measure import Runner, Watch
 from benchmarks.step_models import Spec
 from fxmask.bench.clock import load_average, percentiles
 from fxmask.bench.provenance import clocks, utc
+from fxmask.bench.stopwatch import Stopwatch
 from fxmask.bench.table import WHERE, Row, text
 from fxmask.errors import ConfigError
 
@@ -72,7 +73,7 @@ def group(a: argparse.Namespace, batch: int, shared: Row) -> list[Row]:
         costs.append({"ours_saved_mib": saved / MIB, "ours_step_mib": None if peak is None else (held + peak) / MIB})
         costs[-1] |= {"formula_saved_mib": known["saved"] / MIB, "formula_step_mib": known["total"] / MIB}
         runners.append(r)
-    times, share = step_measure.in_turns(runners, Clock(device, torch.get_num_threads()), a.repeats, a.seconds, 0, watch)
+    times, share = step_measure.in_turns(runners, Stopwatch(device), a.repeats, a.seconds, 0, watch)
     state = state_of(device, watch, load, share) | before | {f"{k}_after": v for k, v in clocks(device).items() if k != "power_limit_w"}
     found = [percentiles(t[False]) for t in times]
     rows = []

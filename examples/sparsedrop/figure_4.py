@@ -24,9 +24,9 @@ from thesis.side_by_side import save, show
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxmask.advice.stopwatch import stopwatch
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
+from fxmask.bench.stopwatch import Stopwatch
 from sparsedrop.tasks import SIDE, TASKS, Loaded, Task
 from sparsedrop.train import METHODS, build
 
@@ -63,7 +63,7 @@ def step(task: Task, loaded: Loaded, method: str, p: float, block: int, device: 
 def measure(a: argparse.Namespace, task: Task) -> list[dict[str, Any]]:
     """A row for every method and p."""
     loaded, rows, half = noise(task), [], torch.device(a.device).type == "cuda"
-    watch = stopwatch(torch.device(a.device))
+    watch = Stopwatch(torch.device(a.device))
     for p in a.rates:
         calls = {method: step(task, loaded, method, p, a.block, a.device, half) for method in METHODS}
         times: dict[str, list[float]] = {method: [] for method in METHODS}
