@@ -78,7 +78,7 @@ def group(a: argparse.Namespace, batch: int, shared: Row) -> list[Row]:
     found = [percentiles(t[False]) for t in times]
     rows = []
     for r, (low, mid, high), cost in zip(runners, found, costs, strict=True):
-        values = {"turns": len(times[0][False]), "ms_p10": low, "ms_p50": mid, "ms_p90": high, "x_dense": found[0][1] / mid}
+        values: dict[str, float | None] = {"turns": len(times[0][False]), "ms_p10": low, "ms_p50": mid, "ms_p90": high, "x_dense": found[0][1] / mid}
         values |= {"epoch_s": -(-IMAGES[a.model] // batch) * mid / 1e3, "images_per_s": 1e3 * batch / mid, **cost}
         rows.append({**shared, **state, **named(a, batch, r.name), "utc": utc(), **{k: text(v) for k, v in values.items()}})
     del runners

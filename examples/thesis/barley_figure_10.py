@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from benchmarks.pruned_linear import device_here
 from benchmarks.pruned_step import COLUMNS, DENSE, IMAGES, NAMES, footprint, group, named
 from benchmarks.resumed import measured
 from plots import new_figure
@@ -95,7 +96,7 @@ def run(a: argparse.Namespace) -> list[Row]:
     check(a)
     if a.threads:
         torch.set_num_threads(a.threads)
-    device = torch.device(a.device)
+    device = device_here(a.device)
     shared = {k: v for k, v in provenance(device).items() if k != "threads"}
     path = None if a.out is None else a.out / f"{NAME}_{device.type}.csv"
     table, rows = None if path is None else Table(path, COLUMNS, NAMES), []

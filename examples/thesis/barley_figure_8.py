@@ -13,7 +13,7 @@ names.
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,14 +129,14 @@ def work(args: Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def add(p):  # type: ignore[no-untyped-def]
+    def add(p: ArgumentParser) -> None:
         p.add_argument("--batch", type=int, help="default: 128, for digits 32")
-        p.add_argument("--blocks", type=int, nargs="+", help="default: 4 to the model's width, by twos")
+        p.add_argument("--blocks", type=int, nargs="+", help="default: 4, 8, 16, 32, 64; for digits up to 32")
         p.add_argument("--sparsities", type=float, nargs="+", help="default: 0.1 to 0.9; for digits 0.3, 0.5, 0.7, 0.8, 0.9")
 
     args = arguments(__doc__, argv, add)
     blocks, sparsities = GRIDS["digits" if args.data == "digits" else "cifar10"]
-    args.batch = args.batch or (32 if args.data == "digits" else 128)
+    args.batch = (32 if args.data == "digits" else 128) if args.batch is None else args.batch
     args.blocks, args.sparsities = args.blocks or list(blocks), args.sparsities or list(sparsities)
     return guarded(NAME, lambda: work(args))
 

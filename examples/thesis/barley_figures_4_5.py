@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from benchmarks.pruned_linear import COLUMNS, NAMES, PARTS, group, named, peak_gflops
+from benchmarks.pruned_linear import COLUMNS, NAMES, PARTS, device_here, group, named, peak_gflops
 from benchmarks.resumed import measured
 from plots import new_figure
 from tabulate import tabulate
@@ -132,7 +132,7 @@ def run(a: argparse.Namespace) -> list[Row]:
     check(a)
     if a.threads:
         torch.set_num_threads(a.threads)
-    device = torch.device(a.device)
+    device = device_here(a.device)
     shared = {k: v for k, v in provenance(device).items() if k != "threads"}
     path = None if a.out is None else a.out / f"{NAME}_{device.type}.csv"
     table, peak, all_rows = None if path is None else Table(path, COLUMNS, NAMES), peak_gflops(a), []

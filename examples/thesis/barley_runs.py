@@ -67,7 +67,10 @@ def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argpar
     add(p)
     args = p.parse_args(argv)
     args.model, form = args.model or MODELS[args.data], FORMS[args.data]
-    args.epochs, args.seeds = args.epochs or form.epochs, args.seeds or list(form.seeds)
+    args.epochs, args.seeds = form.epochs if args.epochs is None else args.epochs, args.seeds or list(form.seeds)
+    for name in ("jobs", "at_once"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            p.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}")
     sizes = {"digits": ("digits",), "cifar10": ("cifar",), "folder": ("cifar", "s12")}[args.data]
     if args.model not in sizes:
         p.error(f"--model: expected {' or '.join(sizes)} with --data {args.data}, got {args.model}; images of 224 pixels for s12 come from --data folder")
@@ -81,6 +84,8 @@ def shape(args: Namespace) -> ResMLPConfig:
 
 def grid(args: Namespace, name: str, batches: Sequence[int], pruned: Sequence[str]) -> sweep_file.Sweep:
     """All runs: every mini-batch dense and with each of `pruned` (train.py's --activations, such as "0.5:16"), for every seed."""
+    if min(batches) < 1:
+        raise SweepError(f"mini-batches: expected 1 or more, got {', '.join(map(str, batches))}.")
     for one in pruned:
         formula_mib(shape(args), 1, one)  # raises now, and not in every run
     hp = {"model_config": [f"ResMLP{PRESETS[args.model].depth} @"], "batch": list(batches), "activations": ["none", *pruned], "seed": args.seeds}
@@ -119,7 +124,7 @@ def guarded(name: str, work: Callable[[], int]) -> int:
         return work()
     except (SweepError, DataMissing, lock.InUse, fxmask.FxMaskError) as error:
         said = str(error)
-        for sweeps, ours in (("--out", "--runs"), ("fixed.data_dir", "--root"), ("the sweep's file", "this command")):
+        for sweeps, ours in (("--out", "--runs"), ("fixed.data_dir", "--root"), ("fixed.", "--"), ("hp.", "--"), ("the sweep's file", "this command")):
             said = said.replace(sweeps, ours)
         print(f"thesis/{name}.py: {said}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ names as ours differs from the source, so that only differences to dense are com
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -109,7 +109,7 @@ def work(args: Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def add(p):  # type: ignore[no-untyped-def]
+    def add(p: ArgumentParser) -> None:
         p.add_argument("--batches", type=int, nargs="+", default=[16, 32, 64, 128])
         p.add_argument("--activations", default="0.5:16", metavar="RATIO:BLOCK", help="the source's half; its block is not known: ours")
 

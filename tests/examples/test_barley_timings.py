@@ -87,6 +87,8 @@ def test_wrong_use(capsys):
         (["--sparsities", "0"], "--sparsities: expected numbers between 0 and 1"),
         (["--blocks", "5"], "expected a divisor of the 32 features, got 5"),
         (["--repeats", "0"], "--repeats: expected 1 or more, got 0"),
+        (["--device", "meta"], "--device: expected cpu, or cuda where there is a GPU, got 'meta'."),
+        (["--device", "abacus"], "--device: expected cpu, or cuda where there is a GPU, got 'abacus'."),
     ):
         assert barley_figures_4_5.main([*OPERATOR, *words]) == 2
         assert text in capsys.readouterr().err
