@@ -1,5 +1,5 @@
 """What the stages of `fxmask.bench.gpu` run in their own processes: precompile, a tiny case of a kernel for a memory checker, ceilings, and the measurements
-that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata.
+that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata, dropout.
 
 All but `precompile` and `ceilings` run on a CPU as well, in Triton's interpreter: the same bodies on tiny sizes, whose rows get no verdict.
 """
@@ -22,6 +22,7 @@ from ..kernels.dispatch import triton_ops
 from .cells import Cell, make_cells
 from .clock import flush_buffer, time_cuda
 from .driver import CEILINGS, Run, check_device, run_cells
+from .dropping import DROPOUT, fxmask_triton
 from .inputs import make_inputs, make_mask
 from .part import run_part
 from .probes import BANDWIDTH, TENSORCORE
@@ -32,7 +33,7 @@ from .sweeps import OPS, sweep
 from .table import key, what
 
 PRECOMPILED = 40
-PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA)}
+PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT)}
 
 
 def precompile(threads: int = 16, dtype: str = "bf16") -> int:
@@ -79,6 +80,7 @@ def tiny(kernel: str) -> int:
         "sampled_matmul": lambda: ops.masked_linear_dw(gy, x, *args),
         "mask_cast": lambda: ops.masked_linear(x, w, None, *args),
         "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
+        "dropped": lambda: fxmask_triton(x, w, gy, block, 0.5)[2],
         "group": lambda: triton_ops().refresh_group([w, x], [keep, keep], block)[1][0],
     }
     out = calls[kernel]()
@@ -127,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
     sub = p.add_subparsers(dest="stage", required=True)
     sub.add_parser("precompile")
-    sub.add_parser("tiny").add_argument("kernel", choices=("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group"))
+    sub.add_parser("tiny").add_argument("kernel", choices=("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped"))
     sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
     for name in (*PARTS, *OPS):
         q = sub.add_parser(name)

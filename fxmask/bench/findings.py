@@ -1,4 +1,4 @@
-"""What the stages with a csv of their own found: a device's measured limits, the best tile and number of splits beside the library's own, refreshes."""
+"""What the stages with a csv of their own found: a device's limits, the best tile and number of splits beside the library's own, refreshes, dropout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from . import sweeps
 from .compare import MACHINE, usable
 from .driver import read_ceilings
+from .dropping import DROPOUT
 from .probes import BANDWIDTH, TENSORCORE
 from .refreshes import METADATA
 from .table import Row, Table, number
@@ -22,7 +23,7 @@ def latest(table: Table) -> list[Row]:
 
 def rows_of(out: Path) -> dict[str, list[Row]]:
     """The rows of each stage, by its name."""
-    tables = {part.name: part.table(out) for part in (BANDWIDTH, TENSORCORE, METADATA)} | {name: sweeps.table(name, out) for name in sweeps.OPS}
+    tables = {part.name: part.table(out) for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT)} | {name: sweeps.table(name, out) for name in sweeps.OPS}
     return {name: latest(table) for name, table in tables.items()}
 
 
@@ -84,9 +85,26 @@ def _metadata(rows: Sequence[Row]) -> list[str]:
     return out or [f"refresh / {NOT_MEASURED}"]
 
 
+def _dropout(rows: Sequence[Row]) -> list[str]:
+    """For each size and p how much faster the kernels are than each of the others, and from which p on they are than the dense layer."""
+    out = []
+    for size in dict.fromkeys((r["M"], r["N"], r["K"]) for r in rows):
+        times = {(r["provider"], r["p"]): number(r, "ms_p50") or 0.0 for r in rows if (r["M"], r["N"], r["K"]) == size}
+        dense, name, won = times.get(("dense", "0")), f"{size[0]}x{size[2]}->{size[1]}", list[str]()
+        for p in dict.fromkeys(r["p"] for r in rows if ("fxmask_triton", r["p"]) in times):
+            own = times["fxmask_triton", p]
+            others = {"dense": dense, **{n: times.get((n, p)) for n in ("dropout_linear", "masked_dense")}}
+            beside = ", ".join(f"{t / own:.2f}x the speed of {n}" for n, t in others.items() if t)
+            won = [*won, p] if dense and own < dense else []
+            out.append(f"dropout {name} p = {p} / {own:.4f} ms, {beside or 'nothing beside it'}")
+        if dense and any(line.startswith(f"dropout {name} p") for line in out):
+            out.append(f"dropout {name} faster than dense from p = 0.05 on / {f'from {won[0]} on' if won else 'not at the highest p'}")
+    return out or [f"dropout / {NOT_MEASURED}"]
+
+
 def finding_lines(found: Mapping[str, Sequence[Row]]) -> list[str]:
     """What was found, a line each, losing choices left out: the csv has them."""
     lines = _bandwidth(found["bandwidth"]) + _tensorcore(found["tensorcore"])
     for stage in sweeps.OPS:
         lines += _sweep(stage, found[stage])
-    return lines + _metadata(found["metadata"])
+    return lines + _metadata(found["metadata"]) + _dropout(found["dropout"])

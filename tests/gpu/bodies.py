@@ -6,9 +6,11 @@ import math
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
-from fxmask.kernels import lists, ops, reference
-from fxmask.kernels.grid import grid_shape, keep_count
+import fxmask
+from fxmask.kernels import dropout, dropout_ops, lists, ops, reference
+from fxmask.kernels.grid import expand_mask, grid_shape, keep_count
 from fxmask.kernels.lists import listed
 from fxmask.kernels.triton import launch, refresh
 from fxmask.kernels.triton.device import LAUNCHES
@@ -168,6 +170,48 @@ def check_many_elements(device, tokens, wide, narrow, dtype, sample=300):
         low = reference.masked_linear_dw(y[last], x[last], mask, None, block, "masked")
         assert_close(dw, reference.masked_linear_dw(y[last].double(), x[last].double(), mask, None, block, "masked"), low, f"dw {n}x{k}")
         del x, y, dw
+
+
+def check_dropout(device, shape, block, p, precision, gap=0):
+    """Block dropout's forward, dX and dW against float64 under one mask, outputs poisoned before; a mask is the CPU's, to the bit."""
+    (m, n, k), g, dtype = shape, torch.Generator().manual_seed(1), DTYPES[precision]
+    x, w, b, gy = (torch.randn(s, generator=g).to(dtype).to(device) for s in ((m, k + gap), (n, k), (n,), (m, n)))
+    seed = torch.tensor(12345)
+    keep = dropout.draw(m, k, block, p, seed.to(device))
+    assert torch.equal(keep.cpu(), dropout.draw(m, k, block, p, seed))
+
+    def run(impl, x, w, b, gy):
+        wanted = [t.detach().requires_grad_() for t in (x, w, b)]
+        y = dropout_ops.dropped_linear(*wanted, keep, *block, p, impl)
+        return [y.detach(), *torch.autograd.grad(y, wanted, gy)]
+
+    LAUNCHES.clear()
+    with tf32(precision == "tf32"):
+        with poisoned():
+            got = run("triton", x[:, :k], w, b, gy)
+        low = run("reference", x[:, :k], w, b, gy)
+    exact = run("reference", *(t.double() for t in (x[:, :k], w, b, gy)))
+    for what, t, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=True):
+        assert_close(t, e, q, what)
+    assert LAUNCHES["list_matmul_kernel" if listed(block) else "mask_cast_kernel"] >= 2
+    assert not got[1][~expand_mask(keep, (m, k), block)].any()
+
+
+def check_dropout_repeats(device, shape, block, p, precision, times=5):
+    """A seed gives the same bits in every run, masks included; another one other blocks."""
+    (m, n, k), dtype = shape, DTYPES[precision]
+    model = fxmask.apply(nn.Sequential(nn.Linear(k, n)).to(device, dtype), fxmask.BlockDropout(p, block, impl="triton"))
+    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        y = model(x)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, *model.parameters()))]
+
+    first = run(0)
+    for _ in range(times):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(0), strict=True))
+    assert not torch.equal(first[0], run(1)[0])
 
 
 def tokens_beyond(limit, wide):

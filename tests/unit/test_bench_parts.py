@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fxmask.bench import device_stages, gpu, part, probes, refreshes, session, sweeps, table
+from fxmask.bench import device_stages, dropping, findings, gpu, part, probes, refreshes, session, sweeps, table
 from fxmask.bench.driver import Run, run_cells
 from fxmask.kernels.grid import keep_count
 
@@ -187,8 +187,8 @@ def test_a_wrong_refresh_is_found():
 
 def test_stages_fit_into_their_call(tmp_path):
     stages = {s.name: s for s in gpu.make_stages(tmp_path, tmp_path / "pytest.ini")}
-    second = ["bandwidth", "tensorcore", "tiles", "splits", "metadata", "quick"]
-    assert [n for n in stages if n in second] == second and sum(stages[n].limit_s for n in second) <= 420
+    second = ["bandwidth", "tensorcore", "tiles", "splits", "metadata", "dropout", "quick"]
+    assert [n for n in stages if n in second] == second and sum(stages[n].limit_s for n in second) <= 480
     for name in gpu.PARTS:
         command = list(stages[name].command)
         assert command[3] == name and float(command[command.index("--time-limit") + 1]) < stages[name].limit_s and "--quick" not in command
@@ -278,6 +278,39 @@ def test_refreshes_in_the_interpreter(tmp_path):
     assert len(rows) == len(refreshes.cells(CPU, True))
     for row in rows:
         assert int(row["launches"]) == 4 * (1 if row["form"] == "group" else int(row["weights"]))
+
+
+def test_dropout_in_the_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    interpreted(STAGES, tmp_path, "dropout")
+    rows = rows_of(tmp_path, "dropout")
+    names = ("dropout_linear", "masked_dense", "fxmask_triton")
+    assert [(r["provider"], r["p"]) for r in rows] == [("dense", "0"), *((name, p) for p in ("0", "0.5") for name in names)]
+    assert all(float(r["dense_tflop_per_s"]) == pytest.approx(6 * 200 * 96 * 128 / float(r["ms_p50"]) / 1e9, rel=1e-4) for r in rows)
+
+
+def test_a_wrong_dropout_is_found():
+    torch.manual_seed(0)
+    tensors, block = tuple(torch.randn(s) for s in ((40, 32), (24, 32), (40, 24))), (16, 16)
+
+    def why(step):
+        return dropping.differs(step, tensors, block, 0.5)[1]
+
+    right = dropping.masked_dense(*tensors, block, 0.5)
+    assert why(right) == "" and why(dropping.dropout_linear(*tensors, block, 0.5)) == "" and why(dropping.dense(*tensors, block, 0.5)) == ""
+    assert right[3].shape == (3, 2) and not right[3].all() and right[3].any()
+    for i, what in enumerate(("y", "dX", "dW")):
+        assert why((*right[:i], 2 * right[i], *right[i + 1 :])).startswith(f"{what}: error")
+    assert why((*right[:3], ~right[3]))  # products of other blocks than the mask says
+
+
+def test_what_was_found_of_dropout():
+    size = {"M": "8", "N": "4", "K": "2", "block": "128"}
+    times = {("dense", "0"): 2.0, ("dropout_linear", "0.1"): 3.0, ("fxmask_triton", "0.1"): 2.5, ("fxmask_triton", "0.5"): 1.0, ("masked_dense", "0.5"): 2.5}
+    lines = findings._dropout([{**size, "provider": n, "p": p, "ms_p50": str(t)} for (n, p), t in times.items()])
+    assert lines[0] == "dropout 8x2->4 p = 0.1 / 2.5000 ms, 0.80x the speed of dense, 1.20x the speed of dropout_linear"
+    assert lines[1].endswith("2.00x the speed of dense, 2.50x the speed of masked_dense") and lines[2].endswith("from 0.5 on")
+    assert findings._dropout([]) == ["dropout / not measured"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

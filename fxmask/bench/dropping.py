@@ -1,0 +1,120 @@
+"""Stage `dropout`: a linear behind block dropout, forward, dX and dW, against p; figures 3a and 3b of SparseDrop on the device.
+
+A call draws its mask anew, and by the kernels makes its lists, as a training step does: whatever that takes is in the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import dropout, dropout_ops, ops
+from ..kernels.grid import expand_mask
+from .inputs import TORCH_DTYPES
+from .part import Part, Prepared
+
+RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+FEW = (0.0, 0.05, 0.2, 0.5, 0.9)
+SHAPES = (((1024, 1024, 1024), RATES), ((8192, 4096, 4096), FEW))  # M, N, K: the paper's, and one that is no matter of launches
+TINY = (200, 96, 128)
+DENSE = "dense"
+Step = tuple[Tensor, Tensor, Tensor, Tensor | None]  # y, dX, dW, and what of X was kept: blocks or elements; None: all, unscaled
+
+
+class Dropping(NamedTuple):
+    """`provider`: dense, dropout_linear (elements), masked_dense (blocks as zeros), fxmask_triton. p of `dense` is 0, and its block."""
+
+    provider: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    block: int
+    p: float
+
+
+def cells(device: torch.device, quick: bool) -> list[Dropping]:
+    """Baselines first; the dense layer once a shape."""
+    cuda = device.type == "cuda"
+    shapes = (SHAPES[:1] if quick else SHAPES) if cuda else ((TINY, (0.0, 0.5)),)
+    found = []
+    for shape, rates in shapes:
+        found.append(Dropping(DENSE, *shape, "fp16", 0, 0.0))
+        for p in FEW if quick and cuda else rates:
+            found += [Dropping(provider, *shape, "fp16", 128 if cuda else 32, p) for provider in STEPS if provider != DENSE]
+    return found
+
+
+@cache
+def _tensors(shape: tuple[int, int, int], dtype: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    (m, n, k), g = shape, torch.Generator(device=device).manual_seed(0)
+    return tuple(torch.randn(s, generator=g, device=device).to(TORCH_DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))  # type: ignore[return-value]
+
+
+def dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
+    """The linear alone."""
+    return F.linear(x, w), gy @ w, gy.t() @ x, None
+
+
+def dropout_linear(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
+    """PyTorch's dropout, then the linear."""
+    dropped, kept = torch.native_dropout(x, p, True)
+    return F.linear(dropped, w), torch.ops.aten.native_dropout_backward(gy @ w, kept, 1 / (1 - p)), gy.t() @ dropped, kept
+
+
+def masked_dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
+    """Dropped blocks as zeros in dense products."""
+    keep = dropout_ops.mask(x, block, p)
+    dropped = dropout.drop(x, keep, block, p)
+    return F.linear(dropped, w), dropout.drop(gy @ w, keep, block, p), gy.t() @ dropped, keep
+
+
+def fxmask_triton(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
+    """The kernels, as `BlockDropout(impl="triton")` calls them."""
+    keep = dropout_ops.mask(x, block, p)
+    args = (keep, *block, p, "triton", ops.lists(keep, block, "triton"))
+    return dropout_ops.dropped_linear(x, w, None, *args), dropout_ops.dropped_dx(gy, w, *args), dropout_ops.dropped_dw(gy, x, *args), keep
+
+
+STEPS: dict[str, Callable[..., Step]] = {f.__name__: f for f in (dense, dropout_linear, masked_dense, fxmask_triton)}
+
+
+def differs(step: Step, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, int], p: float) -> tuple[float, str]:
+    """The largest error of y, dX and dW against float64 under the step's own mask, and why it is too much: over twice plain PyTorch's, and a rounding."""
+    kept, scale, shape = step[3], 1 / (1 - p), tensors[0].shape
+    if kept is not None and kept.shape != shape:
+        kept = expand_mask(kept, shape, block)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        x, w, gy = (t.to(dtype) for t in tensors)
+        if kept is None:
+            return [x @ w.t(), gy @ w, gy.t() @ x]
+        dropped = torch.where(kept, x * scale, 0)
+        return [dropped @ w.t(), torch.where(kept, (gy @ w) * scale, 0), gy.t() @ dropped]
+
+    worst, why = 0.0, ""
+    for what, got, exact, low in zip(("y", "dX", "dW"), step, plain(torch.float64), plain(tensors[0].dtype), strict=False):
+        assert got is not None
+        error, base = (float((t.double() - exact).abs().nan_to_num(float("inf")).max()) for t in (got, low))
+        budget = 2 * base + torch.finfo(low.dtype).eps * float(exact.abs().max())
+        worst = max(worst, error)
+        why = why or ("" if error <= budget else f"{what}: error {error:.3g} over the budget {budget:.3g}")
+    return worst, why
+
+
+def prepare(cell: Dropping, device: torch.device) -> Prepared:
+    tensors, block = _tensors((cell.M, cell.N, cell.K), cell.dtype, device), (cell.block, cell.block)
+    flop = 6 * cell.M * cell.N * cell.K
+
+    def call() -> Step:
+        return STEPS[cell.provider](*tensors, block, cell.p)
+
+    return Prepared(call, lambda: differs(call(), tensors, block, cell.p), lambda ms: {"dense_tflop_per_s": flop / ms / 1e9})
+
+
+DROPOUT = Part("dropout", Dropping, ("dense_tflop_per_s",), cells, prepare)
