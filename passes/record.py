@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from .shapes import run
+
 PHASES = ("fwd", "dX", "dW", "db", "recompute")
 CALL_CODE = nn.Module._call_impl.__code__
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
@@ -168,7 +170,7 @@ class Recorder(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
         now = torch.autograd._get_sequence_nr()
-        out = func(*args, **kwargs)
+        out = run(func, args, kwargs)
         self._note(func, args, kwargs, out, now)
         return out
 
