@@ -19,7 +19,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """Rows of `a` times the matrix of their group, (M, K) (G, K, N) -> (M, N); groups along K, (M, K) (K, N) -> (G, M, N); along N; or a plain bmm."""
-    shape = (a.shape[-2], b.shape[-1])
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
     if a.dim() == b.dim() == 2:
         assert offs is not None  # its kernel asks for it
         shape = (offs.shape[0], *shape)
