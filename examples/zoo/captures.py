@@ -20,7 +20,6 @@ STOCK = "stock PyTorch: "  # how a reason begins that is not fxmask's
 
 def traced(s: Subject) -> Columns:
     """The FX pass on a trace of the dense model, against `apply`."""
-    masked = s.masked().eval()
     try:
         gm = torch.fx.symbolic_trace(copy.deepcopy(s.model).eval())
         same = compare_outputs(outputs_of(gm, s.made), outputs_of(copy.deepcopy(s.model).eval(), s.made))
@@ -28,13 +27,27 @@ def traced(s: Subject) -> Columns:
         return {"trace": NO, "trace_why": STOCK + reason(error)}
     if same.startswith(NO):
         return {"trace": NO, "trace_why": f"{STOCK}the trace computes something else ({same})"}
+    return rewritten(s, gm, "trace")
+
+
+def export_rewritten(s: Subject) -> Columns:
+    """The FX pass on torch.export's graph of the dense model, against `apply`."""
+    try:
+        gm = torch.export.export(copy.deepcopy(s.model).eval(), s.made.args, s.made.kwargs).module()
+    except Exception as error:
+        return {"graph": NO, "graph_why": STOCK + reason(error)}
+    return rewritten(s, gm, "graph")
+
+
+def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str) -> Columns:
+    """The columns of a graph that the FX pass rewrites."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fxmask.apply(gm, ratio=RATIO, block=BLOCK)
     sites = set(fxmask.masks(gm)) if fxmask.explain(gm).summary["masked"] else set()
     why = difference(sites, set(s.masks)) + [t for t in told(caught) if sites]
-    same = compare_outputs(outputs_of(gm, s.made), outputs_of(masked, s.made))
-    return {"trace": len(sites), "trace_equal": same, "trace_why": "; ".join(why)}
+    same = compare_outputs(outputs_of(gm, s.made), outputs_of(s.masked().eval(), s.made))
+    return {name: len(sites), f"{name}_equal": same, f"{name}_why": "; ".join(why)}
 
 
 def exported(s: Subject) -> Columns:
@@ -118,4 +131,6 @@ def difference(found: set[str], expected: set[str]) -> list[str]:
     return [f"not masked: {some(less)}"] * bool(less) + [f"masked, and not by apply: {some(more)}"] * bool(more)
 
 
-CAPTURES: dict[str, Callable[[Subject], Columns]] = {"trace": traced, "export": exported, "backend": by_aot_eager, "inductor": by_inductor}
+CAPTURES: dict[str, Callable[[Subject], Columns]] = {
+    "trace": traced, "graph": export_rewritten, "export": exported, "backend": by_aot_eager, "inductor": by_inductor,
+}  # fmt: skip

@@ -17,6 +17,7 @@ RESULTS = {  # of each check: its columns; the first says whether it has been ma
     "guard": ("guard", "guard_why"),
     "analyze": ("analyze", "flop", "coverage", "flop_equal", "analyze_why"),
     "trace": ("trace", "trace_equal", "trace_why"),
+    "graph": ("graph", "graph_equal", "graph_why"),
     "export": ("export", "export_why"),
     "backend": ("backend", "stock", "backend_equal", "backend_why"),
     "inductor": ("inductor", "inductor_why"),

@@ -30,7 +30,7 @@ from zoo import catalogue, results, summary
 from zoo.catalogue import Entry
 
 EXAMPLES = Path(__file__).resolve().parents[1]
-CSV = EXAMPLES / "results" / "zoo.csv"
+CSV, README = EXAMPLES / "results" / "zoo.csv", EXAMPLES.parent / "README.md"
 INDUCTOR_MODELS = 60
 
 
@@ -102,11 +102,11 @@ def in_process(entry: Entry, checks: list[str], a: argparse.Namespace) -> tuple[
         path = Path(folder) / "lines"
         process = CONTEXT.Process(target=_work, args=(entry, checks, path, a.seconds, a.gigabytes))
         process.start()
-        try:
-            process.join(a.seconds)
-            late = process.is_alive()
-        finally:
-            _end(process)
+        LIVE.add(process)
+        process.join(a.seconds)
+        late = process.is_alive()
+        _end(process)
+        LIVE.discard(process)
         lines = path.read_text().splitlines() if path.exists() else []
     found = []
     for line in lines:
@@ -121,6 +121,9 @@ def in_process(entry: Entry, checks: list[str], a: argparse.Namespace) -> tuple[
 
 
 CONTEXT = multiprocessing.get_context("forkserver")  # a process that has imported everything, of which each model gets a copy
+
+
+LIVE: set[Any] = set()
 
 
 def _work(*args: Any) -> None:
@@ -166,13 +169,17 @@ def main(argv: list[str] | None = None) -> int:
         try:
             list(pool.map(do, jobs))
         except KeyboardInterrupt:
-            print("zoo: stopped; the same command goes on", file=sys.stderr)
-            os._exit(130)  # threads wait for processes that nobody wants any more; each ends by its limit of CPU time
+            print("zoo: stopped; the same command goes on", file=sys.stderr, flush=True)
+            for process in list(LIVE):
+                _end(process)
+            os._exit(130)  # threads would go on with the next model
         finally:
             pool.shutdown(cancel_futures=True)
         results.compact(a.csv)
         rows = results.read(a.csv)
     page.write_text(summary.page(list(rows.values())))
+    if a.csv == CSV:
+        README.write_text(summary.into(README.read_text(), list(rows.values())))
     print(f"{len(rows)} rows; {page}")
     return 0
 

@@ -12,6 +12,7 @@ from tabulate import tabulate
 Row = Mapping[str, Any]
 EQUAL = ("bits", "rounding", "float64")
 STOCK = "stock PyTorch: "
+MARK = "<!-- zoo: written by examples/zoo/run.py -->"  # in the README, before and behind the table
 
 
 def number(row: Row, column: str) -> float:
@@ -30,6 +31,15 @@ def masked(row: Row) -> bool:
     return number(row, "apply") == number(row, "eligible") and row["train"] in EQUAL and row["eval"] in EQUAL
 
 
+def same_sites(row: Row, check: str) -> bool:
+    """Those of `apply`, but for layers that no input reaches and so no capture shows."""
+    return number(row, check) == number(row, "apply") - number(row, "unreached") and "not by apply" not in row[f"{check}_why"]
+
+
+def rewritten(name: str) -> Callable[[Row], bool]:
+    return lambda r: same_sites(r, name) and r[f"{name}_equal"] in EQUAL
+
+
 MASKED = "`apply` masks every eligible Linear; outputs and gradients in train and eval are those of a dense copy with W∘M"
 TRACE = "`fx.symbolic_trace`, then the FX pass: sites and numbers of `apply`"
 # what is asked: (words, rows that it is asked of, rows that pass), and what the project wants
@@ -46,11 +56,12 @@ QUESTIONS: tuple[Question, ...] = (
     (
         "the same, with the sites of `apply`",
         lambda r: asked(r, "backend") and r["stock"] not in ("", "no"),
-        lambda r: r["backend"] == r["apply"] and "masked" not in r["backend_why"],
+        lambda r: same_sites(r, "backend"),
         "or named",
     ),
     ("backend through Inductor: the numbers of the dense copy in eager mode", lambda r: asked(r, "inductor"), lambda r: r["inductor"] in EQUAL, ""),
-    (TRACE, lambda r: asked(r, "trace"), lambda r: r["trace"] == r["apply"] and r["trace_equal"] in EQUAL, ""),
+    (TRACE, lambda r: asked(r, "trace"), rewritten("trace"), ""),
+    ("`torch.export`, then the FX pass: sites and numbers of `apply`", lambda r: asked(r, "graph"), rewritten("graph"), ""),
     ("`torch.export` of the masked model: its numbers", lambda r: asked(r, "export"), lambda r: r["export"] == "yes", ""),
     ("`analyze` runs", lambda r: asked(r, "analyze"), lambda r: r["analyze"] == "yes", "95 %"),
     ("it covers at least 98 % of the FLOP", lambda r: r["analyze"] == "yes", lambda r: number(r, "coverage") >= 98, ""),
@@ -61,7 +72,7 @@ QUESTIONS: tuple[Question, ...] = (
         "all",
     ),
 )  # fmt: skip
-REASONS = {"apply": 0, "guard": 1, "backend": 2, "inductor": 4, "trace": 5, "export": 6, "analyze": 7}
+REASONS = {"apply": 0, "guard": 1, "backend": 2, "inductor": 4, "trace": 5, "graph": 6, "export": 7, "analyze": 8}
 
 
 def line(row: Row) -> str:
@@ -69,6 +80,20 @@ def line(row: Row) -> str:
     said = [f"{check} {'.' if row.get(check, '') == '' else row[check]}" for check in REASONS]
     same = "/".join(str(row.get(c, "")) or "." for c in ("train", "eval", "backend_equal"))
     return f"{row['source']}:{row['name']}  {', '.join(said)}, equal {same}, {row.get('seconds')} s, {row.get('peak_mb')} MB, {row['status']}"
+
+
+def into(text: str, rows: Sequence[Row]) -> str:
+    """The README with the table of the rows between its two marks."""
+    before, _, rest = text.partition(MARK)
+    _, _, after = rest.partition(MARK)
+    models = ", ".join(f"{n} of {source}" for source, n in Counter(r["source"] for r in rows).most_common())
+    said = f"{len(rows)} models so far: {models}; {len({(r['source'], r['family']) for r in rows})} families."
+    return f"{before}{MARK}\n{said}\n\n{table(made_of(rows))}\n{MARK}{after}"
+
+
+def made_of(rows: Sequence[Row]) -> list[Row]:
+    """Those that a process could make."""
+    return [r for r in rows if r["status"] == "ok"]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -91,7 +116,7 @@ def cause(reason: str) -> str:
 
 def reason_of(row: Row, check: str) -> str:
     """Why a row misses in a check: what the check says, or the comparison."""
-    equal = {"apply": ("train", "eval"), "backend": ("backend_equal",), "trace": ("trace_equal",)}.get(check, ())
+    equal = {"apply": ("train", "eval"), "backend": ("backend_equal",), "trace": ("trace_equal",), "graph": ("graph_equal",)}.get(check, ())
     said = [f"{c}: {row[c]}" for c in equal if str(row[c]).startswith("no")]
     return "; ".join([*said, row[f"{check}_why"]] if row.get(f"{check}_why") or said else [str(row[check])]).strip("; ")
 
@@ -100,7 +125,7 @@ def misses(rows: Sequence[Row]) -> dict[str, list[tuple[Row, str]]]:
     """Of each check the rows that miss, with the reason."""
     found: dict[str, list[tuple[Row, str]]] = defaultdict(list)
     for check, i in REASONS.items():
-        for q in (QUESTIONS[i], *([QUESTIONS[3]] if check == "backend" else QUESTIONS[8:] if check == "analyze" else [])):
+        for q in (QUESTIONS[i], *([QUESTIONS[3]] if check == "backend" else QUESTIONS[9:] if check == "analyze" else [])):
             for r in rows:
                 if q[1](r) and not q[2](r) and all(r is not known for known, _ in found[check]):
                     found[check].append((r, reason_of(r, check)))
@@ -121,7 +146,7 @@ def families(rows: Sequence[Row]) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     """The page, in markdown."""
-    made = [r for r in rows if r["status"] == "ok"]
+    made = made_of(rows)
     out = [
         "# The zoo",
         "",
