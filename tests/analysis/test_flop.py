@@ -466,6 +466,22 @@ def test_weights_that_are_computed():
     assert next(n for n in report.notes if "drawn at random" in n).startswith("1 weights")
 
 
+class Sorts(nn.Module):
+    """Ops without products, which PyTorch does not tag as pointwise, as position codes and routers of language models have them."""
+
+    def forward(self, x):
+        places = torch.bucketize(x, torch.linspace(-1, 1, 5)) + torch.arange(64) // 16
+        found = torch.zeros_like(x).scatter_reduce(1, places, x, "amax")
+        turned = torch.view_as_real(torch.polar(found.abs(), x)).sum(-1)
+        best = torch.cummax(turned, 1).values + torch.isin(places, torch.arange(3))
+        return F.interpolate(best[None, None], size=(8, 20), mode="bilinear", antialias=True)
+
+
+def test_ops_without_products_are_known():
+    report = count(Sorts(), torch.randn(20, 64, requires_grad=True), strict=True)
+    assert report.summary["flop"]["total"] == 0 and min(report.summary["coverage"].values()) == 100 and report.summary["bytes_min"]["total"] > 20 * 64 * 4
+
+
 class Experts(nn.Module):
     """A mixture of experts: sorted tokens, each meets the matrix of its group."""
 
