@@ -66,7 +66,7 @@ QUESTIONS: tuple[Question, ...] = (
     ("`analyze` runs", lambda r: asked(r, "analyze"), lambda r: r["analyze"] == "yes", "95 %"),
     ("it covers at least 98 % of the FLOP", lambda r: r["analyze"] == "yes", lambda r: number(r, "coverage") >= 98, ""),
     (
-        "its FLOP are FlopCounterMode's on meta tensors, where that runs and counts all (of grouped convolutions: the forward)",
+        "its FLOP are FlopCounterMode's on meta tensors (real ones where a model reads values), where that counts all; of grouped convolutions: the forward",
         lambda r: r["flop_equal"] not in ("", "-"),
         lambda r: r["flop_equal"] in ("yes", "forward"),
         "all",

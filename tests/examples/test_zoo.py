@@ -108,14 +108,10 @@ def test_another_csv_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_who_wants_a_network_is_told_by_what_it_came_from() -> None:
-    try:
-        try:
-            raise ConnectionError("no")
-        except ConnectionError as error:
-            raise OSError("cannot load the files") from error
-    except OSError as error:
-        assert sources.wants_network(error)
-    assert not sources.wants_network(ValueError("no"))
+    error = OSError("cannot load the files")
+    assert not sources.wants_network(error)
+    error.__cause__ = ConnectionError("no")
+    assert sources.wants_network(error)
 
 
 def test_the_pages_are_those_of_the_csv() -> None:
