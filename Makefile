@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 2
 
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-all models aot lint gpu clean
+.PHONY: help demo test test-all models aot zoo lint gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,10 @@ test-all: $(READY)  ## the tests, slow ones included
 models: $(READY)  ## the tests with models of timm, Hugging Face and peft, which it installs
 	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'
 	@$(PY) -m pytest tests/models tests/recipes tests/works/test_onnx.py -m "not gpu"
+
+zoo: $(READY)  ## hundreds of models of torchvision, timm and Hugging Face, a row each; hours, resumable; ARGS="--only 'resnet*'"
+	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'
+	@$(PY) examples/zoo/run.py $(ARGS)
 
 # with another Triton: make aot AOT_PYTHON=/path/to/python; fewer: make aot AOT_ARGS="--arch 90 --only forward"
 aot: $(if $(AOT_PYTHON),,$(READY))  ## compile the kernels for sm_80, sm_90 and sm_100, without a GPU, and check what came out

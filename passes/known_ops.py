@@ -8,7 +8,7 @@ def _aten(names: str) -> frozenset[str]:
 
 
 POINTWISE = _aten("""
-    leaky_relu leaky_relu_
+    leaky_relu leaky_relu_ floor_divide floor_divide_ polar complex linalg_cross
     threshold_ rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward hardtanh_backward hardsigmoid_backward mish_ hardswish hardswish_
     hardswish_backward elu_backward hardshrink_backward leaky_relu_backward log_sigmoid_forward log_sigmoid_backward softplus_backward softshrink_backward
     _prelu_kernel _prelu_kernel_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
@@ -18,12 +18,14 @@ POINTWISE = _aten("""
 REDUCE = _aten("""
     sum nansum mean var var_mean std std_mean amax amin aminmax max min argmax argmin prod norm linalg_vector_norm logsumexp cumsum cumprod any all
     count_nonzero median kthvalue logcumsumexp trace histc renorm _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax
-    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward
+    nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward cummax cummin mode isin searchsorted bucketize _unique2
+    scatter_reduce scatter_reduce_ index_reduce index_reduce_
 """)
 NORMALISE = _aten("""
     native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_group_norm native_group_norm_backward
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
     _batch_norm_with_update _batch_norm_no_update batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward native_dropout native_dropout_backward
+    _weight_norm_interface _weight_norm_interface_backward
 """)
 MOVE = _aten("""
     cat stack copy copy_ clone contiguous _to_copy slice_backward select_backward slice_scatter select_scatter diagonal_backward as_strided_scatter
@@ -33,7 +35,7 @@ MOVE = _aten("""
     replication_pad1d_backward replication_pad2d replication_pad2d_backward replication_pad3d replication_pad3d_backward index_fill index_fill_
     unfold_backward im2col col2im pixel_shuffle
     pixel_unshuffle channel_shuffle native_channel_shuffle topk sort one_hot bincount nonzero split_with_sizes_copy expand_copy detach_copy lift_fresh_copy
-    as_strided_copy view_copy repeat_interleave
+    as_strided_copy view_copy repeat_interleave put put_ diag_embed rot90 nonzero_static masked_scatter_backward
 """)
 RESAMPLE = _aten("""
     max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool1d avg_pool2d avg_pool2d_backward avg_pool3d _adaptive_avg_pool2d
@@ -42,11 +44,11 @@ RESAMPLE = _aten("""
     grid_sampler_2d grid_sampler_2d_backward glu glu_backward max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d_backward
     fractional_max_pool2d fractional_max_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward
     upsample_nearest1d_backward upsample_nearest3d upsample_nearest3d_backward upsample_linear1d upsample_linear1d_backward upsample_trilinear3d
-    upsample_trilinear3d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward
+    upsample_trilinear3d_backward _upsample_bicubic2d_aa_backward _upsample_bilinear2d_aa_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward
 """)
 MAKE = _aten("""
     fill fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full arange linspace eye scalar_tensor rand randn rand_like
-    randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
+    tril_indices triu_indices randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
 """)
 OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste", "fxmask.graft"})  # W∘M of N:M masks, and of convolutions
 KNOWN = OURS | POINTWISE | REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE

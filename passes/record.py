@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ..kernels.grid import as_matrix, matrix_shape
+from .shapes import run
 
 PHASES = ("fwd", "dX", "dW", "db", "recompute")
 CALL_CODE = nn.Module._call_impl.__code__
@@ -173,7 +174,7 @@ class Recorder(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
         now = torch.autograd._get_sequence_nr()
-        out = func(*args, **kwargs)
+        out = run(func, args, kwargs)
         self._note(func, args, kwargs, out, now)
         return out
 

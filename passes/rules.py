@@ -9,6 +9,7 @@ from torch import Tensor
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import grid_shape, kept_elements, matrix_shape
+from .moves import stream_of
 from .record import Call, Place
 from .work import EXACT, Target, Work, phase_of, rule
 
@@ -71,6 +72,18 @@ def _mm(call: Call, t: Target) -> list[Work]:
 @rule("aten.addmm", "aten.baddbmm", "aten._addmm_activation")
 def _addmm(call: Call, t: Target) -> list[Work]:
     return _product(call, t, call.args[1], call.args[2], bias=call.args[0].numel)
+
+
+@rule("aten._grouped_mm")
+def _grouped_mm(call: Call, t: Target) -> list[Work]:
+    """Each row meets the matrix of its group alone, so the groups' sizes, which only values tell, do not matter; bytes are those of all groups, each once."""
+    a, b = call.args[:2]
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    batch = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
+    flop, moved = 2 * batch * m * k * n, stream_of(call)
+    weight = b if b.weight else a
+    cost = Cost(flop, flop, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
+    return [Work(call, phase_of(call), EXACT, cost, m, n, k, batch, a.dtype, weight=weight.weight, elements=weight.numel if weight.weight else 0)]
 
 
 @rule("aten.convolution", "aten._convolution", "aten.cudnn_convolution", "aten.mkldnn_convolution", "aten._slow_conv2d_forward")

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils import checkpoint, flop_counter
 
 import fxmask
+from fxmask.passes import shapes
 
 FOLDERS = [Path(fxmask.__file__).parent / f for f in ("analysis", "passes", "kernels")]
 
@@ -463,6 +464,52 @@ def test_weights_that_are_computed():
     report = count(model, torch.randn(8, 64))
     assert report.summary["flop"]["fwd"] == 2 * 8 * 64 * 64 and report.summary["flop_dense"]["fwd"] == 2 * 2 * 8 * 64 * 64
     assert next(n for n in report.notes if "drawn at random" in n).startswith("1 weights")
+
+
+class Sorts(nn.Module):
+    """Ops without products, which PyTorch does not tag as pointwise, as position codes and routers of language models have them."""
+
+    def forward(self, x):
+        places = torch.bucketize(x, torch.linspace(-1, 1, 5)) + torch.arange(64) // 16
+        found = torch.zeros_like(x).scatter_reduce(1, places, x, "amax")
+        turned = torch.view_as_real(torch.polar(found.abs(), x)).sum(-1)
+        best = torch.cummax(turned, 1).values + torch.isin(places, torch.arange(3))
+        return F.interpolate(best[None, None], size=(8, 20), mode="bilinear", antialias=True)
+
+
+def test_ops_without_products_are_known():
+    report = count(Sorts(), torch.randn(20, 64, requires_grad=True), strict=True)
+    assert report.summary["flop"]["total"] == 0 and min(report.summary["coverage"].values()) == 100 and report.summary["bytes_min"]["total"] > 20 * 64 * 4
+
+
+class Experts(nn.Module):
+    """A mixture of experts: sorted tokens, each meets the matrix of its group."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 64, 96)), nn.Parameter(torch.randn(4, 96, 64))
+
+    def forward(self, x, offs):
+        return F.grouped_mm(F.grouped_mm(x, self.up, offs=offs).relu(), self.down, offs=offs)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_grouped_products(grad):
+    """Each token meets one expert, however they are shared out; the shapes on fake tensors are those of the kernel."""
+    torch.manual_seed(0)
+    model, x, offs = Experts(), torch.randn(20, 64, requires_grad=grad), torch.tensor([3, 3, 11, 20], dtype=torch.int32)
+    one = 2 * 20 * 64 * 96
+    report = count(model, x, offs, strict=True)
+    s = report.summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (2 * one, (1 + grad) * one, 2 * one)
+    y = model(x, offs)
+    y.square().sum().backward()
+    assert y.shape == (20, 64) and model.up.grad.shape == (4, 64, 96)
+    for a, b in ((x, model.up), (x.t(), torch.randn(20, 96)), (torch.randn(4, 5, 64), model.up)):
+        o = offs if a.dim() == 2 else None
+        expected = F.grouped_mm(a, b, offs=o)
+        found = shapes.grouped_mm(a, b, o)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 
 def test_meta_weights_have_the_right_number_of_blocks():

@@ -1,0 +1,136 @@
+"""What is asked of every model when something captures it: fx.symbolic_trace, torch.export, Dynamo; stock PyTorch is asked, too, which names its limits."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxmask
+from fxmask import backend_watch
+from zoo.checks import NO, Columns, Subject, reason, some, told
+from zoo.equality import BLOCK, RATIO, Outcome, compare, compare_outputs, outputs_of, run
+
+STOCK = "stock PyTorch: "  # how a reason begins that is not fxmask's
+
+
+def traced(s: Subject) -> Columns:
+    """The FX pass on a trace of the dense model, against `apply`."""
+    try:
+        gm = torch.fx.symbolic_trace(copy.deepcopy(s.model).eval())
+        same = compare_outputs(outputs_of(gm, s.made), outputs_of(copy.deepcopy(s.model).eval(), s.made))
+    except Exception as error:
+        return {"trace": NO, "trace_why": STOCK + reason(error)}
+    if same.startswith(NO):
+        return {"trace": NO, "trace_why": f"{STOCK}the trace computes something else ({same})"}
+    return rewritten(s, gm, "trace")
+
+
+def export_rewritten(s: Subject) -> Columns:
+    """The FX pass on torch.export's graph of the dense model, against `apply`."""
+    try:
+        gm = torch.export.export(copy.deepcopy(s.model).eval(), s.made.args, s.made.kwargs).module()
+    except Exception as error:
+        return {"graph": NO, "graph_why": STOCK + reason(error)}
+    return rewritten(s, gm, "graph")
+
+
+def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str) -> Columns:
+    """The columns of a graph that the FX pass rewrites."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fxmask.apply(gm, ratio=RATIO, block=BLOCK)
+    sites = set(fxmask.masks(gm)) if fxmask.explain(gm).summary["masked"] else set()
+    why = difference(sites, set(s.masks)) + [t for t in told(caught) if sites]
+    same = compare_outputs(outputs_of(gm, s.made), outputs_of(s.masked().eval(), s.made))
+    return {name: len(sites), f"{name}_equal": same, f"{name}_why": "; ".join(why)}
+
+
+def exported(s: Subject) -> Columns:
+    """torch.export of the masked model."""
+    masked = s.masked().eval()
+    try:
+        found = torch.export.export(masked, s.made.args, s.made.kwargs).module()
+        same = compare_outputs(outputs_of(found, s.made), outputs_of(masked, s.made))
+    except Exception as error:
+        try:
+            torch.export.export(copy.deepcopy(s.model).eval(), s.made.args, s.made.kwargs)
+        except Exception as stock:
+            return {"export": NO, "export_why": STOCK + reason(stock)}
+        return {"export": NO, "export_why": reason(error)}
+    return {"export": NO if same.startswith(NO) else "yes", "export_why": same}
+
+
+class Counting:
+    """A backend that counts graphs and hands them on."""
+
+    def __init__(self, inner: str) -> None:
+        self.graphs, self.inner = 0, torch._dynamo.lookup_backend(inner)
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        return self.inner(gm, list(inputs))
+
+
+def by_aot_eager(s: Subject) -> Columns:
+    """The compiler backend on the dense model in training, against stock Dynamo on the dense copy with W∘M written in: same graphs, same random numbers."""
+    stock, dense = Counting("aot_eager"), s.dense().train()
+    torch._dynamo.reset()
+    try:
+        expected = run(dense, s.made, torch.compile(dense, backend=stock))
+    except Exception as error:
+        return {"stock": NO, "backend": "-", "backend_why": STOCK + reason(error)}
+    if not stock.graphs:
+        return {"stock": NO, "backend": "-", "backend_why": f"{STOCK}no graph was captured"}
+    row: Columns = {"stock": stock.graphs}
+    try:
+        found, sites, said = with_backend(s, copy.deepcopy(s.model).train(), {"inner": Counting("aot_eager")})
+    except Exception as error:
+        return {**row, "backend": NO, "backend_why": reason(error)}
+    why = difference(sites, set(s.masks)) + (said if sites != set(s.masks) else [])
+    return {**row, "backend": len(sites), "backend_equal": compare(found, expected, s.masks), "backend_why": "; ".join(why)}
+
+
+def by_inductor(s: Subject) -> Columns:
+    """The same through Inductor, in eval mode, against the dense copy in eager mode."""
+    expected = run(s.dense().eval(), s.made)
+    try:
+        found, sites, said = with_backend(s, copy.deepcopy(s.model).eval(), {})
+    except Exception as error:
+        torch._dynamo.reset()
+        try:
+            dense = s.dense().eval()
+            run(dense, s.made, torch.compile(dense))
+        except Exception as stock:
+            return {"inductor": NO, "inductor_why": STOCK + reason(stock)}
+        return {"inductor": NO, "inductor_why": reason(error)}
+    same = compare(found, expected, s.masks)
+    why = difference(sites, set(s.masks)) + (said if sites != set(s.masks) else [])
+    return {"inductor": same, "inductor_why": "; ".join(why)}
+
+
+def with_backend(s: Subject, model: nn.Module, options: dict[str, Any]) -> tuple[Outcome, set[str], list[str]]:
+    """(outcome, names of the weights whose masks ran, warnings) of a compiled copy."""
+    from fxmask.backend import fxmask_backend
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(model, s.made, torch.compile(model, backend=fxmask_backend, options={"ratio": RATIO, "block": BLOCK, **options}))
+    uses = {id(w) for w, use in backend_watch._uses.items() if use.calls}
+    return found, {name for name, p in model.named_parameters() if id(p) in uses}, told(caught)
+
+
+def difference(found: set[str], expected: set[str]) -> list[str]:
+    """Sites that are not those of `apply`."""
+    less, more = expected - found, found - expected
+    return [f"not masked: {some(less)}"] * bool(less) + [f"masked, and not by apply: {some(more)}"] * bool(more)
+
+
+CAPTURES: dict[str, Callable[[Subject], Columns]] = {
+    "trace": traced, "graph": export_rewritten, "export": exported, "backend": by_aot_eager, "inductor": by_inductor,
+}  # fmt: skip

@@ -1,0 +1,123 @@
+"""A masked model beside a dense copy with W∘M written in, which runs without fxmask: outputs and gradients, to the bit or to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import fxmask
+from fxmask.kernels.grid import expand_mask
+from zoo.sources import Made
+
+RATIO, BLOCK = 0.5, (16, 16)
+LOOSE = {torch.float32: 1e-4, torch.float64: 1e-9}  # of a tensor's norm: two orders of the same sums
+Masks = dict[str, Tensor]  # parameter's name: which of its elements are kept
+
+
+@dataclass
+class Outcome:
+    """What one forward and backward gave; gradients of parameters by name, of inputs by place."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+
+
+def floats(y: Any) -> list[Tensor]:
+    """The floating tensors of any output: a tensor, a tuple, a dict, an output class of transformers."""
+    leaves = tree_leaves(dict(y) if isinstance(y, Mapping) else y)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def outputs_of(model: Callable[..., Any], made: Made, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """A forward without gradients, with the same random numbers for each model."""
+    args, kwargs = _inputs(made, dtype, grad=False)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return floats(model(*args, **kwargs))
+
+
+def run(model: nn.Module, made: Made, call: Callable[..., Any] | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Forward, and backward from a random combination of all outputs. `call`: the compiled model."""
+    args, kwargs = _inputs(made, dtype)
+    model.zero_grad()
+    torch.manual_seed(3)
+    ys = [y for y in floats((model if call is None else call)(*args, **kwargs)) if y.requires_grad]
+    generator = torch.Generator().manual_seed(4)
+    torch.autograd.backward(ys, [torch.randn(y.shape, generator=generator).to(y.dtype) for y in ys])
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    gradients |= {f"input {i}": t.grad for i, t in enumerate(tree_leaves((args, kwargs))) if isinstance(t, Tensor) and t.requires_grad}
+    return Outcome([y.detach() for y in ys], gradients)
+
+
+def _inputs(made: Made, dtype: torch.dtype, grad: bool = True) -> tuple[Any, Any]:
+    def fresh(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.to(dtype, copy=True).requires_grad_(grad) if t.is_floating_point() else t.clone()
+
+    return tree_map(fresh, (made.args, made.kwargs))
+
+
+# ---- the dense copy --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def masked_copy(model: nn.Module) -> nn.Module:
+    return fxmask.apply(copy.deepcopy(model), ratio=RATIO, block=BLOCK)
+
+
+def element_masks(masked: nn.Module) -> Masks:
+    """The masks of the next forward, in the shape of the weights."""
+    if not fxmask.explain(masked).summary["masked"]:
+        return {}
+    return {name: expand_mask(mask, masked.get_parameter(name).shape, BLOCK) for name, mask in fxmask.masks(masked).items()}
+
+
+def written_in(model: nn.Module, masks: Masks) -> nn.Module:
+    """A copy of the dense model with W∘M as its weights."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, kept in masks.items():
+            twin.get_parameter(name).masked_fill_(~kept, 0)
+    return twin
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def compare(masked: Outcome, dense: Outcome, masks: Masks) -> str:
+    """ "bits", "rounding", or "no: " and what differs most. The gradient of a masked weight is the dense one where it is kept, and zero elsewhere."""
+    if len(masked.outputs) != len(dense.outputs) or not dense.outputs:
+        return f"no: {len(masked.outputs)} outputs for {len(dense.outputs)}"
+    pairs = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(masked.outputs, dense.outputs, strict=True))]
+    if not all(bool(b.isfinite().all()) for _, _, b in pairs):
+        return "no: the dense copy's outputs are not finite"
+    if not any(bool(b.any()) for _, _, b in pairs):
+        return "no: the dense copy's outputs are zero, so that the comparison shows nothing"
+    for name, b in dense.gradients.items():
+        a = masked.gradients[name]
+        if a is None or b is None:
+            if (a is None) != (b is None) and bool((b if a is None else a).any()):  # type: ignore[union-attr]
+                return f"no: {name} has {'no' if a is None else 'a'} gradient"
+            continue
+        pairs.append((name, a, b.masked_fill(~masks[name], 0) if name in masks else b))
+    if all(torch.equal(a, b) for _, a, b in pairs):
+        return "bits"
+    worst, where = max((_distance(a, b), name) for name, a, b in pairs)
+    return "rounding" if worst <= 1 else f"no: {where} is {worst:.3g} times as far off as rounding"
+
+
+def compare_outputs(found: list[Tensor], expected: list[Tensor]) -> str:
+    return compare(Outcome(found, {}), Outcome(expected, {}), {})
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """|a - b| over what rounding explains."""
+    share = LOOSE.get(b.dtype, 1e-2)
+    off = (a.double() - b.double()).norm() / (share * b.double().norm() + share * 1e-2)
+    return float(off) if bool(off.isfinite()) else float("inf")

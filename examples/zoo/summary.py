@@ -1,0 +1,181 @@
+"""The page of the zoo, made from its csv: what is covered, failures by cause, losing rows."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+Row = Mapping[str, Any]
+EQUAL = ("bits", "rounding", "float64")
+STOCK = "stock PyTorch: "
+MARK = "<!-- zoo: written by examples/zoo/run.py -->"  # in the README, before and behind the table
+
+
+def number(row: Row, column: str) -> float:
+    try:
+        return float(row.get(column, ""))
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def asked(row: Row, check: str) -> bool:
+    return str(row.get(check, "")) not in ("", "-")
+
+
+def masked(row: Row) -> bool:
+    """Every eligible Linear is masked, with the dense copy's numbers."""
+    return number(row, "apply") == number(row, "eligible") and row["train"] in EQUAL and row["eval"] in EQUAL
+
+
+def same_sites(row: Row, check: str) -> bool:
+    """Those of `apply`, but for layers that no input reaches and so no capture shows."""
+    return number(row, check) == number(row, "apply") - number(row, "unreached") and "not by apply" not in row[f"{check}_why"]
+
+
+def rewritten(name: str) -> Callable[[Row], bool]:
+    return lambda r: same_sites(r, name) and r[f"{name}_equal"] in EQUAL
+
+
+MASKED = "`apply` masks every eligible Linear; outputs and gradients in train and eval are those of a dense copy with W∘M"
+TRACE = "`fx.symbolic_trace`, then the FX pass: sites and numbers of `apply`"
+# what is asked: (words, rows that it is asked of, rows that pass), and what the project wants
+Question = tuple[str, Callable[[Row], bool], Callable[[Row], bool], str]
+QUESTIONS: tuple[Question, ...] = (
+    (MASKED, lambda r: asked(r, "apply"), masked, "99 %"),
+    ("a guarded step leaves masked weights as they are, to the bit, and moves the others", lambda r: asked(r, "guard"), lambda r: r["guard"] == "yes", ""),
+    (
+        "backend, `aot_eager`, of what stock Dynamo captures: the numbers of stock Dynamo on the dense copy",
+        lambda r: asked(r, "backend") and r["stock"] not in ("", "no"),
+        lambda r: r["backend"] != "no" and r["backend_equal"] in EQUAL,
+        "95 %",
+    ),
+    (
+        "the same, with the sites of `apply`",
+        lambda r: asked(r, "backend") and r["stock"] not in ("", "no"),
+        lambda r: same_sites(r, "backend"),
+        "or named",
+    ),
+    ("backend through Inductor: the numbers of the dense copy in eager mode", lambda r: asked(r, "inductor"), lambda r: r["inductor"] in EQUAL, ""),
+    (TRACE, lambda r: asked(r, "trace"), rewritten("trace"), ""),
+    ("`torch.export`, then the FX pass: sites and numbers of `apply`", lambda r: asked(r, "graph"), rewritten("graph"), ""),
+    ("`torch.export` of the masked model: its numbers", lambda r: asked(r, "export"), lambda r: r["export"] == "yes", ""),
+    ("`analyze` runs", lambda r: asked(r, "analyze"), lambda r: r["analyze"] == "yes", "95 %"),
+    ("it covers at least 98 % of the FLOP", lambda r: r["analyze"] == "yes", lambda r: number(r, "coverage") >= 98, ""),
+    (
+        "its FLOP are FlopCounterMode's on meta tensors (real ones where a model reads values), where that counts all; of grouped convolutions: the forward",
+        lambda r: r["flop_equal"] not in ("", "-"),
+        lambda r: r["flop_equal"] in ("yes", "forward"),
+        "all",
+    ),
+)  # fmt: skip
+REASONS = {"apply": 0, "guard": 1, "backend": 2, "inductor": 4, "trace": 5, "graph": 6, "export": 7, "analyze": 8}
+
+
+def line(row: Row) -> str:
+    """A row in one line, for whoever waits."""
+    said = [f"{check} {'.' if row.get(check, '') == '' else row[check]}" for check in REASONS]
+    same = "/".join(str(row.get(c, "")) or "." for c in ("train", "eval", "backend_equal"))
+    return f"{row['source']}:{row['name']}  {', '.join(said)}, equal {same}, {row.get('seconds')} s, {row.get('peak_mb')} MB, {row['status']}"
+
+
+def into(text: str, rows: Sequence[Row]) -> str:
+    """The README with the table of the rows between its two marks."""
+    before, _, rest = text.partition(MARK)
+    _, _, after = rest.partition(MARK)
+    models = ", ".join(f"{n} of {source}" for source, n in Counter(r["source"] for r in rows).most_common())
+    said = f"{len(rows)} models so far: {models}; {len({(r['source'], r['family']) for r in rows})} families."
+    return f"{before}{MARK}\n{said}\n\n{table(made_of(rows))}\n{MARK}{after}"
+
+
+def made_of(rows: Sequence[Row]) -> list[Row]:
+    """Those that a process could make."""
+    return [r for r in rows if r["status"] == "ok"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """What is asked, of how many, how many pass."""
+    found = []
+    for words, of, passes, wanted in QUESTIONS:
+        inside = [r for r in rows if of(r)]
+        good = sum(passes(r) for r in inside)
+        found.append([words, f"{good} of {len(inside)}", f"{100 * good / len(inside):.1f} %" if inside else "-", wanted])
+    return tabulate(found, headers=["", "models", "share", "wanted"], tablefmt="github", disable_numparse=True)
+
+
+def cause(reason: str) -> str:
+    """A reason without the names, numbers and sizes of one model, so that equal causes are counted together."""
+    text = re.sub(r"(not masked|masked, and not by apply|masked beyond nn.Linear's rule): .*", r"\1: names", reason)
+    text = re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`", "'…'", text)
+    text = re.sub(r"\b[\w]+(\.[\w]+){2,}\b", "…", text)
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "N", text)[:140].replace("|", "/")
+
+
+def reason_of(row: Row, check: str) -> str:
+    """Why a row misses in a check: what the check says, or the comparison."""
+    equal = {"apply": ("train", "eval"), "backend": ("backend_equal",), "trace": ("trace_equal",), "graph": ("graph_equal",)}.get(check, ())
+    said = [f"{c}: {row[c]}" for c in equal if str(row[c]).startswith("no")]
+    return "; ".join([*said, row[f"{check}_why"]] if row.get(f"{check}_why") or said else [str(row[check])]).strip("; ")
+
+
+def misses(rows: Sequence[Row]) -> dict[str, list[tuple[Row, str]]]:
+    """Of each check the rows that miss, with the reason."""
+    found: dict[str, list[tuple[Row, str]]] = defaultdict(list)
+    for check, i in REASONS.items():
+        for q in (QUESTIONS[i], *([QUESTIONS[3]] if check == "backend" else QUESTIONS[9:] if check == "analyze" else [])):
+            for r in rows:
+                if q[1](r) and not q[2](r) and all(r is not known for known, _ in found[check]):
+                    found[check].append((r, reason_of(r, check)))
+    found["backend"] += [(r, r["backend_why"]) for r in rows if r["stock"] == "no"]
+    return found
+
+
+def families(rows: Sequence[Row]) -> str:
+    found = []
+    for source in dict.fromkeys(r["source"] for r in rows):
+        inside = [r for r in rows if r["source"] == source]
+        asked_of = [r for r in inside if asked(r, "apply")]
+        sites = sum(int(number(r, "apply")) for r in asked_of if r["apply"] != "no")
+        linears = sum(int(number(r, "linears")) for r in asked_of)
+        found.append([source, len(inside), len({r["family"] for r in inside}), linears, sites, sum(masked(r) for r in asked_of)])
+    return tabulate(found, headers=["source", "models", "families", "nn.Linear", "masked", "models right by `apply`"], tablefmt="github")
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page, in markdown."""
+    made = made_of(rows)
+    out = [
+        "# The zoo",
+        "",
+        f"{len(rows)} models, {len(made)} of them made; 16x16 blocks at 50 %. Written by `make zoo` from `zoo.csv`; never edited by hand.",
+        "",
+        families(rows),
+        "",
+        table(made),
+        "",
+        "Equal is: to the bit in most, else to rounding (1e-4 of a tensor's norm in float32); where float32 rounds more than that, the comparison is made",
+        "again in float64 (1e-9). Images are smaller than published where the column `note` says so.",
+    ]
+    compared = Counter(r[mode] if r[mode] in EQUAL else "no" for r in made for mode in ("train", "eval") if asked(r, mode))
+    out += ["", "Compared by `apply`, train and eval apart: " + ", ".join(f"{n} {how}" for how, n in compared.most_common()) + "."]
+    not_made = [r for r in rows if r["status"] != "ok"]
+    if not_made:
+        cells = [[r["source"], r["name"], r["status"].replace("|", "/")] for r in not_made]
+        out += ["", "## Not made", "", tabulate(cells, headers=["source", "model", "why"], tablefmt="github")]
+    for check, missed in misses(made).items():
+        if missed:
+            counted = Counter(cause(why) for _, why in missed)
+            out += ["", f"## `{check}`: {len(missed)} misses by cause", ""]
+            first = {c: next(r["name"] for r, why in missed if cause(why) == c) for c in counted}
+            out.append(tabulate([[n, c, first[c]] for c, n in counted.most_common()], headers=["models", "cause", "one of them"], tablefmt="github"))
+    losing = [(check, r, why) for check, missed in misses(made).items() for r, why in missed if not why.startswith(STOCK)]
+    if losing:
+        cells = [[c, f"{r['source']}:{r['name']}", why[:200].replace("|", "/")] for c, r, why in losing]
+        out += ["", "## Losing rows, but for those that stock PyTorch does not take either", ""]
+        out.append(tabulate(cells, headers=["check", "model", "why"], tablefmt="github"))
+    versions = Counter(", ".join(f"{p} {r[p]}" for p in ("torch", "torchvision", "timm", "transformers") if r[p]) for r in rows)
+    out += ["", "Versions: " + "; ".join(f"{v} ({n})" for v, n in versions.items()) + "."]
+    return "\n".join(out) + "\n"

@@ -1,0 +1,120 @@
+"""The zoo with tiny stand-ins: its checks see what they should, and nothing that a model does ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zoo import catalogue, equality, results, run, sources, summary
+from zoo.checks import Subject, applied
+from zoo.sources import Made
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)  # of zoo_stand_ins; the models' processes inherit it
+
+
+def zoo(path: Path, *names: str, more: tuple[str, ...] = ()) -> dict[str, results.Row]:
+    """The rows of stand-ins, by name."""
+    assert run.main(["--csv", str(path), "--own", *(f"zoo_stand_ins:{name}" for name in names), *more]) == 0
+    return {name.partition(":")[2]: row for (_, name), row in results.read(path).items()}
+
+
+def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One test for all of it, as the first process costs the imports."""
+    path = tmp_path / "zoo.csv"
+    cheap = ("--checks", "apply", "guard")
+    small = zoo(path, "small")["small"]
+    assert small["status"] == "ok" and small["input"] == "5x32"
+    assert (small["linears"], small["eligible"], small["left_out"], small["apply"], small["unreached"]) == ("4", "3", "1 smaller than 16", "3", "1")
+    assert (small["train"], small["eval"], small["guard"], small["analyze"], small["flop_equal"]) == ("bits", "bits", "yes", "yes", "yes")
+    assert (small["trace"], small["graph"], small["export"], small["stock"], small["inductor"]) == ("2", "2", "yes", "1", "")
+    assert (small["backend"], small["backend_equal"]) == ("2", "bits") and "unused" in small["backend_why"]
+
+    rows = zoo(path, "bypass", "network", "broken", "hungry", "killed", more=(*cheap, "--gigabytes", "3"))
+    assert rows["bypass"]["train"].startswith("no: ") and rows["bypass"]["eval"].startswith("no: ") and rows["bypass"]["guard"] == "no"
+    assert rows["network"]["status"].startswith("skipped: needs files from a network")
+    assert rows["broken"]["status"] == "build: ValueError: no such model"
+    assert rows["hungry"]["apply_why"] == "out of memory"
+    assert "SIGKILL" in rows["killed"]["apply_why"] and "SIGKILL" in rows["killed"]["guard_why"]  # the second check has a process of its own
+    assert rows["small"] == small
+
+    with path.open("a") as file:  # a run that was killed while it wrote
+        file.write("own,zoo_stand_ins:slow,zoo_st")
+    rows = zoo(path, "slow", more=("--checks", "apply", "--seconds", "4"))
+    assert (rows["slow"]["apply"], rows["slow"]["apply_why"]) == ("no", "out of time: 4 s") and len(rows) == 7
+    capsys.readouterr()
+    zoo(path, "small", "network", "slow", more=("--checks", "apply"))
+    assert capsys.readouterr().out.startswith("0 models with something to do, 7 in ")
+    page = path.with_suffix(".md").read_text()
+    assert "needs files from a network" in page and "| own:zoo_stand_ins:bypass |" in page and "own:zoo_stand_ins:small" not in page
+    assert "out of memory" in page and "out of time: N s" in page
+
+
+def test_a_comparison_fails_where_numbers_differ() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(5, 32), nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    made = Made(model, (x,))
+    subject = Subject(made)
+    dense, masked = equality.run(subject.dense(), made), equality.run(subject.masked(), made)
+    assert equality.compare(masked, dense, subject.masks) == "bits"
+    assert equality.compare(equality.run(model, made), dense, subject.masks).startswith("no: ")
+    assert equality.compare(dense, dense, {}) == "bits" and equality.compare(masked, dense, {}).startswith("no: ")  # dW of masked weights
+    masked.outputs[0] += 1e-6 * masked.outputs[0]
+    assert equality.compare(masked, dense, subject.masks) == "rounding"
+    dense.outputs[0].fill_(torch.nan)
+    assert "not finite" in equality.compare(masked, dense, subject.masks)
+
+
+def test_what_float32_cannot_tell_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    made = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),))
+    monkeypatch.setattr("zoo.equality._distance", lambda a, b: float(a.dtype == torch.float32))
+    monkeypatch.setattr("torch.equal", lambda a, b: False)
+    monkeypatch.setitem(equality.LOOSE, torch.float32, 0.0)
+    assert applied(Subject(made))["train"] == "rounding"
+    monkeypatch.setattr("zoo.equality._distance", lambda a, b: 2.0 * (a.dtype == torch.float32))
+    row = applied(Subject(made))
+    assert row["train"] == row["eval"] == "float64" and "float32 train: no" in row["apply_why"]
+
+
+def test_the_list() -> None:
+    entries = catalogue.listed()
+    families = {e.family for e in entries if e.source == "timm"}
+    count = {s: sum(e.source == s for e in entries) for s in catalogue.SOURCES}
+    assert len(families) >= 60 and count["timm"] >= 200 and count["huggingface"] >= 50 and count["torchvision"] >= 70
+    assert len({(e.source, e.name) for e in entries}) == len(entries)
+    assert [e.name for e in catalogue.chosen(entries, ["torchvision"], ["resnet1*"], 5)] == ["resnet18", "resnet101", "resnet152"]
+    assert len(catalogue.smallest_of_families(entries, 60)) == 60
+
+
+@pytest.mark.parametrize(("words", "text"), [(["--jobs", "0"], "--jobs: expected more than 0"), (["--own", "nothing"], "expected module:callable")])
+def test_wrong_arguments(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(words)
+    assert text in capsys.readouterr().err
+
+
+def test_another_csv_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zoo.csv"
+    path.write_text("a,b\n1,2\n")
+    assert run.main(["--csv", str(path)]) == 2
+    assert "expected a csv of the zoo" in capsys.readouterr().err and path.read_text() == "a,b\n1,2\n"
+
+
+def test_who_wants_a_network_is_told_by_what_it_came_from() -> None:
+    error = OSError("cannot load the files")
+    assert not sources.wants_network(error)
+    error.__cause__ = ConnectionError("no")
+    assert sources.wants_network(error)
+
+
+def test_the_pages_are_those_of_the_csv() -> None:
+    rows = list(results.read(run.CSV).values())
+    assert run.CSV.with_suffix(".md").read_text() == summary.page(rows)
+    assert run.README.read_text() == summary.into(run.README.read_text(), rows)

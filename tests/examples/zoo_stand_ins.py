@@ -1,0 +1,73 @@
+"""Tiny models for tests of the zoo: what works, what wants a network, and what breaks a limit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import torch
+from torch import nn
+
+
+class Small(nn.Module):
+    """Two linears that are masked, one that is too small, one that nothing reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.few, self.unused = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 3), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.few(self.b(self.a(x).relu()))
+
+
+class Bypass(Small):
+    """A linear whose weight is used past its mask, where no source shows it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.few(self.b(x @ self.a._parameters["weight"].t()))
+
+
+def small():
+    return Small(), (torch.randn(5, 32),)
+
+
+def bypass():
+    return Bypass(), (torch.randn(5, 32),)
+
+
+def network():
+    socket.create_connection(("127.0.0.1", 9))
+
+
+def broken():
+    raise ValueError("no such\nmodel")
+
+
+class Slow(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(60)
+        return super().forward(x)
+
+
+def slow():
+    return Slow(), (torch.randn(5, 32),)
+
+
+class Hungry(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.ones(10**10)[:1]
+
+
+def hungry():
+    return Hungry(), (torch.randn(5, 32),)
+
+
+class Killed(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), 9)
+        return x
+
+
+def killed():
+    return Killed(), (torch.randn(5, 32),)
