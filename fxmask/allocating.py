@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .kernels.errors import ConfigError, UnsupportedError, message
-from .kernels.grid import grid_shape, ratio_keeping, ratio_units
+from .kernels.grid import grid_shape, matrix_shape, ratio_keeping, ratio_units
 from .passes import rules  # noqa: F401  (they register the costs of ops)
 from .passes.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
 from .passes.capture import arguments, capture
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask, one_of
-from .passes.find import find
+from .passes.conv import Kinds, find_layers, kinds_of
 from .passes.moves import work_of
 from .passes.phases import changes_any
 from .passes.work import Target
@@ -54,6 +54,7 @@ def allocate(
     overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
     inputs: Any = None,
     kwargs: Mapping[str, Any] | None = None,
+    layers: Kinds = None,
 ) -> Allocation:
     """Ratios of a model's layers that together spend a budget of (1 - ratio), for `apply(model, ratio=ratio, block=block, overrides=found.overrides)`.
 
@@ -72,6 +73,7 @@ def allocate(
     Args:
         model: as for `apply`; not masked yet. ratio: of the budget, in [0, 1). include, exclude, overrides: as for `apply`, whose `block` may differ by
             layer. A layer whose override names a ratio keeps it, and has no part in the budget.
+        layers: as for `apply`: Linears, Conv2ds or both.
         inputs, kwargs: of the model's forward, for `flop` alone, as for `analyze`: only shapes are looked at.
 
     Returns: an `Allocation`, {layer's name: ratio}; layers that share a weight have one ratio.
@@ -80,7 +82,7 @@ def allocate(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"fxmask.allocate: expected an nn.Module, got {type(model).__name__}.")
-    decisions = choose(find(model), WeightMask(ratio=ratio, block=block), include, exclude, overrides)
+    decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides)
     return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)
 
 
@@ -126,7 +128,7 @@ def _shares(
 ) -> tuple[list[int], list[Item], tuple[str, int, int]]:
     """(kept blocks of each layer, the layers as items, (unit, total, budget))."""
     configs, weights = [g[0].config for g in layers], [g[0].candidate.weight for g in layers]
-    shapes, blocks = [(w.shape[0], w.shape[1]) for w in weights], [c.block for c in configs if c is not None]
+    shapes, blocks = [matrix_shape(w.shape) for w in weights], [c.block for c in configs if c is not None]
     counts = [math.prod(grid_shape(s, b)) for s, b in zip(shapes, blocks, strict=True)]
     units = ratio_units(ratio)
     if method in ("flop", "byte"):
@@ -146,7 +148,7 @@ def _shares(
     budget = budget_of(total, units, up=method in ("erk", "global"))
     check_budget(items, budget, ratio, unit)
     if method == "erk":
-        return proportional(items, erk_densities(shapes), budget), items, (unit, total, budget)
+        return proportional(items, erk_densities([tuple(w.shape) for w in weights]), budget), items, (unit, total, budget)
     scores = [mean_squares(_values(w, g), b) / u for w, g, b, u in zip(weights, layers, blocks, uses, strict=True)]
     return ranked(items, scores, budget), items, (unit, total, budget)
 

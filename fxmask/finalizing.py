@@ -25,7 +25,7 @@ from .passes.site import Site
 from .passes.weight_mask import MASKED_LINEAR
 from .semi_structured import semi_structured
 from .sites import FINAL, required_sites, values_of
-from .swap import MaskedLinear
+from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
 FORMATS = ("dense", "bsr", "2:4")
@@ -109,9 +109,12 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
     if id(weight) in users:
         what = f"{users[id(weight)]} uses this weight unmasked, and would get the zeros."
         raise UnsupportedError(message(what, name, "untie the two first: give the masked layer a Parameter of its own."))
-    if format != "dense" and not isinstance(site, MaskedLinear):
+    if format != "dense" and not isinstance(site, MaskedLayer):
         what = f"format={format!r} replaces the weight of a Linear, and this one is used by a traced graph."
         raise UnsupportedError(message(what, name, "call fxmask.apply on the nn.Module, or use format='dense'."))
+    if format != "dense" and isinstance(site, nn.Conv2d):
+        what = f"PyTorch multiplies weights of format={format!r} in Linears alone: got a convolution."
+        raise UnsupportedError(message(what, name, "use format='dense', or exclude the convolutions."))
     if format != "dense" and site._fxmask_config.read == "weight":
         what = f"format={format!r} needs the call of the layer, and its owner reads the weight instead."
         raise UnsupportedError(message(what, name, "use format='dense'."))
@@ -122,7 +125,7 @@ def _unmasked_users(model: nn.Module) -> dict[int, str]:
     users = {id(c.weight): "an Embedding" if c.tied_embedding else c.name or "the model itself" for c in find(model) if c.tied_embedding or not c.masked}
     in_graphs = {id(m) for _, gm in graph_modules(model) for m in gm.modules()}  # they hold what the graph uses, and `find` has read the graph
     for name, m in model.named_modules():
-        if not isinstance(m, MaskedLinear) and id(m) not in in_graphs:
+        if not isinstance(m, MaskedLayer) and id(m) not in in_graphs:
             for leaf, p in m._parameters.items():
                 users.setdefault(id(p), f"{name}.{leaf}".removeprefix("."))
     for prefix, gm in graph_modules(model):

@@ -19,7 +19,7 @@ from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .sites import required_sites, values_of
-from .swap import MaskedLinear
+from .swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
 Named = tuple[str, Site, torch.Tensor]
@@ -136,7 +136,7 @@ def _count(optimizer: Optimizer) -> int:
 
 def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
     """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
-    if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLinear)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
+    if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLayer)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
         return weight
     with torch.no_grad():
         return peek_weight(site)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels.grid import expand_mask
+from .kernels.grid import as_matrix, expand_mask
 
 SIGNS = ("kept_norm_fraction", "dead_rows", "dead_cols")
 HISTORY = ("flip_rate", "age_mean", "age_max", "never_kept")
@@ -15,8 +15,9 @@ HISTORY = ("flip_rate", "age_mean", "age_max", "never_kept")
 def signs(w: Tensor, mask: Tensor, block: tuple[int, int]) -> tuple[dict[str, float], float]:
     """({kept_norm_fraction: |W∘M|^2 / |W|^2, dead_rows and dead_cols: shares of output and input features without a kept block}, |W|^2).
 
-    w: (N, K); mask: bool (NB, KB). In float64, with a host sync.
+    w: (N, K) as a matrix; mask: bool (NB, KB). In float64, with a host sync.
     """
+    w = as_matrix(w)
     kept = expand_mask(mask.to(w.device), w.shape, block)
     square = w.double().square()
     total = float(square.sum())

@@ -32,8 +32,10 @@ def mask_overrides(overrides: Mapping[Any, Any] | None, config: object, alone: b
 
 
 def has_input(d: Decision) -> bool:
-    """Whether anybody calls the layer: not where its owner reads its weight instead, or its own forward does."""
+    """Whether anybody calls the layer, a Linear: not where its owner reads its weight instead, or its own forward does."""
     c = d.candidate
+    if nn.Conv2d in c.types:
+        return False
     return c.module is None or not (isinstance(c.module, NonDynamicallyQuantizableLinear) or any(c.module is owner for owner in c.owners))
 
 
@@ -55,6 +57,9 @@ def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, 
         if isinstance(c, BlockDropout) and c.mc and d.config.read == "weight":
             what = "mc=True drops in evaluation, and there the owner of this layer may read its weight past it (its fast path)."
             raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: False}}, or mc=False."))
+        if isinstance(c, BlockDropout) and c.impl in ("cpu", "triton") and not alone:
+            what = f"impl={c.impl!r} of BlockDropout beside a WeightMask: its input is dropped in plain PyTorch, and the mask's own impl multiplies."
+            raise UnsupportedError(message(what, d.candidate.name, "BlockDropout(..., impl='auto')."))
         if d.candidate.host is not None and not alone:
             what = f"a WeightMask and {name} together in a traced graph, whose masked node reads its input itself."
             raise UnsupportedError(message(what, d.candidate.name, "call fxmask.apply on the nn.Module instead of its trace."))

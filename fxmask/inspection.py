@@ -1,24 +1,29 @@
-"""Look at a masked model: its masks, and a row a linear that says what became of it."""
+"""Look at a masked model: its masks, and a row a layer that says what became of it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .conv_layers import LISTS, why_dense
 from .dropping import dropped_layers, other_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
 from .kernels.cpu import chosen
-from .kernels.grid import kept_elements
+from .kernels.grid import kept_elements, matrix_shape
 from .kernels.tune import Choice
-from .nm_layers import element_mask, has_values, nm_layers
-from .nm_masking import nm_candidates, nm_row
+from .nm_layers import any_nm, element_mask, has_values, nm_layers
+from .nm_masking import nm_row
 from .passes import ranks
 from .passes import site as state
 from .passes.config import WeightMask
+from .passes.conv import KINDS, find_layers
+from .passes.find import Candidate, find
+from .passes.nm_find import find_nm
 from .passes.site import Site
 from .pruning import pruned_layers
 from .report import Report
@@ -47,7 +52,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
 
 
 def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
-    """What became of every linear, with an `NMMask` of every Conv2d, too: a `Report` with a row for each, masked or not, and why.
+    """What became of every linear, and of every convolution where `apply` was asked for these: a `Report` with a row for each, masked or not, and why.
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
@@ -66,7 +71,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     reasons = _reasons(model)
     rows, total, kept = [], 0, 0
     nm = dict(nm_layers(model))
-    for c in nm_candidates(model):
+    found = _candidates(model, reasons)
+    for c in found:
         entry = masked.pop(c.param_name, None)
         if c.name in nm:
             rows.append({**_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})
@@ -84,13 +90,20 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         "masked_dense and reference multiply by the masked weight and save no time.",
         "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
     ]
-    layers = "layers" if nm else "linears"
+    layers = "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
     notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
     notes = notes if any(r["masked"] for r in rows) else []
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
     return Report("fxmask.explain", rows, notes, summary)
+
+
+def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:
+    """Linears, and the convolutions that `apply` has masked or has left dense for a reason."""
+    found = find_nm(model, KINDS) if any_nm(model) else find_layers(model, KINDS)
+    found = [c for c in found if nn.Conv2d not in c.types or c.masked or c.name in reasons]
+    return found if any(nn.Conv2d in c.types for c in found) else find(model)
 
 
 @torch.no_grad()
@@ -139,9 +152,14 @@ def _implementation(site: Site, weight: Tensor | None) -> dict[str, str]:
     c = site._fxmask_config
     if c.read == "weight":
         return {"impl": "reference", "why": "its owner reads W∘M"}
+    if isinstance(site, nn.Conv2d) and weight is not None:
+        dense = why_dense(site, weight)
+        if dense or c.impl not in LISTS:
+            why = dense or ("asked for" if c.impl == "reference" else "no recorded run shows a faster one")
+            return {"impl": "masked_dense", "why": f"PyTorch's convolution of W∘M: {why}"}
     if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
         return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no recorded run shows a faster one" if c.impl == "auto" else "asked for"}
-    found = {op: chosen.last(op, (weight.shape[0], weight.shape[1]), c.block, c.impl == "cpu") for op in OPS}
+    found = {op: chosen.last(op, matrix_shape(weight.shape), c.block, c.impl == "cpu") for op in OPS}
     ran = {op: f for op, f in found.items() if f is not None}
     if not ran:
         return {"impl": c.impl, "why": "chosen when it first runs"}
@@ -161,8 +179,8 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     nb, kb = site._fxmask_grid
     known = weight is not None and not weight.is_meta
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
-    kept = int(kept_elements(state.mask_outside(site, weight.detach()), shape, c.block)) if known and weight is not None else None
-    elements = shape[0] * shape[1]
+    kept = int(kept_elements(state.mask_outside(site, weight.detach()), matrix_shape(shape), c.block)) if known and weight is not None else None
+    elements = math.prod(shape)
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
     row = _row(name, torch.empty(shape, device="meta"), soft if site._fxmask_softening else "selected")
     row.update(

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from .allocating import allocated
+from .conv_layers import MaskedConv2d
 from .dropping import DroppedLinear, any_dropped, undrop
 from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
-from .kernels.grid import grid_shape
+from .kernels.grid import grid_shape, matrix_shape
 from .loads import unwatch_loads, watch_loads
 from .nm_layers import any_nm
 from .nm_masking import apply_nm, refuse_nm, restore_nm
@@ -24,7 +25,8 @@ from .passes.block_dropout import BlockDropout
 from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Feedback, Schedule, WeightMask
-from .passes.find import find, graph_modules
+from .passes.conv import KINDS, Kinds, find_layers, kinds_of
+from .passes.find import graph_modules
 from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
 from .passes.nm_mask import NMMask
@@ -36,7 +38,7 @@ from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import PrunedLinear, any_pruned, unprune
 from .sites import FINAL, REASONS, any_masked, mark_decided, sites
-from .swap import MaskedLinear, WeightReader, is_own_class, swap, unswap
+from .swap import MaskedLayer, MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
 # objects of their own: identity tells a default from the same value typed by a user
@@ -60,22 +62,26 @@ def apply(
     impl: str = "auto",
     seed: int = 0,
     allocation: str | None = None,
+    layers: Kinds = None,
 ) -> M:
-    """Mask the linears of a model, in place, and return it.
+    """Mask the linears of a model, and its convolutions where `layers` says so, in place, and return it.
 
     `apply(model, ratio=0.5, block=(16, 16))` is short for `apply(model, WeightMask(ratio=0.5, block=(16, 16)))`; the options are those of `WeightMask`.
-    An nn.Module's Linears change their class; a GraphModule's linear calls become `torch.ops.fxmask.masked_linear` nodes. Parameters, state_dict keys,
-    the hooks that a Linear has, and optimisers stay valid in both.
+    The layers of an nn.Module change their class; a GraphModule's linear calls become `torch.ops.fxmask.masked_linear` nodes. Parameters, state_dict keys, the
+    hooks that a layer has, and optimisers stay valid in both.
 
     Args:
         configs: a WeightMask, an ActivationPruning or a BlockDropout, or a WeightMask with one of the others; layers that both select have both. Or an
-            NMMask, alone, which takes Linears and Conv2ds of an nn.Module; its layers are those that nn.Linear and nn.Conv2d name.
+            NMMask, alone, which takes Linears and Conv2ds of an nn.Module.
         model: any nn.Module, or a GraphModule of `fx.symbolic_trace` or `torch.export.export(...).module()`.
         include, exclude: a glob, a `re:` pattern, a module type, a callable (module, name) -> bool, or a sequence of those, against module names. By default
             all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty `exclude` adds to these, `exclude=()` switches them
             off, an exact name in `include` lifts them.
         overrides: {pattern: dict of the config's options, or False}; the last match wins. Beside a WeightMask the options of the others are
             {"activations": dict of them, or False}, {"dropout": dict of them, or False}.
+        layers: nn.Linear, nn.Conv2d or both in a tuple: what is masked of what the patterns select; by default Linears (of an NMMask both). A Conv2d's weight
+            is a matrix (c_out, c_in * kh * kw), from which blocks are cut. Those with groups stay dense, as do convolutions that a traced graph calls as
+            functions; inputs of convolutions are neither pruned nor dropped.
         allocation: None: `ratio` in every layer. `erk`, `global` or `byte`: a budget of 1 - ratio for all layers, see `fxmask.allocate`.
 
     Raises: ConfigError, StateError, UnsupportedError; the model is then as it was.
@@ -88,15 +94,20 @@ def apply(
     """
     options = dict(backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
     config, other = _configs(configs, ratio, block, options)
+    kinds = kinds_of(layers, KINDS if isinstance(other, NMMask) else (nn.Linear,))
+    if config is None and other is not None and not isinstance(other, NMMask) and kinds != (nn.Linear,):
+        what = f"layers={layers!r} with {type(other).__name__} alone, which is for inputs of Linears."
+        raise ConfigError(message(what, "fxmask.apply", "leave layers out, or give a WeightMask, too."))
     _check_model(model)
     refuse_nm(model)
     if isinstance(other, NMMask):
         if allocation is not None:
             raise ConfigError(f"allocation shares out ratios of blocks: expected None beside an NMMask, got {allocation!r}.")
         check_inputs(model, alone=True)
-        return apply_nm(model, other, include, exclude, overrides)
+        return apply_nm(model, other, include, exclude, overrides, kinds)
     check_inputs(model, alone=config is None)
-    decisions = choose(find(model), config or WeightMask(), include, exclude, overrides if other is None else mask_overrides(overrides, other, config is None))
+    told = overrides if other is None else mask_overrides(overrides, other, config is None)
+    decisions = choose(find_layers(model, kinds), config or WeightMask(), include, exclude, told)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
@@ -128,7 +139,7 @@ def restore(model: M) -> M:
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
-        if isinstance(m, (MaskedLinear, WeightReader, PrunedLinear, DroppedLinear)) and not is_own_class(m):
+        if isinstance(m, (MaskedLayer, WeightReader, PrunedLinear, DroppedLinear)) and not is_own_class(m):
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
             raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
     if any_nm(model):
@@ -210,7 +221,8 @@ def _change(model: nn.Module, decisions: list[Decision]) -> None:
         for d in decisions:
             c = d.candidate
             if d.config is not None and c.host is None and c.module is not None:
-                swap(c.module, d.config, c.param_name, streams[id(c.weight)], owners[id(d)])
+                mixin = MaskedConv2d if isinstance(c.module, nn.Conv2d) else MaskedLinear
+                swap(c.module, d.config, c.param_name, streams[id(c.weight)], owners[id(d)], mixin)
         for _, gm in graph_modules(model):
             run_passes(gm, [rewrite])
         for _, gm in graph_modules(model):
@@ -258,7 +270,7 @@ def _warn_if_dense(decisions: list[Decision]) -> None:
         assert d.config is not None
         name = d.candidate.name or "the model itself"
         for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
-            nb, kb = grid_shape(d.candidate.weight.shape, c.block)
+            nb, kb = grid_shape(matrix_shape(d.candidate.weight.shape), c.block)
             kept = c.keep_at(10**12, nb * kb)
             if c.final_ratio > 0 and kept == nb * kb:
                 whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from .conv_layers import conv_forward
 from .kernels import nm
+from .kernels.conv import in_format_of
 from .kernels.errors import StateError, UnsupportedError, message
 from .kernels.nm_ops import learned, sr_ste
 from .passes.nm_mask import NMMask
@@ -35,7 +37,7 @@ class NMLayer(Swapped):
             raise UnsupportedError(message(what, type(self).__name__, "use torch.export.export or torch.compile; or fxmask.finalize(model) first, then trace."))
         weight = masked_weight(self)
         if isinstance(self, nn.Conv2d):
-            return self._conv_forward(input, weight, self.bias)
+            return conv_forward(self, input, in_format_of(weight, raw_weight(self)))
         return F.linear(input, weight, self.bias)
 
     def extra_repr(self) -> str:

@@ -14,8 +14,9 @@ from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedE
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask
-from .passes.find import Candidate, find, graph_modules
-from .passes.nm_find import find_layers
+from .passes.conv import KINDS
+from .passes.find import Candidate, graph_modules
+from .passes.nm_find import find_nm
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
 from .sites import FINAL, REASONS, mark_decided
@@ -25,12 +26,14 @@ M = TypeVar("M", bound=nn.Module)
 Chosen = list[tuple[Decision, NMMask]]
 
 
-def apply_nm(model: M, config: NMMask, include: Patterns, exclude: Patterns, overrides: Mapping[Any, Any] | None) -> M:
+def apply_nm(
+    model: M, config: NMMask, include: Patterns, exclude: Patterns, overrides: Mapping[Any, Any] | None, kinds: tuple[type[nn.Module], ...] = KINDS
+) -> M:
     """`apply` of an NMMask; the model is as it was where it raises."""
     for name, gm in graph_modules(model):
         what = "an N:M mask in a traced graph: expected nn.Linear and nn.Conv2d modules."
         raise UnsupportedError(message(what, name or type(gm).__name__, "call fxmask.apply on the nn.Module instead of its trace; torch.compile that."))
-    decisions = choose(find_layers(model), WeightMask(), include, exclude, mask_overrides(overrides, config, True))
+    decisions = choose(find_nm(model, kinds), WeightMask(), include, exclude, mask_overrides(overrides, config, True))
     chosen = _selected(decisions, config, overrides)
     _check(chosen)
     try:
@@ -106,15 +109,6 @@ def refresh_nm(model: nn.Module) -> bool:
     for _, m in nm_layers(model):
         rebuild_nm(m)
     return any_nm(model)
-
-
-def nm_candidates(model: nn.Module) -> list[Candidate]:
-    """What `explain` has a row for: the linears, and where `apply` has decided about Conv2ds for N:M masks, those."""
-    told = [(f"{prefix}." if prefix else "") + name for prefix, m in model.named_modules() for name in m.__dict__.get(REASONS, {})]
-    convs = {name: m for name, m in model.named_modules() if isinstance(m, nn.Conv2d)}
-    if not any_nm(model) and convs.keys().isdisjoint(told):
-        return find(model)
-    return [c for c in find_layers(model) if c.masked or c.name in told or c.name not in convs]
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .kernels.errors import StateError, UnsupportedError, message
-from .kernels.grid import grid_shape
+from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes import ranks
 from .passes.graph_site import graph_sites
 from .passes.site import Site
 from .passes.weights import peek_weight
-from .swap import MaskedLinear
+from .swap import MaskedLayer
 
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
@@ -27,7 +27,7 @@ def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
     ranks.at_rest(model)
     for prefix, m in model.named_modules():
         dot = f"{prefix}." if prefix else ""
-        if isinstance(m, MaskedLinear):
+        if isinstance(m, MaskedLayer):
             yield f"{dot}weight", m, peek_weight(m)
         elif isinstance(m, GraphModule):
             watch_loads(m)  # pickling a graph module loses the hooks of its root
@@ -62,7 +62,7 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
 
 
 def _is_taken(site: Site, weight: Tensor) -> bool:
-    if weight.dim() != 2 or grid_shape(weight.shape, site._fxmask_config.block) != site._fxmask_grid:
+    if weight.dim() < 2 or grid_shape(matrix_shape(weight.shape), site._fxmask_config.block) != site._fxmask_grid:
         return True
     plain = not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
     return plain and weight.untyped_storage().size() == 0

@@ -1,4 +1,4 @@
-"""Masked forms of nn.Linear by class swap: the same object, Parameters, keys and hooks, another forward.
+"""Masked forms of layers by class swap: the same object, Parameters, keys and hooks, another forward.
 
 A swapped class is made once for each base class, so that subclasses and parametrised Linears keep what they add. Where the owner of a layer reads `.weight`
 and never calls it (nn.MultiheadAttention's out_proj), the owner's class is swapped too: while its forward runs, `.weight` of that layer is W∘M, and at any
@@ -28,11 +28,26 @@ from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
 
 
-class MaskedLinear(Site):
-    """Forward of a masked Linear: input (..., K) -> (..., N). Mixed into a subclass of the layer's own class, never constructed."""
+class MaskedLayer(Site):
+    """What masked Linears and Conv2ds share. A mixin of a subclass of the layer's own class, never constructed."""
 
     _fxmask_base: type[nn.Module]  # of the class: what it was before
     _fxmask_class: type[nn.Module]  # the class that `swap` made
+
+    def extra_repr(self) -> str:
+        c = self._fxmask_config
+        inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
+        more = "".join(f", {name}: {config.words()}" for name, config in inputs.items() if config is not None)
+        return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_own_class(self):
+            return super().__reduce_ex__(protocol)
+        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), self.__getstate__()
+
+
+class MaskedLinear(MaskedLayer):
+    """Forward of a masked Linear: input (..., K) -> (..., N)."""
 
     def forward(self, input: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
@@ -49,17 +64,6 @@ class MaskedLinear(Site):
         if prune is not None and saves(weight):
             return prune.masked_linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
         return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
-
-    def extra_repr(self) -> str:
-        c = self._fxmask_config
-        inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
-        more = "".join(f", {name}: {config.words()}" for name, config in inputs.items() if config is not None)
-        return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, ReadWeight if isinstance(self, ReadWeight) else MaskedLinear), self.__getstate__()
 
 
 def softened(site: Site, weight: Tensor, mask: Tensor) -> Tensor:
@@ -184,15 +188,15 @@ def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
-    if isinstance(m, MaskedLinear):
+    if isinstance(m, MaskedLayer):
         after_load(m, peek_weight(m))
 
 
-def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module]) -> None:
-    """Make a Linear a masked one, in place, and its owners readers where it is read."""
+def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module], mixin: type[MaskedLayer] = MaskedLinear) -> None:
+    """Make a layer a masked one by a mixin, in place, and its owners readers where it is read."""
     weight = peek_weight(m)
-    m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else MaskedLinear)
-    assert isinstance(m, MaskedLinear)
+    m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else mixin)
+    assert isinstance(m, MaskedLayer)
     state.install(m, config, name, weight, stream_name)
     if isinstance(m, ReadWeight):
         m._fxmask_reading = 0
@@ -204,8 +208,8 @@ def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: 
 
 
 def unswap(m: nn.Module) -> None:
-    """Make a masked Linear, or a reader of one, what it was, in place; harmless where `swap` failed half-way."""
-    if isinstance(m, (MaskedLinear, WeightReader)):
+    """Make a masked layer, or a reader of one, what it was, in place; harmless where `swap` failed half-way."""
+    if isinstance(m, (MaskedLayer, WeightReader)):
         m.__class__ = m._fxmask_base  # type: ignore[assignment]
         state.uninstall(m)
         hooks = m._load_state_dict_post_hooks

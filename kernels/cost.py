@@ -47,6 +47,17 @@ class Cost:
     reads_min: dict[str, int] = field(default_factory=dict)
     writes_min: dict[str, int] = field(default_factory=dict)
 
+    def renamed(self, names: dict[str, str]) -> Cost:
+        """The same by other names of the operands; two that get one name are added up."""
+
+        def new(moved: dict[str, int]) -> dict[str, int]:
+            total: Counter[str] = Counter()
+            for name, size in moved.items():
+                total[names.get(name, name)] += size
+            return dict(total)
+
+        return Cost(self.flop_useful, self.flop_issued, *(new(d) for d in (self.reads, self.writes, self.reads_min, self.writes_min)))
+
     @property
     def bytes_req(self) -> int:
         """Requested bytes of all operands, both directions."""
@@ -120,20 +131,23 @@ def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], trans
 
 
 def list_matmul(
-    lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, step: int = STEP, bias: bool = False, predicated: bool = False
-) -> Cost:
+    lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, step: int = STEP, bias: bool = False, predicated: bool = False, bias_m: bool = False,
+    splits: int = 1,
+) -> Cost:  # fmt: skip
     """The list matmul: forward, or dX over transposed lists. One program a token tile and strip, n_s = ⌈c_s / P⌉ U / STEP steps each (U > STEP), or ⌈c_s / P⌉.
 
-    `predicated`: tokens and rows of W behind the last one are left out, as for a transposed input or by TMA, instead of repeating a real one.
+    `predicated`: tokens and rows of W behind the last one are left out, as for a transposed input or by TMA, instead of repeating a real one. `bias_m`: the
+    bias has an element a token. `splits`: shares of every list's steps, whose float32 sums are written apart; `sum_splits` adds them. Block dropout's forward
+    and dW are this with the roles exchanged (`kernels.layer_cost.dropped`): M are then the rows of the dense operand, and W is the input.
 
     Useful FLOP   2 M kept
     Issued FLOP   2 T BM BN STEP Σ n_s
     Requested B   x        b T BM (Σ f_s + empty places * min(U, along)); tokens behind the last one repeat a real one, or M for T BM (predicated)
                   w        b T kept; forward, not by TMA: whole block rows, since rows behind the last one repeat a real one
-                  bias     b T across
-                  y        b M across, written
-                  entries  4 T P Σ (n_s + 1), one step ahead
-                  counts, order   4 T S each
+                  bias     b T across; b S M for `bias_m`
+                  y        b M across, written; with splits 4 splits M across
+                  entries  4 T P Σ (n_s + splits), one step ahead
+                  counts, order   4 T S splits each
     Compulsory B  b M (features of kept columns) + b kept + b across (bias) + 4 (Σ c_s + 2 S), and b M across written
     """
     lay, live = lists.layout, min(tokens, 1)
@@ -142,9 +156,9 @@ def list_matmul(
     reads = {
         "x": itemsize * (tokens if predicated else tiles * tile_tokens) * lists.gathered(per_step),
         "w": itemsize * tiles * (lists.kept if lists.transposed else lists.kept_rows),
-        "entries": INDEX * tiles * per_step * (steps + lay.strips),
-        "counts": INDEX * tiles * lay.strips,
-        "order": INDEX * tiles * lay.strips,
+        "entries": INDEX * tiles * per_step * (steps + splits * lay.strips),
+        "counts": INDEX * tiles * splits * lay.strips,
+        "order": INDEX * tiles * splits * lay.strips,
     }
     least = {
         "x": itemsize * tokens * lists.used_along,
@@ -154,9 +168,9 @@ def list_matmul(
         "order": INDEX * live * lay.strips,
     }
     if bias:
-        reads["bias"] = itemsize * tiles * lists.across
-        least["bias"] = itemsize * live * lists.across
-    y = {"y": itemsize * tokens * lists.across}
+        reads["bias"] = itemsize * (lay.strips * tokens if bias_m else tiles * lists.across)
+        least["bias"] = itemsize * (min(lay.strips, 1) * tokens if bias_m else live * lists.across)
+    y = {"y": (itemsize if splits == 1 else PARTIAL * splits) * tokens * lists.across}
     issued = 2 * tiles * tile_tokens * lay.strip * step * steps
     return Cost(2 * tokens * lists.kept, issued, reads, y, least, dict(y))
 
@@ -200,18 +214,20 @@ def sampled_matmul(lists: Lists, tokens: int, itemsize: int, *, splits: int = 1,
     return Cost(2 * tokens * lists.kept, issued, reads, out, least, dict(out))
 
 
-def sum_splits(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int, *, splits: int, accumulate: bool = False) -> Cost:
-    """The sum of dW's splits, for the kept elements.
+def sum_splits(
+    shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int, *, splits: int, accumulate: bool = False, masked: bool = True
+) -> Cost:
+    """The sum of dW's splits, for the kept elements; for all of them where it is not `masked`.
 
-    Requested B   parts 4 splits kept; mask N K, one byte an element; out b kept written, and read where accumulated
+    Requested B   parts 4 splits kept; mask N K, one byte an element, where masked; out b kept written, and read where accumulated
     Compulsory B  the same with the mask once, NB KB
     """
     (nb, kb), (n, k) = grid_shape(shape, block), shape
-    reads = {"parts": PARTIAL * splits * kept, "mask": n * k}
+    reads = {"parts": PARTIAL * splits * kept} | ({"mask": n * k} if masked else {})
     if accumulate:
         reads["out"] = itemsize * kept
     out = {"out": itemsize * kept}
-    return Cost(reads=reads, writes=out, reads_min=reads | {"mask": nb * kb}, writes_min=dict(out))
+    return Cost(reads=reads, writes=out, reads_min=reads | ({"mask": nb * kb} if masked else {}), writes_min=dict(out))
 
 
 def zero_fill(shape: tuple[int, int], itemsize: int) -> Cost:

@@ -48,16 +48,16 @@ def drop(x: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
     return torch.where(expand_mask(keep, flat.shape, block), flat * (1 / (1 - p)), 0).view(x.shape)
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
-    """y, (..., N)."""
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
+    """y, (..., N). `lists`, here and below, serve kernels that skip blocks."""
     return F.linear(drop(x, keep, block, p), w, bias)
 
 
-def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """dX, (..., K)."""
     return drop(torch.matmul(gy, w), keep, block, p)
 
 
-def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """dW, (N, K)."""
     return rows(gy).t() @ rows(drop(x, keep, block, p))

@@ -1,5 +1,6 @@
-"""The ops of block dropout: forward, dX and dW that leave dropped blocks out. `kernels.dropout` is the oracle; a CPU runs `kernels.cpu.dropout_runs` where that
-pays. Each one's derivative is made of the others, so they differentiate as often as one likes.
+"""The ops of block dropout: forward, dX and dW that leave dropped blocks out. `kernels.dropout` is the oracle; a CPU runs `kernels.cpu.dropout_runs` where it
+pays, and `impl="triton"` the kernels of the weight masks (`kernels.triton.dropped`). Each one's derivative is made of the others, so they differentiate as
+often as one likes.
 """
 
 from __future__ import annotations
@@ -12,22 +13,32 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import dropout, ops
-from .cpu import dropout_runs
+from .cpu import chosen, dropout_runs
+from .dispatch import triton_ops
 from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape, kept_elements
 from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule
 
 
-def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int]) -> None:
+def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> None:
     ops.refuse_forward_ad()
     if keep.dtype != torch.bool or tuple(keep.shape) != grid_shape((tokens, features), block):
         want = grid_shape((tokens, features), block)
         raise ShapeError(f"mask of an input ({tokens}, {features}) in blocks {block}: expected bool {want}, got {keep.dtype} {tuple(keep.shape)}.")
+    ops.check_lists(lists, keep, block)
 
 
-def _form(t: Tensor, block: tuple[int, int], p: float) -> Any:
-    return dropout_runs if dropout_runs.pays(t, block, p) else dropout
+def _form(impl: str, t: Tensor, block: tuple[int, int], p: float) -> Any:
+    """What runs an op on `t`: functions with the arguments and results of `kernels.dropout`, chosen as `kernels.dispatch` says."""
+    if impl == "triton":
+        triton_ops().require(t)
+        return triton_ops().dropped
+    if impl == "cpu":
+        chosen.require(t)
+        dropout_runs.require(t)
+        return dropout_runs
+    return dropout_runs if impl == "auto" and dropout_runs.pays(t, block, p) else dropout
 
 
 def _tokens(t: Tensor) -> int:
@@ -35,90 +46,99 @@ def _tokens(t: Tensor) -> int:
 
 
 @torch.library.custom_op("fxmask::dropped_linear", mutates_args=())
-def dropped_linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+def dropped_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None
+) -> Tensor:
     """y = (X∘m) W^T / (1 - p) + bias.
 
     x (..., K), w (N, K), bias (N) or None, of one floating dtype; keep: bool, see `kernels.dropout.draw`; block (tokens, features). -> (..., N) contiguous.
-    Differentiable: x, w, bias; twice, too. Cost: 2 N useful FLOP a kept element of x. Raises: ShapeError.
+    impl: see `kernels.dispatch`. lists: what `fxmask::strip_lists` made of `keep`; kernels that skip blocks make them anew without.
+    Differentiable: x, w, bias; twice, too. Cost: 2 N useful FLOP a kept element of x. Raises: ShapeError, UnsupportedError.
     """
-    _check(_tokens(x), x.shape[-1], keep, (block_rows, block_cols))
-    if x.shape[-1] != w.shape[1]:
-        raise ShapeError(f"last axis of x: expected {w.shape[1]}, got shape {tuple(x.shape)}.")
-    return _form(x, (block_rows, block_cols), p).linear(x, w, bias, keep, (block_rows, block_cols), p).contiguous()
+    block = (block_rows, block_cols)
+    _check(_tokens(x), x.shape[-1], keep, block, lists)
+    ops.check_features("x", x, w.shape[1])
+    ops.check_bias(bias, w.shape[0])
+    return _form(impl, x, block, p).linear(x, w, bias, keep, block, p, lists).contiguous()
 
 
 @dropped_linear.register_fake
-def _(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+def _(
+    x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
 @torch.library.custom_op("fxmask::dropped_dx", mutates_args=())
-def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     """dX = (dY W)∘m / (1 - p), zeros where dropped. gy (..., N), w (N, K) -> (..., K). Differentiable: gy, w. Cost: 2 N useful FLOP a kept element."""
-    _check(_tokens(gy), w.shape[1], keep, (block_rows, block_cols))
-    return _form(gy, (block_rows, block_cols), p).dx(gy, w, keep, (block_rows, block_cols), p).contiguous()
+    block = (block_rows, block_cols)
+    _check(_tokens(gy), w.shape[1], keep, block, lists)
+    ops.check_features("gy", gy, w.shape[0])
+    return _form(impl, gy, block, p).dx(gy, w, keep, block, p, lists).contiguous()
 
 
 @dropped_dx.register_fake
-def _(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+def _(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     return gy.new_empty((*gy.shape[:-1], w.shape[1]))
 
 
 @torch.library.custom_op("fxmask::dropped_dw", mutates_args=())
-def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     """dW = dY^T (X∘m) / (1 - p). gy (..., N), x (..., K) -> (N, K). Differentiable: gy, x. Cost: 2 N useful FLOP a kept element of x."""
-    _check(_tokens(x), x.shape[-1], keep, (block_rows, block_cols))
+    block = (block_rows, block_cols)
+    _check(_tokens(x), x.shape[-1], keep, block, lists)
     if gy.shape[:-1] != x.shape[:-1]:
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
-    return _form(gy, (block_rows, block_cols), p).dw(gy, x, keep, (block_rows, block_cols), p).contiguous()
+    return _form(impl, gy, block, p).dw(gy, x, keep, block, p, lists).contiguous()
 
 
 @dropped_dw.register_fake
-def _(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float) -> Tensor:
+def _(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     return gy.new_empty((gy.shape[-1], x.shape[-1]))
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, w, _, keep, *config = inputs
+    x, w, _, keep, *config, lists = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_w else None, w if needs_x else None, keep)
+    ctx.save_for_backward(x if needs_w else None, w if needs_x else None, keep, lists)
     ctx.config = tuple(config)
 
 
 def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-    x, w, keep = ctx.saved_tensors
+    x, w, keep, lists = ctx.saved_tensors
     by_x, by_w, by_b = ctx.needs_input_grad[:3]
     return (
-        dropped_dx(gy, w, keep, *ctx.config) if by_x else None,
-        dropped_dw(gy, x, keep, *ctx.config) if by_w else None,
+        dropped_dx(gy, w, keep, *ctx.config, lists) if by_x else None,
+        dropped_dw(gy, x, keep, *ctx.config, lists) if by_w else None,
         gy.reshape(-1, gy.shape[-1]).sum(0) if by_b else None,
-        *[None] * 4,
+        *[None] * 6,
     )
 
 
 def _save_two(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, keep, *config = inputs
-    ctx.save_for_backward(a, b, keep)
+    a, b, keep, *config, lists = inputs
+    ctx.save_for_backward(a, b, keep, lists)
     ctx.config = tuple(config)
 
 
 def _dx_backward(ctx: Any, ggx: Tensor) -> tuple[Tensor | None, ...]:
-    gy, w, keep = ctx.saved_tensors
+    gy, w, keep, lists = ctx.saved_tensors
     by_gy, by_w = ctx.needs_input_grad[:2]
     return (
-        dropped_linear(ggx, w, None, keep, *ctx.config) if by_gy else None,
-        dropped_dw(gy, ggx, keep, *ctx.config) if by_w else None,
-        *[None] * 4,
+        dropped_linear(ggx, w, None, keep, *ctx.config, lists) if by_gy else None,
+        dropped_dw(gy, ggx, keep, *ctx.config, lists) if by_w else None,
+        *[None] * 6,
     )
 
 
 def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
-    gy, x, keep = ctx.saved_tensors
+    gy, x, keep, lists = ctx.saved_tensors
     by_gy, by_x = ctx.needs_input_grad[:2]
     return (
-        dropped_linear(x, ggw, None, keep, *ctx.config) if by_gy else None,
-        dropped_dx(gy, ggw, keep, *ctx.config) if by_x else None,
-        *[None] * 4,
+        dropped_linear(x, ggw, None, keep, *ctx.config, lists) if by_gy else None,
+        dropped_dx(gy, ggw, keep, *ctx.config, lists) if by_x else None,
+        *[None] * 6,
     )
 
 

@@ -5,6 +5,7 @@ Everything here is integer arithmetic on shapes, or views of tensors; no score, 
 
 from __future__ import annotations
 
+from math import prod
 from numbers import Real
 
 import torch
@@ -44,6 +45,18 @@ def grid_shape(shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> t
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
+def matrix_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+    """(N, K) as which a weight of `shape` is cut into blocks: a convolution's (c_out, c_in, kh, kw) is a matrix (c_out, c_in * kh * kw)."""
+    if len(shape) < 2:
+        raise ShapeError(f"a masked weight has at least two axes (out_features, in_features): got shape {tuple(shape)}.")
+    return shape[0], prod(shape[1:])
+
+
+def as_matrix(w: Tensor) -> Tensor:
+    """A weight as `matrix_shape` says: a view where its memory allows, which that of a channels_last convolution does not; then a copy."""
+    return w if w.dim() == 2 else w.reshape(matrix_shape(w.shape))
+
+
 def keep_count(n_blocks: int, ratio: float) -> int:
     """Number of kept blocks (nnzb): `max(1, ceil(n_blocks * (1 - ratio)))`, exact in integers.
 
@@ -63,10 +76,11 @@ def _clipped(block: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> tup
 
 
 def to_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
-    """View or copy of `w` (N, K) as (NB, KB, bh * bw), ragged edges padded with zeros. Same dtype and device; differentiable.
+    """View or copy of `w`, as a matrix (N, K), as (NB, KB, bh * bw), ragged edges padded with zeros. Same dtype and device; differentiable.
 
     A block that is larger than the weight is cut to it first.
     """
+    w = as_matrix(w)
     (nb, kb), (bh, bw) = grid_shape(w.shape, block), _clipped(block, w.shape)
     pad_rows, pad_cols = nb * bh - w.shape[0], kb * bw - w.shape[1]
     if pad_rows or pad_cols:
@@ -75,10 +89,11 @@ def to_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def expand_mask(mask: Tensor, shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> Tensor:
-    """Block mask [NB, KB] bool -> element mask of `shape` (N, K) bool. No host sync, no gradient."""
-    (nb, kb), (bh, bw) = mask.shape, _clipped(block, shape)
-    full = mask[:, None, :, None].expand(nb, bh, kb, bw).reshape(nb * bh, kb * bw)
-    return full[: shape[0], : shape[1]]
+    """Block mask [NB, KB] bool -> element mask of `shape`, (N, K) or what is seen as that matrix, bool. No host sync, no gradient."""
+    n, k = matrix_shape(shape)
+    (nb, kb), (bh, bw) = mask.shape, _clipped(block, (n, k))
+    full = mask[:, None, :, None].expand(nb, bh, kb, bw).reshape(nb * bh, kb * bw)[:n, :k]
+    return full if len(shape) == 2 else full.reshape(shape)
 
 
 def kept_elements(mask: Tensor, shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> Tensor:

@@ -15,7 +15,7 @@ from . import cost, dense_cost
 from .cost import Cost
 from .grid import grid_shape, kept_elements
 from .lists import STEP, listed
-from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, splits_of
+from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, splits_of, tile_for
 
 OPS = ("forward", "dx", "dw")
 
@@ -69,6 +69,34 @@ def by_lists(
     total = cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES)
     total += cost.zero_fill(shape, item)
     return total if splits == 1 else total + cost.sum_splits(shape, block, found.kept, item, splits=splits)
+
+
+def drops(op: str, shape: tuple[int, int], block: tuple[int, int]) -> bool:
+    """Whether the kernels leave dropped blocks of an input (..., K) out of an op; `shape` is W's (N, K). Else they are dropped in one pass, then multiplied."""
+    return listed(block) and shape[1] % 2 == 0 and (op == "forward" or shape[0] % 2 == 0)
+
+
+def dropped(
+    op: str, tokens: int, shape: tuple[int, int], keep: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
+    splits: int = 0,
+) -> Cost:  # fmt: skip
+    """One op of block dropout by the kernels, over a mask `keep` of the input (tokens, K); see `kernels.triton.dropped`. Lists are given.
+
+    Operands are x, w, bias, y of the forward; dy, w, dx; dy, x, dw; and `parts`, the float32 sums of splits.
+    """
+    (n, k), m, item = shape, tokens, dtype.itemsize
+    tile = tile_for(dtype, tf32)
+    found = lists_of(keep, (m, k), block, op == "dw", tile.strip)
+    lay = found.layout
+    if op == "forward":
+        made = cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, bias_m=True)
+        return made.renamed({"x": "w", "w": "x"})
+    if op == "dx":
+        return by_lists("dw", n, (m, k), keep, block, dtype, tf32=tf32, splits=splits).renamed({"gy": "dy", "x": "w", "out": "dx"})
+    splits = splits or splits_of(m, -(-n // tile.tokens) * lay.strips)
+    made = cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, predicated=True, splits=splits)
+    made = made.renamed({"x": "dy", "w": "x", "y": "dw" if splits == 1 else "parts"})
+    return made if splits == 1 else made + cost.sum_splits((n, k), (1, 1), n * k, item, splits=splits, masked=False).renamed({"out": "dw"})
 
 
 def masked_dense(op: str, tokens: int, shape: tuple[int, int], kept: int, itemsize: int, tile: tuple[int, int], *, bias: bool = False) -> Cost:

@@ -86,7 +86,7 @@ def pair(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> t
     found = layout(grid, block, False, strip), layout(grid, block, True, strip)
     most = max(lay.units for lay in found)
     if most > UNITS:
-        what = f"a weight of {most} units of {min(lay.unit for lay in found)} features: expected at most {UNITS} along either axis for impl='triton'"
+        what = f"a mask over {most} units of {min(lay.unit for lay in found)}: expected at most {UNITS} along either axis for impl='triton'"
         raise UnsupportedError(f"{what}; use a larger block, or impl='auto' or impl='reference'.")
     return found
 
@@ -97,8 +97,8 @@ def _sections(lay: Layout) -> tuple[int, int, int]:
 
 
 def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> int:
-    """Length of the packed lists of a mask."""
-    return sum(sum(_sections(lay)) for lay in pair(grid, block, strip))
+    """Length of the packed lists of a mask. Asks nothing of the grid, whose sizes a compiler may not know."""
+    return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True))
 
 
 def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,13 +30,14 @@ def _check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tupl
         raise ShapeError(f"mask of a weight {tuple(w_shape)} in blocks {block}: expected bool {expected}, got {mask.dtype} {tuple(mask.shape)}.")
 
 
-def _check_bias(bias: Tensor | None, features: int) -> None:
+def check_bias(bias: Tensor | None, features: int) -> None:
+    """Raise ShapeError for a bias that has not one element, or one for each row of the weight."""
     if bias is not None and (bias.dim() != 1 or bias.shape[0] not in (1, features)):
         raise ShapeError(f"bias: expected ({features},), one for each row of the weight, got {tuple(bias.shape)}.")
 
 
-def _check_lists(lists: Tensor | None, mask: Tensor, block: tuple[int, int]) -> None:
-    """A kernel follows the lists wherever they point."""
+def check_lists(lists: Tensor | None, mask: Tensor, block: tuple[int, int]) -> None:
+    """Raise ShapeError for lists of another mask: a kernel follows them wherever they point."""
     if lists is None:
         return
     length = packed_length((mask.shape[0], mask.shape[1]), block)
@@ -55,7 +56,7 @@ def check_gradients(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int],
     _check_mask(mask, (gy.shape[-1], x.shape[-1]), block)
     if gy.shape[:-1] != x.shape[:-1]:
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
-    _check_lists(lists, mask, block)
+    check_lists(lists, mask, block)
     _check_backward(backward)
 
 
@@ -70,7 +71,8 @@ def refuse_forward_ad() -> None:
         raise UnsupportedError(message(what, "torch.autograd.forward_ad, torch.func.jvp", fix))
 
 
-def _check_features(name: str, t: Tensor, expected: int) -> None:
+def check_features(name: str, t: Tensor, expected: int) -> None:
+    """Raise ShapeError where the last axis is not `expected` long."""
     if t.dim() == 0 or t.shape[-1] != expected:
         raise ShapeError(f"last axis of {name}: expected {expected}, got shape {tuple(t.shape)}.")
 
@@ -174,9 +176,9 @@ def masked_linear(
     """
     refuse_forward_ad()
     _check_mask(mask, w.shape, (block_rows, block_cols))
-    _check_features("x", x, w.shape[1])
-    _check_bias(bias, w.shape[0])
-    _check_lists(lists, mask, (block_rows, block_cols))
+    check_features("x", x, w.shape[1])
+    check_bias(bias, w.shape[0])
+    check_lists(lists, mask, (block_rows, block_cols))
     _check_backward(backward)
     return form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists)
 
@@ -196,8 +198,8 @@ def _(
 ) -> Tensor:
     refuse_forward_ad()
     _check_mask(mask, w.shape, (block_rows, block_cols))
-    _check_features("x", x, w.shape[1])
-    _check_bias(bias, w.shape[0])
+    check_features("x", x, w.shape[1])
+    check_bias(bias, w.shape[0])
     _check_backward(backward)
     return empty_result(x, w.shape[0], (block_rows, block_cols), impl)
 
@@ -248,8 +250,8 @@ def masked_linear_dx(
     """
     refuse_forward_ad()
     _check_mask(mask, w.shape, (block_rows, block_cols))
-    _check_features("gy", gy, w.shape[0])
-    _check_lists(lists, mask, (block_rows, block_cols))
+    check_features("gy", gy, w.shape[0])
+    check_lists(lists, mask, (block_rows, block_cols))
     _check_backward(backward)
     return form(impl, gy).masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
 

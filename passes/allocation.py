@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from math import floor
+from math import floor, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.errors import ConfigError
-from ..kernels.grid import RATIO_UNIT, grid_shape
+from ..kernels.grid import RATIO_UNIT, as_matrix, grid_shape
 from ..kernels.score import block_keys, sum_of_keys
 
 
@@ -41,9 +41,10 @@ def check_budget(items: Sequence[Item], budget: int, ratio: float, unit: str) ->
         raise ConfigError(f"a budget that cannot be met: {what}; expected a ratio of at most {most:g}, smaller blocks, or fewer layers (exclude=).")
 
 
-def erk_densities(shapes: Sequence[tuple[int, int]]) -> list[Fraction]:
-    """Density of each weight (out, in) up to a common factor: (out + in) / (out * in), Erdős-Rényi for linears (Evci et al. 2020, arXiv:1911.11134, sec. 3)."""
-    return [Fraction(n + k, n * k) for n, k in shapes]
+def erk_densities(shapes: Sequence[tuple[int, ...]]) -> list[Fraction]:
+    """Density of each weight up to a common factor: the sum of its axes over their product, Erdős-Rényi for linears (out, in), Erdős-Rényi-Kernel for
+    convolutions (out, in, kh, kw) (Evci et al. 2020, arXiv:1911.11134, sec. 3)."""
+    return [Fraction(sum(shape), prod(shape)) for shape in shapes]
 
 
 def proportional(items: Sequence[Item], densities: Sequence[Fraction], budget: int) -> list[int]:
@@ -82,6 +83,7 @@ def proportional(items: Sequence[Item], densities: Sequence[Fraction], budget: i
 
 def mean_squares(w: Tensor, block: tuple[int, int]) -> Tensor:
     """Mean square of each block's elements, float64 [NB * KB] on the CPU, from the keys of `fro`: the same bits everywhere. Infinite for a broken block."""
+    w = as_matrix(w)
     (nb, kb), (bh, bw) = grid_shape(w.shape, block), block
     rows = torch.tensor([min(bh, w.shape[0] - i * bh) for i in range(nb)], dtype=torch.float64)
     cols = torch.tensor([min(bw, w.shape[1] - j * bw) for j in range(kb)], dtype=torch.float64)

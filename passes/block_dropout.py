@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..kernels import dropout, dropout_ops
+from ..kernels import dropout, dropout_ops, ops
+from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError
 from ..kernels.grid import check_block
 from .choose import Decision
@@ -18,6 +19,7 @@ from .find import DROPPED, input_arg
 from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, replace_node
 from .options import Options
+from .schedule import one_of
 
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 
@@ -33,17 +35,23 @@ class BlockDropout(Options):
         block: (tokens, features) of a block of X, whose leading axes are flattened into tokens, so that a block mixes samples; edges may be ragged, and a block
             larger than X is all of X.
         mc: whether evaluation drops, too (Monte-Carlo dropout).
+        impl: `auto`, `reference`, `cpu` (float32 and float64) or `triton` (float16, bfloat16 and float32); an explicit one never falls back. `auto` leaves
+            dropped blocks out on a CPU where that pays; on a GPU it multiplies by dropped zeros until a recorded run shows that the kernels are faster.
 
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
     since the linear's count; p, where it is given, stands for its own. Every other dropout is left alone, and `explain` names its module. In a graph a dropout
     that feeds other ops, too, stays for those. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none
     of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device: checkpointing redraws it.
+    The kernels of `triton` read m through lists that each direction cuts for tiles of its own: a block says what is dropped together, and the tiles of forward
+    and backward do not depend on it. They take sides of 16, 32, 64 and 128 and even numbers of features; all else is dropped in one pass and multiplied
+    densely. Beside a WeightMask, whose own impl counts, the input is dropped in plain PyTorch; `cpu` and `triton` raise there.
     Raises: ConfigError. Not with torch.func, forward-mode AD or nested tensors (UnsupportedError), nor beside ActivationPruning.
     """
 
     p: float | None = None
     block: tuple[int, int] = (128, 128)
     mc: bool = False
+    impl: str = "auto"
 
     def __post_init__(self) -> None:
         if self.p is not None:
@@ -51,10 +59,13 @@ class BlockDropout(Options):
         object.__setattr__(self, "block", check_block(self.block))
         if type(self.mc) is not bool:
             raise ConfigError(f"mc: expected a bool, got {self.mc!r}.")
+        one_of("impl", self.impl, IMPLEMENTATIONS)
+        check_available(self.impl)
 
     def words(self) -> str:
         """What `explain` says of it."""
-        return f"p={self.p:g} in {self.block[0]}x{self.block[1]}" + (", in evaluation too" if self.mc else "")
+        more = (", in evaluation too" if self.mc else "") + (f", impl={self.impl!r}" if self.impl != "auto" else "")
+        return f"p={self.p:g} in {self.block[0]}x{self.block[1]}{more}"
 
     def mask(self, x: Tensor, training: bool) -> Tensor | None:
         """A new mask for an input; None where nothing is dropped."""
@@ -66,7 +77,7 @@ class BlockDropout(Options):
         keep = self.mask(x, training)
         if keep is None:
             return F.linear(x, weight, bias)
-        return dropout_ops.dropped_linear(x, weight, bias, keep, *self.block, self.p)
+        return dropout_ops.dropped_linear(x, weight, bias, keep, *self.block, self.p, self.impl, ops.lists(keep, self.block, self.impl))
 
     def drop(self, x: Tensor, training: bool) -> Tensor:
         """(X∘m) / (1 - p): for a matmul that cannot leave blocks out of X."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from ..kernels.errors import ConfigError, FxMaskWarning, message
-from ..kernels.grid import RATIO_UNIT, grid_shape, keep_count, ratio_units
+from ..kernels.grid import RATIO_UNIT, grid_shape, keep_count, matrix_shape, ratio_units
 from .allocation import Item
 from .choose import Decision
 from .config import WeightMask
@@ -35,7 +35,7 @@ def _layers(members: Sequence[tuple[Decision, WeightMask]]) -> list[Layer]:
     layers: dict[int, Layer] = {}  # a weight that several layers share counts once
     for d, c in members:
         w = d.candidate.weight
-        (n, k), size, items = (w.shape[0], w.shape[1]), w.element_size(), []
+        (n, k), size, items = matrix_shape(w.shape), w.element_size(), []
         for p in in_turn(c):
             if p.ties == "keep":
                 what = "Feedback('bytes') with ties='keep', which keeps as many blocks as there are ties: expected ties='lowest', which keeps to a budget."

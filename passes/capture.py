@@ -118,6 +118,8 @@ def capture(
         recorder.values = {faked(t).untyped_storage()._cdata: t for t in (*inputs, *buffers.values())}
         cached = [m for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
         recorder.blocks = {m._fxmask_mask.untyped_storage()._cdata: m._fxmask_config.block for m in cached if m._fxmask_mask is not None}
+        sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
+        recorder.masked_dw = {name for name, m in sites.items() if m._fxmask_config.backward in ("masked", "rigl") and not _dense_now(m)}
         saved: list[Saved] = []
         run = _Nodes(gm, recorder).run if gm is not None else root
         before = {faked(t).untyped_storage()._cdata for t in inputs}
@@ -133,7 +135,6 @@ def capture(
                 raise _failed(recorder, e) from e
             finally:
                 recorder.restore()
-    sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
     trained = {name for name, p in parameters.items() if faked(p).grad is not None}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
@@ -141,6 +142,11 @@ def capture(
         executions[""] = 1  # an interpreter runs it, no call of the module
         kinds = _traced_kinds(gm) | kinds
     return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, recorder.uncounted, ran, trained, dtype)
+
+
+def _dense_now(site: Site) -> bool:
+    """Whether this step's gradient of the weight is dense under `rigl`."""
+    return site._fxmask_config.backward == "rigl" and site._fxmask_dense_now
 
 
 def arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from ..kernels.grid import matrix_shape
 from .config import WeightMask
 from .find import Candidate
 from .phases import IN_NODES, changes_any, in_turn
@@ -98,8 +99,8 @@ def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Patter
         return ""  # an exact name lifts the default exclusions
     if c.tied_embedding:
         return "default exclusion: weight tied to an Embedding"
-    if not c.problem and c.weight.dim() == 2 and min(c.weight.shape) < SMALLEST:
-        return f"default exclusion: min(out, in) = {min(c.weight.shape)} < {SMALLEST}"
+    if not c.problem and c.weight.dim() >= 2 and min(matrix_shape(c.weight.shape)) < SMALLEST:
+        return f"default exclusion: min(out, in) = {min(matrix_shape(c.weight.shape))} < {SMALLEST}"
     if LORA_PARTS & set(c.name.split(".")):
         return "default exclusion: LoRA factor"
     return ""
@@ -144,6 +145,9 @@ def _check_selected(decisions: list[Decision]) -> None:
             raise UnsupportedError(message(f"cannot mask {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
         if c.masked:
             raise StateError(message(f"{where!r} is masked already: expected a dense layer.", where, "call fxmask.restore(model) first."))
+        if d.config.read == "weight" and nn.Conv2d in c.types:
+            what = f"cannot mask {where!r} by read='weight', which is for Linears: got a convolution."
+            raise UnsupportedError(message(what, where, f"exclude={c.name!r}, or let its owner call it."))
         if d.config.read == "weight" and (c.module is None or c.nodes or "weight" not in c.module._parameters):
             what = f"cannot mask {where!r} by read='weight': expected a module with a plain weight parameter."
             raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))

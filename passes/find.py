@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .graph_site import graph_sites
+from .plain_forward import computes_linear
 from .readers import weight_readers
 from .site import Site
 from .weights import peek_weight
@@ -70,13 +71,13 @@ def find(model: nn.Module) -> list[Candidate]:
             for leaf in IN_PROJ_WEIGHTS:
                 weight = getattr(m, leaf)
                 if weight is not None:
-                    path = _join(name, leaf)
+                    path = join(name, leaf)
                     found.append(Candidate(path, path, weight, skip=IN_PROJ, quiet=True))
     found += in_graphs
     named = {c.param_name for c in found}
     for prefix, gm in graphs:  # calls that were rewritten are linears no more
         for site, weight in graph_sites(gm):
-            path = _join(prefix, site._fxmask_name)
+            path = join(prefix, site._fxmask_name)
             if path not in named:
                 shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
                 found.append(Candidate(path.removesuffix(".weight"), path, shown, masked=True))
@@ -117,13 +118,14 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
     weight = peek_weight(m) if linear else torch.empty(0, 0)
     swapped = isinstance(m, Site) or not {"_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}.isdisjoint(m.__dict__)
-    own = linear and not swapped and (type(m).forward is not nn.Linear.forward or type(m).__call__ is not nn.Module.__call__)
+    cls: Any = type(m)
+    own = linear and not swapped and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
     if any("forward" in owner.__dict__ for owner in owners):
         skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
     if "forward" in m.__dict__:
         skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
-    new = Candidate(name, _join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip)
+    new = Candidate(name, join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip)
     new.masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
     new.owners = [*owners, m] if own else owners
     return new
@@ -180,7 +182,7 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
             if not isinstance(m, nn.Linear) or not is_plain(m) or id(m) in outside:
                 continue  # its class is swapped, which keeps hooks and parametrisations
             path, problem = f"{target}.weight", weight_problem(m.weight)
-            new = Candidate(_join(prefix, target), _join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
+            new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = (id(m.weight), target)
         elif node.op == "call_function" and node.target in LINEARS:
             key, new = _function_candidate(prefix, gm, node)
@@ -198,14 +200,14 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, 
         path = str(arg.target)
         weight = resolve(gm, path)
         name = path.removesuffix(".weight") if path != "weight" else ""
-        new = Candidate(_join(prefix, name), _join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
+        new = Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
         new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
         key: Any = id(weight)
     else:
         value = arg.meta.get("val", arg.meta.get("example_value")) if isinstance(arg, Node) else None
         name = owner or node.name
         weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
-        new = Candidate(_join(prefix, name), _join(prefix, f"{name}.weight"), weight, host=gm, types=types)
+        new = Candidate(join(prefix, name), join(prefix, f"{name}.weight"), weight, host=gm, types=types)
         if not isinstance(value, Tensor):
             new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
         key = arg
@@ -253,5 +255,5 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
-def _join(prefix: str, name: str) -> str:
+def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.grid import as_matrix, matrix_shape
+
 
 class Part(NamedTuple):
     """The runs of one width, `cols` of them side by side in a row from column `left` on.
@@ -27,14 +29,14 @@ class Part(NamedTuple):
 
 
 class KeptBlocks:
-    """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape` (N, K); `count` of them, None where only the mask knows.
+    """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape`, (N, K) as a matrix; `count` of them, None where only the mask knows.
 
     With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 24
     bytes a run held; without a count, or with ragged edges, the mask expanded to a byte for each row of each block.
     """
 
     def __init__(self, mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], count: int | None = None) -> None:
-        (n, k), kb = shape, mask.shape[1]
+        (n, k), kb = matrix_shape(shape), mask.shape[1]
         height, width = min(block[0], n), min(block[1], k)
         whole, self.row = k // width, k
         if count is not None and n % height == 0 and k % width == 0:
@@ -50,7 +52,8 @@ class KeptBlocks:
         self.numel = sum(p.rows.numel() * p.width for p in self.parts)
 
     def gather(self, t: Tensor) -> Tensor:
-        """The kept elements of `t` (N, K), any strides: a new tensor (1, kept), of its dtype and device."""
+        """The kept elements of `t`, of the weight's shape, any strides: a new tensor (1, kept), of its dtype and device."""
+        t = as_matrix(t)
         out = t.new_empty((1, self.numel))
         for p, runs in zip(self.parts, self._runs(out), strict=True):
             if t.is_contiguous():
@@ -62,12 +65,15 @@ class KeptBlocks:
         return out
 
     def scatter(self, t: Tensor, kept: Tensor) -> None:
-        """Write `kept` (1, kept) into the kept elements of `t` (N, K), in place; the other elements are not touched."""
+        """Write `kept` (1, kept) into the kept elements of `t`, in place; the other elements keep their bits."""
+        matrix = as_matrix(t)
         for p, runs in zip(self.parts, self._runs(kept), strict=True):
-            if t.is_contiguous() and self._fills(p):
-                t.view(-1, p.width).index_copy_(0, p.begins, runs)
+            if matrix.is_contiguous() and self._fills(p):
+                matrix.view(-1, p.width).index_copy_(0, p.begins, runs)
             else:
-                _blocked(t, p).index_put_((p.rows, p.at), runs)
+                _blocked(matrix, p).index_put_((p.rows, p.at), runs)
+        if not t.is_contiguous() and t.dim() > 2:  # a channels_last convolution has no view as a matrix, and all of it is written
+            t.copy_(matrix.view(t.shape))
 
     def _fills(self, p: Part) -> bool:
         """Whether a part's runs fill whole rows."""

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from ..kernels import layer_cost
-from ..kernels.cost import Cost
 from ..kernels.grid import kept_elements
 from ..kernels.lists import listed
 from ..kernels.strides import are_tokens_inner
@@ -48,7 +47,7 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
     if impl == "triton" and not listed(block):
         impl = "triton (mask, then dense)"
     names = ROLES[op]
-    cost, plain = renamed(cost, names), renamed(plain, names)
+    cost, plain = cost.renamed(names), plain.renamed(names)
     (n, k), item = shape, dtype.itemsize
     unit = min(block[1], 64) * item if impl == "triton" else 64 * item
     across = min(block[0], 64) * item if impl == "triton" else 64 * item
@@ -63,13 +62,6 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
         call, phase, EXACT, cost, m, nn, kk, 1, dtype, plain, block, int(mask.sum()), kept, n * k, weight, "dense" if whole else impl, widths,
         launches=1 + (impl == "masked_dense"), name=f"fxmask.masked_linear_{op}" if op != "forward" else "",
     )  # fmt: skip
-
-
-def renamed(c: Cost, names: dict[str, str]) -> Cost:
-    def new(d: dict[str, int]) -> dict[str, int]:
-        return {names.get(n, n): v for n, v in d.items()}
-
-    return Cost(c.flop_useful, c.flop_issued, new(c.reads), new(c.writes), new(c.reads_min), new(c.writes_min))
 
 
 @rule("fxmask.masked_linear")

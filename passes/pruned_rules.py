@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
-from .masked_rules import ROLES, masked_work, renamed
+from .masked_rules import ROLES, masked_work
 from .record import Call, Place
 from .work import EXACT, Target, Work, phase_of, rule
 
@@ -35,7 +35,7 @@ def _dw(call: Call, t: Target) -> list[Work]:
     reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": n * k * item}
     cost = Cost(flop, flop, dict(reads), dict(writes), dict(reads), dict(writes))
     plain = layer_cost.dense("dw", gy.tokens, (n, k), item, t.tile)
-    plain = renamed(plain, ROLES["dw"])
+    plain = plain.renamed(ROLES["dw"])
     forward = call.forward.named["w"] if call.forward is not None and "w" in call.forward.named else None
     weight = forward.weight if isinstance(forward, Place) else ""
     return [Work(call, "dW", EXACT, cost, n, k, gy.tokens, 1, gy.dtype, plain, elements=n * k, weight=weight)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
+from ..kernels.grid import as_matrix
 from . import looks, phase_change, ranks
 from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
@@ -80,11 +81,11 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         c = site._fxmask_config
         state.same_device(site, weight)
         triton = not c.remembers and not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
-        if triton and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties, c.cover):
+        if triton and dispatch.triton_ops().groups(as_matrix(weight), c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():
-        weights = [jobs[i].weight.detach() for i in members]
+        weights = [as_matrix(jobs[i].weight.detach()) for i in members]
         keeps = [jobs[i].site._fxmask_keep for i in members]
         block = jobs[members[0]].site._fxmask_config.block
         found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))

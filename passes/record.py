@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ..kernels.grid import as_matrix, matrix_shape
+
 PHASES = ("fwd", "dX", "dW", "db", "recompute")
 CALL_CODE = nn.Module._call_impl.__code__
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
@@ -30,6 +32,7 @@ class Mask(NamedTuple):
 
     values: Tensor
     block: tuple[int, int] | None = None
+    whole_dw: bool = True  # the gradient of a weight that was multiplied by it is wanted everywhere, or nobody knows
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,13 @@ class Recorder(TorchDispatchMode):
         self.frames: dict[int, tuple[FrameType, str]] = {}  # every call of a module that ran an op, and its name; a frame that is held keeps its id
         self.values: dict[int, Tensor] = {}  # by storage of a fake: inputs and buffers that are real, such as a Dynamo graph's number of kept blocks
         self.blocks: dict[int, tuple[int, int]] = {}  # by storage: the block of a cached mask
+        self.masked_dw: set[str] = set()  # weights whose gradient is wanted in kept blocks alone
         self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors that an op wrote to, and what they held
         self.progress: Callable[[int], None] | None = None  # told how many ops there are so far
         self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
+        self._copies: dict[int, tuple[str, Tensor]] = {}  # storages with a parameter's elements in their order, as `real` has parameters
         self._kept: list[Any] = []  # a storage that was freed would give its address to another
         self._by_seq: dict[int, Call] = {}
         self._seq = torch.autograd._get_sequence_nr()
@@ -215,7 +220,9 @@ class Recorder(TorchDispatchMode):
                 elif backward:
                     pass  # a view of what it was
                 elif key not in self.real and names:
-                    self._derived[key] = ("+".join(sorted(names)), mask)
+                    name = "+".join(sorted(names))
+                    self._derived[key] = (name, mask._replace(whole_dw=False) if mask is not None and name in self.masked_dw else mask)
+                    self._copied(func, args, key)
                 elif key not in self.real:
                     self.neutral.add(key)
                     if mask is not None:  # a cached one, expanded
@@ -225,16 +232,24 @@ class Recorder(TorchDispatchMode):
         if self.progress is not None:
             self.progress(len(self.calls))
 
+    def _copied(self, func: Any, args: Any, key: int) -> None:
+        """Note a copy of a parameter: a channels_last convolution is copied before it is seen as a matrix."""
+        if str(getattr(func, "overloadpacket", "")) == "aten.clone" and isinstance(args[0], Tensor):
+            real = self.real.get(args[0].untyped_storage()._cdata)
+            if real is not None and args[0].shape == real[1].shape:
+                self._copies[key] = real
+
     def _mask_of(self, func: Any, args: Any, kwargs: Any) -> Mask | None:
         """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
         if getattr(func, "_schema", None) is None or func._schema.name != "fxmask::block_index":
             return None
         w, keep = args[0], self.values.get(args[1].untyped_storage()._cdata, args[1])
-        real = self.real.get(w.untyped_storage()._cdata)
+        real = self.real.get(w.untyped_storage()._cdata, self._copies.get(w.untyped_storage()._cdata))
         with _disable_current_modes(), torch.no_grad():
-            if real is not None and _is_real(real[1]) and real[1].shape == w.shape and _is_real(keep):
+            if real is not None and _is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and _is_real(keep):
                 scalars = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2]))
-                return Mask(func(real[1].detach().to(w.dtype), *scalars, *args[3:8]).cpu(), (args[3], args[4]))  # by any impl, all give the same bits
+                values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8])  # by any impl, all give the same bits
+                return Mask(values.cpu(), (args[3], args[4]))
             grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
             name = self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0]
             (self.typical if _is_real(keep) else self.uncounted).add(name)

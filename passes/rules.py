@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
+from torch import Tensor
+
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
-from ..kernels.grid import kept_elements
+from ..kernels.grid import grid_shape, kept_elements, matrix_shape
 from .record import Call, Place
 from .work import EXACT, Target, Work, phase_of, rule
 
@@ -47,11 +49,18 @@ def _product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[W
         if weight.mask is not None and weight.mask.block is not None and weight.dtype.is_floating_point:  # W∘M, which somebody multiplies by densely
             mask, block = weight.mask.values, weight.mask.block
             shape = weight.shape if weight.stride[-1] == 1 else weight.shape[::-1]
-            if len(shape) == 2 and mask.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
-                kept = int(kept_elements(mask, (shape[0], shape[1]), block))
-                work.dense, work.block, work.nnzb, work.kept, work.impl = cost, block, int(mask.sum()), kept, "masked_dense"
-                work.cost = Cost(2 * m * n * k * kept // weight.numel, cost.flop_issued, cost.reads, cost.writes, cost.reads_min, cost.writes_min)
+            if len(shape) == 2:
+                _leave_out(work, mask, (shape[0], shape[1]), block)
     return [work]
+
+
+def _leave_out(work: Work, mask: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> None:
+    """Count a dense product with W∘M: useful are the kept elements of a weight of `shape` (N, K), what is issued and moved stays."""
+    if tuple(mask.shape) == grid_shape(shape, block):
+        kept, cost = int(kept_elements(mask, shape, block)), work.cost
+        work.dense, work.block, work.nnzb, work.kept, work.impl = cost, block, int(mask.sum()), kept, "masked_dense"
+        useful = cost.flop_useful * kept // max(1, shape[0] * shape[1])
+        work.cost = Cost(useful, cost.flop_issued, cost.reads, cost.writes, cost.reads_min, cost.writes_min)
 
 
 @rule("aten.mm", "aten.bmm")
@@ -84,7 +93,11 @@ def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, 
         pixels, c_out, c_in, kernel, x.dtype.itemsize, t.tile, groups=groups, x=moved[0].bytes, w=moved[1].bytes, y=moved[2].bytes, names=names,
         bias=c_out if bias else 0,
     )  # fmt: skip
-    return Work(call, phase, EXACT, cost, pixels, c_out // groups, c_in // groups * prod(kernel), groups, x.dtype, weight=w.weight, elements=w.numel)
+    work = Work(call, phase, EXACT, cost, pixels, c_out // groups, c_in // groups * prod(kernel), groups, x.dtype, weight=w.weight, elements=w.numel)
+    known = w.mask is not None and w.mask.block is not None and w.dtype.is_floating_point and groups == 1 and not transposed
+    if known and w.mask is not None and w.mask.block is not None and not (phase == "dW" and w.mask.whole_dw):  # W∘M of a masked convolution
+        _leave_out(work, w.mask.values, matrix_shape(w.shape), w.mask.block)
+    return work
 
 
 @rule("aten.convolution_backward")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import UnsupportedError, message
-from ..kernels.grid import to_blocks
+from ..kernels.grid import as_matrix, to_blocks
 from ..kernels.score import CRITERIA, block_keys, sum_of_keys
 from . import ranks
 
@@ -35,7 +35,7 @@ NORMS = tuple(c for c in CRITERIA if c != "random")
 
 def norms(w: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
     """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
-    keys = block_keys(w, block, criterion)
+    keys = block_keys(as_matrix(w), block, criterion)
     if criterion == "linf":
         return keys.view(torch.float32)
     if criterion == "spectral":  # of the weight as scaled by a power of two

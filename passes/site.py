@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..kernels import ops
 from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
-from ..kernels.grid import grid_shape
+from ..kernels.grid import as_matrix, grid_shape, matrix_shape
 from . import feedback, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
@@ -36,7 +36,7 @@ class Site(nn.Module):
     _fxmask_config: WeightMask  # what is in force: that of the phase
     _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
-    _fxmask_shape: tuple[int, int]  # of the weight
+    _fxmask_shape: tuple[int, int]  # of the weight as a matrix
     _fxmask_name: str  # the parameter's
     _fxmask_grid: tuple[int, int]
     _fxmask_stream: int  # seed of random masks
@@ -112,8 +112,8 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
     site._fxmask_given, site._fxmask_progress, site._fxmask_phase, site._fxmask_name = config, feedback.begin(config), 0, name
     site._fxmask_config = feedback.held(phases.in_force(config, 0), config, site._fxmask_progress)
-    site._fxmask_grid = grid_shape(weight.shape, config.block)
-    site._fxmask_shape, site._fxmask_choice = (weight.shape[0], weight.shape[1]), "auto"
+    site._fxmask_shape, site._fxmask_choice = matrix_shape(weight.shape), "auto"
+    site._fxmask_grid = grid_shape(site._fxmask_shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
@@ -186,13 +186,13 @@ def lists_of(site: Site, mask: Tensor) -> Tensor | None:
 
 
 def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
-    """The mask of a weight (N, K) as it is now: bool (NB, KB). `grow`, `anew`: see `passes.ranking.ranked`."""
+    """The mask of a weight, (N, K) as a matrix, as it is now: bool (NB, KB). `grow`, `anew`: see `passes.ranking.ranked`."""
     c = site._fxmask_config
     same_device(site, weight)
     if c.remembers:
         return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    return ops.index(weight, site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
+    return ops.index(as_matrix(weight), site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 
 def check_plain(site: Site, weight: Tensor) -> None:

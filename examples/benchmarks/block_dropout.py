@@ -29,9 +29,9 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import fxmask
-from fxmask.advice.stopwatch import stopwatch
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
+from fxmask.bench.stopwatch import Stopwatch
 from fxmask.kernels import dropout
 
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     if a.threads:
         torch.set_num_threads(a.threads)
     device = torch.device(a.device)
-    watch, shared, rows = stopwatch(device), provenance(device), []
+    watch, shared, rows = Stopwatch(device), provenance(device), []
     flop = 6 * a.tokens * a.features**2
     for rate in a.rates:
         calls = contenders(a, rate)

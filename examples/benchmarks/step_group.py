@@ -14,9 +14,10 @@ from tabulate import tabulate
 from benchmarks import step_measure as measuring
 from benchmarks import step_models
 from benchmarks.step_contenders import NAMES, Setting, instances, planned, runner
-from benchmarks.step_measure import Clock, Runner, Watch, amortised
+from benchmarks.step_measure import Runner, Watch, amortised
 from fxmask.bench import clock
 from fxmask.bench.provenance import clocks, utc
+from fxmask.bench.stopwatch import Stopwatch
 from fxmask.bench.table import WHERE, Row, number, text
 
 STATE = (
@@ -53,7 +54,7 @@ def measure(s: Setting, a: argparse.Namespace, shared: Row) -> list[Row]:
         torch._dynamo.reset()  # its limit of recompiles counts all models of one class
         runners = [runner(s, *n, batch) for n in together]
         costs = [_prepared(r, a) for r in runners]
-        timed, share = measuring.in_turns(runners, Clock(s.spec.device, a.threads), a.repeats, a.seconds, a.seed, watch)
+        timed, share = measuring.in_turns(runners, Stopwatch(s.spec.device), a.repeats, a.seconds, a.seed, watch)
         found |= {n: {**c, "times": t} for n, c, t in zip(together, costs, timed, strict=True)}
         shares.append(share)
         del runners
@@ -61,7 +62,7 @@ def measure(s: Setting, a: argparse.Namespace, shared: Row) -> list[Row]:
         if s.spec.device.type == "cuda":
             torch.cuda.empty_cache()
     state = state_of(s.spec.device, watch, load, min(shares)) | before | {f"{k}_after": v for k, v in clocks(s.spec.device).items() if k != "power_limit_w"}
-    common = {**shared, **state, "utc": utc(), "clock": Clock(s.spec.device, a.threads).name, "in_turns": str(int(not a.one_at_a_time))}
+    common = {**shared, **state, "utc": utc(), "clock": Stopwatch(s.spec.device).name, "in_turns": str(int(not a.one_at_a_time))}
     rows = [{**common, **row, **_times(row, found)} for row in planned(s, a.contenders, a.refresh)]
     for row in rows:
         row |= gate(row, found, s.dtype)

@@ -23,6 +23,7 @@ import fxmask
 from fxmask.analysis.energy import measure_energy
 from fxmask.analysis.nvml import Gpu, Sample, Window
 from fxmask.bench import provenance
+from fxmask.bench.stopwatch import Stopwatch
 from fxmask.errors import UnsupportedError
 
 LEAST_TURNS = 3
@@ -62,31 +63,10 @@ class Runner:
         return loss.detach()
 
 
-class Clock:
-    """Milliseconds of a call: process time on one CPU thread, wall time on more, events on CUDA."""
-
-    def __init__(self, device: torch.device, threads: int) -> None:
-        self.device, self.name = device, "events" if device.type == "cuda" else "process" if threads == 1 else "wall"
-
-    def __call__(self, call: Callable[[], Any]) -> float:
-        if self.name != "events":
-            now = time.process_time if self.name == "process" else time.perf_counter
-            begin = now()
-            call()
-            return 1e3 * (now() - begin)
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self.device)
-        first.record()
-        call()
-        last.record()
-        torch.cuda.synchronize(self.device)
-        return first.elapsed_time(last)
-
-
 def in_turns(
-    runners: Sequence[Runner], clock: Clock, turns: int, seconds: float, seed: int, each: Callable[[], None]
+    runners: Sequence[Runner], watch: Stopwatch, turns: int, seconds: float, seed: int, each: Callable[[], None]
 ) -> tuple[list[dict[bool, list[float]]], float]:
-    """Times of plain (False) and rebuilding (True) steps, and the CPUs that the process had.
+    """Milliseconds of plain (False) and rebuilding (True) steps, and the CPUs that the process had.
 
     A turn is a step of each in shuffled order, two of one whose masks are cached; `each` is called between. It ends after `turns`, or after `seconds` and
     LEAST_TURNS.
@@ -97,7 +77,7 @@ def in_turns(
     while turn < LEAST_TURNS or (turn < turns and time.perf_counter() - wall < seconds):
         for i in random.Random(f"{seed} {turn}").sample(range(len(runners)), len(runners)):  # what ran before decides part of a step's time
             for _ in range(2 if runners[i].refresh == 2 else 1):
-                times[i][runners[i].rebuilds].append(clock(runners[i].step))
+                times[i][runners[i].rebuilds].append(1e3 * watch(runners[i].step))
         each()
         turn += 1
     return times, (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9)

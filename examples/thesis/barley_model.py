@@ -53,7 +53,7 @@ def soft_target_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.sum(-labels * F.log_softmax(logits, dim=-1), dim=-1).mean()
 
 
-def saved_by_autograd(model: S12, images: Tensor, labels: Tensor, on_input: Callable[[str, Tensor], Any] | None = None) -> int:
+def saved_by_autograd(model: nn.Module, images: Tensor, labels: Tensor, on_input: Callable[[str, Tensor], Any] | None = None) -> int:
     """Bytes of the storages that one forward with loss leaves saved for the backward pass, each once; parameters, images and labels are not counted.
 
     `on_input(name, x)` sees what the linears of the blocks save of their inputs; of token mixing that is (samples * channels, patches).

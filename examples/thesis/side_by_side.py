@@ -78,7 +78,7 @@ def tally(rows: list[Row], how: str = "") -> str:
 
 
 def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure] | None = None) -> None:
-    """Write `out/name.csv`, and `out/name.png` if matplotlib is there. A file is complete or not there at all."""
+    """Write `out/name.csv`, and `out/name.png` if matplotlib is there."""
     if out is None:
         return
     columns = list(dict.fromkeys(key for r in rows for key in r))
@@ -89,20 +89,28 @@ def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure
             writer.writeheader()
             writer.writerows(rows)
 
-    files: dict[str, Callable[[Path], Any]] = {f"{name}.csv": table}
+    whole(out / f"{name}.csv", table)
     if draw is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            print(f"no {name}.png: matplotlib is not installed (pip install matplotlib)")
-        else:
-            files[f"{name}.png"] = lambda path: draw().savefig(path, dpi=150, format="png")
-    for file, write in files.items():
-        part = out / f".{file}.part"
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            write(part)
-            os.replace(part, out / file)
-        except OSError as error:
-            sys.exit(f"--out: cannot write {out / file}: {error.strerror}. Name a folder that can be written to.")
-        print(out / file)
+        picture(out / f"{name}.png", draw)
+
+
+def picture(path: Path, draw: Callable[[], Figure]) -> None:
+    """Write a png, if matplotlib is there."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
+    else:
+        whole(path, lambda part: draw().savefig(part, dpi=150, format="png"))
+
+
+def whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file that is complete or not there at all, and print its name."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(part)
+        os.replace(part, path)
+    except OSError as error:
+        sys.exit(f"--out: cannot write {path}: {error.strerror}. Name a folder that can be written to.")
+    print(path)

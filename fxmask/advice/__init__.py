@@ -3,7 +3,6 @@
 | module | what |
 | --- | --- |
 | layers | which linears a forward calls, and on what; layers of one signature are timed once |
-| stopwatch | wall, process or device time of one call |
 | unit | a layer's own training step, dense and masked in turns |
 | search | blocks and ratios in order, until the time is spent; what is sure to lose is left out |
 | plan | from the layers' times to the step's: which layers pay at each ratio |

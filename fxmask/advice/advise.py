@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..bench.clock import load_average
+from ..bench.stopwatch import Stopwatch
 from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
@@ -30,7 +31,6 @@ from .layers import Layer, layers_of
 from .plan import Plan, chosen, plans
 from .search import Cell, check_cells, device_of, search
 from .step import mean_square, optimizer_of, step_seconds, stepper
-from .stopwatch import stopwatch
 from .unit import MakeOptimizer, guarded
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
@@ -165,7 +165,7 @@ def _checked(
     except torch.OutOfMemoryError:
         notes.append("The advice was not tried: the device's memory does not hold the model three times.")
         return plan
-    again = stopwatch(device)(lambda: rebuild_all(masked)) / refresh if refresh else 0.0
+    again = Stopwatch(device)(lambda: rebuild_all(masked)) / refresh if refresh else 0.0
     gain = took["dense"] / (took["masked"] + again)
     notes.append(f"Tried on a copy: {gain:.2f} times as fast as dense ({1e3 * took['dense']:.3g} ms against {1e3 * (took['masked'] + again):.3g} ms).")
     if gain >= 1:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..bench.stopwatch import Stopwatch, medians
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.errors import message
-from .stopwatch import medians, stopwatch
 from .unit import MakeOptimizer
 
 FEWEST, MOST = 3, 12  # steps
@@ -58,7 +58,7 @@ def optimizer_of(model: nn.Module, make: MakeOptimizer | None) -> torch.optim.Op
 
 def step_seconds(steps: dict[str, Callable[[], None]], device: torch.device, seconds: float) -> dict[str, float]:
     """Median seconds of each step, in turns, after one of each that is not counted; at least FEWEST turns, no more after so many seconds."""
-    watch = stopwatch(device)
+    watch = Stopwatch(device)
     rows: list[tuple[float, ...]] = []
     for step in steps.values():
         step()

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from ..analysis.devices import last_cache_bytes
 from ..bench.clock import flush_buffer
+from ..bench.stopwatch import Stopwatch, medians
 from ..errors import UnsupportedError
 from ..guarding import guard
 from ..masking import apply
 from ..passes.config import WeightMask
 from ..steps import refresh
 from .layers import Layer, Seen
-from .stopwatch import medians, stopwatch
 
 LONG = 0.15  # seconds of forward and backward beyond which tokens are left out
 FEWEST = 1024  # tokens of a layer whose tokens are cut
@@ -48,7 +48,7 @@ class Unit:
 
     def __init__(self, layer: Layer, make: MakeOptimizer | None) -> None:
         self.layer, self.make, self.device = layer, make, layer.weight.device
-        self.watch, self.flush = stopwatch(self.device), flusher(self.device)
+        self.watch, self.flush = Stopwatch(self.device), flusher(self.device)
         self.share, self.kept_step = 1.0, False
         self.inputs = [_input(c, self.device) for c in layer.calls]
         self.dense = self._linear()

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..guarding import masked_step_of
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
-from ..kernels.grid import grid_shape
+from ..kernels.grid import grid_shape, matrix_shape
 from ..passes.capture import Recording
 from ..passes.masked_rules import implementation
 from ..passes.work import EXACT, Target, Work
@@ -93,7 +93,7 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, wo
             wanted = id(p) in guarded or (masked is True and site is not None and site._fxmask_config.backward == "masked")
             if wanted and site is not None and w is not None and w.block is not None and w.kept is not None and w.nnzb is not None and w.kept < p.numel():
                 triton = implementation(site._fxmask_config.impl, target) == "triton"
-                row.dense, shape = row.cost, (p.shape[0], p.shape[1])
+                row.dense, shape = row.cost, matrix_shape(p.shape)
                 row.cost = masked_step(shape, w.block, w.nnzb, w.kept, dtype.itemsize, states, site._fxmask_config.cached, triton)
                 row.block, row.nnzb, row.kept, row.impl, row.launches = w.block, w.nnzb, w.kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
             found.append(row)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
@@ -176,7 +176,7 @@ def _report(
     early = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_given.final_ratio) for s in sites}
     for now, end in sorted(p for p in early if p[0] != p[1]):
         notes.append(f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}.")
-    if impl is None and any(s._fxmask_config.impl == "auto" for s in sites):
+    if impl is None and any(s._fxmask_config.impl == "auto" and not isinstance(s, nn.Conv2d) for s in sites):
         notes.append(
             "impl='auto' is counted as the kernels that skip blocks; until a recorded run shows them faster, auto multiplies by W∘M on CUDA, "
             "which impl='reference' counts."

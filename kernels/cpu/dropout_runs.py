@@ -10,15 +10,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..reference import rows
 
 NARROW = 32  # a block's side below which its products are too small
 OFTEN = 1 / 3  # the probability from which on they pay
 
 
+DTYPES = (torch.float32, torch.float64)  # in 16 bits every run would round the sum
+
+
+def require(t: Tensor) -> None:
+    """Raise UnsupportedError for a dtype that runs are not made for."""
+    if t.dtype not in DTYPES:
+        raise UnsupportedError(f"impl='cpu' of block dropout cannot run on {t.dtype}: expected float32 or float64; use impl='auto' or impl='reference'.")
+
+
 def pays(t: Tensor, block: tuple[int, int], p: float) -> bool:
     """Whether runs are the faster way."""
-    return t.device.type == "cpu" and min(block) >= NARROW and p >= OFTEN and t.dtype in (torch.float32, torch.float64)
+    return t.device.type == "cpu" and min(block) >= NARROW and p >= OFTEN and t.dtype in DTYPES
 
 
 def runs(keep: list[bool], side: int, end: int) -> list[tuple[int, int]]:
@@ -33,7 +43,7 @@ def runs(keep: list[bool], side: int, end: int) -> list[tuple[int, int]]:
     return found
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """As `dropout.linear`."""
     flat = rows(x)
     y = flat.new_empty(flat.shape[0], w.shape[0])
@@ -49,7 +59,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """As `dropout.dx`."""
     flat = rows(gy)
     out = flat.new_zeros(flat.shape[0], w.shape[1])
@@ -60,7 +70,7 @@ def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float) ->
     return out.view(*gy.shape[:-1], w.shape[1])
 
 
-def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float) -> Tensor:
+def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """As `dropout.dw`."""
     g, flat = rows(gy), rows(x)
     out = flat.new_zeros(g.shape[1], flat.shape[1])

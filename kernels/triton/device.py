@@ -39,6 +39,11 @@ def require(t: Tensor) -> None:
         raise UnsupportedError(f"impl='triton' cannot run on {reason}; use impl='auto' or impl='reference'.")
 
 
+def allows_tf32(t: Tensor) -> bool:
+    """Whether the user lets float32 matmuls round to TF32."""
+    return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"  # the old flags raise beside the new ones
+
+
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **constants: Any) -> None:
     """Launch on the device of `like`; an empty grid is nothing to do, and no legal launch."""
     if not all(grid):

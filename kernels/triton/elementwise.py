@@ -7,14 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
-def mask_cast_kernel(w_ptr, mask_ptr, out_ptr, N, K, KB, stride_w, BH: tl.constexpr, BW: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr):
-    """out = W∘M in out's dtype. Grid: (cdiv(N, TN), cdiv(K, TK)). w [N, K] rows stride_w apart; mask [NB, KB] bool; out [N, K] contiguous.
+def mask_cast_kernel(w_ptr, mask_ptr, out_ptr, N, K, KB, stride_w, scale, BH: tl.constexpr, BW: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr):
+    """out = scale W∘M in out's dtype. Grid: (cdiv(N, TN), cdiv(K, TK)). w [N, K] rows stride_w apart; mask [NB, KB] bool; out [N, K] contiguous.
 
-    A masked element is not loaded. With out = w this masks in place.
+    A masked element is not loaded; a scale of None is 1. With out = w this masks in place.
     """
     r = tl.program_id(0) * TN + tl.arange(0, TN)
     c = tl.program_id(1) * TK + tl.arange(0, TK)
     inside = (r[:, None] < N) & (c[None, :] < K)
     kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
     w = tl.load(w_ptr + r.to(tl.int64)[:, None] * stride_w + c[None, :], mask=kept, other=0.0)
+    if scale is not None:
+        w = w.to(tl.float32) * scale
     tl.store(out_ptr + r.to(tl.int64)[:, None] * K + c[None, :], w.to(out_ptr.dtype.element_ty), mask=inside)

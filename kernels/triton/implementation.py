@@ -16,15 +16,12 @@ from ..errors import UnsupportedError
 from ..lists import listed
 from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
+from . import dropped as dropped
 from . import launch, refresh
+from .device import allows_tf32
 from .device import interpreting as interpreting
 from .device import require as require
 from .refresh import refresh_group as refresh_group
-
-
-def _tf32(t: Tensor) -> bool:
-    """Whether the user lets float32 matmuls round to TF32."""
-    return t.dtype == torch.float32 and t.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32"  # the old flags raise beside the new ones
 
 
 def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
@@ -52,11 +49,6 @@ def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:
     return refresh.strip_lists(mask, block)
 
 
-def _skips(block: tuple[int, int], *features: int) -> bool:
-    """Whether a matmul over rows of so many features goes through the kernels that skip blocks."""
-    return listed(block) and not any(n % 2 for n in features)
-
-
 def _laid_out(y: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
     """A dense result in the layout that the kernels would give it, which is what the fakes promise."""
     return y.transpose(1, 2).contiguous().transpose(1, 2) if listed(block) and tokens_inner(x) else y.contiguous()
@@ -64,24 +56,24 @@ def _laid_out(y: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
 
 def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None) -> Tensor:
     """y = x (W∘M)^T + bias, (..., N)."""
-    if not _skips(block, w.shape[1]):
+    if not launch.skips(block, w.shape[1]):
         return _laid_out(F.linear(x, launch.mask_cast(w, mask, block, w.dtype), bias), x, block)
-    return launch.list_matmul(x, w, bias, mask, block, transposed=False, tf32=_tf32(x), lists=lists)
+    return launch.list_matmul(x, w, bias, mask, block, transposed=False, tf32=allows_tf32(x), lists=lists)
 
 
 def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None) -> Tensor:
     """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
     if backward == "unmasked":
         return torch.matmul(gy, w).contiguous()
-    if not _skips(block, *w.shape):
+    if not launch.skips(block, *w.shape):
         return _laid_out(torch.matmul(gy, launch.mask_cast(w, mask, block, w.dtype)), gy, block)
-    return launch.list_matmul(gy, w, None, mask, block, transposed=True, tf32=_tf32(gy), lists=lists)
+    return launch.list_matmul(gy, w, None, mask, block, transposed=True, tf32=allows_tf32(gy), lists=lists)
 
 
 def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None) -> Tensor:
     """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). The lists are the mask's, and serve where just that is wanted."""
     wanted = reference.gradient_mask(mask, dense, backward)
-    if wanted is not None and _skips(block, gy.shape[-1], x.shape[-1]):
-        return launch.sampled_matmul(gy, x, wanted, block, tf32=_tf32(x), lists=lists if wanted is mask else None)
+    if wanted is not None and launch.skips(block, gy.shape[-1], x.shape[-1]):
+        return launch.sampled_matmul(gy, x, wanted, block, tf32=allows_tf32(x), lists=lists if wanted is mask else None)
     dw = reference.rows(gy).t() @ reference.rows(x)
     return dw if wanted is None else launch.mask_cast(dw, wanted, block, dw.dtype, out=dw)

@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import STEP, STRIP, layout, unpack
+from ..lists import STEP, STRIP, layout, listed, unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
@@ -26,7 +26,13 @@ def _descriptor(t: Tensor, box: list[int]) -> Any:
     return TensorDescriptor.from_tensor(t, box)
 
 
-def _same_dtype(**operands: Tensor | None) -> None:
+def skips(block: tuple[int, int], *features: int) -> bool:
+    """Whether a matmul over rows of so many features goes through the kernels that skip blocks."""
+    return listed(block) and not any(n % 2 for n in features)
+
+
+def same_dtype(**operands: Tensor | None) -> None:
+    """Raise UnsupportedError for operands that the kernels cannot multiply with each other."""
     found = {name: t.dtype for name, t in operands.items() if t is not None}
     if len(set(found.values())) > 1:
         raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them, or use impl='reference'.")
@@ -50,12 +56,11 @@ def list_matmul(
 
     `lists`: those of the mask, packed; made here where there are none. y is contiguous, or has its tokens contiguous where x has (`kernels.strides`).
     """
-    _same_dtype(x=x, w=w, bias=bias)
+    same_dtype(x=x, w=w, bias=bias)
     tile = tile or candidates(x.dtype, block, transposed, tf32)[0]
     if lists is None or tile.strip != STRIP:
         lists = refresh.strip_lists(mask, block, tile.strip)
     grid = (mask.shape[0], mask.shape[1])
-    lay = layout(grid, block, transposed, tile.strip)
     inner, shape, w = tokens_inner(x), x.shape[:-1], aligned(rows_of(w))
     n, k = w.shape[::-1] if transposed else w.shape
     if inner:
@@ -65,25 +70,40 @@ def list_matmul(
         x = aligned(rows_of(x))
         m, tokens, batch, stride = x.shape[0], 1, 0, x.stride(0)
         y = torch.empty((*shape, n), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(m * tokens, tile.tokens)
-    bias = bias if bias is None else bias.expand(n).contiguous()
-    nm, km, xm, wm, im = (divisor(i) for i in (n, k, stride, w.stride(0), tokens))
-    im = min(im, divisor(batch)) if inner else 1
-    bits = lay.group > 1 or lay.unit < tile.step
-    tma = tile.tma and tiles > 0
+    tma = tile.tma and m * tokens > 0
     if tma and (inner or not takes_tma(block, transposed)):
         raise ShapeError(f"a TMA tile takes blocks of one strip and one step, and contiguous features: got block {block}, strides {x.stride()}.")
-    step, strip = tile.step, tile.strip
-    operands = (_descriptor(x, [tile.tokens, step]), _descriptor(w, [step, strip] if transposed else [strip, step])) if tma else (x, w)
-    device.launch(
-        list_matmul_kernel, (tiles * lay.strips,), x, *operands, bias, y, *unpack(lists, grid, block, transposed, tile.strip), m, n // nm, k // km,
-        stride // xm, w.stride(0) // wm, tokens // im, batch // im, lay.capacity, lay.strips, tiles, NM=nm, KM=km, XM=xm, WM=wm, IM=im, INNER=inner, TMA=tma,
-        W_ROWS=not transposed, BM=tile.tokens, BN=strip, STEP=step, ROW_BLOCK=min(lay.row_block, strip), UNIT_W=lay.unit, BITS=bits,
-        RAGGED=lay.units * lay.unit != k, HAS_BIAS=bias is not None, ACT=act, GROUP=max(1, TOKEN_GROUP // tile.tokens),
-        PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=255 if inner else None,  # else ptxas aims at 128 on sm_80, and spills
+    launch_list_matmul(
+        x, w, bias if bias is None else bias.expand(n).contiguous(), y, lists, grid, block, transposed, tile, (m, n, k), tokens, stride, batch,
+        units=(divisor(n), divisor(k)), x_inner=inner, y_inner=inner, tma=tma, act=act, tf32=tf32,
     )  # fmt: skip
     return y
+
+
+def launch_list_matmul(
+    x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, tile: Tile,
+    sizes: tuple[int, int, int], tokens: int, stride: int, batch: int = 0, *, units: tuple[int, int], x_inner: bool = False, y_inner: bool = False,
+    bias_m: bool = False, tma: bool = False, act: str = "none", tf32: bool = False, scale: float | None = None, splits: int = 1,
+) -> None:  # fmt: skip
+    """The launch itself, from operands that lie as the kernel wants them; its docstring explains what is not explained here.
+
+    sizes: the kernel's M, N and K. tokens, stride, batch: `inner * IM`, 1 without either INNER, and x's strides. units: NM and KM, powers of two that divide
+    N and K; 1 compiles less often, and slows nothing where that axis is contiguous in no operand.
+    """
+    (m, n, k), (nm, km), lay = sizes, units, layout(grid, block, transposed, tile.strip)
+    tiles, step, strip = triton.cdiv(m * tokens, tile.tokens), tile.step, tile.strip
+    xm, wm, im = (divisor(i) for i in (stride, w.stride(0), tokens))
+    im = min(im, divisor(batch)) if x_inner or y_inner else 1
+    operands = (_descriptor(x, [tile.tokens, step]), _descriptor(w, [step, strip] if transposed else [strip, step])) if tma else (x, w)
+    device.launch(
+        list_matmul_kernel, (tiles * lay.strips, splits), x, *operands, bias, y, *unpack(lists, grid, block, transposed, strip), m, n // nm, k // km,
+        stride // xm, w.stride(0) // wm, tokens // im, batch // im, lay.capacity, lay.strips, tiles, scale, n * m * tokens if splits > 1 else None,
+        NM=nm, KM=km, XM=xm, WM=wm, IM=im, X_INNER=x_inner, Y_INNER=y_inner, TMA=tma, W_ROWS=not transposed, BM=tile.tokens, BN=strip, STEP=step,
+        ROW_BLOCK=min(lay.row_block, strip), UNIT_W=lay.unit, BITS=lay.group > 1 or lay.unit < step, RAGGED=lay.units * lay.unit != k,
+        HAS_BIAS=bias is not None, BIAS_M=bias_m, ACT=act, GROUP=max(1, TOKEN_GROUP // tile.tokens), PRECISION="tf32" if tf32 else "ieee",
+        num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=255 if x_inner else None,  # else ptxas aims at 128 on sm_80, and spills
+    )  # fmt: skip
 
 
 def sampled_matmul(
@@ -96,12 +116,15 @@ def sampled_matmul(
     tf32: bool = False,
     lists: Tensor | None = None,
     tile: Tile | None = None,
+    inner: tuple[bool, bool] | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """dW = gy^T x for the kept blocks: gy (..., N), x (..., K) -> [N, K]. New and zero elsewhere, or added to `out`, whose other blocks are not touched.
+    """dW = scale gy^T x for the kept blocks: gy (..., N), x (..., K) -> [N, K]. New and zero elsewhere, or added to `out`, whose other blocks are not touched.
 
-    `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device.
+    `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device. `inner`: which of gy and x are read with their tokens
+    side by side, and then they are 3-D and lie so; None: as `kernels.strides` says.
     """
-    _same_dtype(gy=gy, x=x)
+    same_dtype(gy=gy, x=x)
     if out is not None and (out.shape != (gy.shape[-1], x.shape[-1]) or not out.is_contiguous() or out.device != x.device):
         expected = f"contiguous ({gy.shape[-1]}, {x.shape[-1]}) on {x.device}"
         raise ShapeError(f"sampled_matmul adds to `out`: expected it {expected}, got {tuple(out.shape)} with strides {out.stride()} on {out.device}.")
@@ -109,7 +132,7 @@ def sampled_matmul(
     tile = tile or candidates(x.dtype, block, False, tf32)[0]
     if lists is None or tile.strip != STRIP:
         lists = refresh.strip_lists(mask, block, tile.strip)
-    grid, (g_inner, x_inner) = (mask.shape[0], mask.shape[1]), (tokens_inner(gy), tokens_inner(x))
+    grid, (g_inner, x_inner) = (mask.shape[0], mask.shape[1]), inner or (tokens_inner(gy), tokens_inner(x))
     lay = layout(grid, block, False, tile.strip)
     tokens = x.shape[1] if g_inner or x_inner else 1
     (gy, batch_g, stride_g), (x, batch_x, stride_x) = (_operand(t, i) for t, i in ((gy, g_inner), (x, x_inner)))
@@ -121,22 +144,29 @@ def sampled_matmul(
     splits = splits or splits_of(m, lay.strips * tiles)
     share = triton.cdiv(triton.cdiv(m, splits), bt) * bt
     target = result if splits == 1 else torch.empty(splits, n, k, dtype=torch.float32, device=x.device)
-    nm, km, gm, xm = (divisor(i) for i in (n, k, stride_g, stride_x))
+    nm, km, gm, xm = (divisor(i) for i in (1 if inner else n, k, stride_g, stride_x))
     im = min(divisor(i) for i in (tokens, batch_g, batch_x)) if g_inner or x_inner else 1
     device.launch(
         sampled_matmul_kernel, (lay.strips * tiles, splits), x, gy, x, target, *unpack(lists, grid, block, False, tile.strip), m // im, n // nm, k // km,
-        stride_g // gm, stride_x // xm, tokens // im, batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, NM=nm, KM=km, GM=gm, XM=xm, IM=im,
+        stride_g // gm, stride_x // xm, tokens // im, batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, scale, NM=nm, KM=km, GM=gm, XM=xm, IM=im,
         G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit, Q=q,
         ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
         num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
         maxnreg=255 if tf32 else None,  # else ptxas aims at 128 on sm_100, and spills
     )  # fmt: skip
     if splits > 1:
-        device.launch(
-            sum_splits_kernel, (triton.cdiv(n, 16), triton.cdiv(k, 128)), x, target, result, mask.view(torch.int8), n, k, mask.shape[1], n * k, splits,
-            BH=block[0], BW=block[1], TN=16, TK=128, ACCUMULATE=accumulate,
-        )  # fmt: skip
+        sum_splits(target, result, mask, block, accumulate)
     return result
+
+
+def sum_splits(parts: Tensor, out: Tensor, mask: Tensor | None, block: tuple[int, int], accumulate: bool = False) -> None:
+    """out = sum of parts [splits, N, K] in order, for the kept blocks, or for all without a mask; added to what is there where `accumulate`."""
+    splits, n, k = parts.shape
+    bits, kb = (None, 1) if mask is None else (mask.view(torch.int8), mask.shape[1])
+    device.launch(
+        sum_splits_kernel, (triton.cdiv(n, 16), triton.cdiv(k, 128)), out, parts, out, bits, n, k, kb, n * k, splits,
+        BH=block[0], BW=block[1], TN=16, TK=128, ACCUMULATE=accumulate,
+    )  # fmt: skip
 
 
 def _operand(t: Tensor, inner: bool) -> tuple[Tensor, int, int]:
@@ -147,13 +177,15 @@ def _operand(t: Tensor, inner: bool) -> tuple[Tensor, int, int]:
     return t, 0, t.stride(0)
 
 
-def mask_cast(w: Tensor, mask: Tensor, block: tuple[int, int], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """W∘M in `dtype`, in one pass over W; any block. In place where `out` is `w`."""
+def mask_cast(
+    w: Tensor, mask: Tensor, block: tuple[int, int], dtype: torch.dtype, out: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """scale W∘M in `dtype`, in one pass over W; any block. In place where `out` is `w`."""
     w, mask = rows_of(w), mask.contiguous()
     if out is not None and not out.is_contiguous():
         raise ShapeError(f"mask_cast writes contiguous rows: expected a contiguous `out`, got strides {out.stride()}.")
     result = torch.empty(w.shape, dtype=dtype, device=w.device) if out is None else out
     grid = (triton.cdiv(w.shape[0], 16), triton.cdiv(w.shape[1], 128))
     sizes = (*w.shape, mask.shape[1], w.stride(0))
-    device.launch(mask_cast_kernel, grid, w, w, mask.view(torch.int8), result, *sizes, BH=block[0], BW=block[1], TN=16, TK=128)
+    device.launch(mask_cast_kernel, grid, w, w, mask.view(torch.int8), result, *sizes, scale, BH=block[0], BW=block[1], TN=16, TK=128)
     return result

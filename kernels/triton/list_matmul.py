@@ -1,4 +1,5 @@
-"""List matmul (DSD): y = x (W∘M)^T + bias, and dX = dY (W∘M) over the transposed lists, from W as it lies in memory.
+"""List matmul (DSD): y = x (W∘M)^T + bias, and dX = dY (W∘M) over the transposed lists, from W as it lies in memory. Block dropout's forward and dW are this
+product with the roles of x and w exchanged (`kernels.triton.dropped`).
 
 One program computes a tile of [BM tokens, BN features]. Tokens are on the M side of the tensor-core instruction, so that blocks of 16 and 32 rows cost no more
 than their width. The program walks its strip's list (`kernels.lists`): a step takes STEP features of the reduction axis, from as many list entries as that
@@ -44,12 +45,15 @@ def list_matmul_kernel(
     capacity,
     strips,
     tiles_m,
+    scale,
+    split_stride,
     NM: tl.constexpr,
     KM: tl.constexpr,
     XM: tl.constexpr,
     WM: tl.constexpr,
     IM: tl.constexpr,
-    INNER: tl.constexpr,
+    X_INNER: tl.constexpr,
+    Y_INNER: tl.constexpr,
     TMA: tl.constexpr,
     W_ROWS: tl.constexpr,
     BM: tl.constexpr,
@@ -60,17 +64,21 @@ def list_matmul_kernel(
     BITS: tl.constexpr,
     RAGGED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BIAS_M: tl.constexpr,
     ACT: tl.constexpr,
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[m, n] = act(sum over listed k of x[m, k] * w[n, k] + bias[n]).
+    """y[m, n] = act(scale * sum over listed k of x[m, k] * w[n, k] + bias[n]).
 
-    Grid:     (tiles_m * strips,): groups of GROUP token tiles; within a group strips by falling length, then token tiles
+    Grid:     (tiles_m * strips, splits): groups of GROUP token tiles; within a group strips by falling length, then token tiles
     Tensors:  x [M, K] rows stride_x * XM apart; y [M, N] contiguous; all of one dtype (fp16, bf16, fp32), bias [N];
               w: W_ROWS: [N, K], rows (the strip axis) stride_w * WM apart (forward); else [K, N], rows (the reduction axis) stride_w * WM apart (dX)
               entries [strips, capacity] i32, counts [strips] i32, order [strips] i32
-    INNER:    x is [M, K, inner * IM] with M the batches, strides (stride_batch, stride_x * XM, 1), and y [M, N, inner * IM]: tokens lie side by side
+    X_INNER:  x is [M, K, inner * IM] with M the batches, strides (stride_batch, stride_x * XM, 1): tokens lie side by side
+    Y_INNER:  y is [M, N, inner * IM], contiguous; with either of the two M counts batches, and the rows of x and y are M * inner * IM
+    BIAS_M:   bias [M * inner * IM], one for each row of x
+    scale:    None: 1. split_stride: None: one split; else each split takes a share of every list's steps, and y is [splits, split_stride] of partial sums
     TMA:      x and w are tensor descriptors in boxes of a tile; BITS must be off, and UNIT_W at least STEP
     Sizes:    N, K and the row strides come in units of NM, KM, XM and WM, so that their divisibility is known where 16 does not divide them; behind a mask
               or an address of unknown divisibility, elements would be loaded one by one, without the pipeline
@@ -81,7 +89,7 @@ def list_matmul_kernel(
     N = N * NM
     K = K * KM
     inner = inner * IM
-    if INNER:
+    if X_INNER or Y_INNER:
         M = M * inner
     pid = tl.program_id(0)
     per_group = GROUP * strips
@@ -95,7 +103,7 @@ def list_matmul_kernel(
     rn = strip * BN + tl.arange(0, BN)
     kk = tl.arange(0, STEP)
     if not TMA:
-        if INNER:
+        if X_INNER:
             x_rows = x_ptr + ((rm // inner).to(tl.int64) * stride_batch * IM + rm % inner)[:, None]
         else:
             x_rows = x_ptr + tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * stride_x * XM
@@ -111,17 +119,25 @@ def list_matmul_kernel(
     count = tl.load(counts_ptr + strip)
     steps = (count + P - 1) // P * SUB
     at = entries_ptr + strip.to(tl.int64) * capacity
-    e0 = tl.load(at)
+    begin_t = 0
+    head = at
+    if split_stride is not None:
+        share = tl.cdiv(steps, tl.num_programs(1))
+        begin_t = tl.minimum(tl.program_id(1) * share, steps)
+        steps = tl.minimum(begin_t + share, steps)
+        head = at + begin_t // SUB * P
+        y_ptr += tl.program_id(1).to(tl.int64) * split_stride
+    e0 = tl.load(head)
     e1 = e0
     e2 = e0
     e3 = e0
     if P >= 2:
-        e1 = tl.load(at + 1)
+        e1 = tl.load(head + 1)
     if P == 4:
-        e2 = tl.load(at + 2)
-        e3 = tl.load(at + 3)
+        e2 = tl.load(head + 2)
+        e3 = tl.load(head + 3)
     acc = tl.zeros((BM, BN), tl.float32)
-    for t in range(steps):
+    for t in range(begin_t, steps):
         if TMA:
             begin = (e0 & 0xFFFF) * UNIT_W + (t % SUB) * STEP
             x = x_ptr.load([tile * BM, begin])
@@ -143,7 +159,7 @@ def list_matmul_kernel(
             else:
                 w_at = w_base + k.to(tl.int64)[:, None] * stride_w * WM
             bits = e >> 16
-            if INNER:
+            if X_INNER:
                 x_at = x_rows + k.to(tl.int64)[None, :] * stride_x * XM
                 live = rm < M
                 if RAGGED:
@@ -178,10 +194,14 @@ def list_matmul_kernel(
         if P == 4:
             e2 = tl.load(nxt + 2)
             e3 = tl.load(nxt + 3)
-    if HAS_BIAS:
+    if scale is not None:
+        acc *= scale
+    if HAS_BIAS and BIAS_M:
+        acc += tl.load(bias_ptr + rm, mask=rm < M, other=0.0).to(tl.float32)[:, None]
+    elif HAS_BIAS:
         acc += tl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(tl.float32)[None, :]
     acc = _activate(acc, ACT)
-    if INNER:
+    if Y_INNER:
         y_at = y_ptr + ((rm // inner).to(tl.int64) * N * inner + rm % inner)[:, None] + rn.to(tl.int64)[None, :] * inner
     else:
         y_at = y_ptr + rm.to(tl.int64)[:, None] * N + rn[None, :]

@@ -1,4 +1,4 @@
-"""Sampled matmul (SDD): dW = dY^T X, only the kept blocks.
+"""Sampled matmul (SDD): dW = dY^T X, only the kept blocks; and the kept blocks of block dropout's dX (`kernels.triton.dropped`).
 
 One program computes a tile of BN out_features (a strip of the forward's lists) by Q list entries, gathered: entries of the union list stand side by side, so
 that small blocks fill a tile too. It loops over a share of the tokens; shares go to a float32 workspace and are added in order by `sum_splits_kernel`, so that
@@ -31,6 +31,7 @@ def sampled_matmul_kernel(
     tiles,
     share,
     split_stride,
+    scale,
     NM: tl.constexpr,
     KM: tl.constexpr,
     GM: tl.constexpr,
@@ -46,7 +47,7 @@ def sampled_matmul_kernel(
     ACCUMULATE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[n, k] = sum over this split's tokens m of gy[m, n] * x[m, k], for kept blocks; nothing else is written.
+    """out[n, k] = scale * sum over this split's tokens m of gy[m, n] * x[m, k], for kept blocks; nothing else is written. A scale of None is 1.
 
     Grid:     (strips * tiles, splits); a program beyond its list's end does nothing
     Tensors:  gy [M, N] rows stride_g * GM apart, x [M, K] rows stride_x * XM apart, one dtype; out [splits, N, K] contiguous; lists of the forward
@@ -93,6 +94,8 @@ def sampled_matmul_kernel(
             else:
                 x = tl.load(x_ptr + rows * stride_x * XM + k[None, :], mask=live[:, None] & (k[None, :] < K), other=0.0)
             acc = tl.dot(g, x, acc, input_precision=PRECISION)
+        if scale is not None:
+            acc *= scale
         at = out_ptr + split.to(tl.int64) * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
         if ACCUMULATE:
             acc += tl.load(at, mask=kept, other=0.0).to(tl.float32)
@@ -117,12 +120,15 @@ def sum_splits_kernel(
 ):
     """out[n, k] = sum of parts[s, n, k] over s, in order, for kept blocks.
 
-    Grid: (cdiv(N, TN), cdiv(K, TK)). parts [splits, N, K] fp32, out [N, K], mask [NB, KB] bool in blocks of BH x BW.
+    Grid: (cdiv(N, TN), cdiv(K, TK)). parts [splits, N, K] fp32, out [N, K], mask [NB, KB] bool in blocks of BH x BW; None: all are kept.
     """
     r = tl.program_id(0) * TN + tl.arange(0, TN)
     c = tl.program_id(1) * TK + tl.arange(0, TK)
     inside = (r[:, None] < N) & (c[None, :] < K)
-    kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
+    if mask_ptr is None:
+        kept = inside
+    else:
+        kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
     at = r.to(tl.int64)[:, None] * K + c[None, :]
     acc = tl.zeros((TN, TK), tl.float32)
     part = parts_ptr + at

@@ -264,7 +264,8 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     out = capsys.readouterr().out
-    assert "leave it dense" in out and "64x64" in out and (tmp_path / "a.csv").read_text().startswith("layer,")
+    rows = (tmp_path / "a.csv").read_text().splitlines()
+    assert "64x64" in out and "32x64" in out and rows[0].startswith("layer,") and len(rows) > 2  # what it advises of layers so small is noise
     for more in (["--dtype", "int8"], ["--device", "nowhere"], ["--device", "meta"], ["--threads", "0"], ["--blocks", "x"]):
         assert cli.main([*call, *more]) == 2
         assert "expected" in capsys.readouterr().err

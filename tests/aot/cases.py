@@ -10,13 +10,14 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from record import MATMULS, Config, configure, recording
 from torch import Tensor
 
 from fxmask.kernels.lists import LISTED
-from fxmask.kernels.triton import elementwise, keys, launch, list_matmul, refresh, sampled_matmul, selection, strip_lists, tiles
+from fxmask.kernels.triton import dropped, elementwise, keys, launch, list_matmul, refresh, sampled_matmul, selection, strip_lists, tiles
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNEL_MODULES = (elementwise, keys, list_matmul, sampled_matmul, selection, strip_lists)
@@ -44,6 +45,7 @@ EDGES = {
     "ragged4": Edge(4100, 4100),
     "small": Edge(96, 80),  # one strip, a short list
 }
+DROPPED_EDGES = ("even", "row4", "ragged8", "ragged4")
 TARGETS = ("new", "accumulate", "split", "split accumulate", "beyond 2^31")
 
 
@@ -108,6 +110,21 @@ def tile(dtype: torch.dtype, block: tuple[int, int], number: int, transposed: bo
         launch.list_matmul(x, w, None, mask_of(e, block), block, transposed, tile=found[number])
 
 
+def dropped_op(op: str, precision: str, block: tuple[int, int], edge: str, tokens: int, more: bool) -> None:
+    """Block dropout; `more`: a bias of the forward, four splits of dW's tokens."""
+    (dtype, tf32), e = PRECISIONS[precision], EDGES[edge]
+    x, gy = rows(tokens, e.in_features, e.pad, dtype), rows(tokens, e.out_features, e.pad, dtype)
+    w, b = meta(e.out_features, e.in_features, dtype=dtype), meta(e.out_features, dtype=dtype) if more else None
+    keep = mask_of(Edge(tokens, e.in_features), block)
+    with mock.patch.object(dropped, "allows_tf32", return_value=tf32):
+        if op == "forward":
+            dropped.linear(x, w, b, keep, block, 0.5)
+        elif op == "dx":
+            dropped.dx(gy, w, keep, block, 0.5)
+        else:
+            dropped.dw(gy, x, keep, block, 0.5, splits=4 if more else 1)
+
+
 def mask_cast(dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], edge: str) -> None:
     e = EDGES[edge]
     launch.mask_cast(rows(e.out_features, e.in_features, e.pad, dtypes[0]), mask_of(e, block), block, dtypes[1])
@@ -133,6 +150,7 @@ def group(dtype: torch.dtype, block: tuple[int, int], features: int, pad: int) -
 
 
 SQUARES = [(b, b) for b in LISTED]
+DROPPED_BLOCKS = [*SQUARES, (16, 128), (128, 16)]
 Op = Callable[..., None]
 Case = tuple[Any, ...]
 HALF = [BF16, FP16]
@@ -144,6 +162,8 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (turned_matmul, (HALF, SQUARES, ["even", "ragged8", "ragged4"], [64, 8], [False, True])),
     (turned_dw, (HALF, SQUARES, ["even", "ragged4"], [64, 8], ["gy", "x", "both"])),
     (tile, (HALF, BLOCKS, [1, 2, 3, 4], [False, True], ["even", "ragged8"])),
+    *((dropped_op, ([op], list(PRECISIONS), DROPPED_BLOCKS, list(DROPPED_EDGES), [4096, 4099], [False, True])) for op in ("forward", "dx", "dw")),
+    (dropped_op, (["forward", "dx"], ["bf16"], [(8, 8)], ["even"], [4096], [False])),
     (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
     (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376],)),
@@ -159,6 +179,7 @@ SMOKE: list[tuple[Op, Case]] = [
     (turned_dw, (BF16, (64, 64), "even", 64, "both")),
     (tile, (BF16, (128, 128), 2, False, "even")),
     (tile, (BF16, (128, 128), 4, False, "even")),
+    *((dropped_op, (op, "bf16", (128, 128), "even", 4096, True)) for op in ("forward", "dx", "dw")),
     (group, (FP32, (16, 16), 4096, 0)),
     (group, (BF16, (64, 64), 384, 0)),
     (select, (1000,)),

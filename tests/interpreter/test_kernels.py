@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxmask.errors import UnsupportedError
-from fxmask.kernels import ops, reference
+from fxmask.kernels import dropout_ops, ops, reference
 from fxmask.kernels.grid import grid_shape
 from fxmask.kernels.lists import listed
 from fxmask.kernels.triton import launch, tiles
@@ -31,7 +31,8 @@ class Matmuls(TorchDispatchMode):
             self.macs += math.prod(args[0].shape) * args[1].shape[0]
         if func.namespace == "fxmask":
             with self:  # a mode is off while it handles an op, and would not see what the op's body calls: so the body is called
-                return getattr(ops, func.overloadpacket.__name__)._init_fn(*args, **(kwargs or {}))
+                name = func.overloadpacket.__name__
+                return getattr(dropout_ops if name.startswith("dropped") else ops, name)._init_fn(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -283,7 +283,7 @@ def test_what_stays_dense_is_reported():
             return self._conv_forward(x, self.weight * 2, self.bias)
 
     model = fxmask.apply(nn.Sequential(Own(4, 16, 3), nn.Linear(16, 16)), NMMask())
-    assert fxmask.explain(model).rows[0]["reason"] == "Own has a forward of its own, which an N:M mask would not reach"
+    assert fxmask.explain(model).rows[0]["reason"] == "Own has a forward of its own, which a mask would not reach"
 
 
 def test_patterns_choose_layers():

@@ -1,0 +1,120 @@
+"""SparseDrop's table 1: what dropout and block dropout gain on held-out data, each at its best p, beside what the source prints.
+
+    python examples/sparsedrop/table_1.py --size small                                   # digits and a character GPT: minutes on two cores
+    python examples/sparsedrop/table_1.py --size small --tasks cifar10 --root DIR
+    python examples/sparsedrop/table_1.py --tasks mnist fashion cifar10 gpt --root DIR   # the published settings: a GPU
+
+A row of the csv is a run that has ended; started again, it goes on with the others. Every run is in the csv, the losing ones too. p is chosen by accuracy, of
+the GPT by loss. The source trains in blocks of 128 by 128; `--size small` takes 32, as its networks are narrower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+
+import torch
+from data import DataMissing
+from tabulate import tabulate
+from thesis.side_by_side import published
+
+from fxmask.errors import ConfigError
+from sparsedrop.tasks import TASKS, Loaded, load
+from sparsedrop.train import METHODS, train
+
+RATES = {"full": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), "small": (0.1, 0.3, 0.5)}
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "sparsedrop" / "table_1.csv"
+KEY = ("task", "size", "method", "p", "block", "seed", "device")
+COLUMNS = (*KEY, "val_accuracy", "val_loss", "best_step", "steps", "ended", "train_seconds", "seconds", "train_n", "held_n", "threads", "torch")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Runs that have ended; a last line that was cut off is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if all(row[c] is not None for c in COLUMNS)]
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add one run. The table is written anew and put in place at once, so that a killed run leaves whole rows."""
+    rows = [*read(path), row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    part.replace(path)
+
+
+def jobs(a: argparse.Namespace) -> list[dict[str, str]]:
+    """The runs that were asked for."""
+    rates = a.rates or RATES[a.size]
+    return [
+        dict(zip(KEY, (task, a.size, method, f"{p:g}", str(a.block) if method == "sparsedrop" else "", str(seed), a.device), strict=True))
+        for task in a.tasks
+        for seed in a.seeds
+        for method in METHODS
+        for p in ((0.0,) if method == "dense" else rates)
+    ]
+
+
+def side_by_side(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Of every task, size and method the best p over its runs, the mean of its seeds, and the published row."""
+    known = {(r["task"], r["method"]): r for r in published("sparsedrop_table_1")}
+    table = []
+    for task, size, method in dict.fromkeys((r["task"], r["size"], r["method"]) for r in rows):
+        found = [r for r in rows if (r["task"], r["size"], r["method"]) == (task, size, method)]
+        mean = {
+            p: [sum(float(r[c]) for r in found if r["p"] == p) / sum(r["p"] == p for r in found) for c in ("val_accuracy", "val_loss", "seconds")]
+            for p in dict.fromkeys(r["p"] for r in found)
+        }
+        best = min(mean, key=lambda p: mean[p][1] if task == "gpt" else -mean[p][0])
+        accuracy, loss, seconds = mean[best]
+        said = known.get((task, method), {})
+        ours = {"best p": best, "accuracy, %": accuracy, "loss": loss, "minutes": seconds / 60, "seeds": len({r["seed"] for r in found if r["p"] == best})}
+        theirs = {f"published {k}": said.get(k, "") for k in ("best_p", "val_accuracy", "val_loss")}
+        table.append({"task": task, "size": size, "method": method, **ours, **theirs})
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tasks", nargs="+", choices=tuple(TASKS["full"]), default=["digits", "gpt"])
+    p.add_argument("--size", choices=tuple(TASKS), default="full")
+    p.add_argument("--root", type=Path)
+    p.add_argument("--rates", type=float, nargs="+")
+    p.add_argument("--block", type=int, help="side of a block; default: 128, of --size small 32")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0])
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--csv", type=Path, default=RESULTS)
+    a = p.parse_args(argv)
+    a.block = a.block or {"full": 128, "small": 32}[a.size]
+    torch.set_flush_denormal(True)
+    loaded: dict[str, Loaded] = {}
+    for job in jobs(a):
+        if any(all(row[k] == job[k] for k in KEY) for row in read(a.csv)):
+            continue
+        task = TASKS[a.size][job["task"]]
+        try:
+            if task.name not in loaded:
+                loaded = {task.name: load(task, a.root)}  # of one task at a time
+            got = train(task, loaded[task.name], job["method"], float(job["p"]), a.block, int(job["seed"]), a.device)
+        except (DataMissing, ConfigError) as error:
+            p.exit(2, f"{error}\n")
+        sizes = {"train_n": len(loaded[task.name].train[1]), "held_n": len(loaded[task.name].held[1])}
+        row = {**job, **{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in got.items()}, **sizes}
+        append(a.csv, {**row, "threads": torch.get_num_threads(), "torch": torch.__version__})
+        print(" ".join(f"{k}={row[k]}" for k in ("task", "method", "p", "val_accuracy", "val_loss", "steps", "seconds")), flush=True)
+    print(tabulate(side_by_side([r for r in read(a.csv) if r["task"] in a.tasks and r["size"] == a.size]), headers="keys", floatfmt=".4g"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

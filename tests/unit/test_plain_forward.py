@@ -1,0 +1,78 @@
+"""Subclasses of nn.Linear that write its forward anew: masked where it is the same forward, left alone and named where it is another."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+from fxmask.passes.plain_forward import computes_linear
+
+
+class Scripted(nn.Linear):
+    """As timm has it in the heads of most of its models."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.jit.is_scripting():
+            bias = self.bias.to(dtype=input.dtype) if self.bias is not None else None
+            return F.linear(input, self.weight.to(dtype=input.dtype), bias=bias)
+        else:
+            return F.linear(input, self.weight, self.bias)
+
+
+class Returns(nn.Linear):
+    def forward(self, x):
+        """The same again."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Normed(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class NoBias(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        x = x + x
+        return F.linear(x, self.weight, self.bias)
+
+
+class Made(nn.Linear):
+    weight = property(lambda self: self._parameters["weight"] * 2)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Scripted, Returns])
+def test_the_same_forward_is_masked(cls):
+    torch.manual_seed(0)
+    dense, x = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), cls(48, 32)), torch.randn(3, 32)
+    assert computes_linear(cls)
+    model = fxmask.apply(copy.deepcopy(dense))
+    twin = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    twin.load_state_dict(dense.state_dict())
+    fxmask.apply(twin)
+    assert list(fxmask.masks(model)) == ["0.weight", "2.weight"]
+    assert torch.equal(model(x), twin(x)) and not torch.equal(model(x), dense(x))
+    assert isinstance(model[2], cls) and type(fxmask.restore(model)[2]) is cls
+
+
+@pytest.mark.parametrize("cls", [Normed, NoBias, Twice])
+def test_another_forward_stays_dense_and_is_named(cls):
+    assert not computes_linear(cls)
+    with pytest.warns(FxMaskWarning, match=f"^1 stays dense: {cls.__name__} has its own forward"):
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 48), cls(48, 32)))
+    assert list(fxmask.masks(model)) == ["0.weight"]
+
+
+def test_a_weight_that_the_class_computes_is_another_forward():
+    assert not computes_linear(Made)
