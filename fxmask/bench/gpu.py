@@ -9,6 +9,7 @@
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 180 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
+| pruning | dW from pruned inputs, beside the product with the whole input | 90 |
 | quick, full | the benchmark: two shapes, and all | 125, 480 |
 """
 
@@ -33,9 +34,14 @@ from .goals import goal_lines
 from .stages import LOG, ROOT, Result, Stage, python, run_stages
 from .table import Table
 
-KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group")
-TESTS = {"tests": ("test_numbers.py", "test_metadata.py"), "graphs": ("test_graphs.py", "test_training.py"), "limits": ("test_limits.py", "test_compile.py")}
-PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 120, "splits": 60, "metadata": 50}  # stages with a csv of their own, and their limits in seconds
+KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "pruned_matmul")
+TESTS = {
+    "tests": ("test_numbers.py", "test_metadata.py", "test_pruning.py"),
+    "graphs": ("test_graphs.py", "test_training.py"),
+    "limits": ("test_limits.py", "test_compile.py"),
+}
+# stages with a csv of their own, and their limits in seconds
+PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 120, "splits": 60, "metadata": 50, "pruning": 90}
 # pytest as it comes, without the plugins and options that pyproject.toml asks for
 INI = """[pytest]
 addopts = --import-mode=importlib
