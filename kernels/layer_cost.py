@@ -13,9 +13,9 @@ from torch import Tensor
 
 from . import cost, dense_cost
 from .cost import Cost
-from .grid import grid_shape, kept_elements
-from .lists import STEP, listed
-from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, splits_of, tile_for
+from .grid import expand_mask, grid_shape, kept_elements
+from .lists import STEP, STRIP, listed
+from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, pruned_tiles, splits_of, tile_for
 
 OPS = ("forward", "dx", "dw")
 
@@ -161,3 +161,39 @@ def strip_lists(shape: tuple[int, int], block: tuple[int, int]) -> Cost:
     """Lists of both directions and their order."""
     grid = grid_shape(shape, block)
     return cost.strip_lists(grid, block) + cost.order(grid, block)
+
+
+def pruned_dw(
+    entries: int, tokens: int, shape: tuple[int, int], features: int, dtype: torch.dtype, mask: Tensor | None = None, block: tuple[int, int] = (1, 1), *,
+    given: bool = False, index_itemsize: int = 4, tf32: bool = False,
+) -> Cost:  # fmt: skip
+    """dW of `impl="triton"` from `entries` kept blocks of `features` of an input of `tokens` rows, as many in each strip; their list made by plain PyTorch.
+
+    given: the mask's lists are, in strips of 128 features; others are made.
+    """
+    (n, k), item = shape, dtype.itemsize
+    gathered = mask if mask is not None and listed(block) else None
+    strips = -(-k // features)
+    even = [entries // strips + (s < entries % strips) for s in range(strips)]
+    tiles = pruned_tiles(n, features, None if gathered is None else (gathered.shape[0], gathered.shape[1]), block)
+    splits = splits_of(entries // strips, tiles * strips)
+    lists = None if gathered is None else lists_of(gathered, shape, block, True, features)
+    kept = [] if gathered is None else kept_by_strip(gathered, shape, block, features)
+    total = cost.strip_rows(strips * tokens, entries, index_itemsize) + cost.pruned_matmul(
+        even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=min(STEP, tile_for(dtype, tf32).step), lists=lists, kept=kept
+    )
+    grid, sides, written = grid_shape(shape, block), (n, k), n * k
+    if lists is not None:
+        sides, written = block, lists.kept
+        total += cost.zero_fill(shape, item)
+        if not given or features != STRIP:
+            total += cost.strip_lists(grid, block, features) + cost.order(grid, block, features)
+    if splits > 1:
+        total += cost.sum_splits(shape, sides, written, item, splits=splits)
+    return total if mask is None or gathered is not None else total + cost.mask_cast(shape, block, int(kept_elements(mask, shape, block)), item, item)
+
+
+def kept_by_strip(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], features: int) -> list[int]:
+    """Elements of W (N, K) that a mask keeps in each strip of `features` columns."""
+    columns = expand_mask(mask.detach().cpu(), shape, block).sum(0)
+    return [int(part.sum()) for part in columns.split(features)]

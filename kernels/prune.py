@@ -116,6 +116,26 @@ def expand(values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, t
     return a.reshape(plain).transpose(-1, -2) if turned else a.reshape(plain)
 
 
+def strip_rows(index: Tensor, rows: int, strips: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each strip of a block's features which rows of the input hold a kept block of it, ascending, and where that lies among the values.
+
+    index (B, kept): of samples of `rows` rows, none twice in one. Returns row (E) and slot (E), E = B * kept, strip after strip, those of strip s from
+    begins[s] on, and begins (strips + 1); all int32. No host sync, fixed shapes, no sort. Cost: `kernels.cost.strip_rows`.
+    """
+    samples, kept = index.shape
+    flat = index.long()
+    row = (flat // strips + torch.arange(samples, device=index.device)[:, None] * rows).reshape(-1)
+    at = (flat % strips).reshape(-1) * (samples * rows) + row
+    place = torch.zeros(strips * samples * rows, dtype=torch.bool, device=index.device).index_fill_(0, at, True).cumsum(0, dtype=torch.int32)
+    order = place[at].long() - 1
+    found = torch.empty(2, samples * kept, dtype=torch.int32, device=index.device)
+    found[0].scatter_(0, order, row.int())
+    found[1].scatter_(0, order, torch.arange(samples * kept, dtype=torch.int32, device=index.device))
+    begins = torch.zeros(strips + 1, dtype=torch.int32, device=index.device)
+    begins[1:] = place.view(strips, samples * rows)[:, -1] if place.numel() else 0
+    return found[0], found[1], begins
+
+
 def dw(gy: Tensor, values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, turned: bool) -> Tensor:
     """dW = dY^T X_s, (N, K), with X_s the pruned input of `shape` (..., K), gy (..., N)."""
     x = expand(values, index, shape, turned)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, prune, reference
 from .cpu import prune_strips
-from .dispatch import form
+from .dispatch import form, triton_ops
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
 from .grid import grid_shape
 from .lean import register_autograd
@@ -43,20 +43,22 @@ def _check(x: Tensor, w: Tensor, mask: Tensor | None, rows: int, cols: int) -> N
 def pruned_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+    dw_impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y = x W^T + bias, or x (W∘M)^T + bias with a mask, and the input's kept blocks for the backward.
 
     Args:
         x (..., K), w (N, K), bias (N) or None: of one floating dtype. block: features of a block; kept: blocks of each sample that are kept; turned: whether
         the samples lie behind a transposed view; all see `kernels.prune`. noise: (samples, blocks of one), factors of the norms.
-        mask and what follows it: as `masked_linear`.
+        mask and what follows it: as `masked_linear`. dw_impl: of `pruned_dw`.
 
     Returns: y (..., N); values (samples, kept, block); index (samples, kept) int16 or int32.
-    Differentiable: x, w, bias, once; dW is `pruned_dw`, the rest is exact. Raises: ShapeError.
+    Differentiable: x, w, bias, once; dW is `pruned_dw`, the rest is exact. Raises: ShapeError, and UnsupportedError where an explicit impl cannot run on x.
     Cost: the linear, and a read of x, a sort of its blocks' norms, a write of what is kept.
     """
     _check(x, w, mask, block_rows, block_cols)
     _sizes(x, block, kept, turned)
+    form(dw_impl, x)  # raises here rather than in the backward
     if mask is None:
         y = F.linear(x, w, bias).contiguous()
     else:
@@ -68,6 +70,7 @@ def pruned_linear(
 def _(
     x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+    dw_impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check(x, w, mask, block_rows, block_cols)
     b, n = _sizes(x, block, kept, turned)
@@ -75,12 +78,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w, bias, block, kept, turned, noise, mask, rows, cols, backward, dense, impl, lists = inputs
+    x, w, bias, block, kept, turned, noise, mask, rows, cols, backward, dense, impl, lists, dw_impl = inputs
     _, values, index = output
     ctx.mark_non_differentiable(values, index)
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*((values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
     ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
+    ctx.dw_impl = dw_impl
 
 
 def _backward(ctx: Any, gy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -89,33 +93,53 @@ def _backward(ctx: Any, gy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         gx = torch.matmul(gy, w) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
-        gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned)
         wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
-        gw = gw if wanted is None else reference.masked(gw, wanted, ctx.config[:2])
+        gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
     if ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
-    return gx, gw, gb, *[None] * 11
+    return gx, gw, gb, *[None] * 12
 
 
 register_autograd(pruned_linear, _backward, _save)
 
 
 @torch.library.custom_op("fxmask::pruned_dw", mutates_args=())
-def pruned_dw(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool) -> Tensor:
-    """dW = dY^T X_s (N, K), X_s the pruned input of `shape`; see `kernels.prune.dw`.
+def pruned_dw(
+    gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, mask: Tensor | None = None, block_rows: int = 1, block_cols: int = 1,
+    impl: str = "auto", lists: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """dW = dY^T X_s (N, K), X_s the pruned input of `shape`; see `kernels.prune.dw`. With a mask of W (bool, in block_rows x block_cols) zeros elsewhere.
 
-    gy (..., N); values, index, turned: of `pruned_linear`. Differentiable: no, and a second derivative through it raises.
-    Cost: 2 N useful FLOP a kept element; on a CPU, where few blocks are kept, that is what it takes, else it is a dense product with zeros in it.
+    gy (..., N); values, index, turned: of `pruned_linear`. lists: the mask's, packed.
+
+    | impl | |
+    | --- | --- |
+    | `reference` | the pruned input expanded, a dense product with zeros in it, masked |
+    | `cpu` | strips of kept blocks (`kernels.cpu.prune_strips`); a turned input is expanded, as its blocks lie across the sum |
+    | `triton` | a kernel over kept blocks of both (`kernels.triton.prune_launch`); expanded: blocks not of 16, 32, 64 or 128 features, turned inputs, odd N |
+    | `auto` | on a CPU the strips where they pay, else the reference |
+
+    Differentiable: no, and a second derivative through it raises. Raises: ShapeError, UnsupportedError where an explicit `impl` cannot run on gy.
+    Cost: 2 N useful FLOP a kept element.
     """
     if gy.dim() != len(shape) or tuple(gy.shape[:-1]) != tuple(shape[:-1]):
         raise ShapeError(f"tokens of gy: expected those of an input {tuple(shape)}, got {tuple(gy.shape)}.")
-    if prune_strips.pays(values, shape, turned):
-        return prune_strips.dw(gy, values, index, shape)
-    return prune.dw(gy, values, index, tuple(shape), turned).contiguous()
+    block = (block_rows, block_cols)
+    form(impl, gy)  # raises where it cannot
+    if impl == "triton":
+        return triton_ops().pruned_dw(gy, values, index, tuple(shape), turned, mask, block, lists)
+    if (impl == "cpu" and not turned) or (impl == "auto" and prune_strips.pays(values, shape, turned)):
+        dw = prune_strips.dw(gy, values, index, shape)
+    else:
+        dw = prune.dw(gy, values, index, tuple(shape), turned).contiguous()
+    return dw if mask is None else reference.masked(dw, mask, block)
 
 
 @pruned_dw.register_fake
-def _(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool) -> Tensor:
+def _(
+    gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, mask: Tensor | None = None, block_rows: int = 1, block_cols: int = 1,
+    impl: str = "auto", lists: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return gy.new_empty((gy.shape[-1], shape[-1]))
 
 
@@ -144,6 +168,7 @@ def _dw_flop(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, block: int, ratio: float, noise: float = 0.0, mask: Tensor | None = None,
     blocks: tuple[int, int] = (1, 1), backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+    dw_impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """The linear as modules call it: counts the kept blocks from the shape, and draws the noise. UnsupportedError under torch.func and for nested tensors."""
     if x.is_nested or ops.is_transformed(impl):
@@ -159,4 +184,4 @@ def linear(
             warnings.warn(message(what, "", "a smaller block, or an input with samples of several rows."), FxMaskWarning, stacklevel=2)
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     drawn = None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
-    return pruned_linear(x, w, bias, block, kept, turned, drawn, mask, *blocks, backward, dense, impl, lists)[0]
+    return pruned_linear(x, w, bias, block, kept, turned, drawn, mask, *blocks, backward, dense, impl, lists, dw_impl)[0]

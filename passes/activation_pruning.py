@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ..kernels import prune_ops
+from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
@@ -19,6 +20,7 @@ from .find import PRUNED, input_arg
 from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, replace_node
 from .options import Options
+from .schedule import one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ActivationPruning(Options):
         block: features of a block, which is one token high; the last one of a row may be ragged. Samples: table in `kernels.prune`.
         noise: 0: the norms decide. Else they are multiplied by 2^(noise * u), u uniform in [-1, 1], drawn anew in every forward from PyTorch's generator of
             the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours).
+        impl: of dW: `auto`, `reference`, `cpu` or `triton`, table in `kernels.prune_ops.pruned_dw`; an explicit one runs nowhere else, and raises.
 
     Where nothing can be dropped (few blocks a sample: a row of an input with two axes is one) the layer is the dense one, with a warning. A layer whose weight
     needs no gradient, and any layer where gradients are off, computes densely and saves nothing. `fxmask.dense` changes none of it.
@@ -43,6 +46,7 @@ class ActivationPruning(Options):
     ratio: float = 0.5
     block: int = 64
     noise: float = 0.0
+    impl: str = "auto"
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -50,18 +54,26 @@ class ActivationPruning(Options):
         check_width(self.block)
         if isinstance(self.noise, bool) or not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 64:
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
+        one_of("impl", self.impl, IMPLEMENTATIONS)
+        check_available(self.impl)
 
     def words(self) -> str:
         """What `explain` says of it."""
-        return f"{100 * self.ratio:g} % of 1x{self.block}" + (f", noise {self.noise:g}" if self.noise else "")
+        return f"{100 * self.ratio:g} % of 1x{self.block}" + (f", noise {self.noise:g}" if self.noise else "") + self._by()
+
+    def _by(self) -> str:
+        return "" if self.impl == "auto" else f", dW by {self.impl}"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's forward."""
-        return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise) if saves(weight) else F.linear(x, weight, bias)
+        if not saves(weight):
+            return F.linear(x, weight, bias)
+        return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, dw_impl=self.impl)
 
     def masked_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *masked: Any) -> Tensor:
-        """That of a masked layer which saves its input; `masked`: the mask and what follows it in `kernels.prune_ops.linear`."""
-        return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, *masked)
+        """That of a masked layer which saves its input; `masked`: the mask and what follows it in `kernels.prune_ops.linear`, to the lists."""
+        mask, blocks, backward, dense, impl, lists = masked
+        return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, mask, blocks, backward, dense, impl, lists, self.impl)
 
 
 def saves(weight: Tensor) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
-from .masked_rules import ROLES, masked_work
+from ..kernels.lists import LISTED
+from .masked_rules import ROLES, implementation, mask_of, masked_work
 from .record import Call, Place
 from .work import EXACT, Target, Work, phase_of, rule
 
@@ -27,13 +28,25 @@ def _linear(call: Call, t: Target) -> list[Work]:
 
 @rule("fxmask.pruned_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
-    """FLOP of the kept blocks, those of a ragged last one as if it were whole. Bytes: dY, what was saved and dW, each once."""
+    """FLOP of the kept blocks, those of a ragged last one as if it were whole. Bytes: of the kernel where it would run, else of dY, what was saved and dW.
+
+    How many of the kept blocks each strip has is known to a run alone: they are counted as evenly spread, on which no byte but those of a weight mask depends.
+    """
     a = call.named
-    gy, values, index = a["gy"], a["values"], a["index"]
-    n, k = gy.shape[-1], a["shape"][-1]
-    flop, item = 2 * n * values.numel, gy.dtype.itemsize
-    reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": n * k * item}
-    cost = Cost(flop, flop, dict(reads), dict(writes), dict(reads), dict(writes))
+    gy, values, index, mask = a["gy"], a["values"], a["index"], a["mask"]
+    (n, k), features, item = (gy.shape[-1], a["shape"][-1]), values.shape[2], gy.dtype.itemsize
+    block = (a["block_rows"], a["block_cols"])
+    known = None if mask is None else mask_of(a, (n, k))
+    triton = implementation(a["impl"], t) == "triton" and features in LISTED and not a["turned"] and n % 2 == 0 and values.numel > 0
+    if triton and gy.dtype.itemsize <= 4:
+        entries = values.shape[0] * values.shape[1]
+        given = a["lists"] is not None
+        cost = layer_cost.pruned_dw(entries, gy.tokens, (n, k), features, gy.dtype, known, block, given=given, index_itemsize=index.dtype.itemsize)
+        cost = cost.renamed({"gy": "dy", "values": "saved", "out": "dw"})
+    else:
+        flop = 2 * n * values.numel
+        reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": n * k * item}
+        cost = Cost(flop, flop, dict(reads), dict(writes), dict(reads), dict(writes))
     plain = layer_cost.dense("dw", gy.tokens, (n, k), item, t.tile)
     plain = plain.renamed(ROLES["dw"])
     forward = call.forward.named["w"] if call.forward is not None and "w" in call.forward.named else None

@@ -1,5 +1,5 @@
 """What the stages of `fxmask.bench.gpu` run in their own processes: precompile, a tiny case of a kernel for a memory checker, ceilings, and the measurements
-that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata, dropout.
+that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata, dropout, pruning.
 
 All but `precompile` and `ceilings` run on a CPU as well, in Triton's interpreter: the same bodies on tiny sizes, whose rows get no verdict.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UnsupportedError
-from ..kernels import ops
+from ..kernels import ops, prune, prune_ops
 from ..kernels.dispatch import triton_ops
 from .cells import Cell, make_cells
 from .clock import flush_buffer, time_cuda
@@ -27,13 +27,14 @@ from .inputs import make_inputs, make_mask
 from .part import run_part
 from .probes import BANDWIDTH, TENSORCORE
 from .providers import REGISTRY
+from .pruning import PRUNING
 from .refreshes import METADATA
 from .session import Session
 from .sweeps import OPS, sweep
 from .table import key, what
 
 PRECOMPILED = 40
-PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT)}
+PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING)}
 
 
 def precompile(threads: int = 16, dtype: str = "bf16") -> int:
@@ -82,6 +83,7 @@ def tiny(kernel: str) -> int:
         "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
         "dropped": lambda: fxmask_triton(x, w, gy, block, 0.5)[2],
         "group": lambda: triton_ops().refresh_group([w, x], [keep, keep], block)[1][0],
+        "pruned_matmul": lambda: prune_ops.pruned_dw(gy, *prune.compress(x, 16, 7, False), list(x.shape), False, mask, *block, "triton"),
     }
     out = calls[kernel]()
     if device.type == "cuda":
@@ -129,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
     sub = p.add_subparsers(dest="stage", required=True)
     sub.add_parser("precompile")
-    sub.add_parser("tiny").add_argument("kernel", choices=("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped"))
+    kernels = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped", "pruned_matmul")
+    sub.add_parser("tiny").add_argument("kernel", choices=kernels)
     sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
     for name in (*PARTS, *OPS):
         q = sub.add_parser(name)

@@ -10,6 +10,7 @@ from .compare import MACHINE, usable
 from .driver import read_ceilings
 from .dropping import DROPOUT
 from .probes import BANDWIDTH, TENSORCORE
+from .pruning import PRUNING
 from .refreshes import METADATA
 from .table import Row, Table, number
 
@@ -23,7 +24,8 @@ def latest(table: Table) -> list[Row]:
 
 def rows_of(out: Path) -> dict[str, list[Row]]:
     """The rows of each stage, by its name."""
-    tables = {part.name: part.table(out) for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT)} | {name: sweeps.table(name, out) for name in sweeps.OPS}
+    parts = (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING)
+    tables = {part.name: part.table(out) for part in parts} | {name: sweeps.table(name, out) for name in sweeps.OPS}
     return {name: latest(table) for name, table in tables.items()}
 
 
@@ -102,9 +104,22 @@ def _dropout(rows: Sequence[Row]) -> list[str]:
     return out or [f"dropout / {NOT_MEASURED}"]
 
 
+def _pruning(rows: Sequence[Row]) -> list[str]:
+    """For each output, dtype and block the ratios from which on the pruned product, list included, is faster than the one with the whole input."""
+    dense = {(r["N"], r["dtype"]): number(r, "ms_p50") or 0.0 for r in rows if r["form"] == "dense"}
+    ours = [r for r in rows if r["form"] == "triton" and float(r["w_ratio"]) == 0]
+    out = []
+    for n, dtype, block in dict.fromkeys((r["N"], r["dtype"], r["block"]) for r in ours):
+        times = {float(r["ratio"]): number(r, "ms_p50") or 0.0 for r in ours if (r["N"], r["dtype"], r["block"]) == (n, dtype, block)}
+        whole = dense.get((n, dtype))
+        seen = ", ".join(f"{ratio:g}: {whole / ms if whole else 0:.2f}x" for ratio, ms in sorted(times.items()) if ms)
+        out.append(f"dW of a pruned input, D = {n}, {dtype}, b = {block} / speed of the dense product's at {seen or NOT_MEASURED}")
+    return out or [f"dW of a pruned input / {NOT_MEASURED}"]
+
+
 def finding_lines(found: Mapping[str, Sequence[Row]]) -> list[str]:
     """What was found, a line each, losing choices left out: the csv has them."""
     lines = _bandwidth(found["bandwidth"]) + _tensorcore(found["tensorcore"])
     for stage in sweeps.OPS:
         lines += _sweep(stage, found[stage])
-    return lines + _metadata(found["metadata"]) + _dropout(found["dropout"])
+    return lines + _metadata(found["metadata"]) + _dropout(found["dropout"]) + _pruning(found["pruning"])

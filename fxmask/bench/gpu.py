@@ -10,6 +10,7 @@
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 180 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
 | dropout | a linear behind block dropout, against p, beside dense, dropout and linear, and dropped zeros in dense products | 60 |
+| pruning | dW from pruned inputs, beside the product with the whole input | 90 |
 | quick, full | the benchmark: two shapes, and all | 125, 480 |
 """
 
@@ -34,13 +35,14 @@ from .goals import goal_lines
 from .stages import LOG, ROOT, Result, Stage, python, run_stages
 from .table import Table
 
-KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped")
+KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped", "pruned_matmul")
 TESTS = {
-    "tests": ("test_numbers.py", "test_dropout.py", "test_metadata.py"),
+    "tests": ("test_numbers.py", "test_dropout.py", "test_pruning.py", "test_metadata.py"),
     "graphs": ("test_graphs.py", "test_training.py"),
     "limits": ("test_limits.py", "test_compile.py"),
 }
-PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 120, "splits": 60, "metadata": 50, "dropout": 60}  # stages with a csv of their own: limits in seconds
+# stages with a csv of their own, and their limits in seconds
+PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 120, "splits": 60, "metadata": 50, "dropout": 60, "pruning": 90}
 # pytest as it comes, without the plugins and options that pyproject.toml asks for
 INI = """[pytest]
 addopts = --import-mode=importlib

@@ -7,6 +7,8 @@ host in float32, against the dense product with a dense input (3,136 tokens, 384
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -26,22 +28,17 @@ def pays(values: Tensor, shape: list[int], turned: bool) -> bool:
 
 def dw(gy: Tensor, values: Tensor, index: Tensor, shape: list[int]) -> Tensor:
     """As `prune.dw` of an input that is not turned."""
-    b, r, c = prune.sample_shape(tuple(shape), False)
+    _, r, c = prune.sample_shape(tuple(shape), False)
     block = values.shape[2]
     strips = -(-c // block)
-    flat = index.long()
-    rows = (flat // strips + torch.arange(b)[:, None] * r).reshape(-1)
-    strip = (flat % strips).reshape(-1)
-    order = torch.argsort(strip, stable=True)
-    rows, packed = rows[order], values.reshape(-1, block)
+    rows, slots, begins = prune.strip_rows(index, r, strips)
+    packed = values.reshape(-1, block)
     grads, out = gy.reshape(-1, gy.shape[-1]), gy.new_empty(gy.shape[-1], strips * block)
-    begin = 0
-    for j, count in enumerate(torch.bincount(strip, minlength=strips).tolist()):
-        end = begin + count
+    places = begins.tolist()
+    for j, (begin, end) in enumerate(pairwise(places)):
         strip_of = out[:, j * block : (j + 1) * block]
-        if count:
-            torch.mm(grads.index_select(0, rows[begin:end]).t(), packed.index_select(0, order[begin:end]), out=strip_of)
+        if end > begin:
+            torch.mm(grads.index_select(0, rows[begin:end]).t(), packed.index_select(0, slots[begin:end]), out=strip_of)
         else:
             strip_of.zero_()
-        begin = end
     return out[:, :c].contiguous()

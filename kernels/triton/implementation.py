@@ -2,7 +2,7 @@
 
 Blocks of 16, 32, 64 and 128 go through the list and sampled matmuls, which skip what is masked. Any other block, and operands with an odd number of features,
 whose rows cannot be copied in pieces of 4 bytes and so leave the pipeline, are masked and cast in one pass, then multiplied densely: correct, one read of W
-cheaper than plain PyTorch, and no FLOP saved.
+cheaper than plain PyTorch, and no FLOP saved. Of pruned inputs `prune_launch` says which dW has a kernel; the others are expanded and multiplied densely.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import reference
+from .. import prune, reference
 from ..errors import UnsupportedError
 from ..lists import listed
 from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
 from . import dropped as dropped
-from . import launch, refresh
+from . import launch, prune_launch, refresh
 from .device import allows_tf32
 from .device import interpreting as interpreting
 from .device import require as require
@@ -77,3 +77,13 @@ def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, 
         return launch.sampled_matmul(gy, x, wanted, block, tf32=allows_tf32(x), lists=lists if wanted is mask else None)
     dw = reference.rows(gy).t() @ reference.rows(x)
     return dw if wanted is None else launch.mask_cast(dw, wanted, block, dw.dtype, out=dw)
+
+
+def pruned_dw(
+    gy: Tensor, values: Tensor, index: Tensor, shape: tuple[int, ...], turned: bool, mask: Tensor | None, block: tuple[int, int], lists: Tensor | None
+) -> Tensor:
+    """dW = dY^T X_s of a pruned input, (N, K), under a mask of W in its kept blocks alone."""
+    if prune_launch.takes(gy, values, turned):
+        return prune_launch.pruned_dw(gy, values, index, shape, mask, block, lists, allows_tf32(gy))
+    dw = prune.dw(gy, values, index, shape, turned).contiguous()
+    return dw if mask is None else launch.mask_cast(dw, mask, block, dw.dtype, out=dw)

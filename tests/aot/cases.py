@@ -17,10 +17,23 @@ from record import MATMULS, Config, configure, recording
 from torch import Tensor
 
 from fxmask.kernels.lists import LISTED
-from fxmask.kernels.triton import dropped, elementwise, keys, launch, list_matmul, refresh, sampled_matmul, selection, strip_lists, tiles
+from fxmask.kernels.triton import (
+    dropped,
+    elementwise,
+    keys,
+    launch,
+    list_matmul,
+    prune_launch,
+    pruned_matmul,
+    refresh,
+    sampled_matmul,
+    selection,
+    strip_lists,
+    tiles,
+)  # fmt: skip
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-KERNEL_MODULES = (elementwise, keys, list_matmul, sampled_matmul, selection, strip_lists)
+KERNEL_MODULES = (elementwise, keys, list_matmul, pruned_matmul, sampled_matmul, selection, strip_lists)
 
 BLOCKS = list(itertools.product(LISTED, LISTED))
 SMALL_BLOCKS = [(1, 1), (1, 8), (4, 1), (2, 4), (8, 8), (3, 5), (7, 64)]  # what is masked and cast, then multiplied densely
@@ -149,6 +162,15 @@ def group(dtype: torch.dtype, block: tuple[int, int], features: int, pad: int) -
     refresh.refresh_group(weights, [meta(1, dtype=torch.int64)] * 2, block)
 
 
+def pruned_dw(precision: str, features: int, edge: str, mask_block: tuple[int, int] | None, splits: int) -> None:
+    """dW from an input of which blocks of so many features were kept, alone or under a mask of W."""
+    (dtype, tf32), e = PRECISIONS[precision], EDGES[edge]
+    kept = -(-e.in_features // features) * TOKENS // 2 // 16
+    values, index = meta(16, kept, features, dtype=dtype), meta(16, kept, dtype=torch.int32)
+    gy, mask = rows(TOKENS, e.out_features, e.pad, dtype), None if mask_block is None else mask_of(e, mask_block)
+    prune_launch.pruned_dw(gy, values, index, (16, TOKENS // 16, e.in_features), mask, mask_block or (1, 1), None, tf32, splits)
+
+
 SQUARES = [(b, b) for b in LISTED]
 DROPPED_BLOCKS = [*SQUARES, (16, 128), (128, 16)]
 Op = Callable[..., None]
@@ -169,6 +191,7 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376],)),
     (lists, (BLOCKS, [1000, 14336, 131072])),
     (group, ([FP32, BF16, FP16], BLOCKS, [384, 4096], [0, 8])),
+    (pruned_dw, (list(PRECISIONS), list(LISTED), list(EDGES), [None, *SQUARES, (128, 16), (16, 128), (2, 4)], [1, 4])),
 ]
 SMOKE: list[tuple[Op, Case]] = [
     (forward, ("bf16", (32, 32), "even", True, "gelu")),
@@ -184,6 +207,8 @@ SMOKE: list[tuple[Op, Case]] = [
     (group, (BF16, (64, 64), 384, 0)),
     (select, (1000,)),
     (mask_cast, ((FP32, BF16), (2, 4), "even")),
+    (pruned_dw, ("bf16", 64, "even", None, 4)),
+    (pruned_dw, ("bf16", 16, "ragged8", (32, 64), 1)),
 ]
 
 

@@ -19,21 +19,28 @@ TENSOR_CORE = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma", 12: "mma.
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def matmul_operands(config: Config) -> list[str]:
-    return ["x_ptr", "w_ptr"] if config.name == "list_matmul_kernel" else ["gy_ptr", "x_ptr"]
+def element(config: Config) -> str:
+    return config.pointer("values_ptr" if is_pruned(config) else "x_ptr")
 
 
 def is_ieee(config: Config) -> bool:
-    return config.pointer("x_ptr") == "fp32" and config.constant("PRECISION") == "ieee"
+    return element(config) == "fp32" and config.constant("PRECISION") == "ieee"
+
+
+def is_pruned(config: Config) -> bool:
+    return config.name == "pruned_matmul_kernel"
 
 
 def is_dw(config: Config) -> bool:
-    return config.name == "sampled_matmul_kernel"
+    return config.name == "sampled_matmul_kernel" or is_pruned(config)
 
 
 def widths(config: Config) -> set[int]:
     """Bytes of the copies that row strides allow; 16 is the most that an instruction takes."""
-    size = ITEMSIZE[config.pointer("x_ptr")]
+    size = ITEMSIZE[element(config)]
+    if is_pruned(config):
+        tile = config.constant("BT") * config.constant("B") * size  # bytes of a step's blocks
+        return {min(16, config.constant("GM") * size), min(16, tile // (32 * config.options["num_warps"]))}
     divisors = ("GM", "XM") if is_dw(config) else ("XM", "WM")
     return {min(16, config.constant(name) * size) for name in divisors}
 
@@ -41,14 +48,14 @@ def widths(config: Config) -> set[int]:
 def check_matmul(facts: Facts, config: Config) -> list[str]:
     wrong: list[str] = []
     stages, async_mma = config.options["num_stages"], config.arch in (90, 100)  # sm_120 has mma.sync only
-    ieee, tf32 = is_ieee(config), config.pointer("x_ptr") == "fp32" and not is_ieee(config)
+    ieee, tf32 = is_ieee(config), element(config) == "fp32" and not is_ieee(config)
 
     expected = {} if ieee else {TENSOR_CORE[config.arch // 10]}
     if set(facts.instructions) != set(expected):
         wrong.append(f"instructions {facts.instructions}, expected {sorted(expected) or 'no tensor core'}")
 
     depth = stages if async_mma and not ieee else stages - 1
-    operands = 1 if is_dw(config) and not async_mma and config.pointer("x_ptr") != "fp32" and not config.constant("G_INNER") else 2
+    operands = 1 if is_dw(config) and not async_mma and element(config) != "fp32" and (is_pruned(config) or not config.constant("G_INNER")) else 2
     if [n for n, _ in facts.buffers] != [depth] * operands:
         wrong.append(f"buffers {facts.buffers}, expected {operands} operands {depth} deep")
 

@@ -16,7 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from fxmask.kernels.triton import device
 
-MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
+MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel", "pruned_matmul_kernel")
 
 
 class Config(NamedTuple):

@@ -10,7 +10,7 @@ import time
 from contextlib import nullcontext
 
 import torch
-from gpu import bodies, training_bodies
+from gpu import bodies, pruning_bodies, training_bodies
 
 W = torch.randn(100, 130, generator=torch.Generator().manual_seed(0))
 CASES = [
@@ -30,6 +30,9 @@ CASES = [
     (training_bodies.check_autocast, ("cpu", torch.float16)),
     (bodies.check_many_elements, ("cpu", bodies.tokens_beyond(2**12, 128), 128, 64, torch.float16, 20)),
     (training_bodies.check_usable_after, ("cpu", lambda model: None)),
+    *((pruning_bodies.check_pruned_dw, ("cpu", (2, 15, 40), 34, f, 0.6, "fp16", block, 1)) for f, block in ((16, None), (32, (16, 16)), (24, (5, 3)))),
+    (pruning_bodies.check_pruned_dw, ("cpu", (2, 15, 40), 34, 16, 1, "fp32", None, 1)),
+    *((pruning_bodies.check_layer, ("cpu", masked)) for masked in (False, True)),
 ]
 
 

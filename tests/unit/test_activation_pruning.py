@@ -209,6 +209,25 @@ def test_with_weight_masks_a_guard_and_a_soft_ramp():
     assert losses[-1] < losses[0] and fxmask.explain(model).rows[0]["achieved_ratio"] == 0.5
 
 
+def test_implementations_agree_and_explain_names_them():
+    x, dense = torch.randn(3, 20, 64, dtype=torch.float64), nn.Linear(64, 96, dtype=torch.float64)
+    for masks in ((), (WeightMask(0.5, (16, 16)),)):
+        found = {impl: fxmask.apply(copy.deepcopy(dense), *masks, ActivationPruning(0.5, 16, impl=impl)) for impl in ("auto", "reference", "cpu")}
+        got = {impl: grads(m, x) for impl, m in found.items()}
+        for name, g in got["reference"].items():
+            torch.testing.assert_close(got["cpu"][name], g)
+            assert torch.equal(got["auto"][name], g)  # half of the blocks: strips do not pay
+    assert not torch.equal(got["cpu"]["weight"], got["reference"]["weight"])  # another order of the sums: strips did run
+    assert fxmask.explain(found["cpu"]).rows[0]["activations"] == "50 % of 1x16, dW by cpu"
+    assert fxmask.explain(found["auto"]).rows[0]["activations"] == "50 % of 1x16"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_implementation_that_cannot_run_is_refused():
+    with pytest.raises(fxmask.FxMaskError, match="impl='triton' needs a CUDA device"):
+        ActivationPruning(0.5, 16, impl="triton")
+
+
 def test_overrides_include_and_explain():
     model = fxmask.apply(mlp(), ActivationPruning(0.5, 16), overrides={"2": {"ratio": 0.8, "block": 32}})
     assert [r["activations"] for r in fxmask.explain(model).rows] == ["50 % of 1x16", "80 % of 1x32"]
@@ -268,6 +287,7 @@ X = torch.randn(4, 64)
 WRONG = {
     "ratio 1": (lambda: ActivationPruning(1.0), "finite number in"),
     "block": (lambda: ActivationPruning(0.5, (1, 64)), "positive int"),
+    "impl": (lambda: ActivationPruning(0.5, 64, impl="cuda"), "unknown impl: expected one of auto, reference, cpu, triton"),
     "noise": (lambda: ActivationPruning(0.5, 64, noise=-1), "noise: expected"),
     "twice": (lambda: fxmask.apply(mlp(), ActivationPruning(), ActivationPruning()), "one ActivationPruning, got 2"),
     "ratio beside it": (lambda: fxmask.apply(mlp(), ActivationPruning(), ratio=0.5), "configs and ratio"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fxmask.bench import device_stages, dropping, findings, gpu, part, probes, refreshes, session, sweeps, table
+from fxmask.bench import device_stages, dropping, findings, gpu, part, probes, pruning, refreshes, session, sweeps, table
 from fxmask.bench.driver import Run, run_cells
 from fxmask.kernels.grid import keep_count
 
@@ -124,6 +124,9 @@ def test_cells_of_the_parts():
     assert {(c.scope, c.weights) for c in found} == wanted and {c.form for c in found} == {"single", "group"}
     assert {(c.dtype, c.block) for c in found} == {(d, b) for d in ("bf16", "fp32") for b in (128, 64, 32, 16)}
     assert {c.dtype for c in refreshes.cells(CPU, True)} == {"bf16"}
+    found = pruning.cells(torch.device("cuda"), False)
+    assert {c.block for c in found} == {0, 16, 32, 64, 128} and {c.N for c in found} == {384, 1536} and pruning.INPUT == (64, 196, 384)
+    assert {c.ratio for c in found if c.form == "triton"} == {r / 10 for r in range(1, 10)} and len(found) == len(set(found))
     shapes = refreshes.MODEL
     assert shapes.count((14336, 4096)) == 4 and shapes.count((1536, 384)) == shapes.count((384, 1536)) == 12 and len(shapes) == 28
     assert sum(probes.L2_ROWS * probes.FEATURES * 2 // 2**20 for _ in range(2)) <= 50  # in both halves of the L2
@@ -311,6 +314,24 @@ def test_what_was_found_of_dropout():
     assert lines[0] == "dropout 8x2->4 p = 0.1 / 2.5000 ms, 0.80x the speed of dense, 1.20x the speed of dropout_linear"
     assert lines[1].endswith("2.00x the speed of dense, 2.50x the speed of masked_dense") and lines[2].endswith("from 0.5 on")
     assert findings._dropout([]) == ["dropout / not measured"]
+
+
+def test_pruned_products_in_the_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    interpreted(STAGES, tmp_path, "pruning")
+    rows = rows_of(tmp_path, "pruning")
+    wanted = {("dense", "0"), ("reference", "0"), *((form, "0") for form in pruning.OWN), ("reference", "0.8"), ("triton", "0.8")}
+    assert {(r["form"], r["w_ratio"]) for r in rows} == wanted
+    for row in rows:
+        assert float(row["tflop_per_s"]) == pytest.approx(int(row["flop"]) / float(row["ms_p50"]) / 1e9, rel=1e-4)
+        assert int(row["flop"]) <= int(row["flop_issued"]) or row["form"] == "dense"
+
+
+def test_a_wrong_pruned_product_is_found(monkeypatch):
+    cell = pruning.cells(CPU, True)[1]
+    assert cell.form == "reference" and pruning.prepare(cell, CPU).check()[1] == ""
+    dense = cell._replace(form="dense")  # the whole input is another product
+    assert "over the budget" in pruning.prepare(dense, CPU).check()[1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
