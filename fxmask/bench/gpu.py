@@ -12,6 +12,7 @@
 | dropout | a linear behind block dropout, against p, beside dense, dropout and linear, and dropped zeros in dense products | 60 |
 | pruning | dW from pruned inputs, beside the product with the whole input | 90 |
 | quick, full | the benchmark: two shapes, and all | 125, 480 |
+| train | whole training steps: a GPT block stack of width 4,096, ResMLP-S12 | 540 |
 """
 
 from __future__ import annotations
@@ -72,8 +73,16 @@ def _part(name: str, out: Path, limit_s: int, quick: bool) -> Stage:
     return Stage(name, python("-m", "fxmask.bench.device_stages", name, "--out", str(out), "--time-limit", str(limit_s - 15), *less), limit_s)
 
 
+def _train(out: Path) -> Stage:
+    """Rows that are there already are not measured again, and what a limit cuts off keeps what it has."""
+    script = ROOT / "examples" / "benchmarks" / "train_step.py"
+    shape = ("--model", "gpt", "resmlp-s12", "--dtype", "bf16", "--block", "64", "128", "--ratio", "0.8", "--impl", "triton")
+    command = python(str(script), *shape, "--seconds", "20", "--csv", str(out / "train_step.csv"))
+    return Stage("train", command, 540, "" if script.exists() else "examples are only in a checkout")
+
+
 def make_stages(out: Path, ini: Path, full_s: float = 450, quick: bool = False) -> list[Stage]:
-    """All stages, in order. `quick`: fewer cells, and no `full`."""
+    """All stages, in order. `quick`: fewer cells, and neither `full` nor `train`."""
     part = ("-m", "fxmask.bench.device_stages")
     bench = ("-m", "fxmask", "bench", "--device", "cuda", "--out", str(out))
     sanitizer = shutil.which("compute-sanitizer")
@@ -91,7 +100,7 @@ def make_stages(out: Path, ini: Path, full_s: float = 450, quick: bool = False) 
         Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
         *(_part(name, out, limit, quick) for name, limit in PARTS.items()),
         Stage("quick", python(*bench, "--quick", "--time-limit", "105"), 125),
-        *([] if quick else [Stage("full", python(*bench, "--time-limit", str(full_s)), full_s + 30)]),
+        *([] if quick else [Stage("full", python(*bench, "--time-limit", str(full_s)), full_s + 30), _train(out)]),
     ]
 
 
@@ -119,7 +128,7 @@ def summary(results: Sequence[Result], out: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.gpu", description="Tests and benchmarks on a GPU, stage by stage.")
     p.add_argument("--stages", default="", metavar="NAMES", help="some of those above, e.g. tests,quick")
-    p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stage full")
+    p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stages full and train")
     p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"csvs, {LOG} and stages.json are written there")
     p.add_argument("--time-limit", type=float, default=None, metavar="S", help="of the whole run")
     a = p.parse_args(argv)
