@@ -119,8 +119,8 @@ def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int
 
 
 def masked(task: Task, layers: str, **options: Any) -> nn.Module:
-    """A masked copy of the network, in eval()."""
-    return fxmask.apply(copy.deepcopy(task.model), fxmask.NMMask(**options), include=LAYERS[layers]).eval()
+    """A masked copy of the network, in eval(). Narrow layers are masked, too, which fxmask leaves alone by default."""
+    return fxmask.apply(copy.deepcopy(task.model), fxmask.NMMask(**options), include=LAYERS[layers], exclude=()).eval()
 
 
 @torch.no_grad()
