@@ -19,8 +19,8 @@ from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
 from .swap import Swapped, masked_class
 
-LOGITS, MASK, ORDER, TABLE = "nm_logits", "nm_mask", "nm_permutation", "nm_patterns"
-BUFFERS = (MASK, ORDER, TABLE)  # not persistent: no key of state_dict
+LOGITS, MASK, ORDER, TABLE, TAU = "nm_logits", "nm_mask", "nm_permutation", "nm_patterns", "nm_tau"
+BUFFERS = (MASK, ORDER, TABLE, TAU)  # not persistent: no key of state_dict
 
 
 class NMLayer(Swapped):
@@ -28,6 +28,8 @@ class NMLayer(Swapped):
 
     _fxmask_nm: NMMask
     _fxmask_nm_frozen: bool
+    _fxmask_nm_step: int  # optimiser steps that were told, and whether anybody tells them, of a temperature that moves
+    _fxmask_nm_counted: bool
     _fxmask_nm_rested: tuple[str, ...]  # parameters whose requires_grad apply has switched off
     bias: Tensor | None
 
@@ -54,11 +56,36 @@ def masked_weight(m: NMLayer) -> Tensor:
     c, w, mask = m._fxmask_nm, raw_weight(m), m._buffers.get(MASK)
     logits, table = m._parameters.get(LOGITS), m._buffers.get(TABLE)
     if mask is None and logits is not None and table is not None and m.training:
-        soft, hard = nm.sample(logits, table, c.tau)
+        soft, hard = nm.sample(logits, table, _tau(m))
         soft = soft.reshape(w.shape)
         return w * soft.to(w.dtype) if c.soft else learned(w, soft, hard.reshape(w.shape))
     mask = c.mask_of(w, table, logits) if mask is None else mask
     return sr_ste(w, mask, c.decay) if c.mode == "sr-ste" else torch.where(mask, w, 0)
+
+
+def _tau(m: NMLayer) -> float | Tensor:
+    """The temperature of the next draw: a scalar on the device where it moves, so that nothing recompiles."""
+    tau = m._buffers.get(TAU)
+    if tau is None:
+        return m._fxmask_nm.tau
+    if not m._fxmask_nm_counted:
+        what = "tau_from: the temperature moves by optimiser steps, and nobody tells them: expected fxmask.step."
+        raise StateError(message(what, type(m).__name__, "call fxmask.step(model, 0) before training, and fxmask.step(model) after every optimizer.step()."))
+    return tau
+
+
+def advance(m: NMLayer, n: int) -> None:
+    """Move the temperature on by n optimiser steps."""
+    m._fxmask_nm_step, m._fxmask_nm_counted = m._fxmask_nm_step + n, True
+    write_tau(m)
+
+
+def write_tau(m: NMLayer) -> None:
+    """Write the temperature of the step that is told, in place: a CUDA graph reads it there."""
+    tau = m._buffers.get(TAU)
+    if tau is not None and not tau.is_meta:
+        with torch.inference_mode(False), torch.no_grad():
+            tau.fill_(m._fxmask_nm.tau_at(m._fxmask_nm_step))
 
 
 @torch.no_grad()
@@ -69,7 +96,7 @@ def element_mask(m: NMLayer, last: bool = False) -> Tensor:
         return mask.clone()
     w = peek_weight(m).detach()
     if last and c.final == "sample" and logits is not None and table is not None:
-        return nm.sample(logits.detach(), table, c.tau)[1].reshape(w.shape)
+        return nm.sample(logits.detach(), table, c.tau_at(m._fxmask_nm_step))[1].reshape(w.shape)
     return c.mask_of(w, table, logits)
 
 
@@ -93,10 +120,13 @@ def swap_nm(m: nn.Module, config: NMMask) -> None:
     found[TABLE] = None if table is None else table.to(weight.device)
     if config.mode == "permuted":
         found[MASK], found[ORDER] = config.permuted(weight)
+    if config.tau_from is not None:
+        found[TAU] = torch.tensor(config.tau_from, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
     logits = None if config.mode != "learned" else _logits(config, weight, found[TABLE])
     m.__class__ = masked_class(type(m), NMLayer)
     assert isinstance(m, NMLayer)
     m._fxmask_nm, m._fxmask_nm_frozen, m._fxmask_nm_rested = config, False, ()
+    m._fxmask_nm_step, m._fxmask_nm_counted = 0, False
     for name, value in found.items():
         m.register_buffer(name, value, persistent=False)
     m.register_load_state_dict_post_hook(_after_load)
@@ -126,7 +156,7 @@ def unswap_nm(model: nn.Module) -> None:
         for n, p in m.named_parameters():
             if n in m._fxmask_nm_rested:
                 p.requires_grad_(True)
-        for name in ("_fxmask_nm", "_fxmask_nm_frozen", "_fxmask_nm_rested"):
+        for name in ("_fxmask_nm", "_fxmask_nm_frozen", "_fxmask_nm_rested", "_fxmask_nm_step", "_fxmask_nm_counted"):
             del m.__dict__[name]
         hooks = m._load_state_dict_post_hooks
         for key in [k for k, hook in hooks.items() if hook is _after_load]:
@@ -144,6 +174,7 @@ def rebuild_nm(m: NMLayer) -> None:
 def _after_load(m: nn.Module, incompatible: object) -> None:
     if isinstance(m, NMLayer) and not peek_weight(m).is_meta:
         rebuild_nm(m)
+        write_tau(m)  # to_empty has lost it
 
 
 @torch.inference_mode(False)

@@ -11,7 +11,7 @@ from torch import nn
 
 from .inputs import mask_overrides
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
-from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
+from .nm_layers import NMLayer, advance, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask
 from .passes.conv import KINDS
@@ -109,6 +109,14 @@ def refresh_nm(model: nn.Module) -> bool:
     for _, m in nm_layers(model):
         rebuild_nm(m)
     return any_nm(model)
+
+
+def step_nm(model: nn.Module, n: int) -> bool:
+    """Move temperatures that depend on the step; whether there are such."""
+    moving = [m for _, m in nm_layers(model) if m._fxmask_nm.tau_from is not None]
+    for m in moving:
+        advance(m, n)
+    return bool(moving)
 
 
 @torch.no_grad()

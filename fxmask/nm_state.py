@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.errors import StateError, message
-from .nm_layers import LOGITS, MASK, ORDER, NMLayer, nm_layers
+from .nm_layers import LOGITS, MASK, ORDER, NMLayer, nm_layers, write_tau
+from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
+
+KEYS = {"settings", "frozen", "mask", "permutation"}
 
 
 def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -22,7 +25,13 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
         return None if t is None else t.detach().clone()
 
     return {
-        name: {"settings": dataclasses.asdict(m._fxmask_nm), "frozen": m._fxmask_nm_frozen, "mask": saved(m, MASK), "permutation": saved(m, ORDER)}
+        name: {
+            "settings": dataclasses.asdict(m._fxmask_nm),
+            "frozen": m._fxmask_nm_frozen,
+            "mask": saved(m, MASK),
+            "permutation": saved(m, ORDER),
+            **({} if m._fxmask_nm.tau_from is None else {"step": m._fxmask_nm_step, "counted": m._fxmask_nm_counted}),
+        }
         for name, m in nm_layers(model)
     }
 
@@ -35,12 +44,16 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
     if not isinstance(saved, Mapping) or set(saved) != set(ours):
         got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
         raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
+    defaults = dataclasses.asdict(NMMask())
     for name, m in ours.items():
         entry, shape, config = saved[name], tuple(peek_weight(m).shape), dataclasses.asdict(m._fxmask_nm)
-        if not isinstance(entry, Mapping) or set(entry) != {"settings", "frozen", "mask", "permutation"} or type(entry["frozen"]) is not bool:
+        keys = KEYS | ({"step", "counted"} if m._fxmask_nm.tau_from is not None else set())
+        if not isinstance(entry, Mapping) or KEYS - set(entry) or not isinstance(entry["settings"], Mapping) or type(entry["frozen"]) is not bool:
             raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
-        if entry["settings"] != config:
+        if {**defaults, **entry["settings"]} != config:  # a setting that it does not name is a newer one
             raise StateError(message(f"the state was saved with other settings: expected {config}, got {entry['settings']}.", name, fix))
+        if set(entry) != keys or type(entry.get("step", 0)) is not int or entry.get("step", 0) < 0 or type(entry.get("counted", True)) is not bool:
+            raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
         wanted = entry["frozen"] or m._fxmask_nm.mode == "permuted"
         mask = entry["mask"]
         if wanted != isinstance(mask, Tensor) or (isinstance(mask, Tensor) and (mask.dtype != torch.bool or tuple(mask.shape) != shape)):
@@ -50,6 +63,8 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
         for key, leaf in (("mask", MASK), ("permutation", ORDER)):
             m._buffers[leaf] = None if entry[key] is None else entry[key].to(device).clone()
         m._fxmask_nm_frozen = entry["frozen"]
+        m._fxmask_nm_step, m._fxmask_nm_counted = entry.get("step", 0), entry.get("counted", False)
+        write_tau(m)
         logits = m._parameters.get(LOGITS)
         if logits is not None:
             logits.requires_grad_(not m._fxmask_nm_frozen)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .kernels.errors import ConfigError, StateError, message
-from .nm_masking import refresh_nm
+from .nm_masking import refresh_nm, step_nm
 from .passes import rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_readers
@@ -26,7 +26,7 @@ def _not_inside_dense(model: nn.Module, caller: str) -> None:
 
 
 def step(model: nn.Module, n: int = 1) -> None:
-    """Tell the masks that `n` optimiser steps were taken; call it after every `optimizer.step()`.
+    """Tell the masks, and the temperatures of learned N:M masks, that `n` optimiser steps were taken; call it after every `optimizer.step()`.
 
     `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing.
@@ -36,6 +36,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     """
     if type(n) is not int or n < 0:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
+    if not any_masked(model) and step_nm(model, n):
+        return
     _not_inside_dense(model, "fxmask.step")
     found = required_sites(model, "fxmask.step")
     for name, site, weight in found:
@@ -48,6 +50,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         warn_of_dense_readers(found)
         _observe(found, n)
     rebuild.advance([(site, weight) for _, site, weight in found], n)
+    step_nm(model, n)
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

@@ -70,7 +70,7 @@ def gumbel(like: Tensor) -> Tensor:
     return -e.clamp_min(torch.finfo(e.dtype).tiny).log()
 
 
-def sample(logits: Tensor, table: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, table: Tensor, tau: float | Tensor) -> tuple[Tensor, Tensor]:
     """A draw of masks: soft (G, m) = softmax((g + logits) / tau) D with gradient to the logits, and hard (G, m) bool, the pattern that is the most likely of
     that softmax (Danhofer 2024).
     """

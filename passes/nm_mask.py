@@ -12,7 +12,8 @@ from ..kernels.errors import ConfigError
 from .options import Options
 
 MODES = ("magnitude", "permuted", "learned", "sr-ste")
-OWN = {"decay": "sr-ste", "passes": "permuted", "transposable": "magnitude", **dict.fromkeys(("tau", "soft", "init", "final", "train_weights"), "learned")}
+OF_LEARNED = ("tau", "tau_from", "tau_steps", "soft", "init", "final", "train_weights")
+OWN = {"decay": "sr-ste", "passes": "permuted", "transposable": "magnitude", **dict.fromkeys(OF_LEARNED, "learned")}
 LARGEST, MOST_PATTERNS = 32, 4096  # of m, and of logits a group
 
 
@@ -35,7 +36,9 @@ class NMMask(Options):
         n, m: n kept of m, 1 <= n < m <= 32.
         mode: of the table. decay: SR-STE's lambda. passes: of the search for a permutation, see `kernels.nm_permute`.
         transposable: for 2:4 by magnitude: tiles of 4x4 whose rows and columns both keep 2 of 4, so that W and its transpose are 2:4 (Hubara et al. 2021).
-        tau: temperature of the draw. soft: multiply by the mixture of patterns in training; by default by the drawn pattern, straight-through.
+        tau: temperature of the draw. tau_from, tau_steps: it falls, or rises, from tau_from to tau by one factor a step over tau_steps optimiser steps, which
+            `fxmask.step(model)` tells; by default it is tau all along, as in the source.
+        soft: multiply by the mixture of patterns in training; by default by the drawn pattern, straight-through.
         init: of the logits, `glorot` (uniform) or `magnitude`. They are `nm_logits` (groups, patterns) of the layer: in `parameters()` and in `state_dict()`.
         final: what `fxmask.freeze` and `fxmask.finalize` fix: `argmax`, or `sample`, drawn one last time. Forwards in eval() take the argmax in any case.
         train_weights: False: weight and bias of the layers stop asking for gradients, until `fxmask.restore`; other layers and norms are the user's to freeze.
@@ -50,6 +53,8 @@ class NMMask(Options):
     decay: float = 2e-4
     passes: int = 16
     tau: float = 0.1
+    tau_from: float | None = None
+    tau_steps: int = 0
     soft: bool = False
     init: str = "glorot"
     final: str = "argmax"
@@ -68,6 +73,12 @@ class NMMask(Options):
             v = getattr(self, name)
             if isinstance(v, bool) or not isinstance(v, (int, float)) or not math.isfinite(v) or v < 0 or (v == 0 and name == "tau"):
                 raise ConfigError(f"{name}: expected a finite number {least}, got {v!r}.")
+        if self.tau_from is not None or self.tau_steps != 0:
+            v = self.tau_from
+            known = not isinstance(v, bool) and isinstance(v, (int, float)) and math.isfinite(v) and v > 0
+            if not known or type(self.tau_steps) is not int or self.tau_steps < 1:
+                got = f"tau_from={v!r}, tau_steps={self.tau_steps!r}"
+                raise ConfigError(f"tau_from, tau_steps: expected a finite number above 0 and an int of at least 1, or neither, got {got}.")
         if type(self.passes) is not int or self.passes < 1:
             raise ConfigError(f"passes: expected an int of at least 1, got {self.passes!r}.")
         for f in dataclasses.fields(self):
@@ -78,6 +89,12 @@ class NMMask(Options):
             raise ConfigError(f"transposable: expected n=2, m=4, whose tiles can be searched, got n={self.n}, m={self.m}.")
         if self.mode == "learned" and math.comb(self.m, self.n) > MOST_PATTERNS:
             raise ConfigError(f"mode='learned' has C(m, n) logits a group: expected at most {MOST_PATTERNS}, got {math.comb(self.m, self.n)}.")
+
+    def tau_at(self, step: int) -> float:
+        """The temperature after `step` optimiser steps; exactly tau from tau_steps on."""
+        if self.tau_from is None or step >= self.tau_steps:
+            return self.tau
+        return self.tau_from * (self.tau / self.tau_from) ** (step / self.tau_steps)
 
     def words(self) -> str:
         """What `repr` and `explain` say of it."""

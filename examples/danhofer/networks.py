@@ -119,8 +119,8 @@ def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int
 
 
 def masked(task: Task, layers: str, **options: Any) -> nn.Module:
-    """A masked copy of the network, in eval()."""
-    return fxmask.apply(copy.deepcopy(task.model), fxmask.NMMask(**options), include=LAYERS[layers]).eval()
+    """A masked copy of the network, in eval(). Narrow layers are masked, too, which fxmask leaves alone by default."""
+    return fxmask.apply(copy.deepcopy(task.model), fxmask.NMMask(**options), include=LAYERS[layers], exclude=()).eval()
 
 
 @torch.no_grad()
@@ -140,9 +140,9 @@ def accuracy(model: nn.Module, batches: Any) -> dict[str, float]:
 def shares(task: Task, layers: str) -> dict[str, float]:
     """Percent of the parameters, and of one image's multiply-adds, in layers that are masked (kept or not); how many these are, and how many stay dense."""
     model = masked(task, layers)
-    rows = fxmask.explain(model).rows
+    rows = fxmask.explain(model).rows  # of weights without values, too
     names = {f"{type(task.model).__name__}.{r['name']}" for r in rows if r["masked"]}
-    weights = sum(m.numel() for m in fxmask.masks(model).values())
+    weights = sum(model.get_parameter(f"{r['name']}.weight").numel() for r in rows if r["masked"])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         task.model(task.example)
     flop = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}

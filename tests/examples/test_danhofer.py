@@ -1,0 +1,148 @@
+"""Danhofer's tables and learned masks: the published values, the shares that the source gives, the recipe, resume, and a ResNet-18 from a file."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from danhofer import learned, learning, networks, tables_3_4
+from data import torchvision
+from torch import nn
+
+import fxmask
+
+SMALL = ["--dense-epochs", "1"]
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def task() -> networks.Task:
+    return networks.digits(0, 128, 1)
+
+
+@pytest.mark.parametrize(("name", "parameters", "macs"), [("convnext_tiny", 5.4, 4.2), pytest.param("convnext_small", 3.1, 2.2, marks=pytest.mark.slow)])
+def test_shares_of_a_convnext_are_the_published_ones(name, parameters, macs):
+    """The source's masked layers are the stem and the three down-sampling convolutions."""
+    with torch.device("meta"):
+        model = getattr(torchvision().models, name)().eval()
+        found = networks.Task(name, model, None, None, 600, torch.zeros(1, 3, 224, 224))
+    masked = [r["name"] for r in fxmask.explain(networks.masked(found, "conv")).rows if r["masked"]]
+    assert masked == ["features.0.0", "features.2.1", "features.4.1", "features.6.1"]
+    ours, theirs = tables_3_4.share_lines(found, "conv")
+    published = f"{parameters} % of the parameters, {macs} % of the MACs"
+    assert published in ours and published in theirs
+
+
+def test_which_layers_of_a_resnet_and_of_the_small_network():
+    with torch.device("meta"):
+        resnet = networks.Task("resnet18", torchvision().models.resnet18().eval(), None, None, 90, torch.zeros(1, 3, 224, 224))
+    counts = []
+    for layers in networks.LAYERS:
+        rows = fxmask.explain(networks.masked(resnet, layers)).rows
+        counts.append(sum(bool(r["masked"]) for r in rows))
+    assert counts == [19, 1, 20]
+    small = networks.Task("digits", networks.small().eval(), None, None, 100, torch.zeros(1, 1, 8, 8))
+    assert [r["masked"] for r in fxmask.explain(networks.masked(small, "conv")).rows] == [False, True, True, False]
+
+
+def test_accuracy_counts_images():
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return x + self.p
+
+    scores = torch.tensor([[9.0, 8, 7, 6, 5, 4], [9, 8, 7, 6, 5, 4], [9, 8, 7, 6, 5, 4], [4, 9, 8, 7, 6, 5]])
+    batches = [(scores[:3], torch.tensor([0, 4, 5])), (scores[3:], torch.tensor([1]))]
+    assert networks.accuracy(Fixed().train(), batches) == {"top1": 50.0, "top5": 75.0}
+
+
+def test_tables(tmp_path, capsys):
+    assert tables_3_4.main([*SMALL, "--out", str(tmp_path)]) == 0
+    first = rows_of(tmp_path / "danhofer_tables_3_4.csv")
+    assert [(r["table"], r["form"], r["metric"]) for r in first[:2]] == [("3", "dense", "top1"), ("3", "dense", "top5")] and len(first) == 8
+    assert tables_3_4.main([*SMALL, "--layers", "all", "--out", str(tmp_path)]) == 0
+    assert rows_of(tmp_path / "danhofer_tables_3_4.csv")[:8] == first, "rows of another choice are kept"
+    assert "masked: 2 layers" in capsys.readouterr().out
+
+
+def test_published_values_are_all_there():
+    assert [tables_3_4.published(name)["permuted24_top1"] for name in networks.NETWORKS] == ["21.48", "49.27", "48.37", "75.90", "76.44"]
+    assert tables_3_4.published("digits") == {}
+
+
+def test_learning_changes_logits_alone_and_goes_on_where_it_stopped(task, tmp_path):
+    before = {n: t.clone() for n, t in task.model.state_dict().items()}
+    options = dict(tau=0.1, soft=False, init="glorot")
+    whole = learning.learn(task, "conv", 3, 5, 1.0, **options)
+    assert all(torch.equal(t, whole.state_dict()[n]) and torch.equal(t, task.model.state_dict()[n]) for n, t in before.items())
+    for epochs in (1, 3):
+        parts = learning.learn(task, "conv", epochs, 5, 1.0, tmp_path / "run.pt", **options)
+    wanted, got = fxmask.masks(whole), fxmask.masks(parts)
+    assert all(torch.equal(m, got[n]) for n, m in wanted.items())
+    assert all(torch.equal(p, parts.state_dict()[n]) for n, p in whole.state_dict().items() if n.endswith("nm_logits"))
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    group = saved["optimizer"]["param_groups"][0]
+    assert (group["initial_lr"], group["betas"], group["weight_decay"]) == (1.0, (0.9, 0.999), 1e-4) and group["lr"] == pytest.approx(0.1)
+    with pytest.raises(networks.DataMissing, match=r"expected .* got a run of"):
+        learning.learn(task, "conv", 3, 6, 1.0, tmp_path / "run.pt", **options)
+
+
+def test_learned_reports_what_it_checks(tmp_path, capsys):
+    code = learned.main([*SMALL, "--epochs", "1", "--out", str(tmp_path)])
+    said = capsys.readouterr()
+    assert "1 epochs are more than the source's 10 % of the 1" in said.err
+    assert "bit-identical: True; two evaluations the same: True; 2 of every 4 kept: True" in said.out
+    rows = {r["form"]: float(r["top1"]) for r in rows_of(tmp_path / "danhofer_learned.csv")}
+    assert list(rows) == ["dense", "magnitude", "permuted", "learned"]
+    assert code == int(rows["learned"] < max(rows["magnitude"], rows["permuted"]))
+
+
+def test_a_changed_weight_is_seen(task):
+    other = networks.masked(task, "conv", mode="learned")
+    assert learned.untouched(task.model, other)
+    other[1].running_mean.add_(1)
+    assert not learned.untouched(task.model, other)
+
+
+@pytest.mark.slow
+def test_learned_masks_are_at_least_as_accurate():
+    assert learned.main([]) == 0
+
+
+def test_files_that_are_not_there(tmp_path, capsys):
+    torch.save({"conv1.weight": torch.zeros(1)}, tmp_path / "weights.pt")
+    run = ["--model", "resnet18", "--data", str(tmp_path), "--checkpoint"]
+    for wrong, words in ((["none.pt"], "got no file none.pt"), ([str(tmp_path / "weights.pt")], "expected the state_dict of resnet18, got")):
+        assert tables_3_4.main([*run, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    assert learned.main(["--model", "resnet18"]) == 2
+    assert "expected --checkpoint FILE and --data FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_from_a_file(tmp_path, capsys):
+    """A ResNet-18 that knows nothing, over six images: the command, from its checkpoint to its csv."""
+    from PIL import Image
+
+    torch.manual_seed(0)
+    torch.save(torchvision().models.resnet18().state_dict(), tmp_path / "weights.pt")
+    for i, name in enumerate("abcdef"):
+        for part in ("train", "val"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (260, 300), (40 * i, 90, 10)).save(tmp_path / part / name / "0.png")
+    run = ["--model", "resnet18", "--checkpoint", str(tmp_path / "weights.pt"), "--data", str(tmp_path), "--batch", "2"]
+    assert learned.main([*run, "--epochs", "1", "--limit", "2", "--state", str(tmp_path / "run.pt"), "--out", str(tmp_path)]) in (0, 1)
+    assert "bit-identical: True" in capsys.readouterr().out and not (tmp_path / "danhofer_learned.csv").exists()
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert len(saved["logits"]) == 19 and saved["epoch"] == 1 and saved["settings"]["init"] == "glorot" and saved["settings"]["lr"] == 1.0
+    assert tables_3_4.main([*run, "--data", str(tmp_path / "val")]) == 2
+    assert "expected a folder val" in capsys.readouterr().err

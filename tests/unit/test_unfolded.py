@@ -1,0 +1,74 @@
+"""A convolution as a product with the unfolded input: the numbers of PyTorch's own, masks included."""
+
+import copy
+
+import pytest
+import torch
+import torchvision_shim
+from torch import nn
+from torch.nn import functional as F
+
+import fxmask
+from fxmask.kernels import unfolded
+
+CASES = {
+    "3x3": dict(kernel_size=3),
+    "stride, padding": dict(kernel_size=3, stride=2, padding=1),
+    "oblong": dict(kernel_size=(3, 5), stride=(1, 2), padding=(2, 0), dilation=(2, 1), bias=False),
+    "same": dict(kernel_size=(3, 5), padding="same"),
+    "valid": dict(kernel_size=2, padding="valid", dilation=3),
+    "patches": dict(kernel_size=4, stride=4),
+    "1x1": dict(kernel_size=1, stride=2),
+    "reflect": dict(kernel_size=3, padding=2, padding_mode="reflect"),
+    "circular": dict(kernel_size=3, padding=(1, 2), padding_mode="circular"),
+    "replicate": dict(kernel_size=5, padding=2, padding_mode="replicate", stride=3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_the_layer_s(case):
+    torch.manual_seed(0)
+    m, x = nn.Conv2d(4, 6, **CASES[case]).double(), torch.randn(2, 4, 13, 12, dtype=torch.float64, requires_grad=True)
+    w = torch.randn_like(m.weight).requires_grad_()
+    want, got = m._conv_forward(x, w, m.bias), unfolded.conv2d(x, m, w)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(unfolded.conv2d(x, m), m(x))
+    torch.testing.assert_close(unfolded.conv2d(x[0], m), m(x[0]))
+    for a, b in zip(torch.autograd.grad(got.square().sum(), (x, w)), torch.autograd.grad(want.square().sum(), (x, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_product_gets_a_matrix_and_tokens():
+    """So a 2:4 weight can stand there: rows of c_in * kh * kw, in the order in which NMMask groups them."""
+    seen = []
+
+    def product(patches, matrix, bias):
+        seen.append((tuple(patches.shape), tuple(matrix.shape)))
+        return F.linear(patches, matrix, bias)
+
+    dense, x = nn.Sequential(nn.Conv2d(4, 16, 3, padding=1)), torch.randn(2, 4, 6, 5)
+    model = fxmask.apply(copy.deepcopy(dense), fxmask.NMMask(2, 4)).eval()
+    matrix = torch.where(fxmask.masks(model)["0.weight"], dense[0].weight, 0).flatten(1)
+    torch.testing.assert_close(unfolded.conv2d(x, dense[0], matrix, product), model(x))
+    assert seen == [((2, 30, 36), (16, 36))] and ((matrix.reshape(16, 9, 4) != 0).sum(2) == 2).all()
+
+
+def test_a_resnet_predicts_the_same(monkeypatch):
+    torch.manual_seed(0)
+    torchvision_shim.import_torchvision()
+    from torchvision.models import resnet18
+
+    model, x = resnet18(num_classes=50).eval(), torch.randn(4, 3, 64, 64)
+    with torch.no_grad():
+        want, calls = model(x), []
+        monkeypatch.setattr(nn.Conv2d, "forward", lambda m, x: calls.append(m) or unfolded.conv2d(x, m))
+        got = model(x)
+    assert len(calls) == 20 and torch.equal(got.argmax(1), want.argmax(1))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_use():
+    with pytest.raises(fxmask.FxMaskError, match="of 2 groups has a matrix for each"):
+        unfolded.conv2d(torch.randn(1, 4, 5, 5), nn.Conv2d(4, 4, 3, groups=2))
+    with pytest.raises(fxmask.FxMaskError, match=r"expected \(B, 4, H, W\) or \(4, H, W\), got \(1, 3, 5, 5\)"):
+        unfolded.conv2d(torch.randn(1, 3, 5, 5), nn.Conv2d(4, 4, 3))
