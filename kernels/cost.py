@@ -283,6 +283,12 @@ def write_mask(blocks: int, chunk: int, ties_split: bool, keep_itemsize: int = 8
     return Cost(reads=reads, writes={"mask": blocks}, reads_min=least, writes_min={"mask": blocks})
 
 
+def draw(blocks: int, chunk: int) -> Cost:
+    """Block dropout's mask, ⌈blocks / chunk⌉ programs. Requested B: seed 8 a program, mask blocks written; compulsory: the seed once."""
+    mask = {"mask": blocks}
+    return Cost(reads={"seed": 8 * _cdiv(blocks, chunk)}, writes=mask, reads_min={"seed": 8 * min(blocks, 1)}, writes_min=dict(mask))
+
+
 def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
     """Entries and counts of both directions; the same for every mask, since lists have full capacity.
 
