@@ -176,12 +176,16 @@ def list_matmul(
     return Cost(2 * tokens * lists.kept, issued, reads, y, least, dict(y))
 
 
-def sampled_matmul(lists: Lists, tokens: int, itemsize: int, *, splits: int = 1, tile_tokens: int, tile_features: int = 128, accumulate: bool = False) -> Cost:
+def sampled_matmul(
+    lists: Lists, tokens: int, itemsize: int, *, splits: int = 1, tile_tokens: int, tile_features: int = 128, accumulate: bool = False, whole: bool = False
+) -> Cost:
     """dW of the kept blocks, over the forward's lists. A program: one strip, Q = tile_features / U entries, one split; n_s = ⌈c_s / Q⌉ programs have work.
+
+    `whole`: strips of gy are read whole, behind the last row that one again, as block dropout's dX does it.
 
     Useful FLOP   2 M kept
     Issued FLOP   2 BN Q U BT ⌈M / BT⌉ Σ n_s, with BT = tile_tokens
-    Requested B   gy       b M Σ n_s (features of strip s)
+    Requested B   gy       b M Σ n_s (features of strip s; BN where whole)
                   x        b M (Σ f_s + empty places * min(U, along))
                   out      written: b kept; with splits, whose sums go to a float32 workspace: 4 splits kept. Read too, b kept, where accumulated without splits
                   entries  4 splits U Σ c_s: each feature asks for its entry
@@ -193,7 +197,7 @@ def sampled_matmul(lists: Lists, tokens: int, itemsize: int, *, splits: int = 1,
     q = max(1, tile_features // lay.unit)
     tiles = lists.steps(q)
     programs = splits * lay.strips * _cdiv(lay.units, q)
-    widths = (max(0, min(lay.strip, lists.across - s * lay.strip)) for s in range(lay.strips))
+    widths = (lay.strip if whole else max(0, min(lay.strip, lists.across - s * lay.strip)) for s in range(lay.strips))
     reads = {
         "gy": itemsize * tokens * sum(_cdiv(c, q) * width for c, width in zip(lists.counts, widths, strict=True)),
         "x": itemsize * tokens * lists.gathered(q),
@@ -278,6 +282,12 @@ def write_mask(blocks: int, chunk: int, ties_split: bool, keep_itemsize: int = 8
     reads = {"key": INDEX * (blocks + before), "keep": keep_itemsize * programs, "bins": 3 * INDEX * BINS * programs}
     least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": 3 * INDEX * BINS}
     return Cost(reads=reads, writes={"mask": blocks}, reads_min=least, writes_min={"mask": blocks})
+
+
+def draw(blocks: int, chunk: int) -> Cost:
+    """Block dropout's mask, ⌈blocks / chunk⌉ programs. Requested B: seed 8 a program, mask blocks written; compulsory: the seed once."""
+    mask = {"mask": blocks}
+    return Cost(reads={"seed": 8 * _cdiv(blocks, chunk)}, writes=mask, reads_min={"seed": 8 * min(blocks, 1)}, writes_min=dict(mask))
 
 
 def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:

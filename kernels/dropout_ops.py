@@ -172,10 +172,30 @@ def _dw_flop(gy: Tensor, x: Tensor, keep: Tensor, rows: int, cols: int, *_: Any,
     return _flop(gy.shape[-1], (_tokens(x), x.shape[-1]), keep, (rows, cols))
 
 
-def mask(x: Tensor, block: tuple[int, int], p: float) -> Tensor:
+@torch.library.custom_op("fxmask::drop_mask", mutates_args=())
+def drop_mask(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int, p: float, impl: str = "auto") -> Tensor:
+    """The mask of an input (tokens, features), bool, True = kept, see `kernels.dropout.draw`: the same bits by every `impl`.
+
+    seed: 0-d int64 on the device where the mask is wanted. Differentiable: no. Cost: a byte a block, no host sync; by Triton one launch.
+    """
+    form = dropout
+    if impl == "triton":
+        triton_ops().require(seed.new_empty(0, dtype=torch.float32))  # a seed has no floating dtype to object to
+        form = triton_ops().dropped
+    return form.draw(tokens, features, (block_rows, block_cols), p, seed)
+
+
+@drop_mask.register_fake
+def _(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int, p: float, impl: str = "auto") -> Tensor:
+    return seed.new_empty(grid_shape((tokens, features), (block_rows, block_cols)), dtype=torch.bool)
+
+
+def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Tensor:
     """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
     if x.is_nested or ops.is_transformed("auto"):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
     seed = torch.randint(2**62, (), device=x.device)
-    return dropout.draw(_tokens(x), x.shape[-1], block, p, seed)
+    if impl == "triton":
+        return drop_mask(seed, _tokens(x), x.shape[-1], *block, p, impl)
+    return dropout.draw(_tokens(x), x.shape[-1], block, p, seed)  # aten ops, which a compiler fuses

@@ -53,11 +53,11 @@ def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], trans
 
 def by_lists(
     op: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
-    tile: Tile | None = None, splits: int = 0, inner: bool = False,
+    tile: Tile | None = None, splits: int = 0, inner: bool = False, whole: bool = False,
 ) -> Cost:  # fmt: skip
     """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the default tile and splits unless given. `shape` is W's (N, K).
 
-    inner: the input's tokens lie side by side (`kernels.strides`).
+    inner: the input's tokens lie side by side (`kernels.strides`). whole: see `kernels.cost.sampled_matmul`.
     """
     item = dtype.itemsize
     tile = tile or candidates(dtype, block, op == "dx", tf32)[0]
@@ -66,7 +66,7 @@ def by_lists(
         return cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
     lay = found.layout
     splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, TILE_FEATURES // lay.unit)))
-    total = cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES)
+    total = cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES, whole=whole)
     total += cost.zero_fill(shape, item)
     return total if splits == 1 else total + cost.sum_splits(shape, block, found.kept, item, splits=splits)
 
@@ -92,7 +92,7 @@ def dropped(
         made = cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, bias_m=True)
         return made.renamed({"x": "w", "w": "x"})
     if op == "dx":
-        return by_lists("dw", n, (m, k), keep, block, dtype, tf32=tf32, splits=splits).renamed({"gy": "dy", "x": "w", "out": "dx"})
+        return by_lists("dw", n, (m, k), keep, block, dtype, tf32=tf32, splits=splits, whole=True).renamed({"gy": "dy", "x": "w", "out": "dx"})
     splits = splits or splits_of(m, -(-n // tile.tokens) * lay.strips)
     made = cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, predicated=True, splits=splits)
     made = made.renamed({"x": "dy", "w": "x", "y": "dw" if splits == 1 else "parts"})

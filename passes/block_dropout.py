@@ -70,7 +70,7 @@ class BlockDropout(Options):
     def mask(self, x: Tensor, training: bool) -> Tensor | None:
         """A new mask for an input; None where nothing is dropped."""
         assert self.p is not None  # resolved by apply
-        return dropout_ops.mask(x, self.block, self.p) if self.p > 0 and (training or self.mc) else None
+        return dropout_ops.mask(x, self.block, self.p, self.impl) if self.p > 0 and (training or self.mc) else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """The layer's forward."""

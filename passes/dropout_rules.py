@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels import layer_cost
+from ..kernels import cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.lists import listed
+from ..kernels.triton.tiles import DRAWN
 from .masked_rules import PHASE, ROLES, implementation
 from .record import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
@@ -32,12 +33,18 @@ def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int],
     grid, kernels = a["keep"].shape, impl == "triton" and layer_cost.drops(op, shape, block)
     nnzb = round((1 - p) * grid[0] * grid[1])
     if kernels:
-        cost = layer_cost.dropped(op, m, shape, typical_mask((grid[0], grid[1]), nnzb), block, tokens.dtype, bias=bias)
+        made = layer_cost.dropped(op, m, shape, typical_mask((grid[0], grid[1]), nnzb), block, tokens.dtype, bias=bias)
     else:
-        cost = _share(plain, p, impl != "triton" or (t.impl or a["impl"]) == "triton")
+        made = _share(plain, p, impl != "triton" or (t.impl or a["impl"]) == "triton")
     sizes = {"forward": (m, n, k), "dx": (m, k, n), "dw": (n, k, m)}[op]
     phase = phase_of(call) if op == "forward" else PHASE[op]
-    return Work(call, phase, EXACT, cost, *sizes, 1, tokens.dtype, plain, block, nnzb, elements=n * k, weight=weight, impl="triton" if kernels else "")
+    return Work(call, phase, EXACT, made, *sizes, 1, tokens.dtype, plain, block, nnzb, elements=n * k, weight=weight, impl="triton" if kernels else "")
+
+
+@rule("fxmask.drop_mask")
+def _mask(call: Call, t: Target) -> list[Work]:
+    (mask,) = call.outputs
+    return [Work(call, phase_of(call), EXACT, cost.draw(mask.numel, DRAWN))]
 
 
 @rule("fxmask.dropped_linear")
@@ -46,8 +53,8 @@ def _linear(call: Call, t: Target) -> list[Work]:
     found = [_work("forward", call, t, a["x"], a["w"].shape, a["w"].weight, a["bias"] is not None)]
     block, grid = (a["block_rows"], a["block_cols"]), a["keep"].shape
     if implementation(a["impl"], t) == "triton" and listed(block) and a["lists"] is None:  # the kernels would have lists of the mask
-        cost = layer_cost.strip_lists((grid[0] * block[0], grid[1] * block[1]), block)
-        found.append(Work(call, found[0].phase, EXACT, cost, block=block, weight=a["w"].weight, launches=2, name="fxmask.strip_lists"))
+        made = layer_cost.strip_lists((grid[0] * block[0], grid[1] * block[1]), block)
+        found.append(Work(call, found[0].phase, EXACT, made, block=block, weight=a["w"].weight, launches=2, name="fxmask.strip_lists"))
     return found
 
 

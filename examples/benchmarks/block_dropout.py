@@ -7,7 +7,7 @@
 | dense | the linear alone |
 | dropout + linear | F.dropout, then F.linear |
 | block dropout + linear | a mask of blocks, multiplied in, then F.linear |
-| fused | fxmask.BlockDropout |
+| fused | fxmask.BlockDropout; `fused, triton` and so on where `--impl` asks for one |
 
 All take turns in one run, in an order that changes; medians. On one CPU thread process time, on more wall time, on CUDA events. GFLOP/s count the dense
 products, so that what is skipped shows as speed. Rows of all p are printed, losing ones too.
@@ -33,8 +33,13 @@ from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
 from fxmask.kernels import dropout
+from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def name_of(a: argparse.Namespace) -> str:
+    return "fused" if a.impl == "auto" else f"fused, {a.impl}"
 
 
 def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]:
@@ -42,7 +47,7 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
     dtype = getattr(torch, a.dtype)
     torch.manual_seed(0)
     linear = nn.Linear(a.features, a.features, device=a.device, dtype=dtype)
-    fused = fxmask.apply(nn.Sequential(linear), fxmask.BlockDropout(p, (a.block, a.block)))
+    fused = fxmask.apply(nn.Sequential(linear), fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl))
     x = torch.randn(a.tokens, a.features, device=a.device, dtype=dtype, requires_grad=True)
     gy = torch.randn(a.tokens, a.features, device=a.device, dtype=dtype)
 
@@ -61,7 +66,7 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
         "dense": run(lambda: F.linear(x, linear.weight, linear.bias)),
         "dropout + linear": run(lambda: F.linear(F.dropout(x, p), linear.weight, linear.bias)),
         "block dropout + linear": run(blocks),
-        "fused": run(lambda: fused(x)),
+        name_of(a): run(lambda: fused(x)),
     }
 
 
@@ -72,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--block", type=int, default=128)
     p.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    p.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto")
     p.add_argument("--repeats", type=int, default=15)
     p.add_argument("--threads", type=int)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -96,11 +102,11 @@ def main(argv: list[str] | None = None) -> int:
             row |= {"x_dense": f"{ms['dense'] / t:.3g}", "x_dropout": f"{ms['dropout + linear'] / t:.3g}"}
             rows.append({**row, "load": load_average(), "utc": utc()})
     print(tabulate([{k: v for k, v in r.items() if k not in ("load", "utc")} for r in rows], headers="keys"))
-    won = [r for r in a.rates if all(float(x["x_dropout"]) > 1 for x in rows if x["contender"] == "fused" and x["p"] >= r)]
+    won = [r for r in a.rates if all(float(x["x_dropout"]) > 1 for x in rows if x["contender"] == name_of(a) and x["p"] >= r)]
     print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")
     if a.csv is not None:
         new = not a.csv.exists()
-        settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads")}
+        settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl")}
         with a.csv.open("a", newline="") as file:
             writer = csv.DictWriter(file, [*shared, *settings, *rows[0]], lineterminator="\n")
             if new:

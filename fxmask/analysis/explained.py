@@ -15,6 +15,7 @@ FORMULAS: dict[str, Any] = {
     "fxmask.masked_linear": cost.list_matmul,
     "fxmask.masked_linear_dx": cost.list_matmul,
     "fxmask.masked_linear_dw": cost.sampled_matmul,
+    "fxmask.drop_mask": cost.draw,
     "fxmask.dropped_linear": cost.list_matmul,
     "fxmask.dropped_dx": cost.sampled_matmul,
     "fxmask.dropped_dw": cost.list_matmul,

@@ -76,7 +76,7 @@ def masked_dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: fl
 
 def fxmask_triton(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
     """The kernels, as `BlockDropout(impl="triton")` calls them."""
-    keep = dropout_ops.mask(x, block, p)
+    keep = dropout_ops.mask(x, block, p, "triton")
     args = (keep, *block, p, "triton", ops.lists(keep, block, "triton"))
     return dropout_ops.dropped_linear(x, w, None, *args), dropout_ops.dropped_dx(gy, w, *args), dropout_ops.dropped_dw(gy, x, *args), keep
 

@@ -23,6 +23,7 @@ from ..lists import STRIP, layout
 from ..reference import rows
 from . import launch, refresh
 from .device import aligned, allows_tf32, divisor, rows_of
+from .draw import draw as draw
 from .tiles import splits_of, tile_for
 
 

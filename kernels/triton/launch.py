@@ -122,7 +122,7 @@ def sampled_matmul(
     """dW = scale gy^T x for the kept blocks: gy (..., N), x (..., K) -> [N, K]. New and zero elsewhere, or added to `out`, whose other blocks are not touched.
 
     `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device. `inner`: which of gy and x are read with their tokens
-    side by side, and then they are 3-D and lie so; None: as `kernels.strides` says.
+    side by side, and then both are 3-D, of one batch, and lie so; None: as `kernels.strides` says.
     """
     same_dtype(gy=gy, x=x)
     if out is not None and (out.shape != (gy.shape[-1], x.shape[-1]) or not out.is_contiguous() or out.device != x.device):
@@ -148,9 +148,9 @@ def sampled_matmul(
     im = min(divisor(i) for i in (tokens, batch_g, batch_x)) if g_inner or x_inner else 1
     device.launch(
         sampled_matmul_kernel, (lay.strips * tiles, splits), x, gy, x, target, *unpack(lists, grid, block, False, tile.strip), m // im, n // nm, k // km,
-        stride_g // gm, stride_x // xm, tokens // im, batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, scale, NM=nm, KM=km, GM=gm, XM=xm, IM=im,
-        G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit, Q=q,
-        ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
+        stride_g // gm, stride_x // xm, tokens // im, None if inner else batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, scale,
+        NM=nm, KM=km, GM=gm, XM=xm, IM=im, G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit,
+        Q=q, ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
         num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
         maxnreg=255 if tf32 else None,  # else ptxas aims at 128 on sm_100, and spills
     )  # fmt: skip

@@ -11,6 +11,13 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _kept(e, rn, k, N, K, ROW_BLOCK: tl.constexpr):
+    """Which elements of the tile are kept: bits of the entries `e`, one for each column k, by the rows rn."""
+    kept = (((e >> 16)[None, :] >> (tl.arange(0, rn.shape[0]) // ROW_BLOCK)[:, None]) & 1) != 0
+    return kept & (rn[:, None] < N) & (k[None, :] < K)
+
+
 @triton.jit(do_not_specialize=["M"])
 def sampled_matmul_kernel(
     gy_ptr,
@@ -52,7 +59,8 @@ def sampled_matmul_kernel(
     Grid:     (strips * tiles, splits); a program beyond its list's end does nothing
     Tensors:  gy [M, N] rows stride_g * GM apart, x [M, K] rows stride_x * XM apart, one dtype; out [splits, N, K] contiguous; lists of the forward
     Sizes:    N and K come in units of NM and KM, see list_matmul_kernel
-    INNER:    that operand is [batches, features, inner * IM], strides (its batch stride * IM, its row stride, 1), with batches * inner = M
+    INNER:    that operand is [batches, features, inner * IM], strides (its batch stride * IM, its row stride, 1), with batches * inner = M. A batch_g of None:
+              there is one batch, and rows of gy past the end repeat the last one
     Tokens:   M * IM; split s takes [s * share, (s + 1) * share); share is a multiple of BT
     """
     BC: tl.constexpr = UNIT_W * Q
@@ -70,8 +78,8 @@ def sampled_matmul_kernel(
         e = tl.load(entries_ptr + strip.to(tl.int64) * capacity + slot, mask=slot < count, other=0)
         k = (e & 0xFFFF) * UNIT_W + cc % UNIT_W
         k = tl.max_contiguous(tl.multiple_of(k, UNIT_W), UNIT_W)
-        kept = (((e >> 16)[None, :] >> (tl.arange(0, BN) // ROW_BLOCK)[:, None]) & 1) != 0
-        kept = kept & (rn[:, None] < N) & (k[None, :] < K)
+        if batch_g is not None:
+            kept = _kept(e, rn, k, N, K, ROW_BLOCK)
         tt = tl.arange(0, BT)
         begin = split * share
         M = M * IM
@@ -81,7 +89,9 @@ def sampled_matmul_kernel(
             m = tl.multiple_of(t, 16) + tt
             live = m < M  # a share is whole steps, so that only M cuts one
             rows = m.to(tl.int64)[:, None]
-            if G_INNER:
+            if G_INNER and batch_g is None:
+                g = tl.load(gy_ptr + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * stride_g * GM + m[None, :], mask=live[None, :], other=0.0)
+            elif G_INNER:
                 lane = ((m // (inner * IM)).to(tl.int64) * batch_g * IM + m % (inner * IM))[None, :]
                 across = rn.to(tl.int64)[:, None] * stride_g * GM
                 g = tl.load(gy_ptr + across + lane, mask=live[None, :] & (rn[:, None] < N), other=0.0)
@@ -96,6 +106,8 @@ def sampled_matmul_kernel(
             acc = tl.dot(g, x, acc, input_precision=PRECISION)
         if scale is not None:
             acc *= scale
+        if batch_g is None:  # here: across the loop it would take more registers than ragged rows leave
+            kept = _kept(e, rn, k, N, K, ROW_BLOCK)
         at = out_ptr + split.to(tl.int64) * split_stride + rn.to(tl.int64)[:, None] * K + k[None, :]
         if ACCUMULATE:
             acc += tl.load(at, mask=kept, other=0.0).to(tl.float32)

@@ -12,6 +12,7 @@ TOKEN_GROUP = 2048  # tokens whose tiles run together, so that X is read from L2
 SPLIT_FILL, SPLIT_TOKENS = 264, 1024  # dW's programs fill a device of 132 multiprocessors twice; a share has at least so many tokens
 TILE_FEATURES = 128  # features of a tile of dW on the reduction axis of the forward
 SELECT_MAX = 16_384  # blocks that one program selects among in registers
+DRAWN = 1024  # blocks that a program of dropout's mask draws
 CHUNK = 4096  # keys of a histogram's program, of selections above that
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxmask.kernels.lists import LISTED
 from fxmask.kernels.triton import (
+    draw,
     dropped,
     elementwise,
     keys,
@@ -33,7 +34,7 @@ from fxmask.kernels.triton import (
 )  # fmt: skip
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-KERNEL_MODULES = (elementwise, keys, list_matmul, pruned_matmul, sampled_matmul, selection, strip_lists)
+KERNEL_MODULES = (draw, elementwise, keys, list_matmul, pruned_matmul, sampled_matmul, selection, strip_lists)
 
 BLOCKS = list(itertools.product(LISTED, LISTED))
 SMALL_BLOCKS = [(1, 1), (1, 8), (4, 1), (2, 4), (8, 8), (3, 5), (7, 64)]  # what is masked and cast, then multiplied densely
@@ -138,6 +139,10 @@ def dropped_op(op: str, precision: str, block: tuple[int, int], edge: str, token
             dropped.dw(gy, x, keep, block, 0.5, splits=4 if more else 1)
 
 
+def drop_mask(tokens: int) -> None:
+    draw.draw(tokens, 4096, (16, 16), 0.5, meta(1, dtype=torch.int64))
+
+
 def mask_cast(dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], edge: str) -> None:
     e = EDGES[edge]
     launch.mask_cast(rows(e.out_features, e.in_features, e.pad, dtypes[0]), mask_of(e, block), block, dtypes[1])
@@ -185,6 +190,7 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (turned_dw, (HALF, SQUARES, ["even", "ragged4"], [64, 8], ["gy", "x", "both"])),
     (tile, (HALF, BLOCKS, [1, 2, 3, 4], [False, True], ["even", "ragged8"])),
     *((dropped_op, ([op], list(PRECISIONS), DROPPED_BLOCKS, list(DROPPED_EDGES), [4096, 4099], [False, True])) for op in ("forward", "dx", "dw")),
+    (drop_mask, ([1, 4096],)),
     (dropped_op, (["forward", "dx"], ["bf16"], [(8, 8)], ["even"], [4096], [False])),
     (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),

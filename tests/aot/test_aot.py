@@ -32,7 +32,7 @@ ROWS = "tl.where(rm < M, rm, 0).to(tl.int64)[:, None] * "
 DOT = "acc = tl.dot(x, w, acc, input_precision=PRECISION)"
 BREAKS = {
     "index loaded in the loop": (
-        {"    for t in range(steps):\n": "    for t in range(steps):\n        e0 = tl.load(at + t * P)\n", "        e0 = tl.load(nxt)\n": ""},
+        {"    for t in range(begin_t, steps):\n": "    for t in range(begin_t, steps):\n        e0 = tl.load(at + t * P)\n", "        e0 = tl.load(nxt)\n": ""},
         "expected 2 operands 3 deep",
     ),
     "branch around the dot": ({DOT: f"if (e0 >> 16) != 0:\n            {DOT}"}, "cp.async of nothing"),

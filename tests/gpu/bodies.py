@@ -179,6 +179,7 @@ def check_dropout(device, shape, block, p, precision, gap=0):
     seed = torch.tensor(12345)
     keep = dropout.draw(m, k, block, p, seed.to(device))
     assert torch.equal(keep.cpu(), dropout.draw(m, k, block, p, seed))
+    assert torch.equal(dropout_ops.drop_mask(seed.to(device), m, k, *block, p, "triton"), keep)
 
     def run(impl, x, w, b, gy):
         wanted = [t.detach().requires_grad_() for t in (x, w, b)]

@@ -141,6 +141,16 @@ def test_gradients_of_gradients():
     torch.library.opcheck(dropout_ops.dropped_linear, (x.requires_grad_(), w.requires_grad_(), b, keep, 16, 16, 0.5, "triton"))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.5, 0.999])
+def test_masks_are_the_plain_forms_to_the_bit(p):
+    for (tokens, features), seed in (((100, 70), 1), ((5000, 260), 2**61 + 12345), ((0, 64), 7), ((1, 1), 2**33)):
+        args = (tokens, features, (16, 4), p, torch.tensor(seed))
+        assert torch.equal(dropped.draw(*args), dropout.draw(*args))
+    args = (torch.tensor(5), 100, 70, 16, 4, p)
+    torch.library.opcheck(dropout_ops.drop_mask, (*args, "triton"))
+    assert torch.equal(dropout_ops.drop_mask(*args, "triton"), dropout_ops.drop_mask(*args))
+
+
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.3), nn.Linear(96, 64))
@@ -164,7 +174,8 @@ def test_through_a_model(form):
         y.square().mean().backward()
         found.append([y.detach(), *(p.grad for p in model.parameters())])
         if model is models[0]:
-            assert dict(LAUNCHES) == {"strip_lists_kernel": 2, "order_kernel": 2, "list_matmul_kernel": 4, "sampled_matmul_kernel": 1}  # x needs no gradient
+            twice = dict.fromkeys(("draw_kernel", "strip_lists_kernel", "order_kernel"), 2)
+            assert dict(LAUNCHES) == {**twice, "list_matmul_kernel": 4, "sampled_matmul_kernel": 1}  # x needs no gradient
         assert torch.equal(model.eval()(x), net().eval()(x))
     assert len(found[0]) == 5 and not LAUNCHES["mask_cast_kernel"]
     assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(*found, strict=True))

@@ -12,7 +12,7 @@ import fxmask
 from fxmask import BlockDropout
 from fxmask.kernels import cost, dropout, dropout_ops, layer_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, kept_elements
-from fxmask.kernels.triton import dropped
+from fxmask.kernels.triton import dropped, tiles
 from fxmask.passes.record import typical_mask
 
 FP16, FP32 = torch.float16, torch.float32
@@ -92,6 +92,16 @@ def test_splits(shape, block, dtype, splits):
     assert (one.operands["y"].writes == 1).all() and not one.operands["w"].reads[~expand_mask(keep, (shape[0], shape[2]), block)].any()
 
 
+@pytest.mark.parametrize("tokens", [0, 40, 40_000])
+def test_drawing(tokens):
+    with recording() as launches:
+        dropped.draw(tokens, 100, (16, 32), 0.5, torch.tensor(3))
+    made = cost.draw(-(-tokens // 16) * 4, tiles.DRAWN)
+    assert bool(launches) == bool(tokens) == bool(made.bytes_req)
+    for entry in launches:
+        agrees(entry, made)
+
+
 @pytest.mark.parametrize(("block", "dtype", "p"), [((16, 16), FP16, 0.4), ((64, 32), FP32, 0.5), ((128, 128), FP16, 0.5)], ids=str)
 def test_the_table_of_an_analysis_is_the_trace_of_a_step(block, dtype, p, monkeypatch):
     """Which blocks a layer will drop nobody knows before: of a step that drops the mask that the table expects, the table is the trace."""
@@ -108,6 +118,7 @@ def test_the_table_of_an_analysis_is_the_trace_of_a_step(block, dtype, p, monkey
     assert [entry.kernel for entry in launches[:forward]] == ["strip_lists_kernel", "order_kernel", "list_matmul_kernel"]
     dx, dw = sorted(launches[forward:], key=lambda entry: entry.kernel, reverse=True)
     assert (dx.kernel, dw.kernel) == ("sampled_matmul_kernel", "list_matmul_kernel")
+    assert rows["fwd", "drop_mask"]["bytes_req"] == cost.draw(grid[0] * grid[1], tiles.DRAWN).bytes_req
     assert rows["fwd", "strip_lists"]["bytes_req"] == moved(launches[:2])
     zeros = cost.zero_fill((tokens, k), dtype.itemsize).bytes_req
     for phase, op, entry, more in (("fwd", "linear", launches[2], 0), ("dX", "dx", dx, zeros), ("dW", "dw", dw, 0)):

@@ -13,6 +13,7 @@ import fxmask
 from fxmask import ActivationPruning, BlockDropout, WeightMask
 from fxmask.dropping import DroppedLinear, FusedDropout
 from fxmask.kernels import dropout, dropout_ops
+from fxmask.kernels.cpu import dropout_runs
 
 
 def net(p: float = 0.3) -> nn.Sequential:
@@ -24,8 +25,8 @@ def masks_drawn(monkeypatch) -> list:
     seen = []
     real = dropout_ops.mask
 
-    def noted(x, block, p):
-        seen.append(real(x, block, p))
+    def noted(x, block, p, impl="auto"):
+        seen.append(real(x, block, p, impl))
         return seen[-1]
 
     monkeypatch.setattr(dropout_ops, "mask", noted)
@@ -203,10 +204,52 @@ def test_analyze_and_the_counter_expect_what_p_says():
     assert counter.get_total_flops() % (3 * 2 * 96) == 0 and 0 < counter.get_total_flops() <= 3 * 2 * 40 * 64 * 96
 
 
+def forced(impl: str) -> nn.Module:
+    return fxmask.apply(net(), BlockDropout(0.5, (8, 16), impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_an_impl_that_is_asked_for_runs(impl, monkeypatch):
+    """Also where the other one is the faster: p below what strips pay from, and blocks that are too small for them."""
+    ran, forms = [], {"reference": dropout, "cpu": dropout_runs}
+
+    def noted(name, real):
+        return lambda *a: ran.append(name) or real(*a)
+
+    for name, form in forms.items():
+        for op in ("linear", "dx", "dw"):
+            monkeypatch.setattr(form, op, noted(name, getattr(form, op)))
+    for p, block in ((0.1, (8, 16)), (0.6, (32, 32))):
+        ran.clear()
+        model = fxmask.apply(net(), BlockDropout(p, block, impl=impl), include="0")
+        assert fxmask.explain(model).rows[0]["dropout"].endswith(f", impl={impl!r}")
+        model(torch.randn(64, 64, requires_grad=True)).sum().backward()
+        assert ran == [impl] * 3
+        fxmask.restore(model)
+    twin = pickle.loads(pickle.dumps(fxmask.apply(net(), BlockDropout(0.5, (8, 16)), overrides={"0": {"impl": impl}})))
+    assert [r["dropout"] for r in fxmask.explain(twin).rows] == [f"p=0.5 in 8x16, impl={impl!r}", "p=0.5 in 8x16"]
+
+
+def test_analyze_counts_the_kernels_that_leave_blocks_out():
+    """Without values a mask of as many kept blocks as p lets one expect; asked for the reference, all dense FLOP are issued."""
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(128, 256)), BlockDropout(0.75, (64, 64))), torch.randn(512, 128, requires_grad=True)
+    dense = 2 * 512 * 128 * 256
+    for impl, issued, label in ((None, dense // 4, "triton"), ("reference", dense, None)):
+        report = fxmask.analyze(model, x, device="h100-sxm", impl=impl)
+        rows = [r for r in report.tables["nodes"] if r["op"].startswith("fxmask.dropped")]
+        assert [r["flop"] for r in rows] == [dense // 4] * 3 and all(r["impl"] == label for r in rows)
+        assert all(r["flop_executed"] >= issued if label else r["flop_executed"] == issued for r in rows)
+        assert ("fxmask.strip_lists" in {r["op"] for r in report.tables["nodes"]}) == (impl is None)
+
+
 WRONG = {
     "p of 1": (lambda: BlockDropout(1.0), r"number in \[0, 1\)"),
     "block": (lambda: BlockDropout(0.5, 128), "two positive ints"),
     "mc": (lambda: BlockDropout(0.5, mc=1), "mc: expected a bool"),
+    "impl": (lambda: BlockDropout(0.5, impl="cuda"), "unknown impl: expected one of auto, reference, cpu, triton"),
+    "triton and float16": (lambda: forced("triton")(torch.randn(32, 64).half()), "impl='triton' (needs a CUDA device|cannot run on a tensor on cpu)"),
+    "cpu and float16": (lambda: forced("cpu").half()(torch.randn(32, 64).half()), "expected float32 or float64"),
+    "cpu beside a mask": (lambda: fxmask.apply(net(), WeightMask(), BlockDropout(0.5, impl="cpu")), "the mask's own impl multiplies"),
     "dropout of 1": (lambda: fxmask.apply(net(1.0), BlockDropout()), "behind a Dropout with p=1.0"),
     "with pruning": (lambda: fxmask.apply(net(), BlockDropout(0.5), ActivationPruning()), "saves its input whole"),
     "twice": (lambda: fxmask.apply(net(), BlockDropout(0.5), BlockDropout(0.5)), "one BlockDropout, got 2"),
