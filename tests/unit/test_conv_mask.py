@@ -272,7 +272,8 @@ def test_frozen_and_masked_steps_leave_the_same_bits(name, last):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(schedule=Schedule("cubic", steps=3), refresh=2), dict(criterion="taylor"), dict(criterion="movement", average=0.5, backward="ste"), dict(criterion="momentum"),
+        dict(schedule=Schedule("cubic", steps=3), refresh=2), dict(criterion="taylor"), dict(criterion="momentum"),
+        dict(criterion="movement", average=0.5, backward="ste"),
         dict(backward="rigl", regrow=Regrow("gradient", 0.3), dense_every=1), dict(regrow=Regrow("random", 0.3)), dict(criterion="linf", cover=True),
         dict(criterion="spectral", average=0.9, hysteresis=0.2), dict(criterion="random"), dict(gain=True, schedule=Schedule("linear", steps=3)),
         dict(schedule=Feedback("flip_rate", every=1, goal=0.5)), dict(phases={2: dict(block=(4, 9), backward="ste")}),
