@@ -35,15 +35,22 @@ def fits(x: Tensor, w: Tensor) -> bool:
 
 
 def is_channels_last(t: Tensor) -> bool:
-    """Whether an image or a kernel has its channels inside, and would be another tensor if it had not: what a convolution's result then has, too."""
-    return t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+    """Whether the strides of an image or a kernel say that its channels lie inside, as PyTorch reads them: a convolution's result then has its there, too."""
+    if t.dim() != 4 or 0 in t.shape:
+        return False
+    least = 0
+    for axis in (1, 3, 2, 0):
+        if t.stride(axis) < least or (axis == 0 and least == t.stride(1)):  # of (N, 1, 1, 1) nothing says it
+            return False
+        least = t.stride(axis) * t.shape[axis]
+    return True
 
 
 def in_format_of(made: Tensor, weight: Tensor) -> Tensor:
-    """W∘M in the memory format of its weight, by which PyTorch chooses that of the result. Under function transforms as it is: those do not say."""
-    if ops.is_transformed("auto") or not is_channels_last(weight):
+    """W∘M with the strides of its weight, by which PyTorch chooses those of the result. Under function transforms as it is."""
+    if made.stride() == weight.stride() or ops.is_transformed("auto"):
         return made
-    return made.contiguous(memory_format=torch.channels_last)
+    return torch.empty_like(weight).copy_(made)
 
 
 def masked_weight(w: Tensor, mask: Tensor, block: Pair, backward: str, dense: Tensor | None) -> Tensor:
@@ -88,12 +95,12 @@ def patchwise(
     memory format that PyTorch's convolution would give. Differentiable: x, w, bias. Cost: as the masked linear, and copies of image and result where their
     channels are not inside.
     """
-    last = is_channels_last(x) or is_channels_last(w)
     images = x if x.dim() == 4 else x[None]
+    last = is_channels_last(images) or is_channels_last(w)
     tokens, (rows, cols) = patches(images, (w.shape[2], w.shape[3]), stride)
     y = ops.linear(tokens, as_matrix(w), bias, mask, block, backward, dense, impl, lists)
     y = y.transpose(1, 2).unflatten(2, (rows, cols))
-    y = y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    y = y.contiguous(memory_format=torch.channels_last if last and not ops.is_transformed("auto") else torch.contiguous_format)
     return y if x.dim() == 4 else y[0]
 
 

@@ -99,7 +99,7 @@ def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Patter
         return ""  # an exact name lifts the default exclusions
     if c.tied_embedding:
         return "default exclusion: weight tied to an Embedding"
-    if not c.problem and c.weight.dim() >= 2 and min(matrix_shape(c.weight.shape)) < SMALLEST:
+    if c.sized and not c.problem and c.weight.dim() >= 2 and min(matrix_shape(c.weight.shape)) < SMALLEST:
         return f"default exclusion: min(out, in) = {min(matrix_shape(c.weight.shape))} < {SMALLEST}"
     if LORA_PARTS & set(c.name.split(".")):
         return "default exclusion: LoRA factor"

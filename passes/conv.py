@@ -68,7 +68,7 @@ def _conv(name: str, m: nn.Conv2d, owners: list[nn.Module]) -> Candidate:
     masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
     new = Candidate(name, join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, masked=masked)
     if m.groups != 1:
-        new.skip, new.quiet = f"a grouped convolution (groups={m.groups})", True
+        new.skip, new.quiet, new.sized = f"a grouped convolution (groups={m.groups})", True, False
     elif "forward" in m.__dict__:
         new.skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
     elif not masked and (type(m).forward is not nn.Conv2d.forward or type(m).__call__ is not nn.Module.__call__):

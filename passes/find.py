@@ -51,6 +51,7 @@ class Candidate:
     masked: bool = False  # already
     owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
     tied_embedding: bool = False
+    sized: bool = True  # the default exclusion of small weights holds for it
 
 
 def find(model: nn.Module) -> list[Candidate]:

@@ -52,9 +52,10 @@ MAKE = _aten("""
 """)
 OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste", "fxmask.graft"})  # W∘M of N:M masks, and of convolutions
 KNOWN = OURS | POINTWISE | REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
+# a view of a constant, such as a cached mask, is another tensor on fake ones: unsqueeze is the first that a mask sees
 NOTHING = _aten("""
     empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ lift_fresh
-    as_strided_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_
+    as_strided_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_ unsqueeze
 """)
 GATHERS = _aten("embedding index index_select gather _unsafe_index")  # read what they give of their first operand
 OVERWRITES = _aten("copy_ fill_ zero_ bernoulli_ uniform_ normal_ exponential_ random_")  # write an argument without reading it

@@ -18,5 +18,5 @@ def find_nm(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[Candid
             c.skip = f"{type(c.module).__name__} has a forward of its own, which a mask would not reach"
     others = list(convs(model))
     for c in others:
-        c.quiet = True  # NMMask takes them unasked
+        c.quiet, c.sized = True, False  # NMMask takes them unasked, of any size
     return leave_out(merged(model, found, others), kinds)

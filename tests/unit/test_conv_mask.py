@@ -1,0 +1,387 @@
+"""WeightMask on Conv2d: what is masked and what is left alone, and that guard, schedules, states, finalize and copies treat it as a Linear."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxmask
+from fxmask import Feedback, Regrow, Schedule, WeightMask
+from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
+from fxmask.kernels.conv import graft
+from fxmask.kernels.grid import as_matrix, expand_mask
+from fxmask.swap import MaskedLayer
+
+BOTH = (nn.Linear, nn.Conv2d)
+BLOCK = (8, 16)
+
+
+def net(dtype=torch.float64, norm=False):
+    """3x3, 1x1 of stride 2, 3x3 in circular padding, patches, and a Linear."""
+    torch.manual_seed(0)
+    first = nn.Conv2d(4, 24, 3, padding=1)
+    layers = [first, nn.GELU(), nn.Conv2d(24, 32, 1, stride=2, bias=False), nn.GELU(), nn.Conv2d(32, 16, 3, padding="same", padding_mode="circular")]
+    layers += [nn.BatchNorm2d(16) if norm else nn.GELU(), nn.Conv2d(16, 24, 2, 2), nn.Flatten(), nn.Linear(96, 20)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+CONVS = ["0.weight", "2.weight", "4.weight", "6.weight"]
+
+
+def images(dtype=torch.float64, n=3):
+    return torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def masked(layers=BOTH, model=None, **options):
+    return fxmask.apply(net() if model is None else model, WeightMask(**{"ratio": 0.5, "block": BLOCK, **options}), layers=layers)
+
+
+def twin_of(model, dense):
+    """A dense copy with W∘M written in."""
+    twin = copy.deepcopy(dense)
+    for name, mask in fxmask.masks(model).items():
+        w = twin.get_parameter(name)
+        w.data.copy_(torch.where(expand_mask(mask, w.shape, BLOCK), model.get_parameter(name).data, 0))
+    return twin
+
+
+def backward(model, x):
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_convolutions_are_masked_where_they_are_asked_for_alone():
+    model = fxmask.apply(net(), ratio=0.5, block=BLOCK)
+    assert list(fxmask.masks(model)) == ["8.weight"] and type(model[0]) is nn.Conv2d and [r["name"] for r in fxmask.explain(model).rows] == ["8"]
+    assert list(fxmask.masks(masked(nn.Conv2d))) == CONVS
+    found = fxmask.explain(masked(nn.Conv2d)).rows[-1]
+    assert (found["name"], found["masked"], found["reason"]) == ("8", False, "not in layers")
+    model = masked([nn.Conv2d, nn.Linear])
+    assert list(fxmask.masks(model)) == [*CONVS, "8.weight"]
+    assert [m.shape for m in fxmask.masks(model).values()] == [(3, 3), (4, 2), (2, 18), (3, 4), (3, 6)]
+    assert [int(m.sum()) for m in fxmask.masks(model).values()] == [5, 4, 18, 6, 9]
+    assert "MaskedConv2d(4, 24, kernel_size=(3, 3)" in repr(model) and "ratio=0.5, block=(8, 16)" in repr(model[0])
+    rows = fxmask.explain(model).rows
+    assert [r["shape"] for r in rows] == ["24x4x3x3", "32x24x1x1", "16x32x3x3", "24x16x2x2", "20x96"]
+    assert rows[0]["impl"] == "masked_dense" and "windows overlap" in rows[0]["why"] and "no recorded run" in rows[1]["why"]
+    assert fxmask.explain(model).to_dict()["summary"]["layers"] == 5
+
+
+def test_patterns_and_overrides_reach_convolutions():
+    kept = fxmask.masks(fxmask.apply(net(), ratio=0.5, block=BLOCK, layers=BOTH, exclude="0", overrides={"4": {"ratio": 0.9}, "6": False}))
+    assert list(kept) == ["2.weight", "4.weight", "8.weight"] and int(kept["4.weight"].sum()) == 4
+    assert list(fxmask.masks(fxmask.apply(net(), ratio=0.5, block=BLOCK, layers=BOTH, include=nn.Conv2d))) == CONVS
+    small = fxmask.apply(nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 32, 3)), ratio=0.5, layers=nn.Conv2d)
+    assert fxmask.explain(small).rows[0]["reason"] == "default exclusion: min(out, in) = 3 < 16"
+
+
+@pytest.mark.parametrize("layers", [nn.Conv1d, nn.Module, "Conv2d", (nn.Conv2d, nn.ConvTranspose2d), (), 2])
+def test_other_layers_are_refused(layers):
+    with pytest.raises(ConfigError, match=r"layers: expected torch.nn.Linear, torch.nn.Conv2d, or both in a tuple, got"):
+        fxmask.apply(net(), layers=layers)
+    with pytest.raises(ConfigError, match="layers: expected"):
+        fxmask.allocate(net(), 0.5, layers=layers)
+
+
+class Scaled(nn.Conv2d):
+    def forward(self, x):
+        return self._conv_forward(x, 2 * self.weight, self.bias)
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.called = nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3)
+
+    def forward(self, x):
+        return self.called(F.conv2d(x, self.conv.weight))
+
+
+def test_what_stays_dense_has_a_row_and_a_reason():
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 3, groups=2), Scaled(32, 16, 3), Reader(), nn.Conv2d(16, 16, 3))
+    model[4].forward = model[4].forward
+    dense = copy.deepcopy(model)
+    with pytest.warns(FxMaskWarning) as seen:
+        fxmask.apply(model, ratio=0.5, block=BLOCK, layers=nn.Conv2d)
+    reasons = {r["name"]: r["reason"] for r in fxmask.explain(model).rows}
+    assert reasons == {
+        "0": "a grouped convolution (groups=16)", "1": "a grouped convolution (groups=2)", "2": "Scaled has a forward of its own, which a mask would not reach",
+        "3.conv": "its owner reads its weight and never calls it", "3.called": "selected",
+        "4": "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that",
+    }  # fmt: skip
+    told = sorted(str(w.message).partition(" ")[0] for w in seen)
+    assert told == ["2", "3.conv", "4"]  # a grouped one is no surprise
+    x = torch.randn(1, 16, 16, 16)
+    fxmask.restore(model)
+    assert torch.equal(model(x), dense(x))
+
+
+def test_what_cannot_be_masked_is_an_error():
+    with pytest.raises(UnsupportedError, match="cannot mask '0': its weight is not initialised yet; run one forward first"):
+        fxmask.apply(nn.Sequential(nn.LazyConv2d(16, 3)), layers=nn.Conv2d)
+    with pytest.raises(UnsupportedError, match="cannot mask '0': its weight is complex"):
+        fxmask.apply(nn.Sequential(nn.Conv2d(16, 16, 3, dtype=torch.complex64)), layers=nn.Conv2d)
+    with pytest.raises(UnsupportedError, match="read='weight', which is for Linears: got a convolution"):
+        masked(nn.Conv2d, read="weight")
+    with pytest.raises(StateError, match="masked already"):
+        masked(nn.Conv2d, masked())
+    with pytest.raises(ConfigError, match="with ActivationPruning alone, which is for inputs of Linears"):
+        fxmask.apply(net(), fxmask.ActivationPruning(0.5, 8), layers=BOTH)
+    shared = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3))
+    shared[1].weight = shared[0].weight
+    with pytest.raises(ConfigError, match="one weight would be masked twice, differently: '0' and '1' share it"):
+        fxmask.apply(shared, ratio=0.5, block=BLOCK, layers=nn.Conv2d, overrides={"1": {"ratio": 0.9}})
+    fxmask.apply(shared, ratio=0.5, block=BLOCK, layers=nn.Conv2d)
+    assert torch.equal(*fxmask.masks(shared).values())
+
+
+def test_a_block_that_exceeds_the_weight_is_one_block():
+    with pytest.warns(FxMaskWarning, match=r"no block can be masked at this ratio, so these stay dense: 0 \(1 block of \(64, 1000\)\)"):
+        model = fxmask.apply(net(), ratio=0.5, block=(64, 1000), layers=nn.Conv2d, include="0")
+    assert fxmask.masks(model)["0.weight"].tolist() == [[True]] and torch.equal(model(images()), net()(images()))
+
+
+def test_inputs_of_convolutions_are_neither_pruned_nor_dropped():
+    model = fxmask.apply(net(), WeightMask(0.5, BLOCK, backward="ste"), fxmask.ActivationPruning(0.5, 8), layers=BOTH)
+    rows = {r["name"]: (r["masked"], r["activations"] is not None) for r in fxmask.explain(model).rows}
+    assert rows == {"0": (True, False), "2": (True, False), "4": (True, False), "6": (True, False), "8": (True, True)}
+
+
+def test_nm_masks_take_layers_too():
+    model = fxmask.apply(net(), fxmask.NMMask(2, 4), layers=nn.Linear)
+    assert list(fxmask.masks(model)) == ["8.weight"] and {r["reason"] for r in fxmask.explain(model).rows if not r["masked"]} == {"not in layers"}
+    assert list(fxmask.masks(fxmask.apply(net(), fxmask.NMMask(2, 4), layers=nn.Conv2d))) == CONVS
+
+
+# ---- what it computes ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto", "cpu"])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_bits_of_a_dense_copy_and_none_of_a_masked_element(impl, last):
+    x = images()
+    dense = net()
+    if last:
+        x, dense = x.to(memory_format=torch.channels_last), dense.to(memory_format=torch.channels_last)
+    model = masked(nn.Conv2d, copy.deepcopy(dense), impl=impl)
+    twin = twin_of(model, dense)
+    found, expected = backward(model, x), backward(twin, x)
+    for (name, p), g in zip(twin.named_parameters(), expected[2:], strict=True):
+        if name in CONVS:
+            g.masked_fill_(p == 0, 0)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12) if impl == "cpu" else torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for name, mask in fxmask.masks(model).items():  # where nothing is kept, no value is read
+        w = model.get_parameter(name)
+        w.data.masked_fill_(~expand_mask(mask, w.shape, BLOCK), 1e-30)
+    assert torch.equal(model(x), found[0])
+
+
+def test_a_broken_masked_weight_reaches_nothing():
+    for backward_mode in ("masked", "ste", "unmasked"):
+        for impl in ("auto", "cpu"):
+            model = masked(nn.Conv2d, backward=backward_mode, impl=impl, refresh=0)
+            fxmask.step(model, 0)
+            for name, mask in fxmask.masks(model).items():
+                w = model.get_parameter(name)
+                w.data.masked_fill_(~expand_mask(mask, w.shape, BLOCK), torch.inf)
+            y = model(images())
+            y.sum().backward()
+            assert torch.isfinite(y).all() and (backward_mode == "unmasked" or all(torch.isfinite(p.grad).all() for p in model.parameters()))
+
+
+def test_rigl_has_a_dense_gradient_on_its_steps():
+    model = masked(nn.Conv2d, backward="rigl", dense_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimizer, model)
+    for dense in (False, True, False):
+        found = {n: expand_mask(m, model.get_parameter(n).shape, BLOCK) for n, m in fxmask.masks(model).items()}
+        backward(model, images())
+        assert all(bool(model.get_parameter(n).grad[~kept].any()) == dense for n, kept in found.items())
+        optimizer.step()
+
+
+def test_a_soft_mask_fades():
+    model = masked(nn.Conv2d, soft=True, schedule=Schedule("linear", steps=4))
+    fxmask.step(model, 0)
+    assert torch.allclose(model(images()), net()(images()), rtol=1e-12)
+    fxmask.step(model, 4)
+    assert torch.equal(model(images()), twin_of(model, net())(images()))
+
+
+def test_a_parametrised_weight_is_masked_as_it_is_computed():
+    dense = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(16, 16, 3)), nn.utils.parametrizations.spectral_norm(nn.Conv2d(16, 16, 1))).double()
+    model = fxmask.apply(copy.deepcopy(dense).eval(), ratio=0.5, block=BLOCK, layers=nn.Conv2d)
+    x, w = torch.randn(2, 16, 6, 6, dtype=torch.float64), [m.weight.detach() for m in dense.eval()]
+    for p in model.modules():
+        assert not isinstance(p, MaskedLayer) or type(p).__name__.startswith("Masked")
+    masks = list(fxmask.masks(model).values())
+    w = [torch.where(expand_mask(m, t.shape, BLOCK), t, 0) for m, t in zip(masks, w, strict=True)]
+    assert torch.allclose(model(x), F.conv2d(F.conv2d(x, w[0], dense[0].bias), w[1], dense[1].bias), rtol=1e-12, atol=1e-12)
+
+
+def test_a_graft_has_the_value_of_one_and_the_gradient_of_the_other():
+    a, b = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    torch.autograd.gradcheck(lambda b: graft(b.detach() * 2 - b.detach(), b), b)
+    graft(a, b * torch.tensor([1.0, torch.inf, 3.0])).sum().backward()
+    assert a.grad is None and b.grad.tolist() == [1.0, torch.inf, 3.0]
+    torch.library.opcheck(torch.ops.fxmask.graft.default, (a.detach(), b))
+
+
+# ---- training --------------------------------------------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)}
+
+
+def train(model, optimizer, steps=4):
+    for i in range(steps):
+        optimizer.zero_grad()
+        model(images(n=2 + i)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_frozen_and_masked_steps_leave_the_same_bits(name, last):
+    ends = []
+    for masked_step in (False, True):
+        model = masked(BOTH, net().to(memory_format=torch.channels_last) if last else None, refresh=0)
+        before = copy.deepcopy(model.state_dict())
+        optimizer = OPTIMIZERS[name](model.parameters())
+        fxmask.guard(optimizer, model, masked_step=masked_step)
+        train(model, optimizer)
+        for key, mask in fxmask.masks(model).items():
+            kept, w = expand_mask(mask, before[key].shape, BLOCK), model.get_parameter(key)
+            assert torch.equal(w[~kept], before[key][~kept]) and (w[kept] != before[key][kept]).any()
+            assert w.stride() == before[key].stride()
+            assert all(not t[~kept].any() for t in optimizer.state[w].values() if t.shape == w.shape)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(schedule=Schedule("cubic", steps=3), refresh=2), dict(criterion="taylor"), dict(criterion="momentum"),
+        dict(criterion="movement", average=0.5, backward="ste"),
+        dict(backward="rigl", regrow=Regrow("gradient", 0.3), dense_every=1), dict(regrow=Regrow("random", 0.3)), dict(criterion="linf", cover=True),
+        dict(criterion="spectral", average=0.9, hysteresis=0.2), dict(criterion="random"), dict(gain=True, schedule=Schedule("linear", steps=3)),
+        dict(schedule=Feedback("flip_rate", every=1, goal=0.5)), dict(phases={2: dict(block=(4, 9), backward="ste")}),
+    ],
+    ids=lambda o: "-".join(o),
+)  # fmt: skip
+def test_every_option_trains_saves_and_resumes_to_the_same_bits(options):
+    def start():
+        model = masked(**options)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        return model, optimizer
+
+    model, optimizer = start()
+    fxmask.guard(optimizer, model)
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), fxmask.state_dict(model), optimizer.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, second = start()
+    other.load_state_dict(saved[0])
+    fxmask.load_state_dict(other, saved[1])
+    second.load_state_dict(saved[2])
+    fxmask.guard(second, other)
+    for m, o in ((model, optimizer), (other, second)):
+        train(m, o, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(fxmask.masks(model).values(), fxmask.masks(other).values(), strict=True))
+    for name, site in ((n, m) for n, m in model.named_modules() if isinstance(m, MaskedLayer)):
+        c, mask = site._fxmask_config, fxmask.masks(model)[f"{name}.weight"]
+        assert c.schedule is not None or int(mask.sum()) == c.keep_at(5, mask.numel())
+
+
+def test_fxmask_step_counts_and_training_without_a_count_raises():
+    model = masked(nn.Conv2d, schedule=Schedule("linear", steps=4))
+    with pytest.raises(StateError, match="count optimiser steps"):
+        model(images())
+    fxmask.step(model, 2)
+    assert int(fxmask.masks(model)["4.weight"].sum()) == 27
+    model(images())
+    with fxmask.dense(model):
+        assert torch.equal(model(images()), net()(images()))
+
+
+def test_health_and_explain_say_the_same_of_a_convolution():
+    model = masked(nn.Conv2d)
+    log = fxmask.HealthLog(model)
+    rows = {r["name"]: r for r in log.update().rows}
+    w, kept = model[4].weight.detach(), expand_mask(fxmask.masks(model)["4.weight"], (16, 288), BLOCK)
+    assert rows["4.weight"]["kept_norm_fraction"] == pytest.approx(float((as_matrix(w) * kept).square().sum() / w.square().sum()), rel=1e-12)
+    assert rows["4.weight"]["dead_cols"] == pytest.approx(float((~kept.any(0)).double().mean()))
+    assert fxmask.explain(model, health=True).rows[2]["kept_norm_fraction"] == rows["4.weight"]["kept_norm_fraction"]
+
+
+def test_allocation_shares_out_convolutions():
+    found = fxmask.allocate(net(), 0.5, "erk", block=BLOCK, layers=BOTH)
+    assert list(found) == ["0", "2", "4", "6", "8"] and found.spent == found.budget == sum(found.kept.values())
+    # Erdős-Rényi-Kernel: the sum of the axes over their product, where no layer is full
+    free = [n for n in found if found.kept[n] < found.blocks[n]]
+    density = {"0": 34 / 864, "2": 58 / 768, "4": 54 / 4608, "6": 44 / 1536, "8": 116 / 1920}
+    share = [found.kept[n] / (found.blocks[n] * density[n]) for n in free]
+    assert len(free) >= 2 and max(share) / min(share) < 1.25
+    by_flop = fxmask.allocate(net(), 0.5, "flop", block=BLOCK, layers=BOTH, inputs=images())
+    pixels = {"0": 64, "2": 16, "4": 16, "6": 4, "8": 1}
+    sizes = {"0": 864, "2": 768, "4": 4608, "6": 1536, "8": 1920}
+    assert by_flop.total == sum(2 * 3 * pixels[n] * sizes[n] for n in pixels) and by_flop.spent <= by_flop.budget
+    kept = fxmask.masks(fxmask.apply(net(), ratio=0.5, block=BLOCK, layers=BOTH, allocation="global"))
+    assert sum(int(m.sum()) for m in kept.values()) == -(-sum(m.numel() for m in kept.values()) // 2)
+
+
+# ---- and back --------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_copies_pickles_and_dense_checkpoints():
+    dense = net()
+    model = masked(BOTH, copy.deepcopy(dense), refresh=0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other[0]) is type(model[0]) and torch.equal(other(images()), model(images()))
+        fxmask.restore(other)
+        assert type(other[0]) is nn.Conv2d and torch.equal(other(images()), dense(images()))
+    assert model.load_state_dict({k: v + 1 for k, v in dense.state_dict().items()}, strict=True) and list(model.state_dict()) == list(dense.state_dict())
+    model.load_state_dict(dense.state_dict(), strict=True)
+    fxmask.restore(model)
+    assert all(type(a) is type(b) for a, b in zip(model.modules(), dense.modules(), strict=True)) and torch.equal(model(images()), dense(images()))
+    assert not [k for m in model.modules() for k in m.__dict__ if k.startswith("_fxmask")]
+
+
+def test_finalize_writes_zeros_into_convolutions():
+    model = masked()
+    y, kept = model(images()), fxmask.masks(model)
+    fxmask.finalize(model)
+    assert type(model[0]) is nn.Conv2d and fxmask.masks(model) == {} and torch.equal(model(images()), y)
+    assert all(bool((model.get_parameter(n) == 0)[~expand_mask(m, model.get_parameter(n).shape, BLOCK)].all()) for n, m in kept.items())
+    for format in ("bsr", "2:4"):
+        with pytest.raises(UnsupportedError, match="in Linears alone: got a convolution"):
+            fxmask.finalize(masked(), format=format)
+
+
+def test_a_trace_keeps_its_convolution_modules_and_leaves_calls_of_functions():
+    dense = net()
+    gm = fxmask.apply(torch.fx.symbolic_trace(copy.deepcopy(dense)), ratio=0.5, block=BLOCK, layers=BOTH)
+    same = masked(BOTH, copy.deepcopy(dense))
+    assert fxmask.masks(gm).keys() == fxmask.masks(same).keys() and torch.equal(gm(images()), same(images()))
+    assert torch.equal(fxmask.restore(gm)(images()), dense(images()))
+    with pytest.raises(UnsupportedError, match="symbolic_trace of a masked model"):
+        torch.fx.symbolic_trace(same)
+    exported = torch.export.export(dense, (images(),)).module()
+    with pytest.warns(FxMaskWarning, match="stays dense: a convolution call in a traced graph"):
+        fxmask.apply(exported, ratio=0.5, block=BLOCK, layers=BOTH)
+    rows = {r["name"]: (r["masked"], r["reason"][:33]) for r in fxmask.explain(exported).rows}
+    assert rows == {**{str(i): (False, "a convolution call in a traced gr") for i in (0, 2, 4, 6)}, "8": (True, "selected")}
