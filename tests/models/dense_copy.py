@@ -22,6 +22,7 @@ RATIO, BLOCK = 0.5, (16, 16)
 # why a linear stays dense, in the words of `fxmask.explain`
 IN_PROJ, TIED, SMALL, LORA = "its in_proj is a Parameter", "weight tied to an Embedding", "min(out, in) =", "LoRA factor"
 OWN = "has its own forward"
+SAME = {"timm.layers.linear.Linear"}  # a forward of its own that is nn.Linear's
 Masks = dict[str, Tensor]  # parameter's name: which of its elements are kept
 Call = Callable[..., Any]  # (model, *inputs) -> a floating tensor, or several
 
@@ -50,7 +51,7 @@ def expected_reasons(model: nn.Module) -> dict[str, str]:
         dot = f"{prefix}." if prefix else ""
         if isinstance(m, nn.Linear):
             small, lora = min(m.in_features, m.out_features) < 16, {"lora_A", "lora_B"} & set(prefix.split("."))
-            own = type(m).forward is not nn.Linear.forward
+            own = type(m).forward is not nn.Linear.forward and f"{type(m).__module__}.{type(m).__name__}" not in SAME
             found[f"{dot}weight"] = TIED if id(m._parameters.get("weight")) in tables else SMALL if small else LORA if lora else OWN if own else ""
         elif isinstance(m, nn.MultiheadAttention):
             names = ["in_proj_weight"] if m.in_proj_weight is not None else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]

@@ -4,6 +4,8 @@ import pytest
 import torch
 from models.dense_copy import check, images, stirred
 
+import fxmask
+
 pytestmark = pytest.mark.models
 
 
@@ -21,6 +23,11 @@ def model_of(torchvision):
 
 def test_resmlp(model_of):
     check(model_of("resmlp_12_224"), images(2, 3, 224, 224))
+
+
+def test_a_head_of_timms_own_linear(model_of):
+    model = check(model_of("starnet_s050"), images(2, 3, 64, 64))
+    assert list(fxmask.masks(model)) == ["head.weight"] and "timm.layers.linear" in {c.__module__ for c in type(model.head).__mro__}
 
 
 def test_mixer(model_of):
