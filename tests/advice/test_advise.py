@@ -18,7 +18,7 @@ from fxmask.advice.unit import FEWEST, Unit, _fewer, guarded
 from fxmask.passes.choose import choose
 from fxmask.passes.find import find
 
-SMALL = {"seconds": 5.0, "blocks": [32], "ratios": [0.5]}
+SMALL = {"seconds": 60.0, "blocks": [32], "ratios": [0.5]}
 
 
 def seen(model: nn.Module, *args, include=None) -> list:
