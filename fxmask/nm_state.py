@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .kernels.errors import StateError, message
 from .nm_layers import LOGITS, MASK, ORDER, NMLayer, nm_layers
+from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
 
 
@@ -22,9 +23,14 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
         return None if t is None else t.detach().clone()
 
     return {
-        name: {"settings": dataclasses.asdict(m._fxmask_nm), "frozen": m._fxmask_nm_frozen, "mask": saved(m, MASK), "permutation": saved(m, ORDER)}
+        name: {"settings": _settings(m._fxmask_nm), "frozen": m._fxmask_nm_frozen, "mask": saved(m, MASK), "permutation": saved(m, ORDER)}
         for name, m in nm_layers(model)
     }
+
+
+def _settings(config: NMMask) -> dict[str, Any]:
+    """What must agree between the run that saves and the one that loads: not what computes the same bits."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k != "impl"}
 
 
 @torch.inference_mode(False)
@@ -36,11 +42,12 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
         got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
         raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
     for name, m in ours.items():
-        entry, shape, config = saved[name], tuple(peek_weight(m).shape), dataclasses.asdict(m._fxmask_nm)
+        entry, shape, config = saved[name], tuple(peek_weight(m).shape), _settings(m._fxmask_nm)
         if not isinstance(entry, Mapping) or set(entry) != {"settings", "frozen", "mask", "permutation"} or type(entry["frozen"]) is not bool:
             raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
-        if entry["settings"] != config:
-            raise StateError(message(f"the state was saved with other settings: expected {config}, got {entry['settings']}.", name, fix))
+        theirs = entry["settings"]
+        if not isinstance(theirs, Mapping) or {**_settings(NMMask()), **theirs} != config:
+            raise StateError(message(f"the state was saved with other settings: expected {config}, got {theirs}.", name, fix))
         wanted = entry["frozen"] or m._fxmask_nm.mode == "permuted"
         mask = entry["mask"]
         if wanted != isinstance(mask, Tensor) or (isinstance(mask, Tensor) and (mask.dtype != torch.bool or tuple(mask.shape) != shape)):

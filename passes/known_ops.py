@@ -48,7 +48,7 @@ MAKE = _aten("""
     fill fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full arange linspace eye scalar_tensor rand randn rand_like
     randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
 """)
-OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste"})  # W∘M of N:M masks
+OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste", "fxmask.nm_magnitude"})  # W∘M of N:M masks
 KNOWN = OURS | POINTWISE | REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
 NOTHING = _aten("""
     empty empty_like empty_strided new_empty new_empty_strided _assert_async _assert_tensor_metadata resize_ lift_fresh

@@ -17,6 +17,7 @@ from ..lists import listed
 from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
 from . import launch, prune_launch, refresh
+from . import nm as nm
 from .device import interpreting as interpreting
 from .device import require as require
 from .refresh import refresh_group as refresh_group
