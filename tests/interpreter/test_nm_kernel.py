@@ -73,6 +73,13 @@ def test_a_layer_is_the_plain_one_to_the_bit(mode, autocast):
         assert torch.equal(got, want)
 
 
+def test_autocasts_dtype_is_written_in_the_same_pass():
+    model = fxmask.apply(nn.Linear(16, 16), NMMask(2, 4, impl="triton"))
+    with recording() as launches, torch.autocast("cpu", torch.float16):
+        model(torch.randn(2, 16))
+    assert launches[0].operands["out"].tensor.dtype == torch.float16 and launches[0].operands["w"].tensor.dtype == torch.float32
+
+
 def test_compiled_analysed_saved_and_explained():
     torch.manual_seed(0)
     model = fxmask.apply(nn.Sequential(nn.Linear(32, 24)), NMMask(1, 4, impl="triton"))
