@@ -144,6 +144,7 @@ def test_a_resumed_run_goes_on_at_its_step():
     fxmask.load_state_dict(resumed, state)
     with pytest.raises(fxmask.FxMaskError):  # hooks are not saved
         resumed(X)
+    assert {r["activations"] for r in fxmask.explain(resumed).rows} == {"80 % of 1x16, by steps that nobody counts yet"}
     again = torch.optim.SGD(resumed.parameters(), 1e-3)
     fxmask.guard(again, resumed)
     resumed(X)
