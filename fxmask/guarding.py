@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
-from .passes import elementwise, phases, ranks, rebuild
+from .passes import elementwise, phases, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
@@ -18,6 +18,7 @@ from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_s
 from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
+from .pruning import scheduled_layers
 from .sites import required_sites, values_of
 from .swap import MaskedLayer
 
@@ -33,8 +34,10 @@ class GuardHandle:
 
     def __init__(
         self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str, masked_step: bool | str,
+        pruned: list[nn.Module],
     ) -> None:  # fmt: skip
         self._hooks: list[Any] = []
+        self._pruned = pruned
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = guarded, followed, others
         self._choice, self._returning, self._first, self._token = choice, returning, True, object()
@@ -43,6 +46,8 @@ class GuardHandle:
         if masked_step:  # whoever looks after a step sees weights that have moved
             optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         self._take(guarded, followed)
+        for m in pruned:
+            pruning_schedule.follow(m, self._token)
 
     def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
@@ -58,6 +63,9 @@ class GuardHandle:
 
     def _is_ours(self, site: Site) -> bool:
         return site.__dict__.get("_fxmask_guard") is self._token  # neither restored since nor masked anew
+
+    def _counts(self, m: nn.Module) -> bool:
+        return m.__dict__.get("_fxmask_pruning_guard") is self._token
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Guard masked weights that `add_param_group` has brought since."""
@@ -110,6 +118,8 @@ class GuardHandle:
             self._under_way = None
         masks = [g.mask for g in self._guarded] if self.masked_step else after_step(optimizer, self._guarded)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
+        for m in filter(self._counts, self._pruned):
+            pruning_schedule.advance(m, 1)
         reset = [(g, m) for g, m in zip(self._guarded, masks, strict=True) if self._returning == "zero" or g.site._fxmask_config.regrow is not None]
         reset_returned(optimizer, [g for g, _ in reset], [m for _, m in reset])
 
@@ -119,6 +129,8 @@ class GuardHandle:
             hook.remove()
         for site in [s for s, _ in self._followed if self._is_ours(s)] if self._hooks else []:
             site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
+        for m in filter(self._counts, self._pruned) if self._hooks else []:
+            pruning_schedule.follow(m, None)
         self._hooks = []
 
     __del__ = remove  # the hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes
@@ -223,7 +235,9 @@ def guard(
     if not guarded and not followed:
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
-    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step)
+    free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
+    pruned = [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
+    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step, pruned)
 
 
 def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from .passes.config import WeightMask
 from .passes.conv import KINDS, find_layers
 from .passes.find import Candidate, find
 from .passes.nm_find import find_nm
+from .passes.pruning_schedule import words
 from .passes.site import Site
 from .pruning import pruned_layers
 from .report import Report
@@ -80,7 +81,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
             rows.append(_row(c.name, c.weight, reasons.get(c.name, "fxmask.apply has not seen it")))
         else:
             rows.append({**_masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
-    pruned, dropped = ({name: config.words() for name, config in found} for found in (pruned_layers(model), dropped_layers(model)))
+    pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
     for row in rows:
         row |= {"activations": pruned.get(row["name"]), "dropout": dropped.get(row["name"])}
         row["name"] = row["name"] or "(the model itself)"

@@ -14,7 +14,7 @@ from .conv_layers import conv_forward
 from .kernels import nm
 from .kernels.conv import in_format_of
 from .kernels.errors import StateError, UnsupportedError, message
-from .kernels.nm_ops import learned, sr_ste
+from .kernels.nm_ops import by_kernel, learned, sr_ste
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
 from .swap import Swapped, masked_class
@@ -59,6 +59,8 @@ def masked_weight(m: NMLayer) -> Tensor:
         soft, hard = nm.sample(logits, table, _tau(m))
         soft = soft.reshape(w.shape)
         return w * soft.to(w.dtype) if c.soft else learned(w, soft, hard.reshape(w.shape))
+    if mask is None and c.impl == "triton":
+        return by_kernel(w, c.n, c.m, c.decay if c.mode == "sr-ste" else None)
     mask = c.mask_of(w, table, logits) if mask is None else mask
     return sr_ste(w, mask, c.decay) if c.mode == "sr-ste" else torch.where(mask, w, 0)
 

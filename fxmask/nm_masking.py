@@ -136,6 +136,6 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
         "backward": "sr-ste" if c.mode == "sr-ste" else "masked",
         "ranks_by": c.words().partition(" ")[2],
         "impl": "masked_dense",
-        "why": "a dense product with W∘M",
+        "why": f"a dense product with W∘M{', which a kernel makes in one pass' if c.impl == 'triton' and not m._fxmask_nm_frozen else ''}",
         "kept": kept,
     }

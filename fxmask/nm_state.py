@@ -26,7 +26,7 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     return {
         name: {
-            "settings": dataclasses.asdict(m._fxmask_nm),
+            "settings": _settings(m._fxmask_nm),
             "frozen": m._fxmask_nm_frozen,
             "mask": saved(m, MASK),
             "permutation": saved(m, ORDER),
@@ -34,6 +34,11 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
         }
         for name, m in nm_layers(model)
     }
+
+
+def _settings(config: NMMask) -> dict[str, Any]:
+    """What must agree between the run that saves and the one that loads: not what computes the same bits."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k != "impl"}
 
 
 @torch.inference_mode(False)
@@ -44,9 +49,9 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
     if not isinstance(saved, Mapping) or set(saved) != set(ours):
         got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
         raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
-    defaults = dataclasses.asdict(NMMask())
+    defaults = _settings(NMMask())
     for name, m in ours.items():
-        entry, shape, config = saved[name], tuple(peek_weight(m).shape), dataclasses.asdict(m._fxmask_nm)
+        entry, shape, config = saved[name], tuple(peek_weight(m).shape), _settings(m._fxmask_nm)
         keys = KEYS | ({"step", "counted"} if m._fxmask_nm.tau_from is not None else set())
         if not isinstance(entry, Mapping) or KEYS - set(entry) or not isinstance(entry["settings"], Mapping) or type(entry["frozen"]) is not bool:
             raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))

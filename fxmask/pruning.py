@@ -12,6 +12,7 @@ from .passes.activation_pruning import ActivationPruning, PruneActivations, Prun
 from .passes.choose import Decision
 from .passes.find import graph_modules
 from .passes.infra import run_passes
+from .passes.pruning_schedule import install, is_scheduled, uninstall, words
 from .passes.weights import raw_weight
 from .swap import MaskedLinear, Swapped, masked_class
 
@@ -29,7 +30,7 @@ class PrunedLinear(Swapped):
         return self._fxmask_pruning.linear(input, raw_weight(self), self.bias)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activations: {self._fxmask_pruning.words()}"
+        return f"{super().extra_repr()}, activations: {words(self)}"
 
 
 def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) -> None:
@@ -39,7 +40,7 @@ def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) ->
         if d.candidate.host is None and m is not None:
             if not isinstance(m, MaskedLinear):
                 m.__class__ = masked_class(type(m), PrunedLinear)
-            m._fxmask_pruning = config  # type: ignore[assignment]
+            install(m, config)
     rewrite = PruneActivations(chosen)
     for _, gm in graph_modules(model):
         run_passes(gm, [rewrite])
@@ -52,17 +53,19 @@ def unprune(model: nn.Module) -> None:
     for m in model.modules():
         if isinstance(m, PrunedLinear):
             m.__class__ = m._fxmask_base  # type: ignore[assignment]
-        if "_fxmask_pruning" in m.__dict__:
-            del m.__dict__["_fxmask_pruning"]
+        uninstall(m)
 
 
-def pruned_layers(model: nn.Module) -> Iterator[tuple[str, ActivationPruning]]:
-    """(name of the layer, its configuration)."""
+def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name of the layer, the module that holds its configuration)."""
     for name, m in model.named_modules():
-        if isinstance(m, PrunedCall):
-            yield m._fxmask_name, m._fxmask_pruning
-        elif "_fxmask_pruning" in m.__dict__:
-            yield name, m.__dict__["_fxmask_pruning"]
+        if "_fxmask_pruning" in m.__dict__:
+            yield (m._fxmask_name if isinstance(m, PrunedCall) else name), m
+
+
+def scheduled_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those whose ratio depends on the step."""
+    return [(name, m) for name, m in pruned_layers(model) if is_scheduled(m)]
 
 
 def any_pruned(model: nn.Module) -> bool:

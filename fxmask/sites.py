@@ -49,7 +49,8 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
     if not found:
         if any(not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__) for m in model.modules()):
             what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."
-            raise StateError(message(what, type(model).__name__, "leave the call out, or give fxmask.apply a WeightMask, too."))
+            fix = "leave the call out, or give fxmask.apply a WeightMask, too; a schedule of pruned inputs alone is counted by fxmask.step."
+            raise StateError(message(what, type(model).__name__, fix))
         what = f"{caller}: nothing is masked in this model: expected one that fxmask.apply has changed."
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())

@@ -19,6 +19,8 @@ from .passes.config import Schedule, WeightMask
 from .passes.feedback import bounds
 from .passes.optimiser import POLICIES
 from .passes.site import Site
+from .pruning import scheduled_layers
+from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
 from .sites import any_masked, required_sites
 
 FORMAT = 1
@@ -28,16 +30,18 @@ HOW_RUN = ("impl",)  # settings that another machine may choose differently with
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, step, step of the last rebuild, whether steps
     are counted, whether a guard counts them and its policy, and where there are such the cached mask (bool [NB, KB]), the flips, the scores that steps have
-    added to (float32 [NB, KB]), and how far a feedback has come. With N:M masks also {"nm": {layer: settings, frozen, mask, permutation}}: a frozen or permuted
+    added to (float32 [NB, KB]), and how far a feedback has come. With a schedule of pruned inputs also {"pruning": {layer: settings, step, announced,
+    guarded}}. With N:M masks also {"nm": {layer: settings, frozen, mask, permutation}}: a frozen or permuted
     mask is in no other state; logits are in `model.state_dict()`.
 
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
     Raises: StateError without masks, and inside `fxmask.dense`.
     """
-    nm = nm_state(model)
-    found = required_sites(model, "fxmask.state_dict") if any_masked(model) or not nm else []
+    nm, pruning = nm_state(model), pruning_state(model)
+    found = required_sites(model, "fxmask.state_dict") if any_masked(model) or not (nm or pruning) else []
     _not_dense(found, "fxmask.state_dict")
-    return {"format": FORMAT, "masks": {name: _one(site) for name, site, _ in found}, **({"nm": nm} if nm else {})}
+    more = {"nm": nm, "pruning": pruning}
+    return {"format": FORMAT, "masks": {name: _one(site) for name, site, _ in found}, **{key: entries for key, entries in more.items() if entries}}
 
 
 def _one(site: Site) -> dict[str, Any]:
@@ -82,7 +86,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     Where a guard was in force, training raises until `fxmask.guard` is called again: hooks cannot be saved.
     Raises: StateError (nothing masked, inside `fxmask.dense`, not such a state, other weights, settings or shapes); then nothing has changed.
     """
-    found = required_sites(model, "fxmask.load_state_dict") if any_masked(model) or not any_nm(model) else []
+    found = required_sites(model, "fxmask.load_state_dict") if any_masked(model) or not (any_nm(model) or scheduled_layers(model)) else []
     _not_dense(found, "fxmask.load_state_dict")
     entries = _entries(saved)
     missing, unknown = sorted({n for n, _, _ in found} - set(entries)), sorted(set(entries) - {n for n, _, _ in found})
@@ -92,7 +96,9 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
         raise StateError(message(what, type(model).__name__, fix))
     for name, site, _ in found:
         _check(name, site, entries[name])
+    check_pruning_state(model, saved.get("pruning", {}))
     load_nm_state(model, saved.get("nm", {}))
+    load_pruning_state(model, saved.get("pruning", {}))
     for name, site, _ in found:
         _load(site, entries[name])
     state.sync(*(site for _, site, _ in found))

@@ -13,8 +13,10 @@ from .nm_masking import refresh_nm, step_nm
 from .passes import rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_readers
+from .passes.pruning_schedule import advance
 from .passes.saliency import observe
 from .passes.site import Site
+from .pruning import scheduled_layers
 from .sites import any_masked, required_sites, values_of
 
 
@@ -26,7 +28,7 @@ def _not_inside_dense(model: nn.Module, caller: str) -> None:
 
 
 def step(model: nn.Module, n: int = 1) -> None:
-    """Tell the masks, and the temperatures of learned N:M masks, that `n` optimiser steps were taken; call it after every `optimizer.step()`.
+    """Tell masks, temperatures of learned N:M masks and schedules of pruned inputs that `n` optimiser steps were taken; after every `optimizer.step()`.
 
     `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing.
@@ -36,7 +38,10 @@ def step(model: nn.Module, n: int = 1) -> None:
     """
     if type(n) is not int or n < 0:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
-    if not any_masked(model) and step_nm(model, n):
+    pruned = scheduled_layers(model)
+    if not any_masked(model) and (step_nm(model, n) or pruned):
+        for _, m in pruned:
+            advance(m, n)
         return
     _not_inside_dense(model, "fxmask.step")
     found = required_sites(model, "fxmask.step")
@@ -50,7 +55,8 @@ def step(model: nn.Module, n: int = 1) -> None:
         warn_of_dense_readers(found)
         _observe(found, n)
     rebuild.advance([(site, weight) for _, site, weight in found], n)
-    step_nm(model, n)
+    for _, m in pruned:
+        advance(m, n)
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

@@ -23,6 +23,7 @@ from .passes import site as state
 from .passes.activation_pruning import ActivationPruning, saves
 from .passes.block_dropout import BlockDropout
 from .passes.config import WeightMask
+from .passes.pruning_schedule import copied, words
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
@@ -37,13 +38,13 @@ class MaskedLayer(Site):
     def extra_repr(self) -> str:
         c = self._fxmask_config
         inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
-        more = "".join(f", {name}: {config.words()}" for name, config in inputs.items() if config is not None)
+        more = "".join(f", {name}: {words(self) if name == 'activations' else config.words()}" for name, config in inputs.items() if config is not None)
         return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), self.__getstate__()
+        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), copied(self.__getstate__())
 
 
 class MaskedLinear(MaskedLayer):
@@ -81,7 +82,7 @@ class Swapped(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), self.__dict__.copy()
+        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), copied(self.__dict__.copy())
 
 
 _EAGER = threading.local()  # .readers: {id of a layer: owners whose forward runs in this thread}

@@ -309,6 +309,12 @@ def order(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> 
     return Cost(reads={"lists": INDEX * sum(s * (s + 1) for s in strips)}, writes=ranks, reads_min=dict(ranks), writes_min=dict(ranks))
 
 
+def nm_mask(elements: int, itemsize: int, out_itemsize: int) -> Cost:
+    """An N:M mask by magnitude and W∘M of it. Requested and compulsory B: w b elements; mask elements and out b' elements written."""
+    reads, writes = {"w": itemsize * elements}, {"mask": elements, "out": out_itemsize * elements}
+    return Cost(reads=reads, writes=writes, reads_min=dict(reads), writes_min=dict(writes))
+
+
 # ---- pruned inputs ---------------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
+PAIRED = (2, 4, 8)  # m of the kernel, which compares every two of a group in registers
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .dispatch import triton_ops
 from .errors import UnsupportedError, message
 
 
@@ -43,6 +44,39 @@ def _(w: Tensor, mask: Tensor, decay: float) -> Tensor:
     return torch.where(mask, w, 0)
 
 
+@torch.library.custom_op("fxmask::nm_magnitude", mutates_args=())
+def nm_magnitude(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(W∘M in `dtype`, M): the mask by magnitude and its product in one pass of a Triton kernel, bit-equal to `nm.magnitude_mask`.
+
+    w: float32, float16 or bfloat16, its rows multiples of m, which is one of nm.PAIRED; both results have w's shape, contiguous; M bool.
+    Differentiable: w, by g∘M, or with `ste` by g + decay * (1 - M)∘W. Raises: UnsupportedError in forward-mode AD, and where Triton cannot run on w.
+    Cost: a read of w, a write of both.
+    """
+    ops.refuse_forward_ad()
+    triton_ops().require(w)
+    out, mask = triton_ops().nm.nm_mask(w.contiguous(), n, m, dtype)
+    return out, mask
+
+
+@nm_magnitude.register_fake
+def _(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    ops.refuse_forward_ad()
+    return w.new_empty(w.shape, dtype=dtype), w.new_empty(w.shape, dtype=torch.bool)
+
+
+def _save_magnitude(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    w, _, _, ste, ctx.decay, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], w if ste else None)
+    ctx.dtype = w.dtype
+
+
+def _magnitude_backward(ctx: Any, gy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    mask, w = ctx.saved_tensors
+    gy = gy.to(ctx.dtype)
+    return (torch.where(mask, gy, 0) if w is None else gy + ctx.decay * torch.where(mask, 0, w)), *[None] * 5
+
+
 def _save_learned(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     w, soft, hard = inputs
     ctx.save_for_backward(w if ctx.needs_input_grad[1] else None, hard)
@@ -67,6 +101,7 @@ def _sr_ste_backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
 
 nm_learned.register_autograd(_learned_backward, setup_context=_save_learned)
 nm_sr_ste.register_autograd(_sr_ste_backward, setup_context=_save_sr_ste)
+nm_magnitude.register_autograd(_magnitude_backward, setup_context=_save_magnitude)
 
 
 def learned(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
@@ -82,3 +117,12 @@ def sr_ste(w: Tensor, mask: Tensor, decay: float) -> Tensor:
         what = "mode='sr-ste' inside torch.func or forward-mode AD: its gradient is that of no function, and those differentiate functions."
         raise UnsupportedError(message(what, "torch.func, torch.autograd.forward_ad", "use mode='magnitude' there."))
     return nm_sr_ste(w, mask, decay)
+
+
+def by_kernel(w: Tensor, n: int, m: int, decay: float | None) -> Tensor:
+    """W∘M by `nm_magnitude`, in autocast's dtype where that is on; decay: SR-STE's, or None. UnsupportedError under function transforms and forward-mode AD."""
+    ops.is_transformed("triton")
+    device, dtype = w.device.type, w.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return nm_magnitude(w, n, m, decay is not None, 0.0 if decay is None else decay, dtype)[0]

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from ..kernels import prune_ops
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
-from ..kernels.errors import ConfigError
+from ..kernels.errors import ConfigError, StateError, message
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
 from .choose import Decision
@@ -20,7 +20,7 @@ from .find import PRUNED, input_arg
 from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, replace_node
 from .options import Options
-from .schedule import one_of
+from .schedule import Schedule, at_least, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,9 @@ class ActivationPruning(Options):
         block: features of a block, which is one token high; the last one of a row may be ragged. Samples: table in `kernels.prune`.
         noise: 0: the norms decide. Else they are multiplied by 2^(noise * u), u uniform in [-1, 1], drawn anew in every forward from PyTorch's generator of
             the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours).
+        schedule: None, or a `Schedule` of the ratio over optimiser steps, which ends at `ratio`. How many blocks are kept is a shape, for which a model may be
+            compiled anew; so the ratio moves in at most `stages` jumps, one every ceil(schedule.steps / stages) steps, each to what the schedule says then.
+        stages: see there. start: first optimiser step that drops anything. With either, `fxmask.step` or, beside a WeightMask, a guard counts the steps.
         impl: of dW: `auto`, `reference`, `cpu` or `triton`, table in `kernels.prune_ops.pruned_dw`; an explicit one runs nowhere else, and raises.
 
     Where nothing can be dropped (few blocks a sample: a row of an input with two axes is one) the layer is the dense one, with a warning. A layer whose weight
@@ -47,6 +50,9 @@ class ActivationPruning(Options):
     block: int = 64
     noise: float = 0.0
     impl: str = "auto"
+    schedule: Schedule | None = None
+    stages: int = 4
+    start: int = 0
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -56,6 +62,31 @@ class ActivationPruning(Options):
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
         one_of("impl", self.impl, IMPLEMENTATIONS)
         check_available(self.impl)
+        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+            raise ConfigError(f"schedule of pruned activations: expected None or a fxmask.Schedule, got {self.schedule!r}.")
+        at_least("start", self.start, 0)
+        if type(self.stages) is not int or self.stages < 1:
+            raise ConfigError(f"stages counts the jumps of a scheduled ratio: expected an int of at least 1, got {self.stages!r}.")
+        if self.schedule is None and self.stages != 4:
+            raise ConfigError(f"stages are those of a schedule: expected schedule=fxmask.Schedule(...) with stages={self.stages}, got none.")
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the ratio depends on the step."""
+        return self.start > 0 or (self.schedule is not None and self.schedule.moves)
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio at an optimiser step."""
+        if step < self.start:
+            return 0.0
+        if self.schedule is None:
+            return self.ratio
+        done, stage = step - self.start, -(-self.schedule.steps // self.stages)
+        return self.schedule.ratio_at(done if done >= self.schedule.steps else done // stage * stage, self.ratio)
+
+    def in_force(self, step: int) -> ActivationPruning:
+        """What holds at an optimiser step, itself without steps."""
+        return dataclasses.replace(self, ratio=self.ratio_at(step), schedule=None, stages=4, start=0)
 
     def words(self) -> str:
         """What `explain` says of it."""
@@ -64,14 +95,21 @@ class ActivationPruning(Options):
     def _by(self) -> str:
         return "" if self.impl == "auto" else f", dW by {self.impl}"
 
+    def _check_counted(self) -> None:
+        if self.needs_steps:  # a layer whose steps are counted has the ratio in force instead
+            what = "start and schedule of ActivationPruning count optimiser steps, and nobody tells them: expected a step source in training."
+            raise StateError(message(what, "", "call fxmask.step(model, 0) before training and fxmask.step(model) after every step; a guard counts them, too."))
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's forward."""
         if not saves(weight):
             return F.linear(x, weight, bias)
+        self._check_counted()
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, dw_impl=self.impl)
 
     def masked_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *masked: Any) -> Tensor:
         """That of a masked layer which saves its input; `masked`: the mask and what follows it in `kernels.prune_ops.linear`, to the lists."""
+        self._check_counted()
         mask, blocks, backward, dense, impl, lists = masked
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, mask, blocks, backward, dense, impl, lists, self.impl)
 
@@ -87,6 +125,8 @@ class PrunedCall(nn.Module):
     def __init__(self, config: ActivationPruning, name: str, origin: str) -> None:
         super().__init__()
         self._fxmask_pruning, self._fxmask_name, self._fxmask_origin = config, name, origin
+        if config.needs_steps:
+            self._fxmask_pruning_given, self._fxmask_pruning_step, self._fxmask_pruning_guard = config, 0, None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._fxmask_pruning.linear(x, weight, bias)

@@ -50,7 +50,7 @@ MAKE = _aten("""
     fill fill_ zero_ zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full arange linspace eye scalar_tensor rand randn rand_like
     tril_indices triu_indices randn_like randint randint_like bernoulli bernoulli_ uniform_ normal_ exponential_ random_ randperm
 """)
-OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste", "fxmask.graft"})  # W∘M of N:M masks, and of convolutions
+OURS = frozenset({"fxmask.nm_learned", "fxmask.nm_sr_ste", "fxmask.nm_magnitude", "fxmask.graft"})  # W∘M of N:M masks, and of convolutions
 KNOWN = OURS | POINTWISE | REDUCE | NORMALISE | MOVE | RESAMPLE | MAKE
 # a view of a constant, such as a cached mask, is another tensor on fake ones: unsqueeze is the first that a mask sees
 NOTHING = _aten("""

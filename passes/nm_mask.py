@@ -8,8 +8,10 @@ import math
 from torch import Tensor
 
 from ..kernels import nm, nm_permute
-from ..kernels.errors import ConfigError
+from ..kernels.dispatch import check_available
+from ..kernels.errors import ConfigError, UnsupportedError
 from .options import Options
+from .schedule import one_of
 
 MODES = ("magnitude", "permuted", "learned", "sr-ste")
 OF_LEARNED = ("tau", "tau_from", "tau_steps", "soft", "init", "final", "train_weights")
@@ -41,9 +43,10 @@ class NMMask(Options):
         soft: multiply by the mixture of patterns in training; by default by the drawn pattern, straight-through.
         init: of the logits, `glorot` (uniform) or `magnitude`. They are `nm_logits` (groups, patterns) of the layer: in `parameters()` and in `state_dict()`.
         final: what `fxmask.freeze` and `fxmask.finalize` fix: `argmax`, or `sample`, drawn one last time. Forwards in eval() take the argmax in any case.
+        impl: `auto`, `reference`: plain PyTorch. `triton`: a kernel, the same bits in one pass over W; for magnitude and sr-ste with m of 2, 4 or 8.
         train_weights: False: weight and bias of the layers stop asking for gradients, until `fxmask.restore`; other layers and norms are the user's to freeze.
 
-    Raises: ConfigError.
+    Raises: ConfigError; UnsupportedError for an `impl` that this machine or this mask has not.
     """
 
     n: int = 2
@@ -59,6 +62,7 @@ class NMMask(Options):
     init: str = "glorot"
     final: str = "argmax"
     train_weights: bool = False
+    impl: str = "auto"
 
     def __post_init__(self) -> None:
         if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
@@ -66,6 +70,11 @@ class NMMask(Options):
         for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: expected {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        one_of("impl", self.impl, ("auto", "reference", "triton"))
+        check_available(self.impl)
+        if self.impl == "triton" and (self.mode not in ("magnitude", "sr-ste") or self.transposable or self.m not in nm.PAIRED):
+            got = f"mode={self.mode!r}, m={self.m}{', transposable' if self.transposable else ''}"
+            raise UnsupportedError(f"impl='triton' of N:M masks: expected mode='magnitude' or 'sr-ste' with m of {nm.PAIRED}, got {got}; use impl='auto'.")
         for name in ("transposable", "soft", "train_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}.")

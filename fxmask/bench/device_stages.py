@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UnsupportedError
-from ..kernels import ops, prune, prune_ops
+from ..kernels import nm_ops, ops, prune, prune_ops
 from ..kernels.dispatch import triton_ops
 from .cells import Cell, make_cells
 from .clock import flush_buffer, time_cuda
@@ -83,6 +83,7 @@ def tiny(kernel: str) -> int:
         "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
         "dropped": lambda: fxmask_triton(x, w, gy, block, 0.5)[2],
         "group": lambda: triton_ops().refresh_group([w, x], [keep, keep], block)[1][0],
+        "nm_mask": lambda: nm_ops.nm_magnitude(w, 2, 4, False, 0.0, w.dtype)[0],
         "pruned_matmul": lambda: prune_ops.pruned_dw(gy, *prune.compress(x, 16, 7, False), list(x.shape), False, mask, *block, "triton"),
     }
     out = calls[kernel]()
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
     sub = p.add_subparsers(dest="stage", required=True)
     sub.add_parser("precompile")
-    kernels = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped", "pruned_matmul")
+    kernels = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped", "pruned_matmul", "nm_mask")
     sub.add_parser("tiny").add_argument("kernel", choices=kernels)
     sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
     for name in (*PARTS, *OPS):

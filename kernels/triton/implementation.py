@@ -18,6 +18,7 @@ from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
 from . import dropped as dropped
 from . import launch, prune_launch, refresh
+from . import nm as nm
 from .device import allows_tf32
 from .device import interpreting as interpreting
 from .device import require as require

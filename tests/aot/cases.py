@@ -24,6 +24,7 @@ from fxmask.kernels.triton import (
     keys,
     launch,
     list_matmul,
+    nm,
     prune_launch,
     pruned_matmul,
     refresh,
@@ -31,10 +32,10 @@ from fxmask.kernels.triton import (
     selection,
     strip_lists,
     tiles,
-)  # fmt: skip
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-KERNEL_MODULES = (draw, elementwise, keys, list_matmul, pruned_matmul, sampled_matmul, selection, strip_lists)
+KERNEL_MODULES = (draw, elementwise, keys, list_matmul, nm, pruned_matmul, sampled_matmul, selection, strip_lists)
 
 BLOCKS = list(itertools.product(LISTED, LISTED))
 SMALL_BLOCKS = [(1, 1), (1, 8), (4, 1), (2, 4), (8, 8), (3, 5), (7, 64)]  # what is masked and cast, then multiplied densely
@@ -176,6 +177,10 @@ def pruned_dw(precision: str, features: int, edge: str, mask_block: tuple[int, i
     prune_launch.pruned_dw(gy, values, index, (16, TOKENS // 16, e.in_features), mask, mask_block or (1, 1), None, tf32, splits)
 
 
+def nm_mask(dtypes: tuple[torch.dtype, torch.dtype], m: int, columns: int) -> None:
+    nm.nm_mask(meta(4096, columns, dtype=dtypes[0]), m // 2, m, dtypes[1])
+
+
 SQUARES = [(b, b) for b in LISTED]
 DROPPED_BLOCKS = [*SQUARES, (16, 128), (128, 16)]
 Op = Callable[..., None]
@@ -198,6 +203,7 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (lists, (BLOCKS, [1000, 14336, 131072])),
     (group, ([FP32, BF16, FP16], BLOCKS, [384, 4096], [0, 8])),
     (pruned_dw, (list(PRECISIONS), list(LISTED), list(EDGES), [None, *SQUARES, (128, 16), (16, 128), (2, 4)], [1, 4])),
+    (nm_mask, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], [2, 4, 8], [4096, 4088])),
 ]
 SMOKE: list[tuple[Op, Case]] = [
     (forward, ("bf16", (32, 32), "even", True, "gelu")),
@@ -215,6 +221,7 @@ SMOKE: list[tuple[Op, Case]] = [
     (mask_cast, ((FP32, BF16), (2, 4), "even")),
     (pruned_dw, ("bf16", 64, "even", None, 4)),
     (pruned_dw, ("bf16", 16, "ragged8", (32, 64), 1)),
+    (nm_mask, ((FP32, BF16), 4, 4096)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Bodies of the GPU tests of pruned inputs, for any device: `rehearse.py` runs them in Triton's interpreter."""
+"""Bodies of the GPU tests of pruned inputs and N:M masks, for any device: `rehearse.py` runs them in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gpu.bodies import DTYPES, assert_close, poisoned, tf32
 from torch import nn
 
 import fxmask
-from fxmask.kernels import prune, prune_ops, reference
+from fxmask.kernels import nm, nm_ops, prune, prune_ops, reference
 from fxmask.kernels.grid import grid_shape
 from fxmask.kernels.lists import LISTED
 from fxmask.kernels.triton.device import LAUNCHES
@@ -63,3 +63,16 @@ def check_layer(device, masked):
     exact = prune.dw(gy.double(), *packed, x.shape, False)
     exact = reference.masked(exact, fxmask.masks(layer)["0.weight"], (16, 16)) if masked else exact
     torch.testing.assert_close(layer[0].weight.grad.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def check_nm(device, shape, n, m, dtype, out):
+    """Mask and W∘M are the CPU's to the bit, ties, zeros, NaN and Inf among them."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    w[::2] = (2 * w[::2]).round()
+    w[1, : 2 * m], w[2, 1], w[3, -1] = float("nan"), float("inf"), float("-inf")
+    w = w.to(DTYPES[dtype])
+    want = nm.magnitude_mask(w, n, m)
+    with poisoned():
+        got, mask = nm_ops.nm_magnitude(w.to(device), n, m, False, 0.0, DTYPES[out])
+    assert torch.equal(mask.cpu(), want)
+    torch.testing.assert_close(got.cpu(), torch.where(want, w, 0).to(DTYPES[out]), rtol=0, atol=0, equal_nan=True)

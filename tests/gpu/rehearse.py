@@ -32,6 +32,7 @@ CASES = [
     (training_bodies.check_usable_after, ("cpu", lambda model: None)),
     *((pruning_bodies.check_pruned_dw, ("cpu", (2, 15, 40), 34, f, 0.6, "fp16", block, 1)) for f, block in ((16, None), (32, (16, 16)), (24, (5, 3)))),
     (pruning_bodies.check_pruned_dw, ("cpu", (2, 15, 40), 34, 16, 1, "fp32", None, 1)),
+    (pruning_bodies.check_nm, ("cpu", (11, 48), 2, 4, "fp32", "fp16")),
     *((pruning_bodies.check_layer, ("cpu", masked)) for masked in (False, True)),
 ]
 

@@ -1,7 +1,7 @@
-"""dW from pruned inputs on the device against float64, and its bits."""
+"""dW from pruned inputs on the device against float64, and its bits; N:M masks against those of the CPU."""
 
 import pytest
-from gpu.pruning_bodies import check_layer, check_pruned_dw
+from gpu.pruning_bodies import check_layer, check_nm, check_pruned_dw
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = ["bf16", "fp16", "fp32", "tf32"]
@@ -30,3 +30,9 @@ def test_one_block_and_all_but_one(features):
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_layer_without_a_host_sync(masked):
     check_layer("cuda", masked)
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")], ids=str)
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (1, 4), (3, 8)])
+def test_nm_masks(n, m, dtypes):
+    check_nm("cuda", (301, 1000), n, m, *dtypes)

@@ -188,6 +188,20 @@ def test_autograd(dtype, masks):
         assert (triton["0.weight"] != 0).all()
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_dense_step_of_rigl_uses_no_lists_of_the_mask(flag):
+    """The lists that the forward has are the mask's; where dW is wanted dense, they would leave blocks out."""
+    torch.manual_seed(0)
+    x, w, gy, mask = torch.randn(1, 9, 128), torch.randn(64, 128, requires_grad=True), torch.randn(1, 9, 64), torch.tensor([[True, False], [False, True]])
+    lists = prune_launch.refresh.strip_lists(mask, (32, 64))
+    y, values, index = prune_ops.pruned_linear(
+        x, w, None, 128, 4, False, None, mask, 32, 64, "rigl", torch.tensor(flag), "triton", lists, "triton"
+    )
+    y.backward(gy)
+    wanted = torch.ones_like(mask) if flag else mask
+    torch.testing.assert_close(w.grad, reference.masked(prune.dw(gy, values, index, x.shape, False), wanted, (32, 64)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("what", ["turned", "block", "odd"])
 def test_what_the_kernel_does_not_take_is_expanded(what):
     k, n, block = (24, 40, 8) if what == "block" else (48, 41, 16) if what == "odd" else (20, 40, 16)

@@ -1,0 +1,184 @@
+"""The ratio of pruned inputs by the optimiser's step: stages, who counts, compiles, states, wrong use."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask import ActivationPruning, Schedule, WeightMask
+from fxmask.kernels import prune
+
+CUBIC = Schedule("linear", steps=8)
+CONFIG = ActivationPruning(0.8, 16, schedule=CUBIC, stages=4)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+
+def saved(model, x):
+    """Blocks that the first layer's op keeps of a sample; None where the input itself is saved."""
+    seen = []
+
+    def pack(t):
+        if t.dtype in (torch.int16, torch.int32):
+            seen.append(t.shape[1])
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return seen[0] if seen else None
+
+
+X = torch.randn(2, 10, 64)
+BLOCKS = prune.block_count(10, 64, 16)
+
+
+def kept(ratio):
+    n = BLOCKS - prune.dropped_count(BLOCKS, ratio)
+    return None if n == BLOCKS else n
+
+
+def test_the_ratio_moves_in_stages_and_ends_exactly():
+    assert [round(CONFIG.ratio_at(s), 9) for s in range(10)] == [0, 0, 0.2, 0.2, 0.4, 0.4, 0.6, 0.6, 0.8, 0.8]
+    for kind in ("linear", "cubic", "cosine", "exponential", "cyclic"):
+        for stages in (1, 3, 4, 50):
+            c = ActivationPruning(0.7, 16, schedule=Schedule(kind, steps=41), stages=stages, start=5)
+            ratios = [c.ratio_at(s) for s in range(60)]
+            assert len(set(ratios[5:46])) <= stages and set(ratios[:5]) == {0.0} and set(ratios[46:]) == {0.7}
+    assert ActivationPruning(0.7, 16, start=3).ratio_at(2) == 0 and ActivationPruning(0.7, 16, start=3).ratio_at(3) == 0.7
+    assert not ActivationPruning(0.7).needs_steps and not ActivationPruning(0.7, schedule=Schedule("constant")).needs_steps
+
+
+@pytest.mark.parametrize("trace", [False, True], ids=["module", "trace"])
+def test_steps_move_what_is_saved(trace):
+    model = fxmask.apply(torch.fx.symbolic_trace(mlp()) if trace else mlp(), CONFIG)
+    assert "80 % of 1x16, by steps that nobody counts yet" in {r["activations"] for r in fxmask.explain(model).rows}
+    with pytest.raises(fxmask.FxMaskError, match=r"(?s)count optimiser steps, and nobody tells them.*fxmask\.step\(model, 0\)"):
+        model(X)
+    with torch.no_grad():
+        model(X)  # nothing is saved
+    fxmask.step(model, 0)
+    for step in range(12):
+        assert saved(model, X) == kept(CONFIG.ratio_at(step)), step
+        if step == 4:
+            assert fxmask.explain(model).rows[0]["activations"] == "40 % of 1x16, 80 % in the end"
+        fxmask.step(model)
+    assert fxmask.explain(model).rows[0]["activations"] == "80 % of 1x16"
+    fxmask.restore(model)
+    assert not any(k.startswith("_fxmask_pruning") for m in model.modules() for k in m.__dict__)
+
+
+def test_a_guard_counts_until_it_is_removed():
+    model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    handle = fxmask.guard(optimizer, model)
+    for step in range(10):
+        assert saved(model, X) == kept(CONFIG.ratio_at(step))
+        model(X).square().sum().backward()
+        optimizer.step()
+    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    handle.remove()
+    for m in (model, *twins):  # nobody counts them any more
+        with pytest.raises(fxmask.FxMaskError, match="nobody tells them"):
+            m(X)
+    fxmask.step(model, 0)
+    assert saved(model, X) == kept(0.8)
+    second = fxmask.guard(optimizer, model)
+    assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [10, 10]
+    del optimizer, second, handle
+
+
+def test_two_optimisers_count_their_own_layers():
+    model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
+    first, second = (torch.optim.SGD(m.parameters(), 1e-3) for m in (model[0], model[2]))
+    fxmask.guard(first, model), fxmask.guard(second, model)
+    model(X).sum().backward()
+    first.step()
+    first.step()
+    second.step()
+    assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [2, 1]
+
+
+def test_a_model_is_compiled_at_most_once_a_stage():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), CONFIG)
+    fxmask.step(model, 0)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    eager = copy.deepcopy(model)
+    for _ in range(14):
+        for m in (compiled, eager):
+            m.zero_grad()
+            m(X).square().sum().backward()
+        assert torch.equal(model[0].weight.grad, eager[0].weight.grad)
+        fxmask.step(model)
+        fxmask.step(eager)
+    assert 2 <= len(graphs) <= 5  # 0, 20, 40, 60 and 80 %, as far as the compiler does not take their number of blocks for a variable
+
+
+def test_a_resumed_run_goes_on_at_its_step():
+    model = fxmask.apply(mlp(), CONFIG)
+    fxmask.step(model, 5)
+    state = fxmask.state_dict(model)
+    assert state["pruning"]["0"]["step"] == 5 and state["masks"] == {}
+    other = fxmask.apply(mlp(), CONFIG.replace({"impl": "reference"}, "here"))
+    fxmask.load_state_dict(other, pickle.loads(pickle.dumps(state)))
+    for _ in range(5):
+        assert saved(other, X) == saved(model, X)
+        fxmask.step(model), fxmask.step(other)
+    guarded = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
+    optimizer = torch.optim.SGD(guarded.parameters(), 1e-3)
+    fxmask.guard(optimizer, guarded)
+    state = fxmask.state_dict(guarded)
+    resumed = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
+    fxmask.load_state_dict(resumed, state)
+    with pytest.raises(fxmask.FxMaskError):  # hooks are not saved
+        resumed(X)
+    assert {r["activations"] for r in fxmask.explain(resumed).rows} == {"80 % of 1x16, by steps that nobody counts yet"}
+    again = torch.optim.SGD(resumed.parameters(), 1e-3)
+    fxmask.guard(again, resumed)
+    resumed(X)
+
+
+def changed(key, value):
+    def load():
+        model = fxmask.apply(mlp(), CONFIG)
+        state = fxmask.state_dict(model)
+        state["pruning"]["0"][key] = value
+        fxmask.load_state_dict(model, state)
+
+    return load
+
+
+def load_elsewhere():
+    fxmask.load_state_dict(fxmask.apply(mlp(), CONFIG, include="0"), fxmask.state_dict(fxmask.apply(mlp(), CONFIG)))
+
+
+WRONG = {
+    "schedule": (lambda: ActivationPruning(0.5, schedule=3), "expected None or a fxmask.Schedule, got 3"),
+    "stages": (lambda: ActivationPruning(0.5, schedule=CUBIC, stages=0), "stages counts the jumps"),
+    "stages alone": (lambda: ActivationPruning(0.5, stages=3), "stages are those of a schedule"),
+    "start": (lambda: ActivationPruning(0.5, start=-1), "start counts optimiser steps"),
+    "no schedule": (lambda: fxmask.step(fxmask.apply(mlp(), ActivationPruning(0.5, 16))), "a schedule of pruned inputs alone is counted by fxmask.step"),
+    "negative": (lambda: fxmask.step(fxmask.apply(mlp(), CONFIG), -1), "an int of at least 0, got -1"),
+    "a changed step": (changed("step", -2), "changed since it was saved"),
+    "other settings": (changed("settings", {"ratio": 0.5}), "other settings"),
+    "other layers": (load_elsewhere, "other schedules of pruned inputs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use(case):
+    call, words = WRONG[case]
+    with pytest.raises(fxmask.FxMaskError, match=words):
+        call()
