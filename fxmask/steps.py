@@ -55,6 +55,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         warn_of_dense_readers(found)
         _observe(found, n)
     rebuild.advance([(site, weight) for _, site, weight in found], n)
+    step_nm(model, n)
     for _, m in pruned:
         advance(m, n)
 
