@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from .passes.choose import Decision, Pattern, as_patterns, choose, matches
 from .passes.config import WeightMask
 from .passes.find import LINEARS, Candidate
 from .passes.infra import CleanUp, Pass, run_passes
-from .passes.lifted import Body, find_lifted, graphs_of
+from .passes.lifted import READERS, Body, find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
 from .passes.saliency import LEARNED
 from .sites import decided_by_apply
@@ -39,7 +40,8 @@ WHERE = "torch.compile(backend='fxmask')"
 APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
 ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
 WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
-FORWARD_AD = ("_jvp_increment_nesting", "_grad_increment_nesting", "_vmap_increment_nesting", "make_dual", "_make_dual")
+FORWARD_AD = ("make_dual", "_make_dual")
+REGION = re.compile(r"_(jvp|grad|vmap)_(increment|decrement)_nesting")  # where a function transform begins and ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,6 @@ def __getattr__(name: str) -> Any:
 def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor]]:
     """Mask one Dynamo graph in place: names and real Parameters of what was masked."""
     bodies = graphs_of(gm)
-    _refuse_transforms(bodies)
     for body in bodies:
         run_passes(body.graph, o.passes)
     real = _real(gm, inputs)
@@ -125,6 +126,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     if o.match == "matmul":
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
+    _refuse_transforms(bodies)
     found = find_lifted(bodies, real)
     decisions = choose(found, o.config, o.include, o.exclude, o.overrides)
     _refuse_state(decisions)
@@ -170,12 +172,22 @@ def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Call
 
 
 def _refuse_transforms(bodies: Sequence[Body]) -> None:
+    """Forward AD anywhere; linears, or bodies that may hold some, inside a function transform. Beside one they are masked: transformers makes masks by vmap."""
     for body in bodies:
+        inside: list[str] = []
         for node in body.graph.graph.nodes:
             name = getattr(node.target, "__name__", "")
-            if name in FORWARD_AD:
-                what = f"this graph differentiates or maps by a function transform ({name}), which cannot see into the masked op."
+            region = REGION.fullmatch(name)
+            if region is not None:
+                inside = [*inside, region[1]] if region[2] == "increment" else inside[:-1]
+            if name in FORWARD_AD or (inside and (node.target in LINEARS or node.target in READERS or _has_body(body.graph, node))):
+                by = name if name in FORWARD_AD else inside[-1]
+                what = f"this graph differentiates or maps linears by a function transform ({by}), which cannot see into the masked op."
                 raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...) and torch.compile(...) without backend."))
+
+
+def _has_body(gm: GraphModule, node: Node) -> bool:
+    return any(n.op == "get_attr" and isinstance(getattr(gm, str(n.target), None), GraphModule) for n in node.all_input_nodes)
 
 
 def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:

@@ -38,6 +38,7 @@ def tiny(name: str, task: str) -> Made:
     model = getattr(transformers, kind if isinstance(kind, str) else kind[0])(config)
     if task == "IMAGE_CLASSIFICATION":
         side = getattr(config, "image_size", 64)
+        side = side if isinstance(side, int) else side[0]
         return Made(model, kwargs={"pixel_values": images(model, 3, side, side)}, note="tiny configuration")
     tokens = torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(0))
     more: dict[str, Any] = {"SEQ_TO_SEQ_CAUSAL_LM": {"decoder_input_ids": tokens[:, :5]}}.get(task, {})

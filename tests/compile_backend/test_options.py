@@ -1,5 +1,7 @@
 """What the backend is asked for: options, coverage, and what it cannot do."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,3 +106,27 @@ def test_function_transforms_raise(transform):
     }[transform]
     error = failing(call, **OPTIONS)
     assert isinstance(error, UnsupportedError) and "use fxmask.apply" in str(error)
+
+
+class MappedMask(nn.Module):
+    """A mask of attention that vmap makes from indices, beside linears, as transformers has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(32, 32), nn.Linear(32, 48)
+
+    def forward(self, x):
+        seen = torch.vmap(lambda i: torch.vmap(lambda j: j <= i)(torch.arange(4)))(torch.arange(4))
+        return self.out(seen.to(x.dtype) @ self.inner(x))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_linears_beside_a_function_transform_are_masked(inner):
+    torch.manual_seed(0)
+    model, x = MappedMask(), torch.randn(4, 32)
+    applied = fxmask.apply(copy.deepcopy(model), **OPTIONS)
+    y, expected = compiled(model, **{**OPTIONS, "inner": inner, "require": True})(x), applied(x)
+    assert torch.equal(y, expected) and not torch.equal(y, model(x))
+    y.sum().backward()
+    expected.sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), applied.parameters(), strict=True))

@@ -7,6 +7,7 @@ import socket
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -34,6 +35,30 @@ def small():
 
 def bypass():
     return Bypass(), (torch.randn(5, 32),)
+
+
+class Other(nn.Module):
+    """A linear of another class: the compiler backend meets its call, `apply` does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class Both(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = Other()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.unused(x))
+
+
+def both():
+    return Both(), (torch.randn(5, 32),)
 
 
 def network():

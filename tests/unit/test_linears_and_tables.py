@@ -1,4 +1,4 @@
-"""Subclasses of nn.Linear that write its forward anew: masked where it is the same forward, left alone and named where it is another."""
+"""What counts as a Linear and as an Embedding by what it computes: subclasses with nn.Linear's forward written anew, tables of classes of their own."""
 
 import copy
 
@@ -76,3 +76,22 @@ def test_another_forward_stays_dense_and_is_named(cls):
 
 def test_a_weight_that_the_class_computes_is_another_forward():
     assert not computes_linear(Made)
+
+
+class QuantEmbedding(nn.Module):
+    """A table that does not derive from nn.Embedding, as quantisation-aware code has it."""
+
+    def __init__(self, n, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, dim))
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight)
+
+
+def test_a_head_that_is_the_table_of_another_class_of_embedding():
+    model = nn.Sequential(QuantEmbedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 50, bias=False))
+    model[2].weight = model[0].weight
+    fxmask.apply(model)
+    assert list(fxmask.masks(model)) == ["1.weight"]
+    assert [row["reason"] for row in fxmask.explain(model).rows if row["name"] == "2"] == ["default exclusion: weight tied to an Embedding"]
