@@ -1,4 +1,4 @@
-"""Block-structured dropout fused with the matmul, in plain PyTorch (SparseDrop, Lowe et al. 2024): the mask, and the oracle of the ops.
+"""Block-structured dropout fused with the matmul, in plain PyTorch (SparseDrop, Lo 2024): the mask, and the oracle of the ops.
 
 X (..., K) with M tokens is cut into blocks (tokens, features), ragged at the edges; each is kept with probability 1 - p, independently. With m the mask and
 s = 1 / (1 - p):

@@ -26,7 +26,7 @@ DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 
 @dataclasses.dataclass(frozen=True)
 class BlockDropout(Options):
-    """The input of a linear is dropped in blocks while training, and the matmuls leave dropped blocks out (SparseDrop, Lowe et al. 2024).
+    """The input of a linear is dropped in blocks while training, and the matmuls leave dropped blocks out (SparseDrop, Lo 2024).
 
     y = (X∘m) W^T / (1 - p) + b, m a mask of blocks, each kept with probability 1 - p; dX and dW are its exact gradients. Evaluation is the plain linear.
 
