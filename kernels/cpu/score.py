@@ -7,6 +7,7 @@ float32; up to 512 of them add up exactly in float64, and from there on in int64
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ SHIFT = 44  # fixed-point bits of a term, see `kernels.score.sum_shift`
 ROWS = 512  # of a block: more would not add up exactly in float64
 CHUNK = 1 << 17  # weight elements at a time
 SHARE = 1 << 20  # weight elements that are worth a thread
+GRAIN = 1 << 15  # elements up to which PyTorch's own ops take one thread anyway: the process's count of threads need not be touched for them
 
 
 def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor | None = None, stream: int = 0) -> Tensor:
@@ -72,7 +74,7 @@ def _sum_keys(w: Tensor, nb: int, kb: int, bh: int, bw: int, squared: bool) -> T
             u = u.mul_(u) if squared else u.abs_()  # rounded to float32, as the definition says
             torch.sum(u.trunc_(), 1, dtype=torch.float64, out=total[at])
 
-    with pool.one_thread() as threads:
+    with pool.one_thread() if w.numel() > GRAIN else nullcontext(1) as threads:
         shares = pool.ranges(nb, threads, max(1, SHARE // (bh * k)))
         pool.run([partial(maxima, lo, hi) for lo, hi in shares])
         top = blocks(largest).amax(2)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fxmask
 from fxmask.kernels import ops
-from fxmask.kernels.cpu import implementation, pool
+from fxmask.kernels.cpu import implementation, pool, score
 from fxmask.kernels.cpu.plans import COLUMNS_512, ROWS_512, ROWS_512X3, RUNS_2048, Plan
 
 BLOCK = (32, 32)
@@ -269,3 +269,14 @@ def test_training_steps_of_several_threads():
 
         expected = step(0)
         assert [same(found, expected) for found in from_threads(step, 4)] == [True] * 4
+
+
+def test_small_masks_leave_the_count_of_threads_alone(monkeypatch):
+    """Another thread's dense product would be rounded otherwise while the count is 1."""
+    counts = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    score.block_keys(torch.randn(128, 256), (16, 16), "fro")
+    assert counts == []
+    score.block_keys(torch.randn(129, 256), (16, 16), "fro")
+    assert counts == [1, 2]
