@@ -90,3 +90,12 @@ def test_wrong_operands():
     for p in (1, 1.0, -0.1, "0.5", None, True, float("nan")):
         with pytest.raises(ConfigError, match=r"number in \[0, 1\)"):
             dropout.check_probability(p)
+
+
+def test_where_runs_pay(monkeypatch):
+    x = torch.zeros(1)
+    for threads, wanted in ((1, {256: 0.1, 128: 0.1, 64: 0.2, 32: 0.5}), (2, {128: 0.1, 64: 0.2, 32: 0.7})):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        found = {side: min(p / 100 for p in range(100) if dropout_runs.pays(x, (side, 256), p / 100)) for side in wanted}
+        assert found == wanted
+        assert not dropout_runs.pays(x, (16, 128), 0.99) and not dropout_runs.pays(x.half(), (128, 128), 0.99)
