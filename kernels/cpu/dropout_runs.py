@@ -2,8 +2,8 @@
 
 Forward and dX go strip by strip of `bm` tokens, over runs of kept blocks along the features; dW goes block column by block column, over runs along the tokens.
 The scale is the matmul's alpha. At 1,024 cubed (an Ice Lake host, float32, forward and backward) the dense linear takes, on one and two threads, 1.03 and 0.94
-times as long as runs of blocks of 128 at p = 0.2, 1.18 and 1.03 at 0.3, 6.0 and 5.1 at 0.9; blocks of 64: 0.95 and 0.83, 1.09 and 0.95; blocks of 32 at p = 0.6:
-1.17 and 1.04. Below `OFTEN` the plain form with dropped zeros in it is faster.
+times as long as runs of blocks of 128 at p = 0.2, 1.18 and 1.03 at 0.3, 5.7 and 4.6 at 0.9; of 64: 0.95 and 0.83 at 0.2, 1.09 and 0.95 at 0.3; of 32: 1.17 and
+1.04 at 0.6. Below `OFTEN` the plain form with dropped zeros in it is faster.
 """
 
 from __future__ import annotations
