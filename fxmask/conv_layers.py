@@ -54,6 +54,8 @@ def why_dense(m: Any, weight: Tensor) -> str:
         return f"{m._fxmask_base.__name__} convolves in its own way"
     kernel = (weight.shape[2], weight.shape[3])
     padded = m.padding == "same" and kernel != (1, 1) if isinstance(m.padding, str) else any(conv.pair(m.padding))
+    if m.padding_mode != "zeros":  # PyTorch then copies the image, by nothing too, and may forget its memory format
+        return f"padding_mode={m.padding_mode!r}"
     if padded or not conv.is_patchwise(kernel, conv.pair(m.stride), conv.pair(m.dilation)):
         return "windows overlap, have gaps, or reach into padding"
     return ""
