@@ -30,8 +30,8 @@ from tabulate import tabulate
 
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table, number
-from fxmask.errors import ConfigError, FxMaskError
-from thesis.side_by_side import picture
+from fxmask.errors import ConfigError
+from thesis.side_by_side import exit_code, picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,12 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, metavar="DIR", help="append to a csv there, and draw a png")
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which is asked for memory, says when it starts and stops
-    try:
-        run(p.parse_args(argv))
-    except FxMaskError as error:
-        print(f"barley_figure_10.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    args = p.parse_args(argv)
+    return exit_code("barley_figure_10.py", lambda: run(args))
 
 
 if __name__ == "__main__":

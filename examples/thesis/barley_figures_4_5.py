@@ -35,8 +35,8 @@ from tabulate import tabulate
 from fxmask.analysis.barley import kept_blocks
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table
-from fxmask.errors import ConfigError, FxMaskError
-from thesis.side_by_side import picture, published
+from fxmask.errors import ConfigError
+from thesis.side_by_side import exit_code, picture, published
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -176,12 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", type=Path, metavar="DIR", help="append to a csv there, and draw a png")
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
-    try:
-        run(p.parse_args(argv))
-    except FxMaskError as e:
-        print(f"barley_figures_4_5.py: {e}", file=sys.stderr)
-        return 2
-    return 0
+    args = p.parse_args(argv)
+    return exit_code("barley_figures_4_5.py", lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
+from fxmask.errors import FxMaskError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -28,6 +30,16 @@ def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[
     for name, how in more:
         p.add_argument(name, **how)
     return p.parse_args(argv)
+
+
+def exit_code(script: str, run: Callable[[], object]) -> int:
+    """What a script ends with: 0, or 2 where fxmask refuses what was asked for, which is then said."""
+    try:
+        run()
+    except FxMaskError as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def published(name: str) -> list[dict[str, str]]:
