@@ -283,41 +283,6 @@ def test_ragged_two_axes_and_one():
         torch.testing.assert_close(lin.weight.grad, want)
 
 
-X = torch.randn(4, 64)
-WRONG = {
-    "ratio 1": (lambda: ActivationPruning(1.0), "finite number in"),
-    "block": (lambda: ActivationPruning(0.5, (1, 64)), "positive int"),
-    "impl": (lambda: ActivationPruning(0.5, 64, impl="cuda"), "unknown impl: expected one of auto, reference, cpu, triton"),
-    "noise": (lambda: ActivationPruning(0.5, 64, noise=-1), "noise: expected"),
-    "twice": (lambda: fxmask.apply(mlp(), ActivationPruning(), ActivationPruning()), "one ActivationPruning, got 2"),
-    "ratio beside it": (lambda: fxmask.apply(mlp(), ActivationPruning(), ratio=0.5), "configs and ratio"),
-    "no config": (lambda: fxmask.apply(mlp(), 0.5), "BlockDropout or NMMask, got 0.5"),
-    "again": (lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), ActivationPruning()), "both configs in one call"),
-    "masks later": (lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), ratio=0.5), "both configs in one call"),
-    "after masks": (lambda: fxmask.apply(fxmask.apply(mlp()), ActivationPruning()), "both configs in one call"),
-    "option": (lambda: fxmask.apply(mlp(), ActivationPruning(), overrides={"0": {"backward": "ste"}}), "unknown option .* got 'backward'"),
-    "activations": (lambda: fxmask.apply(mlp(), WeightMask(), ActivationPruning(), overrides={"0": {"activations": 3}}), "a dict of options or False, got 3"),
-    "both in a trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(mlp()), WeightMask(), ActivationPruning()), "instead of its trace"),
-    "torch.func": (lambda: (m := fxmask.apply(mlp(torch.float32), ActivationPruning())) and torch.func.grad(lambda x: m(x).sum())(X), "function transform"),
-    "guard": (lambda: fxmask.guard(torch.optim.SGD((m := fxmask.apply(mlp(), ActivationPruning())).parameters()), m), "nothing is masked"),
-    "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(mlp(), ActivationPruning())), "trace"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_use(case):
-    call, words = WRONG[case]
-    with pytest.raises(fxmask.FxMaskError, match=words):
-        call()
-
-
-def test_wrong_use_loses_nothing():
-    model = mlp()
-    with pytest.raises(fxmask.FxMaskError):
-        fxmask.apply(model, WeightMask(), ActivationPruning(), overrides={"0": {"activations": {"width": 3}}})
-    assert repr(model) == repr(mlp())
-
-
 def test_a_second_derivative_through_dw_raises():
     model, x = fxmask.apply(mlp(), ActivationPruning(0.5, 16)), torch.randn(4, 64, dtype=torch.float64, requires_grad=True)
     out = model(x).square().sum()
@@ -398,10 +363,3 @@ def test_restore_checks_before_it_changes(masks):
         with fxmask.dense(model), pytest.raises(fxmask.FxMaskError, match="inside fxmask"):
             fxmask.restore(model)
         assert [r["activations"] for r in fxmask.explain(model).rows] == ["50 % of 1x16"] * 2
-
-
-def test_options_that_would_be_ignored_are_errors():
-    with pytest.raises(fxmask.FxMaskError, match="allocation='erk'"):
-        fxmask.apply(mlp(), ActivationPruning(), allocation="erk")
-    with pytest.raises(fxmask.FxMaskError, match="got 'dropout'"):
-        fxmask.apply(mlp(), WeightMask(), ActivationPruning(), overrides={"0": {"dropout": {"p": 0.5}}})
