@@ -31,7 +31,7 @@ def task_of(args: argparse.Namespace) -> Task:
     if args.model == "digits":
         return digits(args.seed, args.batch or 16, args.dense_epochs)
     if args.checkpoint is None or args.data is None:
-        raise DataMissing(f"--model {args.model}: expected --checkpoint FILE and --data FOLDER, as pretrained weights and ImageNet cannot be had here.")
+        raise DataMissing(f"--model {args.model}: expected --checkpoint FILE and --data FOLDER: nothing is downloaded.")
     batch = args.batch or 128
     return pretrained(args.model, args.checkpoint, args.data, seed=args.seed, batch=batch, workers=args.workers, limit=args.limit, device=args.device)
 

@@ -4,7 +4,7 @@
     python examples/danhofer/learned.py --model resnet18 --checkpoint FILE --data FOLDER --state run.pt --workers 8 --device cuda --out DIR
 
 The recipe is the source's (`learning.py`). The same command goes on where it was stopped, if there is a `--state`; digits need none.
-Ends with 1 where learned masks are less accurate than both others, or a weight or an evaluation is not what it was.
+Ends with 1 where learned masks are less accurate than one of the others, or a weight or an evaluation is not what it was.
 """
 
 from __future__ import annotations
