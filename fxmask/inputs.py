@@ -1,8 +1,9 @@
-"""Configurations of what linears read, `ActivationPruning` and `BlockDropout`: which layers they select, with overrides, beside a WeightMask or alone."""
+"""Configurations of what layers read, `ActivationPruning` and `BlockDropout`: which layers they select, with overrides, beside a WeightMask or alone."""
 
 from __future__ import annotations
 
 import warnings
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -14,10 +15,13 @@ from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedE
 from .passes.activation_pruning import ActivationPruning
 from .passes.block_dropout import BlockDropout
 from .passes.choose import Decision, matches
+from .passes.find import Candidate
+from .passes.products import find_products
 from .pruning import any_pruned, prune, pruned_layers
 from .sites import REASONS, any_masked
 
 KEYS: dict[type, str] = {ActivationPruning: "activations", BlockDropout: "dropout"}  # of an override, beside a WeightMask's options
+PRUNED_INPUT = "dense; its input is saved pruned"
 Config = TypeVar("Config", ActivationPruning, BlockDropout)
 Other = ActivationPruning | BlockDropout
 M = TypeVar("M", bound=nn.Module)
@@ -53,6 +57,11 @@ def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, 
             c = None if own is False else config.replace(dict(own), f"overrides[{pattern!r}]")
         if c is None or d.config is None or not has_input(d):
             continue
+        if isinstance(c, ActivationPruning) and isinstance(config, ActivationPruning) and c.affine != config.affine:
+            what = "affine says what is looked for, and not how a layer is pruned: expected it in ActivationPruning(...) alone, got it in overrides."
+            raise ConfigError(message(what, d.candidate.name, "overrides={pattern: False} leaves single products out."))
+        if isinstance(c, ActivationPruning) and d.candidate.product:
+            c = dataclasses.replace(c, impl="auto")  # which is of dW, and here is none
         name = type(config).__name__
         if isinstance(c, BlockDropout) and c.mc and d.config.read == "weight":
             what = "mc=True drops in evaluation, and there the owner of this layer may read its weight past it (its fast path)."
@@ -67,6 +76,24 @@ def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, 
             raise UnsupportedError(message(f"{name} in a graph that gets its weights as inputs: expected parameters.", d.candidate.name, "use the nn.Module."))
         found.append((d, c))
     return found
+
+
+def wanted_products(model: nn.Module, config: object) -> list[Candidate]:
+    """The products with parameters that a config looks for; none unless it says `affine`."""
+    return find_products(model) if isinstance(config, ActivationPruning) and config.affine else []
+
+
+def warn_of_products(decisions: list[Decision]) -> None:
+    """Say which products stay dense though `affine` asked for them."""
+    products = [d for d in decisions if d.candidate.product]
+    left = [d for d in products if d.config is None and d.reason == d.candidate.skip]
+    if left:
+        names = ", ".join(d.candidate.name for d in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        fix = "fxmask.explain(model) lists them; a torch.fx.symbolic_trace or torch.export of the model reaches those inside a forward."
+        warnings.warn(message(f"affine=True leaves products with these parameters dense: {names}: {left[0].reason}.", "", fix), FxMaskWarning, stacklevel=3)
+    if all(d.config is None for d in products):
+        what = f"affine=True prunes no product: expected a selected product with a parameter, got {len(products)}, none of them selected."
+        warnings.warn(message(what, "", "leave affine out, or include the parameters' names."), FxMaskWarning, stacklevel=3)
 
 
 def check_inputs(model: nn.Module, alone: bool) -> None:
@@ -91,15 +118,24 @@ class Inputs:
         drop_inputs(model, self.dropped)
 
 
+def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
+    """The decisions, those whose input is saved pruned with that as their reason."""
+    done = {name for name, _ in pruned_layers(model)}
+    for d in decisions:
+        d.reason = PRUNED_INPUT if d.candidate.name in done else d.reason
+    return decisions
+
+
 def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     """`apply` without a WeightMask."""
     inputs.change(model)
     model.__dict__.pop(REASONS, None)
-    done = {name for name, _ in (*pruned_layers(model), *dropped_layers(model))}
-    for d in decisions:
-        name = d.candidate.name
-        if name in done:
-            d.reason = "dense; its input is saved pruned" if inputs.pruned else "dense; its input is dropped in blocks"
+    done = {name for name, _ in dropped_layers(model)}
+    for d in saved_pruned(model, decisions):
+        if d.candidate.name in done:
+            d.reason = "dense; its input is dropped in blocks"
+        elif d.reason == PRUNED_INPUT:
+            done.add(d.candidate.name)
         elif d.config is not None:
             left = "overrides: False" if id(d) not in inputs.wanted else "no active dropout before it, and no p was given"
             d.reason = left if has_input(d) else "its owner reads its weight and never calls it: it has no input"

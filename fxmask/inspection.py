@@ -24,6 +24,7 @@ from .passes.config import WeightMask
 from .passes.conv import KINDS, find_layers
 from .passes.find import Candidate, find
 from .passes.nm_find import find_nm
+from .passes.products import find_products
 from .passes.pruning_schedule import words
 from .passes.site import Site
 from .pruning import pruned_layers
@@ -58,7 +59,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
     flips (blocks that changed place, for cached masks), activations (what is dropped of the input that is saved for the backward), dropout
-    (of the input, in blocks).
+    (of the input, in blocks). Under `ActivationPruning(affine=True)` rows of products with parameters follow, by the parameters' names.
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
 
     Args:
@@ -87,17 +88,22 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
         kept += row.pop("kept") or 0
+    products = [_row(c.name, c.weight, reasons[c.name]) for c in find_products(model) if c.name in reasons]
+    for row in products:
+        del row["elements"], row["kept"]
+        row |= {"activations": pruned.get(row["name"]), "dropout": None}
     notes = [
         "masked_dense and reference multiply by the masked weight and save no time.",
         "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
     ]
     layers = "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
+    summary |= {"products with parameters": len(products)} if products else {}
     notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
     notes = notes if any(r["masked"] for r in rows) else []
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
-    return Report("fxmask.explain", rows, notes, summary)
+    return Report("fxmask.explain", [*rows, *products], notes, summary)
 
 
 def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:

@@ -13,7 +13,7 @@ from torch import nn
 from .allocating import allocated
 from .conv_layers import MaskedConv2d
 from .dropping import DroppedLinear, any_dropped, undrop
-from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs
+from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import unwatch_loads, watch_loads
@@ -36,7 +36,7 @@ from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
-from .pruning import PrunedLinear, any_pruned, unprune
+from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, any_masked, mark_decided, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, is_own_class, swap, unswap
 
@@ -107,12 +107,15 @@ def apply(
         return apply_nm(model, other, include, exclude, overrides, kinds)
     check_inputs(model, alone=config is None)
     told = overrides if other is None else mask_overrides(overrides, other, config is None)
-    decisions = choose(find_layers(model, kinds), config or WeightMask(), include, exclude, told)
+    decisions = choose([*find_layers(model, kinds), *wanted_products(model, other)], config or WeightMask(), include, exclude, told)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
+    if isinstance(other, ActivationPruning) and other.affine:
+        warn_of_products(decisions)
     if config is None:
         return only_inputs(model, decisions, inputs)
+    products, decisions = ([d for d in decisions if d.candidate.product == which] for which in (True, False))
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
     decisions = with_budgets(decisions)
@@ -123,7 +126,8 @@ def apply(
     inputs.change(model)
     start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
     model.__dict__.pop(FINAL, None)
-    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if d.config is None}
+    done = saved_pruned(model, products)
+    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
     mark_decided((d.candidate.weight for d in decisions), True)
     return model
 
@@ -139,7 +143,7 @@ def restore(model: M) -> M:
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
-        if isinstance(m, (MaskedLayer, WeightReader, PrunedLinear, DroppedLinear)) and not is_own_class(m):
+        if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)) and not is_own_class(m):
             what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
             raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
     if any_nm(model):

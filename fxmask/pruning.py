@@ -10,27 +10,51 @@ from torch.fx import Proxy
 from .kernels.errors import UnsupportedError, message
 from .passes.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.choose import Decision
-from .passes.find import graph_modules
+from .passes.find import graph_modules, join
 from .passes.infra import run_passes
+from .passes.plain_forward import Product, product_of
+from .passes.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
 from .passes.pruning_schedule import install, is_scheduled, uninstall, words
 from .passes.weights import raw_weight
 from .swap import MaskedLinear, Swapped, masked_class
 
 
-class PrunedLinear(Swapped):
-    """Forward of a Linear whose input (..., K) is saved pruned. Mixed into a subclass of the layer's own class, never constructed."""
+class Pruned(Swapped):
+    """What layers share whose input is saved pruned. Mixed into a subclass of the layer's own class, never constructed."""
 
     _fxmask_pruning: ActivationPruning
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, (super().extra_repr(), f"activations: {words(self)}")))
+
+
+def _refuse_tracing(m: nn.Module, input: Tensor) -> None:
+    if isinstance(input, Proxy):
+        what = "torch.fx.symbolic_trace cannot look into a pruned layer: expected a dense model."
+        raise UnsupportedError(message(what, type(m).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))
+
+
+class PrunedLinear(Pruned):
+    """Forward of a Linear whose input (..., K) is saved pruned."""
+
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if isinstance(input, Proxy):
-            what = "torch.fx.symbolic_trace cannot look into a pruned layer: expected a dense model."
-            raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))
+        _refuse_tracing(self, input)
         return self._fxmask_pruning.linear(input, raw_weight(self), self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activations: {words(self)}"
+
+class PrunedProduct(Pruned):
+    """Forward of a module that is a product with a parameter, y = a x (+ b), whose x is saved pruned."""
+
+    _fxmask_product: Product
+
+    def forward(self, input: Tensor) -> Tensor:
+        _refuse_tracing(self, input)
+        p = self._fxmask_product
+        b = getattr(self, p.b) if p.b else None
+        y = self._fxmask_pruning.product(input, getattr(self, p.a), b if p.fused else None, bool(p.inplace and getattr(self, p.inplace)))
+        return y if b is None or p.fused else y + b
 
 
 def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) -> None:
@@ -38,29 +62,34 @@ def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) ->
     for d, config in chosen:
         m = d.candidate.module
         if d.candidate.host is None and m is not None:
+            if d.candidate.product:
+                m.__dict__["_fxmask_product"] = product_of(type(m))
             if not isinstance(m, MaskedLinear):
-                m.__class__ = masked_class(type(m), PrunedLinear)
+                m.__class__ = masked_class(type(m), PrunedProduct if d.candidate.product else PrunedLinear)
             install(m, config)
-    rewrite = PruneActivations(chosen)
+    linears, products = ([(d, config) for d, config in chosen if d.candidate.product == which] for which in (False, True))
+    rewrites = [PruneActivations(linears), PruneProducts(products)]
     for _, gm in graph_modules(model):
-        run_passes(gm, [rewrite])
+        run_passes(gm, rewrites)
 
 
 def unprune(model: nn.Module) -> None:
     """Make pruned layers what they were."""
     for _, gm in graph_modules(model):
-        run_passes(gm, [RestoreActivations()])
+        run_passes(gm, [RestoreActivations(), RestoreProducts()])
     for m in model.modules():
-        if isinstance(m, PrunedLinear):
+        if isinstance(m, Pruned):
             m.__class__ = m._fxmask_base  # type: ignore[assignment]
+            m.__dict__.pop("_fxmask_product", None)
         uninstall(m)
 
 
 def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name of the layer, the module that holds its configuration)."""
+    """(name of the layer, or of a product's parameter, the module that holds its configuration)."""
     for name, m in model.named_modules():
         if "_fxmask_pruning" in m.__dict__:
-            yield (m._fxmask_name if isinstance(m, PrunedCall) else name), m
+            named = m._fxmask_name if isinstance(m, (PrunedCall, PrunedProductCall)) else join(name, m._fxmask_product.a) if isinstance(m, PrunedProduct) else name
+            yield named, m
 
 
 def scheduled_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

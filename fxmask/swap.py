@@ -167,7 +167,7 @@ def _masked_class(base: Any, mixin: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)
 
     own = {"forward": forward} if mixin.forward.__code__.co_flags & inspect.CO_VARARGS else {}
-    prefix = {"PrunedLinear": "Pruned", "DroppedLinear": "Dropped", "NMLayer": "NM"}.get(mixin.__name__, "Masked")
+    prefix = {"PrunedLinear": "Pruned", "PrunedProduct": "Pruned", "DroppedLinear": "Dropped", "NMLayer": "NM"}.get(mixin.__name__, "Masked")
     cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
     return cls

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import _C
 
+_VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _LIBRARY = torch.library.Library("fxmask", "FRAGMENT")
 
 
@@ -23,7 +24,8 @@ def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Call
     count = len(defaults)
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
-        with _C._AutoDispatchBelowAutograd():
+        # views are not noted: an output that the op has reshaped is a tensor of its own, and may be written in place (ReLU(inplace=True) behind a layer)
+        with _C._AutoDispatchBelowAutograd(), _C._ExcludeDispatchKeyGuard(_VIEWS):
             return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
 
     class Lean(torch.autograd.Function):

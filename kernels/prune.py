@@ -1,4 +1,4 @@
-"""Activation pruning in plain PyTorch: which blocks of an input are kept for the backward, their packed form, and dW from it (Barley and Fröning 2023).
+"""Activation pruning in plain PyTorch: which blocks of an input are kept for the backward, their packed form, and dW or da from it (Barley and Fröning 2023).
 
 An input is seen as `samples` (B, R, C): each sample is cut into blocks of one row and `b` features, the last one ragged where `b` does not divide C, n = R *
 ceil(C / b) of them; by the l2 norm the round(n * ratio) lowest are dropped, in every sample as many. What is kept is `values` (B, nnz, b), padded with zeros,
@@ -144,3 +144,15 @@ def dw(gy: Tensor, values: Tensor, index: Tensor, shape: tuple[int, ...] | torch
     """dW = dY^T X_s, (N, K), with X_s the pruned input of `shape` (..., K), gy (..., N)."""
     x = expand(values, index, shape, turned)
     return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, shape[-1])
+
+
+def scaled(x: Tensor, a: Tensor, b: Tensor | None) -> Tensor:
+    """a x + b, or a x: the product whose da is `da`."""
+    return x * a if b is None else torch.addcmul(b, a, x)
+
+
+def da(gy: Tensor, values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, turned: bool, like: tuple[int, ...] | torch.Size) -> Tensor:
+    """da of y = a x + b, in the shape `like` that a has: dY X_s, with X_s the pruned input of `shape`, summed over the axes along which a is repeated."""
+    x = expand(values, index, shape, turned)
+    product = x.mul_(gy) if x.dtype == gy.dtype else x * gy  # x is ours alone: no third tensor of its size
+    return product.sum_to_size(like)

@@ -22,7 +22,7 @@ from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule, linear_flop
 
 
-def _sizes(x: Tensor, block: int, kept: int, turned: bool) -> tuple[int, int]:
+def sizes(x: Tensor, block: int, kept: int, turned: bool) -> tuple[int, int]:
     """(samples, blocks of a sample); ShapeError where `kept` is none of their numbers."""
     b, r, c = prune.sample_shape(x.shape, turned)
     n = prune.block_count(r, c, block)
@@ -57,7 +57,7 @@ def pruned_linear(
     Cost: the linear, and a read of x, a sort of its blocks' norms, a write of what is kept.
     """
     _check(x, w, mask, block_rows, block_cols)
-    _sizes(x, block, kept, turned)
+    sizes(x, block, kept, turned)
     form(dw_impl, x)  # raises here rather than in the backward
     if mask is None:
         y = F.linear(x, w, bias).contiguous()
@@ -73,7 +73,7 @@ def _(
     dw_impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check(x, w, mask, block_rows, block_cols)
-    b, n = _sizes(x, block, kept, turned)
+    b, n = sizes(x, block, kept, turned)
     return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty((b, kept, block)), x.new_empty((b, kept), dtype=prune.index_dtype(n))
 
 
@@ -165,12 +165,11 @@ def _dw_flop(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned
     return 2 * int(gy.shape[-1]) * values.numel()
 
 
-def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, block: int, ratio: float, noise: float = 0.0, mask: Tensor | None = None,
-    blocks: tuple[int, int] = (1, 1), backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
-    dw_impl: str = "auto",
-) -> Tensor:  # fmt: skip
-    """The linear as modules call it: counts the kept blocks from the shape, and draws the noise. UnsupportedError under torch.func and for nested tensors."""
+def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") -> tuple[int, bool, Tensor | None] | None:
+    """(kept blocks of a sample, whether it is turned, the noise that is drawn) of an input; None where all are kept: x itself is then their smallest form.
+
+    UnsupportedError under torch.func and for nested tensors. Warns where a ratio rounds to no block.
+    """
     if x.is_nested or ops.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
@@ -178,10 +177,22 @@ def linear(
     b, r, c = prune.sample_shape(x.shape, turned)
     n = prune.block_count(r, c, block)
     kept = n - prune.dropped_count(n, ratio)
-    if kept == n:  # x itself is the smallest form of all of its blocks
+    if kept == n:
         if ratio > 0 and n and not torch.compiler.is_compiling():
             what = f"activation pruning drops nothing of an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none."
-            warnings.warn(message(what, "", "a smaller block, or an input with samples of several rows."), FxMaskWarning, stacklevel=2)
+            warnings.warn(message(what, "", "a smaller block, or an input with samples of several rows."), FxMaskWarning, stacklevel=3)
+        return None
+    return kept, turned, None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, block: int, ratio: float, noise: float = 0.0, mask: Tensor | None = None,
+    blocks: tuple[int, int] = (1, 1), backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
+    dw_impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """The linear as modules call it: counts the kept blocks from the shape, and draws the noise; raises as `plan` does."""
+    planned = plan(x, block, ratio, noise, impl)
+    if planned is None:
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
-    drawn = None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
+    kept, turned, drawn = planned
     return pruned_linear(x, w, bias, block, kept, turned, drawn, mask, *blocks, backward, dense, impl, lists, dw_impl)[0]

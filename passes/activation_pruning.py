@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from ..kernels import prune_ops
+from ..kernels import prune_ops, scale_ops
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError, StateError, message
 from ..kernels.grid import ratio_units
@@ -38,8 +38,12 @@ class ActivationPruning(Options):
             the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours).
         schedule: None, or a `Schedule` of the ratio over optimiser steps, which ends at `ratio`. How many blocks are kept is a shape, for which a model may be
             compiled anew; so the ratio moves in at most `stages` jumps, one every ceil(schedule.steps / stages) steps, each to what the schedule says then.
+        affine: whether products with a parameter, y = a x (+ b), save x pruned, too, for da (ours; the source prunes inputs of linears alone): modules that are
+            such a product and nothing else, as timm's Affine and LayerScale, and in a trace every product with a parameter; by the parameter's name. Products
+            inside other forwards are named and stay dense. nn.LayerNorm and its like are none: their op saves its input for its own sake.
         stages: see there. start: first optimiser step that drops anything. With either, `fxmask.step` or, beside a WeightMask, a guard counts the steps.
-        impl: of dW: `auto`, `reference`, `cpu` or `triton`, table in `kernels.prune_ops.pruned_dw`; an explicit one runs nowhere else, and raises.
+        impl: of dW: `auto`, `reference`, `cpu` or `triton`, table in `kernels.prune_ops.pruned_dw`; an explicit one runs nowhere else, and raises. (da has one
+            form, of plain PyTorch's elementwise ops.)
 
     Where nothing can be dropped (few blocks a sample: a row of an input with two axes is one) the layer is the dense one, with a warning. A layer whose weight
     needs no gradient, and any layer where gradients are off, computes densely and saves nothing. `fxmask.dense` changes none of it.
@@ -53,6 +57,7 @@ class ActivationPruning(Options):
     schedule: Schedule | None = None
     stages: int = 4
     start: int = 0
+    affine: bool = False
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -60,6 +65,8 @@ class ActivationPruning(Options):
         check_width(self.block)
         if isinstance(self.noise, bool) or not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 64:
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
+        if type(self.affine) is not bool:
+            raise ConfigError(f"affine, whether products with parameters are pruned, too: expected a bool, got {self.affine!r}.")
         one_of("impl", self.impl, IMPLEMENTATIONS)
         check_available(self.impl)
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
@@ -114,8 +121,16 @@ class ActivationPruning(Options):
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, mask, blocks, backward, dense, impl, lists, self.impl)
 
 
+    def product(self, x: Tensor, a: Tensor, b: Tensor | None, inplace: bool = False) -> Tensor:
+        """That of a product with a parameter, a x + b by addcmul or a x; `inplace`: written into x, as the model has it."""
+        if not saves(a):
+            return scale_ops.dense(x, a, b, inplace)
+        self._check_counted()
+        return scale_ops.scale(x, a, b, self.block, self.ratio, self.noise, inplace)
+
+
 def saves(weight: Tensor) -> bool:
-    """Whether a backward will ask for dW, so that there is an input to save."""
+    """Whether a backward will ask for dW, or da, so that there is an input to save."""
     return torch.is_grad_enabled() and weight.requires_grad
 
 

@@ -86,7 +86,7 @@ def choose(found: list[Candidate], config: WeightMask, include: Patterns, exclud
         elif c.owners and not c.masked and chosen is not None:
             chosen = _as_reader(c, chosen)
         decisions.append(Decision(c, chosen, reason or "selected"))
-    _check_selected(decisions)
+    _check_selected([d for d in decisions if not d.candidate.product])
     return decisions
 
 

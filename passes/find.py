@@ -52,6 +52,7 @@ class Candidate:
     owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
     tied_embedding: bool = False
     sized: bool = True  # the default exclusion of small weights holds for it
+    product: bool = False  # no linear but a product with a parameter, which is never masked: `passes.products`
 
 
 def find(model: nn.Module) -> list[Candidate]:

@@ -51,17 +51,21 @@ def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 @cache
 def _paths_read(cls: type[nn.Module]) -> tuple[str, ...]:
     """Paths p of `self.p.weight` that a class reads in its forward and in what this uses of the class."""
+    return tuple(dict.fromkeys(path for source in forward_sources(cls) for path in READ.findall(source)))
+
+
+def forward_sources(cls: type[nn.Module]) -> Iterator[str]:
+    """The source of a class's forward, and of the methods and properties of the class that it uses; nothing of PyTorch's own modules."""
     if cls.__module__.startswith("torch.nn.modules"):
-        return ()
-    seen, todo, paths = set(), ["forward"], []
+        return
+    seen, todo = set(), ["forward"]
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
             for source in _sources(cls, name):
-                paths += READ.findall(source)
+                yield source
                 todo += USE.findall(source)
-    return tuple(dict.fromkeys(paths))
 
 
 def _sources(cls: type[nn.Module], name: str) -> Iterator[str]:

@@ -1,0 +1,123 @@
+"""The ops of pruned products with a parameter, y = a x (+ b): x is saved block-sparse, for da alone. `kernels.prune` is the plain form, and the oracle.
+
+y, dx = a dY and db are those of the dense product, to the bit; only da sees the pruned input. They move data and multiply no matrices: no kernel of ours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops, prune
+from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
+from .lean import register_autograd
+from .prune_ops import plan, sizes
+
+
+def _check(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool) -> tuple[int, int]:
+    ops.refuse_forward_ad()
+    if not fits(x, a, b):
+        others = tuple(a.shape) if b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise ShapeError(f"a pruned product: expected a floating x that has its result's shape, got {x.dtype} {tuple(x.shape)} with {others}.")
+    return sizes(x, block, kept, turned)
+
+
+def fits(x: Tensor, a: Tensor, b: Tensor | None) -> bool:
+    """Whether x is a floating tensor of at least one axis that is not repeated along any: what is summed for da is then x itself."""
+    shapes = [a.shape] if b is None else [a.shape, b.shape]
+    return x.is_floating_point() and x.dim() > 0 and torch.broadcast_shapes(x.shape, *shapes) == x.shape
+
+
+@torch.library.custom_op("fxmask::pruned_scale", mutates_args=())
+def pruned_scale(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """y = a x, or a x + b as `torch.addcmul(b, a, x)` rounds it, and the input's kept blocks for the backward.
+
+    Args:
+        x (..., C): floating. a, b: any shapes that broadcast to x's, such as (C), (R, 1) or (); dtypes are promoted as PyTorch does it.
+        block, kept, turned, noise: as `kernels.prune_ops.pruned_linear`.
+
+    Returns: y, of x's shape; values (samples, kept, block) of x's dtype; index (samples, kept) int16 or int32.
+    Differentiable: x, a, b, once; da is `pruned_scale_da`, the rest is exact. Raises: ShapeError.
+    Cost: the product, and a read of x, a sort of its blocks' norms, a write of what is kept.
+    """
+    _check(x, a, b, block, kept, turned)
+    return prune.scaled(x, a, b), *prune.compress(x, block, kept, turned, noise)
+
+
+@pruned_scale.register_fake
+def _(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    samples, n = _check(x, a, b, block, kept, turned)
+    return prune.scaled(x, a, b), x.new_empty((samples, kept, block)), x.new_empty((samples, kept), dtype=prune.index_dtype(n))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, a, b, _, _, turned, _ = inputs
+    _, values, index = output
+    ctx.mark_non_differentiable(values, index)
+    needs_x, needs_a = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(*((values, index) if needs_a else (None, None)), a if needs_x else None)
+    ctx.turned, ctx.shape, ctx.dtypes = turned, tuple(x.shape), [t if t is None else t.dtype for t in (x, a, b)]
+    ctx.sizes = tuple(a.shape), None if b is None else tuple(b.shape)
+
+
+def _backward(ctx: Any, gy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    values, index, a = ctx.saved_tensors
+    gx = ga = gb = None
+    if ctx.needs_input_grad[0]:
+        gx = (gy * a).to(ctx.dtypes[0])
+    if ctx.needs_input_grad[1]:
+        ga = pruned_scale_da(gy, values, index, ctx.shape, ctx.turned, ctx.sizes[0]).to(ctx.dtypes[1])
+    if ctx.needs_input_grad[2]:
+        gb = gy.sum_to_size(ctx.sizes[1]).to(ctx.dtypes[2])
+    return gx, ga, gb, None, None, None, None
+
+
+register_autograd(pruned_scale, _backward, _save)
+
+
+@torch.library.custom_op("fxmask::pruned_scale_da", mutates_args=())
+def pruned_scale_da(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, like: list[int]) -> Tensor:
+    """da of `pruned_scale`, in the shape `like`; see `kernels.prune.da`. gy: of the input's `shape`; values, index, turned: of `pruned_scale`.
+
+    Differentiable: no, and a second derivative through it raises. Raises: ShapeError. Cost: a tensor of gy's size for a while, as the dense product's da.
+    """
+    if tuple(gy.shape) != tuple(shape):
+        raise ShapeError(f"gy: expected the shape of the input, {tuple(shape)}, got {tuple(gy.shape)}.")
+    found = prune.da(gy, values, index, tuple(shape), turned, tuple(like))
+    return found.contiguous()
+
+
+@pruned_scale_da.register_fake
+def _(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, like: list[int]) -> Tensor:
+    return gy.new_empty(like, dtype=torch.promote_types(gy.dtype, values.dtype))
+
+
+def _no_second(ctx: Any, *_: Any) -> Any:
+    what = "a second derivative through the gradient of a parameter under activation pruning: the input was not saved; use it without pruning."
+    raise UnsupportedError(what)
+
+
+pruned_scale_da.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+
+
+def dense(x: Tensor, a: Tensor, b: Tensor | None, inplace: bool) -> Tensor:
+    """The product as the model has it, written into x or not."""
+    return x.mul_(a) if inplace else prune.scaled(x, a, b)
+
+
+def scale(x: Tensor, a: Tensor, b: Tensor | None, block: int, ratio: float, noise: float = 0.0, inplace: bool = False) -> Tensor:
+    """The product as modules call it: as `kernels.prune_ops.linear`, but that a block is no wider than x's rows, and that what `fits` refuses is dense."""
+    planned = None
+    if fits(x, a, b):
+        planned = plan(x, block, ratio, noise)
+    elif not torch.compiler.is_compiling():
+        what = f"a product with a parameter stays dense: expected a floating input of its result's shape, got {x.dtype} {tuple(x.shape)} by {tuple(a.shape)}."
+        warnings.warn(message(what, "", "exclude it."), FxMaskWarning, stacklevel=2)
+    if planned is None:
+        return dense(x, a, b, inplace)
+    kept, turned, drawn = planned
+    y = pruned_scale(x, a, b, min(block, x.shape[-2 if turned else -1]), kept, turned, drawn)[0]
+    return x.copy_(y) if inplace else y

@@ -1,0 +1,66 @@
+"""The pass that prunes what products with a parameter save, in a graph: `y = x * a`, or `addcmul(b, a, x)`, becomes `y = fxmask_scaled.<name>(x, a, b)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from .activation_pruning import ActivationPruning
+from .choose import Decision
+from .graph_calls import call_site, calls_of
+from .infra import Pass, replace_node
+from .products import MUL_, SCALED, parameters_behind, product_parts
+
+
+class PrunedProductCall(nn.Module):
+    """A product of a graph whose input is saved pruned: (x, a, b) -> y. `_fxmask_call`: its op, its target, what its arguments are, and its kwargs."""
+
+    def __init__(self, config: ActivationPruning, name: str, path: str, call: tuple[str, Any, tuple[str, ...], dict[str, Any]]) -> None:
+        super().__init__()
+        self._fxmask_pruning, self._fxmask_name, self._fxmask_path, self._fxmask_call = config, name, path, call
+        if config.needs_steps:
+            self._fxmask_pruning_given, self._fxmask_pruning_step, self._fxmask_pruning_guard = config, 0, None
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_)
+
+    def extra_repr(self) -> str:
+        return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
+
+
+class PruneProducts(Pass):
+    """Rewrites the products that were selected in one graph: [(decision, configuration)]."""
+
+    def __init__(self, chosen: list[tuple[Decision, ActivationPruning]]) -> None:
+        self.chosen = chosen
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names, behind = [], parameters_behind(gm)
+        for d, config in self.chosen:
+            if d.candidate.host is not gm or d.candidate.weight_path is None:
+                continue
+            for node in d.candidate.nodes:
+                parts = product_parts(node, behind)
+                call = (node.op, node.target, tuple(parts), dict(node.kwargs))
+                site = PrunedProductCall(config, d.candidate.name, d.candidate.weight_path, call)
+                replace_node(gm, node, call_site(gm, SCALED, node, site, tuple(parts[k] for k in ("x", "a", "b") if k in parts)))
+            names.append(d.candidate.name)
+        return names
+
+
+class RestoreProducts(Pass):
+    """Turns pruned products of a graph back into what they were."""
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names = []
+        for node, site in calls_of(gm, PrunedProductCall):
+            parts = dict(zip(("x", "a", "b"), node.args, strict=False))
+            op, target, order, kwargs = site._fxmask_call
+            with gm.graph.inserting_before(node):
+                replace_node(gm, node, gm.graph.create_node(op, target, tuple(parts[k] for k in order), kwargs))
+            names.append(site._fxmask_name)
+        if SCALED in gm._modules:
+            delattr(gm, SCALED)
+        return names
