@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -91,7 +91,7 @@ def warn_of_products(decisions: list[Decision]) -> None:
         names = ", ".join(d.candidate.name for d in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         fix = "fxmask.explain(model) lists them; a torch.fx.symbolic_trace or torch.export of the model reaches those inside a forward."
         warnings.warn(message(f"affine=True leaves products with these parameters dense: {names}: {left[0].reason}.", "", fix), FxMaskWarning, stacklevel=3)
-    if all(d.config is None for d in products):
+    if all(d.config is None for d in products) and any(d.config is not None for d in decisions):
         what = f"affine=True prunes no product: expected a selected product with a parameter, got {len(products)}, none of them selected."
         warnings.warn(message(what, "", "leave affine out, or include the parameters' names."), FxMaskWarning, stacklevel=3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -62,10 +63,11 @@ def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) ->
     for d, config in chosen:
         m = d.candidate.module
         if d.candidate.host is None and m is not None:
+            cls: Any = type(m)
             if d.candidate.product:
-                m.__dict__["_fxmask_product"] = product_of(type(m))
+                m.__dict__["_fxmask_product"] = product_of(cls)
             if not isinstance(m, MaskedLinear):
-                m.__class__ = masked_class(type(m), PrunedProduct if d.candidate.product else PrunedLinear)
+                m.__class__ = masked_class(cls, PrunedProduct if d.candidate.product else PrunedLinear)
             install(m, config)
     linears, products = ([(d, config) for d, config in chosen if d.candidate.product == which] for which in (False, True))
     rewrites = [PruneActivations(linears), PruneProducts(products)]
@@ -88,8 +90,9 @@ def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name of the layer, or of a product's parameter, the module that holds its configuration)."""
     for name, m in model.named_modules():
         if "_fxmask_pruning" in m.__dict__:
-            named = m._fxmask_name if isinstance(m, (PrunedCall, PrunedProductCall)) else join(name, m._fxmask_product.a) if isinstance(m, PrunedProduct) else name
-            yield named, m
+            if isinstance(m, (PrunedCall, PrunedProductCall)):
+                name = m._fxmask_name
+            yield (join(name, m._fxmask_product.a) if isinstance(m, PrunedProduct) else name), m
 
 
 def scheduled_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

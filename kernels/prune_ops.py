@@ -81,14 +81,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     x, w, bias, block, kept, turned, noise, mask, rows, cols, backward, dense, impl, lists, dw_impl = inputs
     _, values, index = output
     ctx.mark_non_differentiable(values, index)
+    ctx.set_materialize_grads(False)  # or the backward would fill zeros of the size of what is saved
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*((values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
     ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
     ctx.dw_impl = dw_impl
 
 
-def _backward(ctx: Any, gy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     values, index, w, mask, dense, lists = ctx.saved_tensors
+    if gy is None:
+        return (None,) * 15
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
         gx = torch.matmul(gy, w) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)

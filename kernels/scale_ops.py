@@ -57,14 +57,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     x, a, b, _, _, turned, _ = inputs
     _, values, index = output
     ctx.mark_non_differentiable(values, index)
+    ctx.set_materialize_grads(False)  # or the backward would fill zeros of the size of what is saved
     needs_x, needs_a = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*((values, index) if needs_a else (None, None)), a if needs_x else None)
     ctx.turned, ctx.shape, ctx.dtypes = turned, tuple(x.shape), [t if t is None else t.dtype for t in (x, a, b)]
     ctx.sizes = tuple(a.shape), None if b is None else tuple(b.shape)
 
 
-def _backward(ctx: Any, gy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     values, index, a = ctx.saved_tensors
+    if gy is None:
+        return (None,) * 7
     gx = ga = gb = None
     if ctx.needs_input_grad[0]:
         gx = (gy * a).to(ctx.dtypes[0])

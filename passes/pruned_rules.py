@@ -1,13 +1,15 @@
-"""Rules for the ops of activation pruning: the linear as it is, the writing of what is kept, and dW from that."""
+"""Rules for the ops of activation pruning: the linear or the product as it is, the writing of what is kept, and dW or da from that."""
 
 from __future__ import annotations
+
+from math import prod
 
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.lists import LISTED
 from .masked_rules import ROLES, implementation, mask_of, masked_work
 from .record import Call, Place
-from .work import EXACT, Target, Work, phase_of, rule
+from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
 
 
 @rule("fxmask.pruned_linear")
@@ -20,10 +22,14 @@ def _linear(call: Call, t: Target) -> list[Work]:
     else:
         cost = layer_cost.dense("forward", x.tokens, (n, k), x.dtype.itemsize, t.tile, bias=bias)
         first = Work(call, phase_of(call), EXACT, cost, x.tokens, n, k, 1, x.dtype, elements=n * k, weight=w.weight)
+    return [first, _packing(call, first.phase, x, w.weight)]
+
+
+def _packing(call: Call, phase: str, x: Place, weight: str) -> Work:
+    """A read of x, a write of what is kept."""
     _, values, index = call.outputs
     written = {"saved": values.bytes + index.bytes}
-    packing = Work(call, first.phase, EXACT, dense_cost.stream({"x": x.bytes}, written), dtype=x.dtype, weight=w.weight, launches=3, name="fxmask.compress")
-    return [first, packing]
+    return Work(call, phase, EXACT, dense_cost.stream({"x": x.bytes}, written), dtype=x.dtype, weight=weight, launches=3, name="fxmask.compress")
 
 
 @rule("fxmask.pruned_dw")
@@ -52,3 +58,28 @@ def _dw(call: Call, t: Target) -> list[Work]:
     forward = call.forward.named["w"] if call.forward is not None and "w" in call.forward.named else None
     weight = forward.weight if isinstance(forward, Place) else ""
     return [Work(call, "dW", EXACT, cost, n, k, gy.tokens, 1, gy.dtype, plain, elements=n * k, weight=weight)]
+
+
+@rule("fxmask.pruned_scale")
+def _scale(call: Call, t: Target) -> list[Work]:
+    """The product as PyTorch's elementwise op; an element is one FLOP where those are counted at all."""
+    x, a, b, phase = call.named["x"], call.named["a"], call.named["b"], phase_of(call)
+    reads = {"x": x.bytes, "w": a.bytes} | ({"bias": b.bytes} if b is not None else {})
+    first = Work(call, phase, ELEMENTWISE, _elementwise(x.numel, t, dense_cost.stream(reads, {"y": call.outputs[0].bytes})), dtype=x.dtype, weight=a.weight)
+    return [first, _packing(call, phase, x, a.weight)]
+
+
+@rule("fxmask.pruned_scale_da")
+def _da(call: Call, t: Target) -> list[Work]:
+    """Compulsory bytes: dY, what was saved, da. As it runs the pruned input is dense for a while: zeros, what was saved over them, times dY, summed."""
+    gy, values, index = call.named["gy"], call.named["values"], call.named["index"]
+    reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": call.outputs[0].bytes}
+    dense = prod(call.named["shape"]) * values.dtype.itemsize
+    cost = Cost(0, 0, reads | {"x": 2 * dense}, writes | {"x": 2 * dense + values.bytes}, reads, writes)
+    forward = call.forward.named.get("a") if call.forward is not None else None
+    weight = forward.weight if isinstance(forward, Place) else ""
+    return [Work(call, "dW", ELEMENTWISE, _elementwise(values.numel, t, cost), dtype=gy.dtype, weight=weight, launches=4)]
+
+
+def _elementwise(n: int, t: Target, cost: Cost) -> Cost:
+    return Cost(n, n, cost.reads, cost.writes, cost.reads_min, cost.writes_min) if t.elementwise else cost
