@@ -68,6 +68,8 @@ def _products_inside(cls: type[nn.Module]) -> tuple[str, ...]:
                 operands = [node.value]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TIMES:
                 operands = [node.func.value, *node.args, *(k.value for k in node.keywords)]
+                if "addcmul" in node.func.attr:  # the first one, behind `torch` or before the dot, is added
+                    operands = operands[2 if ast.unparse(node.func.value) == "torch" else 1 :]
             found += [name for name in map(_own, operands) if name]
     return tuple(dict.fromkeys(found))
 

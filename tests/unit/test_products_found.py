@@ -62,6 +62,11 @@ class Larger(Scaled):
         return x.sum(-1, keepdim=True) * self.g
 
 
+class Added(Scaled):
+    def forward(self, x):
+        return torch.addcmul(self.g, x, x) + self.g.addcmul(x, x)
+
+
 class Residual(Scaled):
     def forward(self, x):
         return torch.addcmul(x, self.g, x.sin())
@@ -70,9 +75,9 @@ class Residual(Scaled):
 def test_what_a_forward_says():
     assert product_of(Affine) == Product(a="alpha", b="beta", fused=True) and product_of(Scaled) == Product(a="g")
     assert [product_of(c) for c in (Twice, ByView, Wrong, InPlace, nn.LayerNorm, nn.Linear, ResMLP)] == [None] * 7
-    shown = {c: [(p.name, bool(p.skip)) for p in find_products(c())] for c in (Scaled, Twice, ByView, ByBuffer, Wrong, InPlace, Residual)}
+    shown = {c: [(p.name, bool(p.skip)) for p in find_products(c())] for c in (Scaled, Twice, ByView, ByBuffer, Wrong, InPlace, Added, Residual)}
     inside = [("g", True)]
-    assert shown == {Scaled: [("g", False)], Twice: inside, ByView: inside, ByBuffer: [], Wrong: inside, InPlace: inside, Residual: inside}
+    assert shown == {Scaled: [("g", False)], Twice: inside, ByView: inside, ByBuffer: [], Wrong: inside, InPlace: inside, Added: [], Residual: inside}
     replaced = Scaled()
     replaced.forward = lambda x: x
     assert "replaced on the instance" in find_products(replaced)[0].skip
@@ -120,8 +125,10 @@ def test_products_of_every_spelling_in_a_trace(kind):
         return
     fxmask.apply(gm, CONFIG)
     assert [r["activations"] for r in fxmask.explain(gm).rows] == ["50 % of 1x16"] and torch.equal(gm(x), dense(x))
-    got, want = (torch.autograd.grad(m(x * 1).square().sum(), (x, m.g)) for m in (gm, dense))
+    compiled = torch.compile(gm, backend="aot_eager", fullgraph=True)
+    got, want, again = (torch.autograd.grad(f(x).square().sum(), (x, m.g)) for f, m in ((gm, gm), (dense, dense), (compiled, gm)))
     assert torch.equal(got[0], want[0]) and not torch.equal(got[1], want[1])
+    torch.testing.assert_close(again, got)
 
 
 def test_a_result_that_is_larger_stays_dense():
