@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="fxmask", options={...})`: masks the linears of each graph that Dynamo captures, then hands it to Inductor.
+"""`torch.compile(model, backend="fxmask", options={...})`: masks the linears of each graph that Dynamo captures, or prunes what they save; then comes Inductor.
 
 Nothing is edited and nothing is kept: masks follow the weights in every forward, and what counts optimiser steps needs `fxmask.apply`. What Dynamo does not
 capture stays dense, so sites are counted, zero is a warning, `require` makes gaps an error, and an optimiser step whose gradients came around the compiled
@@ -20,22 +20,25 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from . import backend_watch
+from .inputs import mask_overrides, selected
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
+from .passes.activation_pruning import ActivationPruning
 from .passes.canonical import Canonicalise
 from .passes.choose import Decision, Pattern, as_patterns, choose, matches
 from .passes.config import WeightMask
-from .passes.find import LINEARS, Candidate
+from .passes.find import LINEARS
 from .passes.infra import CleanUp, Pass, run_passes
 from .passes.lifted import READERS, Body, find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
+from .passes.lifted_pruning import PruneLifted, find_lifted_products, is_called
 from .passes.saliency import LEARNED
 from .sites import decided_by_apply
 from .sources import tag_caches
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
 STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain", "phases")
-OWN = ("include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
+OWN = ("activations", "include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
 WHERE = "torch.compile(backend='fxmask')"
 APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
 ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
@@ -50,6 +53,8 @@ class Options:
 
     Args:
         ratio, block, backward, criterion, ties, impl, seed, cover: as in `fxmask.WeightMask`. include, exclude, overrides: as in `fxmask.apply`.
+        activations: an `ActivationPruning` without steps, or a dict of its options: inputs are saved pruned. Masks are made beside it where one of their
+            options is given, and else none. With `affine` every product with a parameter is found, as in a trace.
         require: True: a graph in which a linear stays dense unasked, or nothing is masked, is an error. Patterns: each must be masked in each graph.
         match: `linear`, or `matmul`: products with a transposed parameter count as linears.
         passes: `fxmask.passes.infra.Pass` objects of your own, run in order before the masks; see passes/README.md.
@@ -58,7 +63,9 @@ class Options:
     """
 
     config: WeightMask
-    masks: bool  # whether any option of the masks was given
+    masks: bool  # whether any option of the masks, or of pruned inputs, was given
+    activations: ActivationPruning | None = None
+    alone: bool = False  # inputs are pruned, and nothing is masked
     include: Any = None
     exclude: Any = None
     overrides: Any = None
@@ -89,13 +96,30 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         as_patterns("require", given["require"])
     if given.get("inductor") and given.get("inner", "inductor") != "inductor":
         raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
+    pruning = _pruning(given.get("activations"))
     passes = given.get("passes", ())
     if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
         raise ConfigError(f"passes: expected a list of fxmask.passes.infra.Pass objects, got {given['passes']!r}.")
     mask = {k: given[k] for k in MASK if k in given}
     own: dict[str, Any] = {k: given[k] for k in OWN if k in given}
-    about_masks = bool(mask) or bool({"include", "exclude", "overrides", "require", "match"} & set(own))
-    return Options(WeightMask(**mask), about_masks, **{**own, "passes": tuple(passes), "inductor": dict(given.get("inductor", {}))})
+    about_masks = bool(mask) or bool({"activations", "include", "exclude", "overrides", "require", "match"} & set(own))
+    own |= {"passes": tuple(passes), "inductor": dict(given.get("inductor", {})), "activations": pruning, "alone": pruning is not None and not mask}
+    return Options(WeightMask(**mask), about_masks, **own)
+
+
+def _pruning(given: Any) -> ActivationPruning | None:
+    """The option `activations` as a configuration."""
+    config = ActivationPruning().replace(dict(given), "options['activations']") if isinstance(given, Mapping) else given
+    if config is not None and not isinstance(config, ActivationPruning):
+        raise ConfigError(f"activations: expected a fxmask.ActivationPruning or a dict of its options, got {given!r}.")
+    _refuse_steps(config)
+    return config
+
+
+def _refuse_steps(config: ActivationPruning | None) -> None:
+    if config is not None and config.needs_steps:
+        what = "the backend keeps no state between calls, and start and schedule of pruned activations count optimiser steps."
+        raise UnsupportedError(message(what, WHERE, APPLY))
 
 
 def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -127,15 +151,22 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
     _refuse_transforms(bodies)
-    found = find_lifted(bodies, real)
-    decisions = choose(found, o.config, o.include, o.exclude, o.overrides)
-    _refuse_state(decisions)
-    passes: list[Pass] = [MaskLifted(decisions), CleanUp()]
+    wants_products = o.activations is not None and o.activations.affine
+    products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
+    told = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
+    decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told)
+    chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
+    for _, config in chosen:
+        _refuse_steps(config)
+    masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
+    _refuse_state(masked)
+    passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
     for body in bodies:
         run_passes(body.graph, passes)
     gm.recompile()
-    _report(found, decisions, o)
-    return [(d.candidate.name, d.candidate.weight) for d in decisions if d.config is not None]
+    done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
+    _report(decisions if o.alone else masked, pruned if o.alone else done, o)
+    return list({id(d): (d.candidate.name, d.candidate.weight) for d in [*done, *pruned]}.values())
 
 
 def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -200,13 +231,14 @@ def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options
     return bool(decided)
 
 
-def _report(found: list[Candidate], decisions: list[Decision], o: Options) -> None:
-    """Count what was masked; what stays dense unasked is named."""
-    masked, left = ([d for d in decisions if (d.config is None) == dense] for dense in (False, True))
+def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> None:
+    """Count what was masked, or with `alone` pruned; what stays dense unasked is named."""
+    left = [d for d in decisions if not any(d is m for m in masked)]
     dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
     patterns: list[Pattern] = [] if isinstance(o.require, bool) else as_patterns("require", o.require) or []
     missing = [repr(p) for p in patterns if not any(matches(p, d.candidate) for d in masked)]
-    whole = [d.candidate.name for d in masked if d.config and d.config.ratio > 0 and _keeps_all(d)]
+    whole = [d.candidate.name for d in masked if not o.alone and d.config and d.config.ratio > 0 and _keeps_all(d)]
+    done = "pruned" if o.alone else "masked"
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}."
         warnings.warn(message(what, WHERE, "choose a smaller block for them."), FxMaskWarning, stacklevel=2)
@@ -214,10 +246,10 @@ def _report(found: list[Candidate], decisions: list[Decision], o: Options) -> No
         missing = [*(d.candidate.name for d in left if not d.reason.startswith(ASKED)), *whole] if masked else ["anything at all"]
     if missing:
         names = ", ".join(d.candidate.name for d in masked) or "nothing"
-        what = f"require: expected {', '.join(missing)} to be masked in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
+        what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
         raise UnsupportedError(message(what, WHERE, WAYS))
     if not masked:
-        warnings.warn(message(f"backend='fxmask' masked nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
+        warnings.warn(message(f"backend='fxmask' {done} nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
 
 
 def _keeps_all(d: Decision) -> bool:

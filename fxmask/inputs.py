@@ -43,8 +43,10 @@ def has_input(d: Decision) -> bool:
     return c.module is None or not (isinstance(c.module, NonDynamicallyQuantizableLinear) or any(c.module is owner for owner in c.owners))
 
 
-def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, Any] | None, alone: bool) -> list[tuple[Decision, Config]]:
-    """Which layers a config of inputs has, and with which options. Raises before anything is changed."""
+def selected(
+    decisions: list[Decision], config: Config, overrides: Mapping[Any, Any] | None, alone: bool, lifted: bool = False
+) -> list[tuple[Decision, Config]]:
+    """Which layers a config of inputs has, and with which options. Raises before anything is changed. `lifted`: of a Dynamo graph."""
     found, key = [], KEYS[type(config)]
     for d in decisions:
         c: Config | None = config if d.config is not None else None
@@ -69,10 +71,10 @@ def selected(decisions: list[Decision], config: Config, overrides: Mapping[Any, 
         if isinstance(c, BlockDropout) and c.impl in ("cpu", "triton") and not alone:
             what = f"impl={c.impl!r} of BlockDropout beside a WeightMask: its input is dropped in plain PyTorch, and the mask's own impl multiplies."
             raise UnsupportedError(message(what, d.candidate.name, "BlockDropout(..., impl='auto')."))
-        if d.candidate.host is not None and not alone:
+        if d.candidate.host is not None and not alone and not lifted:
             what = f"a WeightMask and {name} together in a traced graph, whose masked node reads its input itself."
             raise UnsupportedError(message(what, d.candidate.name, "call fxmask.apply on the nn.Module instead of its trace."))
-        if d.candidate.weight_node is not None:
+        if d.candidate.weight_node is not None and not lifted:
             raise UnsupportedError(message(f"{name} in a graph that gets its weights as inputs: expected parameters.", d.candidate.name, "use the nn.Module."))
         found.append((d, c))
     return found
@@ -89,7 +91,7 @@ def warn_of_products(decisions: list[Decision]) -> None:
     left = [d for d in products if d.config is None and d.reason == d.candidate.skip]
     if left:
         names = ", ".join(d.candidate.name for d in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        fix = "fxmask.explain(model) lists them; a torch.fx.symbolic_trace or torch.export of the model reaches those inside a forward."
+        fix = "graphs have them as calls: apply it to a torch.fx.symbolic_trace or torch.export of the model, or torch.compile(model, backend='fxmask')."
         warnings.warn(message(f"affine=True leaves products with these parameters dense: {names}: {left[0].reason}.", "", fix), FxMaskWarning, stacklevel=3)
     if all(d.config is None for d in products) and any(d.config is not None for d in decisions):
         what = f"affine=True prunes no product: expected a selected product with a parameter, got {len(products)}, none of them selected."

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import operator
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from .plain_forward import product_of
 from .readers import forward_sources
 
 SCALED = "fxmask_scaled"  # the container of a graph module
-INSIDE = "it stands inside a forward that does more, which a swapped class does not reach; a trace has it as a call"
+INSIDE = "it stands inside a forward that does more, which a swapped class does not reach"
 PROPERTIES = ("T", "mT", "data")
 TIMES = {"mul", "mul_", "multiply", "addcmul", "addcmul_"}
 MUL = {operator.mul, torch.mul, torch.multiply, torch.ops.aten.mul.Tensor, "mul", "multiply"}
@@ -99,24 +99,24 @@ def _in_graph(prefix: str, gm: GraphModule) -> Iterator[Candidate]:
         elif parts := product_parts(node, behind):
             path = behind[parts["a"]][0]
             if path not in found:
-                skip, types = _larger(node, parts["x"]), call_stack(node)[1]
+                skip, types = larger(node, parts["x"]), call_stack(node)[1]
                 found[path] = _candidate(join(prefix, path), resolve(gm, path), host=gm, weight_path=path, types=types, skip=skip)
             found[path].nodes.append(node)
     yield from found.values()
 
 
-def parameters_behind(gm: GraphModule) -> dict[Node, list[str]]:
-    """Of each node that depends on no input of the graph: the paths of the parameters that it is made of."""
-    behind: dict[Node, list[str]] = {}
+def parameters_behind(gm: GraphModule, lifted: Mapping[Node, Any] | None = None) -> dict[Node, list[Any]]:
+    """Of each node that depends on no input of the graph: the paths of the parameters that it is made of. `lifted`: inputs that are parameters."""
+    behind: dict[Node, list[Any]] = {node: [node] for node in lifted or {}}
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
+        if lifted is None and node.op == "get_attr":
             behind[node] = [str(node.target)] if isinstance(resolve(gm, str(node.target)), nn.Parameter) else []
         elif node.op != "placeholder" and all(n in behind for n in node.all_input_nodes):
             behind[node] = [path for n in node.all_input_nodes for path in behind[n]]
     return behind
 
 
-def product_parts(node: Node, behind: dict[Node, list[str]]) -> dict[str, Node]:
+def product_parts(node: Node, behind: dict[Node, list[Any]]) -> dict[str, Node]:
     """The arguments of a product, in their order, by what they are: `x`, `a` and for an addcmul `b`; empty for what is no product with a parameter."""
     named = ("u", "v") if node.target in MUL or node.target in MUL_ else ("b", "u", "v") if node.target in ADDCMUL else ()
     given = [a for a in node.args if isinstance(a, Node)]
@@ -130,9 +130,9 @@ def product_parts(node: Node, behind: dict[Node, list[str]]) -> dict[str, Node]:
     return {}
 
 
-def _larger(node: Node, x: Node) -> str:
+def larger(node: Node, x: Node) -> str:
     """Why a product is dense whose result the trace says to be larger than what it multiplies; empty where it is not, or the trace does not say."""
     y, given = (n.meta.get("val", n.meta.get("example_value")) for n in (node, x))
-    if isinstance(y, Tensor) and isinstance(given, Tensor) and y.shape != given.shape:
+    if isinstance(y, Tensor) and isinstance(given, Tensor) and all(isinstance(n, int) for n in (*y.shape, *given.shape)) and y.shape != given.shape:
         return f"its result {tuple(y.shape)} is larger than what it multiplies, {tuple(given.shape)}"
     return ""

@@ -85,7 +85,7 @@ def test_what_a_forward_says():
 
 def test_products_inside_a_forward_are_named_and_stay_dense():
     model = ResMLP(PRESETS["digits"])
-    named = r"(?s)leaves products .* dense: blocks.0.gain1, blocks.0.gain2, blocks.1.gain1, blocks.1.gain2: it stands inside.*trace"
+    named = r"(?s)leaves products .* dense: blocks.0.gain1, blocks.0.gain2, blocks.1.gain1, blocks.1.gain2: it stands inside.*symbolic_trace"
     with pytest.warns(fxmask.FxMaskWarning, match=named):
         fxmask.apply(model, CONFIG)
     rows = {r["name"]: r for r in fxmask.explain(model).rows}
