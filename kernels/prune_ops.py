@@ -131,7 +131,7 @@ def pruned_dw(
     form(impl, gy)  # raises where it cannot
     if impl == "triton":
         return triton_ops().pruned_dw(gy, values, index, tuple(shape), turned, mask, block, lists)
-    if (impl == "cpu" and not turned) or (impl == "auto" and prune_strips.pays(values, shape, turned)):
+    if (impl == "cpu" and not turned) or (impl == "auto" and prune_strips.pays(gy, values, shape, turned)):
         dw = prune_strips.dw(gy, values, index, shape)
     else:
         dw = prune.dw(gy, values, index, tuple(shape), turned).contiguous()

@@ -1,8 +1,17 @@
 """dW from a pruned input by strips on a CPU: for each strip of `b` features the rows of dY whose blocks were kept are gathered, and multiplied by those blocks.
 
-Of a row's features only kept blocks are multiplied, but each strip gathers its rows of dY anew, so it pays where few are kept. On one thread of an Ice Lake
-host in float32, against the dense product with a dense input (3,136 tokens, 384 -> 1536 and 1536 -> 384; 4,096 tokens, 1,024 -> 1,024), blocks of 64: 0.5 to
-0.6 times as fast at 50 %, 1.4 to 2.0 at 80 %, 4 to 4.6 at 90 %.
+Of a row's features only kept blocks are multiplied, but each strip gathers its rows of dY anew, so it pays where few are kept, or blocks are wide. On one thread
+of an Ice Lake host in float32, against the dense product with a dense input (3,136 tokens, 384 -> 1536 and 1536 -> 384; 4,096 tokens, 1,024 -> 1,024), blocks
+of 64: 0.5 to 0.6 times as fast at 50 %, 1.4 to 2.0 at 80 %, 4 to 4.6 at 90 %. What it stands against in a backward is the input expanded and then that product.
+On one thread of an EPYC host in float32, over the same shapes, it is so many times as fast as that (`pays` takes what is in bold):
+
+| block | 40 % | 50 % | 60 % | 70 % | 80 % | 90 % |
+| --- | --- | --- | --- | --- | --- | --- |
+| 16 | 0.4 to 0.6 | 0.5 to 0.7 | 0.6 to 0.9 | 0.8 to 1.1 | **1.2 to 1.6** | **2.2 to 2.8** |
+| 32 | 0.6 to 0.9 | 0.7 to 1.1 | 0.9 to 1.3 | **1.1 to 1.6** | **1.8 to 2.3** | **3.3 to 4.2** |
+| 64 | 0.9 to 1.1 | 1.1 to 1.3 | **1.3 to 1.6** | **1.8 to 2.1** | **2.4 to 2.9** | **4.9 to 5.6** |
+| 128 | **1.2 to 1.3** | **1.5 to 1.6** | **1.8 to 1.9** | **2.3 to 2.5** | **3.4 to 3.8** | **6.0 to 6.9** |
+| a row | **1.6 to 1.7** | **1.9 to 2.0** | **2.3 to 2.5** | **3.0 to 3.2** | **4.2 to 4.6** | **8.3 to 8.8** |
 
 Under a mask of W the strips are multiplied whole and masked then. Gathering a strip's kept out_features, too, costs a second gather of dY: over 3,136 tokens,
 384 -> 1536, b = 64, weights at 80 % in 64x64, 128x128 and 16x16, it took 0.89, 1.01 and 1.36 times as long at 80 % of the input, 0.63, 0.45 and 0.79 at 90 %,
@@ -18,16 +27,17 @@ from torch import Tensor
 
 from .. import prune
 
-NARROW = 32  # features of a block below which a strip's product is too narrow
-DENSE = 0.3  # kept share above which the dense product is faster
+GATHER = 40  # features whose product takes as long as the gather of a row of dY
+SHARE = 0.8  # of the dense product: what strips may take
+SMALL = 30_000_000  # FLOP of a dense product below which the lists of the strips take longer
 
 
-def pays(values: Tensor, shape: list[int], turned: bool) -> bool:
-    """Whether strips are the faster way."""
-    _, r, c = prune.sample_shape(tuple(shape), turned)
+def pays(gy: Tensor, values: Tensor, shape: list[int], turned: bool) -> bool:
+    """Whether strips are the faster way, by a kept block's features and its gather against the dense product's features; see the table above."""
+    b, r, c = prune.sample_shape(tuple(shape), turned)
     block = values.shape[2]
-    n = prune.block_count(r, c, block)
-    return values.device.type == "cpu" and not turned and NARROW <= block < c and values.shape[1] <= DENSE * n
+    work = values.shape[1] * (block + GATHER) / max(1, r * c)  # padding of ragged blocks is multiplied, too
+    return values.device.type == "cpu" and not turned and work <= SHARE and 2 * b * r * c * gy.shape[-1] >= SMALL
 
 
 def dw(gy: Tensor, values: Tensor, index: Tensor, shape: list[int]) -> Tensor:

@@ -55,6 +55,27 @@ def test_the_weakest_blocks_of_each_sample_go(shape, ratio, block):
         torch.testing.assert_close(prune.dw(gy, values, index, x.shape, turned), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("shape", "out", "block", "ratio", "turned", "pays"),
+    [
+        ((8, 196, 384), 384, 64, 0.7, False, True),
+        ((8, 196, 384), 384, 64, 0.5, False, False),
+        ((8, 196, 384), 384, 128, 0.5, False, True),
+        ((8, 196, 384), 384, 384, 0.4, False, True),  # a row is a block
+        ((8, 196, 384), 384, 1024, 0.6, False, False),  # and padded to more than it has
+        ((8, 196, 384), 384, 16, 0.8, False, True),
+        ((8, 196, 384), 384, 16, 0.7, False, False),
+        ((8, 196, 384), 384, 64, 0.9, True, False),
+        ((4, 10, 64), 96, 16, 0.9, False, False),  # too small
+    ],
+)
+def test_when_strips_pay(shape, out, block, ratio, turned, pays):
+    b, r, c = prune.sample_shape(shape, turned)
+    n = prune.block_count(r, c, block)
+    values, gy = torch.empty(b, n - prune.dropped_count(n, ratio), block), torch.empty(*shape[:-1], out)
+    assert prune_strips.pays(gy, values, list(shape), turned) == pays
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(33, 200), st.sampled_from([32, 48, 64]), st.floats(0, 0.99), st.integers(0, 9))
 def test_strips_give_the_dense_product(samples, rows, features, block, ratio, seed):
