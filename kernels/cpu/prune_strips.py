@@ -1,9 +1,9 @@
 """dW from a pruned input by strips on a CPU: for each strip of `b` features the rows of dY whose blocks were kept are gathered, and multiplied by those blocks.
 
-Of a row's features only kept blocks are multiplied, but each strip gathers its rows of dY anew, so it pays where few are kept, or blocks are wide. On one thread
-of an Ice Lake host in float32, against the dense product with a dense input (3,136 tokens, 384 -> 1536 and 1536 -> 384; 4,096 tokens, 1,024 -> 1,024), blocks
-of 64: 0.5 to 0.6 times as fast at 50 %, 1.4 to 2.0 at 80 %, 4 to 4.6 at 90 %. What it stands against in a backward is the input expanded and then that product.
-On one thread of an EPYC host in float32, over the same shapes, it is so many times as fast as that (`pays` takes what is in bold):
+Of a row's features only kept blocks are multiplied, but each strip gathers its rows of dY anew, so it pays where few are kept, or blocks are wide. On one
+thread of an Ice Lake host in float32, against the dense product with a dense input (3,136 tokens, 384 -> 1536 and 1536 -> 384; 4,096 tokens, 1,024 -> 1,024),
+blocks of 64: 0.5 to 0.6 times as fast at 50 %, 1.4 to 2.0 at 80 %, 4 to 4.6 at 90 %. What it stands against in a backward is the input expanded and then that
+product. On one thread of an EPYC host in float32, over the same shapes, it is so many times as fast as that (`pays` takes what is in bold):
 
 | block | 40 % | 50 % | 60 % | 70 % | 80 % | 90 % |
 | --- | --- | --- | --- | --- | --- | --- |
