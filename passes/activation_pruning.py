@@ -40,7 +40,8 @@ class ActivationPruning(Options):
             compiled anew; so the ratio moves in at most `stages` jumps, one every ceil(schedule.steps / stages) steps, each to what the schedule says then.
         affine: whether products with a parameter, y = a x (+ b), save x pruned, too, for da (ours; the source prunes inputs of linears alone): modules that are
             such a product and nothing else, as timm's Affine and LayerScale, and in a trace every product with a parameter; by the parameter's name. Products
-            inside other forwards are named and stay dense. nn.LayerNorm and its like are none: their op saves its input for its own sake.
+            inside other forwards are named and stay dense. Nothing is freed where another op saves the same x (its own result, as sigmoid and an in-place ReLU
+            do; nn.LayerNorm and its like save their input for its own gradient and are no products).
         stages: see there. start: first optimiser step that drops anything. With either, `fxmask.step` or, beside a WeightMask, a guard counts the steps.
         impl: of dW: `auto`, `reference`, `cpu` or `triton`, table in `kernels.prune_ops.pruned_dw`; an explicit one runs nowhere else, and raises. (da has one
             form, of plain PyTorch's elementwise ops.)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.nn.utils import parametrize
 
 from .find import Candidate, call_stack, join, resolve, weight_problem
 from .plain_forward import product_of
@@ -38,7 +39,10 @@ def find_products(model: nn.Module) -> list[Candidate]:
         whole = product_of(cls)
         for leaf in (whole.a,) if whole else _products_inside(cls):
             weight = m._parameters.get(leaf)
-            if weight is not None:
+            if weight is None and parametrize.is_parametrized(m, leaf):
+                made = torch.empty(0, device="meta")
+                found.append(_candidate(join(name, leaf), made, m, types=type(m).__mro__, skip="a parametrisation makes it from another parameter"))
+            elif weight is not None:
                 found.append(_candidate(join(name, leaf), weight, m, types=type(m).__mro__, skip="" if whole else INSIDE))
                 if whole and "forward" in m.__dict__:
                     found[-1].skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"

@@ -81,6 +81,11 @@ def test_what_a_forward_says():
     replaced = Scaled()
     replaced.forward = lambda x: x
     assert "replaced on the instance" in find_products(replaced)[0].skip
+    made = Scaled()
+    nn.utils.parametrize.register_parametrization(made, "g", nn.Tanh())
+    assert [(p.name, p.skip) for p in find_products(made)] == [("g", "a parametrisation makes it from another parameter")]
+    model = fxmask.apply(nn.Sequential(Scaled(), nn.Linear(64, 64)), CONFIG)
+    assert [p.name for p in find_products(model)] == ["0.g"]  # what is pruned is still one
 
 
 def test_products_inside_a_forward_are_named_and_stay_dense():
