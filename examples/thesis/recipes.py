@@ -58,6 +58,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-late": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
     "b16-global-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "global"),
     "b16-tokens-whole-ramp-rigl": (*TOKENS_WHOLE_B16, *ADAMW, *LR, *RIGL, *HALF),
+    **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 ACTIVATIONS = ("--activations", "0.5:16")  # half of what the linears save, in blocks of 16 features
 
