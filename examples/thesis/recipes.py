@@ -55,6 +55,10 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b32-tokens-whole-taylor-lr0.005": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, "--lr", "0.005", *TAYLOR),
     "dense-adamw-lr0.0025": ("--dense", *ADAMW, "--lr", "0.0025"),
     "b16-tokens-whole-taylor": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b16-tokens-whole-late": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
+    "b16-global-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "global"),
+    "b16-tokens-whole-ramp-rigl": (*TOKENS_WHOLE_B16, *ADAMW, *LR, *RIGL, *HALF),
+    **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 ACTIVATIONS = ("--activations", "0.5:16")  # half of what the linears save, in blocks of 16 features
 
