@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .kernels.errors import StateError, message
+from .kernels.errors import StateError, UnsupportedError, message
 from .passes import ranks
+from .passes.weights import is_ensemble
 
 if TYPE_CHECKING:
     from .nm_layers import NMLayer
@@ -62,13 +63,17 @@ def move(m: NMLayer, device: torch.device) -> None:
 
 
 def check(m: NMLayer, weight: Tensor) -> None:
-    """Raise StateError before a forward that would not do what it was asked for."""
+    """Raise StateError or UnsupportedError before a forward that would not do what it was asked for."""
     refuse_lost(m)
     logits, held = m._parameters.get(LOGITS), m.nm_patterns if m.nm_mask is None else m.nm_mask
     if held is not None and held.device != weight.device:
         what = f"the N:M mask's tensors are on {held.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, type(m).__name__, "move the whole model by model.to(device)."))
     _check_ranks(m, weight)
+    if (m.nm_mask is not None or m.nm_permutation is not None) and not torch.compiler.is_compiling() and is_ensemble(weight):
+        what = "vmap over the weights of a layer whose N:M mask or order rests would give all of them this model's: expected each weight to have its own."
+        fix = "use a mask that each forward makes, by magnitude or learned, not frozen; or run the models one by one."
+        raise UnsupportedError(message(what, type(m).__name__, fix))
     if not m.training or m.nm_mask is not None or not isinstance(logits, nn.Parameter) or logits.requires_grad or not torch.is_grad_enabled():
         return
     what = "training would draw learned masks from logits that ask for no gradient, so that nothing is learned: expected requires_grad."

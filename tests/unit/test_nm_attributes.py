@@ -143,3 +143,29 @@ def test_tensors_that_did_not_move_with_the_weight():
     model[0].nm_mask = model[0].nm_mask.to("meta")
     with pytest.raises(fxmask.FxMaskError, match="are on meta and the weight on cpu: expected one device"):
         model(torch.randn(2, 4, 4, 4))
+
+
+def test_an_ensemble():
+    """vmap over stacked weights: masks that a forward makes are each weight's own; one that rests is of one weight."""
+    x = torch.randn(2, 16)
+
+    def members(mask, seeds=(0, 1)):
+        return [fxmask.apply(torch.manual_seed(s) and nn.Sequential(nn.Linear(16, 16)), mask).eval() for s in seeds]
+
+    def together(models):
+        weights, buffers = torch.func.stack_module_state(models)
+        return torch.func.vmap(lambda w, b: torch.func.functional_call(models[0], (w, b), (x,)))(weights, buffers)
+
+    for mask in (NMMask(), NMMask(mode="learned")):
+        models = members(mask)
+        torch.testing.assert_close(together(models), torch.stack([m(x) for m in models]))
+        for m in models:
+            fxmask.freeze(m)
+        with pytest.raises(fxmask.FxMaskError, match="would give all of them this model's"):
+            together(models)
+    for mask in (NMMask(mode="permuted"), NMMask(mode="learned", permute=True)):
+        models = members(mask)
+        with pytest.raises(fxmask.FxMaskError, match="would give all of them this model's"):
+            together(models)
+        one = torch.func.vmap(lambda x, m=models[0]: m(x))(x)  # many inputs and one weight are no ensemble
+        torch.testing.assert_close(one, models[0](x))
