@@ -182,7 +182,8 @@ def freeze(model: nn.Module) -> None:
 
     Until then a learned mask in eval() is the argmax of its logits, always the same. Afterwards train() and eval() use one mask, and the logits, which nothing
     uses any more, ask for no gradient. Weights that a learned mask has put to rest stay so: `requires_grad_()` wakes them. `fxmask.state_dict` saves frozen
-    masks, `model.state_dict()` does not. Freezing again changes nothing; `fxmask.restore` ends it.
+    masks, `model.state_dict()` does not. Freezing again changes nothing; `fxmask.restore` ends it. Of several processes all call it together, after DDP or
+    fully_shard: weights are gathered, and a mask that is drawn is rank 0's.
     Raises: StateError without N:M masks, UnsupportedError for meta weights. Block masks are fixed by WeightMask(refresh=0).
     """
     found = list(nm_layers(model))

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxmask
 from fxmask import NMMask
 from fxmask.kernels import nm
+from fxmask.nm_layers import masked_weight
 
 MODES = {
     "magnitude": dict(),
@@ -169,3 +170,29 @@ def test_an_ensemble():
             together(models)
         one = torch.func.vmap(lambda x, m=models[0]: m(x))(x)  # many inputs and one weight are no ensemble
         torch.testing.assert_close(one, models[0](x))
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (1, 2)])
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "transposable"])
+def test_exactly_n_of_m_in_every_forward(monkeypatch, mode, n, m):
+    """While weights or logits train, in train() and in eval(), frozen and not: of what is multiplied, n of every m are not zero."""
+    used = []
+    monkeypatch.setattr("fxmask.nm_layers.masked_weight", lambda layer, make=masked_weight: used.append((layer, w := make(layer))) or w)
+    model, x = fxmask.apply(net(), NMMask(n, m, **MODES[mode]), exclude=()), torch.randn(4, 4, 4, 4)
+    if mode == "learned":
+        fxmask.step(model, 0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(6):
+        if step == 4:
+            fxmask.freeze(model)
+        for training in (True, False):
+            model.train(training)
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    names = {layer: name for name, layer in model.named_modules()}
+    assert len(used) == 6 * 2 * 2 and {names[layer] for layer, _ in used} == {"0", "3"}
+    for layer, w in used:
+        rows = w.flatten(1) != 0
+        rows = rows if layer.nm_permutation is None else rows[:, layer.nm_permutation]
+        assert (rows.reshape(-1, m).sum(1) == n).all()
