@@ -65,5 +65,6 @@ def _checked(name: str, m: NMLayer, format: str, users: dict[int, str]) -> nn.Pa
         raise UnsupportedError(message("an N:M mask has no blocks for format='bsr'.", name, "use format='dense', or '2:4'."))
     if format == "2:4" and not isinstance(m, nn.Linear):
         what = "PyTorch multiplies semi-structured weights in Linears alone: got a convolution."
-        raise UnsupportedError(message(what, name, "use format='dense', or exclude the convolutions."))
+        fix = "use format='dense', which writes the zeros into it; or exclude the convolutions, or finalize the Linears' submodule alone."
+        raise UnsupportedError(message(what, name, f"{fix} fxmask.kernels.unfolded.conv2d multiplies patches by a 2:4 matrix."))
     return weight

@@ -1,4 +1,4 @@
-"""Linears and Conv2ds under `NMMask`, by class swap: the same object, Parameters, keys and hooks, a forward with W∘M."""
+"""Linears and Conv2ds under `NMMask`, by class swap: the same object, Parameters, keys and hooks, a forward with W∘M. Logits are a Parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from .kernels import nm
 from .kernels.conv import in_format_of
 from .kernels.errors import StateError, UnsupportedError, message
 from .kernels.nm_ops import by_kernel, learned, sr_ste
+from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of
+from .passes import ranks
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
 from .swap import Swapped, masked_class
-
-LOGITS, MASK, ORDER, TABLE, TAU = "nm_logits", "nm_mask", "nm_permutation", "nm_patterns", "nm_tau"
-BUFFERS = (MASK, ORDER, TABLE, TAU)  # not persistent: no key of state_dict
 
 
 class NMLayer(Swapped):
@@ -31,6 +30,13 @@ class NMLayer(Swapped):
     _fxmask_nm_step: int  # optimiser steps that were told, and whether anybody tells them, of a temperature that moves
     _fxmask_nm_counted: bool
     _fxmask_nm_rested: tuple[str, ...]  # parameters whose requires_grad apply has switched off
+    _fxmask_nm_device: torch.device  # of the attributes
+    _fxmask_nm_own: bool  # the order of columns is this process's own, and nobody has asked whether that is the other ranks'
+    _fxmask_nm_lost: bool  # a mask, or the order of its columns, went through the meta device, where it has no values
+    nm_mask: Tensor | None  # bool of the weight's shape, where it is frozen or permuted
+    nm_permutation: Tensor | None  # int64 (columns)
+    nm_patterns: Tensor | None  # bool (patterns, m), or the tiles of transposable masks
+    nm_tau: Tensor | None  # 0-d, where it moves
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -48,58 +54,48 @@ class NMLayer(Swapped):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if self._parameters.get(LOGITS) is not None:  # a dense checkpoint has none, and leaves them as they are
             state_dict.setdefault(prefix + LOGITS, self._parameters[LOGITS].detach())  # type: ignore[union-attr]
+        order = state_dict.pop(prefix + ORDER, None) if self._fxmask_nm.permute else None
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if order is not None:
+            take_order(self, prefix, order, args[-1])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._fxmask_nm.permute:
+            destination[prefix + ORDER] = self.nm_permutation
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        move(self, fn(torch.empty(0, device=self._fxmask_nm_device)).device)
+        return result
 
 
 def masked_weight(m: NMLayer) -> Tensor:
     """W∘M of the next forward, with the gradient of the mode."""
-    c, w, mask = m._fxmask_nm, raw_weight(m), m._buffers.get(MASK)
-    logits, table = m._parameters.get(LOGITS), m._buffers.get(TABLE)
+    c, w, mask = m._fxmask_nm, raw_weight(m), m.nm_mask
+    logits, table, order = m._parameters.get(LOGITS), m.nm_patterns, m.nm_permutation
+    check(m, w)
     if mask is None and logits is not None and table is not None and m.training:
-        soft, hard = nm.sample(logits, table, _tau(m))
-        soft = soft.reshape(w.shape)
-        return w * soft.to(w.dtype) if c.soft else learned(w, soft, hard.reshape(w.shape))
+        soft, hard = nm.sample(logits, table, tau_of(m))
+        soft = c.shaped(soft, w, order)
+        return w * soft.to(w.dtype) if c.soft else learned(w, soft, c.shaped(hard, w, order))
     if mask is None and c.impl == "triton":
         return by_kernel(w, c.n, c.m, c.decay if c.mode == "sr-ste" else None)
-    mask = c.mask_of(w, table, logits) if mask is None else mask
+    mask = c.mask_of(w, table, logits, order) if mask is None else mask
     return sr_ste(w, mask, c.decay) if c.mode == "sr-ste" else torch.where(mask, w, 0)
-
-
-def _tau(m: NMLayer) -> float | Tensor:
-    """The temperature of the next draw: a scalar on the device where it moves, so that nothing recompiles."""
-    tau = m._buffers.get(TAU)
-    if tau is None:
-        return m._fxmask_nm.tau
-    if not m._fxmask_nm_counted:
-        what = "tau_from: the temperature moves by optimiser steps, and nobody tells them: expected fxmask.step."
-        raise StateError(message(what, type(m).__name__, "call fxmask.step(model, 0) before training, and fxmask.step(model) after every optimizer.step()."))
-    return tau
-
-
-def advance(m: NMLayer, n: int) -> None:
-    """Move the temperature on by n optimiser steps."""
-    m._fxmask_nm_step, m._fxmask_nm_counted = m._fxmask_nm_step + n, True
-    write_tau(m)
-
-
-def write_tau(m: NMLayer) -> None:
-    """Write the temperature of the step that is told, in place: a CUDA graph reads it there."""
-    tau = m._buffers.get(TAU)
-    if tau is not None and not tau.is_meta:
-        with torch.inference_mode(False), torch.no_grad():
-            tau.fill_(m._fxmask_nm.tau_at(m._fxmask_nm_step))
 
 
 @torch.no_grad()
 def element_mask(m: NMLayer, last: bool = False) -> Tensor:
     """The mask of the next forward in eval(), bool of the weight's shape; a copy. last: the one that `final` of a learned mask says, which may be drawn."""
-    c, mask, logits, table = m._fxmask_nm, m._buffers.get(MASK), m._parameters.get(LOGITS), m._buffers.get(TABLE)
+    c, mask, logits, table, order = m._fxmask_nm, m.nm_mask, m._parameters.get(LOGITS), m.nm_patterns, m.nm_permutation
+    refuse_lost(m)
     if mask is not None:
         return mask.clone()
-    w = peek_weight(m).detach()
-    if last and c.final == "sample" and logits is not None and table is not None:
-        return nm.sample(logits.detach(), table, c.tau_at(m._fxmask_nm_step))[1].reshape(w.shape)
-    return c.mask_of(w, table, logits)
+    w, scores = ranks.whole(peek_weight(m).detach()), None if logits is None else ranks.whole(logits.detach())
+    if last and c.final == "sample" and scores is not None and table is not None:
+        return ranks.first(c.shaped(nm.sample(scores, table, c.tau_at(m._fxmask_nm_step))[1], w, order))
+    return c.mask_of(w, table, scores, order)
 
 
 def nm_layers(model: nn.Module) -> Iterator[tuple[str, NMLayer]]:
@@ -117,33 +113,37 @@ def any_nm(model: nn.Module) -> bool:
 def swap_nm(m: nn.Module, config: NMMask) -> None:
     """Give a layer an N:M mask, in place."""
     weight = peek_weight(m)
-    found: dict[str, Tensor | None] = dict.fromkeys(BUFFERS)
+    found: dict[str, Tensor | None] = dict.fromkeys(ATTRIBUTES)
     table = config.table()
     found[TABLE] = None if table is None else table.to(weight.device)
     if config.mode == "permuted":
         found[MASK], found[ORDER] = config.permuted(weight)
+    if config.permute:
+        found[ORDER] = config.permuted(weight)[1]
     if config.tau_from is not None:
         found[TAU] = torch.tensor(config.tau_from, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-    logits = None if config.mode != "learned" else _logits(config, weight, found[TABLE])
+    logits = None if config.mode != "learned" else _logits(config, weight, found[TABLE], found[ORDER])
     m.__class__ = masked_class(type(m), NMLayer)
     assert isinstance(m, NMLayer)
     m._fxmask_nm, m._fxmask_nm_frozen, m._fxmask_nm_rested = config, False, ()
-    m._fxmask_nm_step, m._fxmask_nm_counted = 0, False
-    for name, value in found.items():
-        m.register_buffer(name, value, persistent=False)
+    m._fxmask_nm_step, m._fxmask_nm_counted, m._fxmask_nm_lost, m._fxmask_nm_device = 0, False, False, weight.device
+    m._fxmask_nm_own = found[ORDER] is not None
+    m.__dict__.update(found)
     m.register_load_state_dict_post_hook(_after_load)
     if logits is not None:
         if not config.train_weights:
             m._fxmask_nm_rested = tuple(n for n, p in m.named_parameters() if p.requires_grad)
             for _, p in m.named_parameters():
+                p.grad = None  # an optimiser steps whatever has one
                 p.requires_grad_(False)
         m.register_parameter(LOGITS, nn.Parameter(logits))
 
 
-def _logits(config: NMMask, weight: Tensor, table: Tensor | None) -> Tensor:
+def _logits(config: NMMask, weight: Tensor, table: Tensor | None, order: Tensor | None) -> Tensor:
     assert table is not None
     if config.init == "magnitude":
-        return nm.magnitude_logits(weight, table).to(weight.dtype)
+        rows = weight.reshape(weight.shape[0], -1)
+        return nm.magnitude_logits(rows if order is None else rows[:, order], table).to(weight.dtype)
     return nn.init.xavier_uniform_(torch.empty(weight.numel() // config.m, len(table), dtype=weight.dtype, device=weight.device))
 
 
@@ -152,13 +152,10 @@ def unswap_nm(model: nn.Module) -> None:
     for _, m in list(nm_layers(model)):
         m.__class__ = m._fxmask_base  # type: ignore[assignment]
         m._parameters.pop(LOGITS, None)
-        for name in BUFFERS:
-            m._buffers.pop(name, None)
-            m._non_persistent_buffers_set.discard(name)
         for n, p in m.named_parameters():
             if n in m._fxmask_nm_rested:
                 p.requires_grad_(True)
-        for name in ("_fxmask_nm", "_fxmask_nm_frozen", "_fxmask_nm_rested", "_fxmask_nm_step", "_fxmask_nm_counted"):
+        for name in [name for name in m.__dict__ if name in ATTRIBUTES or name.startswith("_fxmask_nm")]:
             del m.__dict__[name]
         hooks = m._load_state_dict_post_hooks
         for key in [k for k, hook in hooks.items() if hook is _after_load]:
@@ -170,13 +167,13 @@ def unswap_nm(model: nn.Module) -> None:
 def rebuild_nm(m: NMLayer) -> None:
     """Build a permuted mask from the weight as it is; a frozen one stays, and the other modes build theirs in each forward."""
     if m._fxmask_nm.mode == "permuted" and not m._fxmask_nm_frozen:
-        m._buffers[MASK], m._buffers[ORDER] = m._fxmask_nm.permuted(peek_weight(m))
+        m.nm_mask, m.nm_permutation = m._fxmask_nm.permuted(ranks.whole(peek_weight(m)))
+        m._fxmask_nm_lost, m._fxmask_nm_own = False, True
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
     if isinstance(m, NMLayer) and not peek_weight(m).is_meta:
         rebuild_nm(m)
-        write_tau(m)  # to_empty has lost it
 
 
 @torch.inference_mode(False)
@@ -185,7 +182,8 @@ def freeze(model: nn.Module) -> None:
 
     Until then a learned mask in eval() is the argmax of its logits, always the same. Afterwards train() and eval() use one mask, and the logits, which nothing
     uses any more, ask for no gradient. Weights that a learned mask has put to rest stay so: `requires_grad_()` wakes them. `fxmask.state_dict` saves frozen
-    masks, `model.state_dict()` does not. Freezing again changes nothing; `fxmask.restore` ends it.
+    masks, `model.state_dict()` does not. Freezing again changes nothing; `fxmask.restore` ends it. Of several processes all call it together, after DDP or
+    fully_shard: weights are gathered, and a mask that is drawn is rank 0's.
     Raises: StateError without N:M masks, UnsupportedError for meta weights. Block masks are fixed by WeightMask(refresh=0).
     """
     found = list(nm_layers(model))
@@ -200,7 +198,7 @@ def freeze(model: nn.Module) -> None:
 
 def hold(m: NMLayer, mask: Tensor) -> None:
     """Freeze a layer with a mask."""
-    m._buffers[MASK], m._fxmask_nm_frozen = mask, True
+    m.nm_mask, m._fxmask_nm_frozen = mask, True
     logits = m._parameters.get(LOGITS)
     if logits is not None:
         logits.requires_grad_(False)

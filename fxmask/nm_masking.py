@@ -11,7 +11,8 @@ from torch import nn
 
 from .inputs import mask_overrides
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
-from .nm_layers import NMLayer, advance, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
+from .nm_attributes import advance
+from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask
 from .passes.conv import KINDS

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .kernels.errors import StateError, message
-from .nm_layers import LOGITS, MASK, ORDER, NMLayer, nm_layers, write_tau
+from .nm_attributes import LOGITS, MASK, ORDER, is_order, write_tau
+from .nm_layers import NMLayer, nm_layers
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
 
@@ -21,7 +22,7 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """{name of the layer: settings, whether its mask is frozen, mask and permutation where there are such}; tensors and plain values."""
 
     def saved(m: NMLayer, name: str) -> Tensor | None:
-        t = m._buffers.get(name)
+        t: Tensor | None = getattr(m, name)
         return None if t is None else t.detach().clone()
 
     return {
@@ -34,6 +35,13 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
         }
         for name, m in nm_layers(model)
     }
+
+
+def _order_fits(m: NMLayer, order: object) -> bool:
+    if m._fxmask_nm.mode != "permuted" and not m._fxmask_nm.permute:
+        return order is None
+    weight = peek_weight(m)
+    return is_order(order, weight.numel() // len(weight))
 
 
 def _settings(config: NMMask) -> dict[str, Any]:
@@ -63,11 +71,13 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
         mask = entry["mask"]
         if wanted != isinstance(mask, Tensor) or (isinstance(mask, Tensor) and (mask.dtype != torch.bool or tuple(mask.shape) != shape)):
             raise StateError(message(f"the saved mask does not fit: expected {f'bool {shape}' if wanted else None}.", name, fix))
+        if not _order_fits(m, entry["permutation"]):
+            raise StateError(message("the saved permutation does not fit: expected one of the weight's columns, where the mask has one.", name, fix))
     for name, m in ours.items():
         entry, device = saved[name], peek_weight(m).device
         for key, leaf in (("mask", MASK), ("permutation", ORDER)):
-            m._buffers[leaf] = None if entry[key] is None else entry[key].to(device).clone()
-        m._fxmask_nm_frozen = entry["frozen"]
+            setattr(m, leaf, None if entry[key] is None else entry[key].to(device).clone())
+        m._fxmask_nm_frozen, m._fxmask_nm_lost, m._fxmask_nm_own = entry["frozen"], False, False
         m._fxmask_nm_step, m._fxmask_nm_counted = entry.get("step", 0), entry.get("counted", False)
         write_tau(m)
         logits = m._parameters.get(LOGITS)

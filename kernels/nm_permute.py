@@ -44,9 +44,12 @@ def permutation(w: Tensor, n: int, m: int, passes: int) -> Tensor:
 
 def permuted_mask(w: Tensor, order: Tensor, n: int, m: int) -> Tensor:
     """(rows, K) bool in the order that w has: n of every m columns that stand together in `order`."""
-    mask = torch.empty(w.shape, dtype=torch.bool, device=w.device)
-    mask[:, order] = magnitude_mask(w.detach()[:, order], n, m)
-    return mask
+    return put_back(magnitude_mask(w.detach()[:, order], n, m), order)
+
+
+def put_back(t: Tensor, order: Tensor) -> Tensor:
+    """(rows, K) whose columns stand in `order`, in the order that W has. Differentiable: t."""
+    return t.index_select(1, order.argsort())
 
 
 def _swapped(size: Tensor, groups: Tensor, n: int) -> Tensor:

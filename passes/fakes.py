@@ -63,6 +63,8 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
     for m in root.modules():
         if isinstance(m, Site):
             _prepare(m)
+        if "_fxmask_nm_lost" in m.__dict__:
+            m.__dict__["_fxmask_nm_lost"] = False  # an N:M mask without values will do
     return parameters, buffers
 
 

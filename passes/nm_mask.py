@@ -14,7 +14,7 @@ from .options import Options
 from .schedule import one_of
 
 MODES = ("magnitude", "permuted", "learned", "sr-ste")
-OF_LEARNED = ("tau", "tau_from", "tau_steps", "soft", "init", "final", "train_weights")
+OF_LEARNED = ("tau", "tau_from", "tau_steps", "soft", "init", "final", "permute", "train_weights")
 OWN = {"decay": "sr-ste", "passes": "permuted", "transposable": "magnitude", **dict.fromkeys(OF_LEARNED, "learned")}
 LARGEST, MOST_PATTERNS = 32, 4096  # of m, and of logits a group
 
@@ -31,7 +31,7 @@ class NMMask(Options):
     | learned   | in training drawn from the C(m, n) patterns of a group by Gumbel-softmax of its logits, elsewhere their argmax (Danhofer 2024) | dY^T X ∘ M |
 
     A permuted mask is built by `apply`, `load_state_dict` and `fxmask.refresh`, and rests between them; in the order that W has, a group may keep more or less
-    than n. The layer keeps the permutation in its buffer `nm_permutation`.
+    than n. The layer keeps the permutation in its attribute `nm_permutation`.
     The matmuls are dense ones of W∘M. `fxmask.finalize(model, "2:4")` is PyTorch's hardware form, for Linears whose mask is 2:4 in the order that W has.
 
     Args:
@@ -42,9 +42,13 @@ class NMMask(Options):
             `fxmask.step(model)` tells; by default it is tau all along, as in the source.
         soft: multiply by the mixture of patterns in training; by default by the drawn pattern, straight-through.
         init: of the logits, `glorot` (uniform) or `magnitude`. They are `nm_logits` (groups, patterns) of the layer: in `parameters()` and in `state_dict()`.
+        permute: learn in the order of columns that `permuted` finds for the weight as it is at `apply`, and that stays. With init="magnitude" the likeliest
+            masks begin as permuted ones. The order is the layer's `nm_permutation`, beside the logits in `state_dict()`; in the order that W has, a group may
+            keep more or less than n.
         final: what `fxmask.freeze` and `fxmask.finalize` fix: `argmax`, or `sample`, drawn one last time. Forwards in eval() take the argmax in any case.
         impl: `auto`, `reference`: plain PyTorch. `triton`: a kernel, the same bits in one pass over W; for magnitude and sr-ste with m of 2, 4 or 8.
-        train_weights: False: weight and bias of the layers stop asking for gradients, until `fxmask.restore`; other layers and norms are the user's to freeze.
+        train_weights: False: weight and bias of the layers lose their gradients and stop asking for them, until `fxmask.restore`; other layers and norms are
+            the user's to freeze.
 
     Raises: ConfigError; UnsupportedError for an `impl` that this machine or this mask has not.
     """
@@ -61,6 +65,7 @@ class NMMask(Options):
     soft: bool = False
     init: str = "glorot"
     final: str = "argmax"
+    permute: bool = False
     train_weights: bool = False
     impl: str = "auto"
 
@@ -75,7 +80,7 @@ class NMMask(Options):
         if self.impl == "triton" and (self.mode not in ("magnitude", "sr-ste") or self.transposable or self.m not in nm.PAIRED):
             got = f"mode={self.mode!r}, m={self.m}{', transposable' if self.transposable else ''}"
             raise UnsupportedError(f"impl='triton' of N:M masks: expected mode='magnitude' or 'sr-ste' with m of {nm.PAIRED}, got {got}; use impl='auto'.")
-        for name in ("transposable", "soft", "train_weights"):
+        for name in ("transposable", "soft", "permute", "train_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}.")
         for name, least in (("decay", "at least 0"), ("tau", "above 0")):
@@ -107,7 +112,8 @@ class NMMask(Options):
 
     def words(self) -> str:
         """What `repr` and `explain` say of it."""
-        return f"{self.n}:{self.m} {self.mode}{', transposable' if self.transposable else ''}{', soft' if self.soft else ''}"
+        more = [name for name, on in (("transposable", self.transposable), ("soft", self.soft), ("permuted", self.permute)) if on]
+        return ", ".join([f"{self.n}:{self.m} {self.mode}", *more])
 
     def misfit(self, weight: Tensor) -> str:
         """Why a weight cannot have this mask; empty where it can. A group never straddles two rows."""
@@ -117,16 +123,24 @@ class NMMask(Options):
             return f"its rows have {columns} elements, no multiple of {self.m}"
         return f"it has {rows} rows, no multiple of 4 as transposable wants" if self.transposable and rows % 4 else ""
 
-    def mask_of(self, weight: Tensor, table: Tensor | None, logits: Tensor | None) -> Tensor:
-        """The deterministic mask of a weight (any shape), which its mode builds anew each time; not of `permuted`. table: `nm_patterns` of the layer."""
+    def mask_of(self, weight: Tensor, table: Tensor | None, logits: Tensor | None, order: Tensor | None) -> Tensor:
+        """The deterministic mask of a weight (any shape), which its mode builds anew each time; not of `permuted`.
+
+        table, logits, order: `nm_patterns`, `nm_logits` and `nm_permutation` of the layer.
+        """
         w = weight.detach().reshape(weight.shape[0], -1)
         if logits is not None and table is not None:
-            found = nm.argmax_mask(logits, table)
-        elif self.transposable and table is not None:
+            return self.shaped(nm.argmax_mask(logits, table), weight, order)
+        if self.transposable and table is not None:
             found = nm.transposable_mask(w, table)
         else:
             found = nm.magnitude_mask(w, self.n, self.m)
         return found.reshape(weight.shape)
+
+    def shaped(self, groups: Tensor, weight: Tensor, order: Tensor | None) -> Tensor:
+        """What is (groups, m), of a weight whose columns stand in `order` or in their own, in the weight's shape and order."""
+        rows = groups.reshape(weight.shape[0], -1)
+        return (rows if order is None else nm_permute.put_back(rows, order)).reshape(weight.shape)
 
     def permuted(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(mask of the weight's shape, permutation of its columns)."""

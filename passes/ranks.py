@@ -33,6 +33,15 @@ def gathered(value: object) -> list[object]:
     return found
 
 
+def first(t: Tensor) -> Tensor:
+    """Rank 0's tensor, bool, on every rank: of what each has drawn for itself. All ranks have to call it together; of one process its own."""
+    if not several():
+        return t
+    sent = t.to(torch.uint8)  # which every backend sends
+    torch.distributed.broadcast(sent, 0)
+    return sent.bool()
+
+
 def whole(t: Tensor) -> Tensor:
     """A sharded tensor gathered, on every rank; any other as it is. All ranks have to call it together."""
     return t.full_tensor() if is_shard(t) else t  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from ..kernels.grid import as_matrix, grid_shape, matrix_shape
 from . import feedback, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
+from .weights import is_ensemble
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale", "looked")  # the tensors among the attributes
 
@@ -299,12 +300,9 @@ def _refuse_shard(site: Site, weight: Tensor) -> None:
 
 def _refuse_ensemble(site: Site, weight: Tensor) -> None:
     """A cached mask is of one weight; `torch.func.stack_module_state` brings those of many models."""
-    t = weight
-    while site._fxmask_mask is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
-        if torch._C._functorch.is_batchedtensor(t):
-            what = "vmap over the weights of a layer with a cached mask would give all of them this model's mask: expected each weight to have its own."
-            raise UnsupportedError(message(what, site._fxmask_name, "use refresh=1, which builds a mask from each weight; or run the models one by one."))
-        t = torch._C._functorch.get_unwrapped(t)
+    if site._fxmask_mask is not None and is_ensemble(weight):
+        what = "vmap over the weights of a layer with a cached mask would give all of them this model's mask: expected each weight to have its own."
+        raise UnsupportedError(message(what, site._fxmask_name, "use refresh=1, which builds a mask from each weight; or run the models one by one."))
 
 
 def _check_ranks(site: Site, weight: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -31,6 +32,16 @@ def peek_weight(m: nn.Module) -> Tensor:
         if hasattr(hook, "apply_mask"):
             return hook.apply_mask(m)
     return m.weight  # type: ignore[return-value]
+
+
+def is_ensemble(weight: Tensor) -> bool:
+    """Whether vmap maps over this weight, so that it stands for those of many models."""
+    t = weight
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if torch._C._functorch.is_batchedtensor(t):
+            return True
+        t = torch._C._functorch.get_unwrapped(t)
+    return False
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The networks: torchvision's with weights from a file, and a small one for digits that is trained here; which of their layers are masked.
+"""The networks: torchvision's with weights from a file (`small.py` has those that are trained here); which of their layers are masked, how accurate they are.
 
 The source masks convolutions without groups and leaves linears dense. Of a ConvNeXt, whose blocks are depthwise convolutions and linears, that is the stem and
 the three down-sampling convolutions. The first convolution of a ResNet stays dense here: its rows have 147 elements, no multiple of 4, and the source's
@@ -16,7 +16,7 @@ from typing import Any
 
 import data
 import torch
-from data import Data, DataMissing, torchvision
+from data import DataMissing, torchvision
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -43,12 +43,13 @@ NETWORKS = {
     "convnext_tiny": Published(236, 600, 5.4, 4.2),
     "convnext_small": Published(230, 600, 3.1, 2.2),
 }
-DIGITS_EPOCHS = 100
 
 
 @dataclass(frozen=True)
 class Task:
-    """A trained network in eval(), its images, and how long it was trained. `train(epoch)` gives training batches, `test()` all test images."""
+    """A trained network in eval(), its images, and how long it was trained. `train(epoch)` gives training batches, `test()` all test images, `held()` the
+    images that neither the network nor masks are trained with, by which recipes are chosen; None where nothing is held out.
+    """
 
     name: str
     model: nn.Module
@@ -56,31 +57,7 @@ class Task:
     test: Callable[[], Any]
     epochs: int
     example: Tensor
-
-
-def small() -> nn.Sequential:
-    """For 8x8 grey images: three convolutions with batch norm, the first with rows of 9, which no quadruples fill, and a linear."""
-
-    def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
-        return [nn.Conv2d(inputs, outputs, 3, padding=1, stride=stride, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
-
-    return nn.Sequential(*block(1, 8, 1), *block(8, 8, 2), *block(8, 16, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-
-
-def digits(seed: int, batch: int, epochs: int = DIGITS_EPOCHS) -> Task:
-    """The small network, trained now: AdamW, a cosine from 0.01."""
-    torch.manual_seed(seed)
-    model, images = small(), data.load("digits", batch=128, seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    for epoch in range(epochs):
-        for x, y in images.train(epoch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        schedule.step()
-    smaller: Data = data.load("digits", batch=batch, seed=seed)
-    return Task("digits", model.eval(), smaller.train, smaller.test, epochs, next(iter(images.test()))[0][:1])
+    held: Callable[[], Any] | None = None
 
 
 def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int, workers: int, limit: int | None, device: str) -> Task:

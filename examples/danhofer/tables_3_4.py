@@ -56,9 +56,9 @@ def share_lines(task: Task, layers: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(__doc__, argv, *OPTIONS)
+    args = options(__doc__, argv, *OPTIONS, ("--seed", dict(type=int, default=0)))
     try:
-        task = task_of(args)
+        task = task_of(args, args.seed)
         rows = cells(task, args.layers)
     except DataMissing as error:
         return fail(error)

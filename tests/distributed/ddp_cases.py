@@ -74,6 +74,30 @@ def disagreeing_seeds() -> None:
     assert same_on_all_ranks(*fxmask.masks(every).values(), *(p.grad for p in every.parameters()))
 
 
+def nm_masks() -> None:
+    """N:M masks are each rank's own, so a permutation of other weights than DDP sends says so; a mask that is drawn at the end is one mask."""
+    x = share(batch_of(0)[0])
+    for options in (dict(mode="permuted"), dict(mode="learned", permute=True)):
+        mask = fxmask.NMMask(**options)
+        differs = DDP(fxmask.apply(build(seed=dist.get_rank()), mask))
+        if dist.get_rank():
+            with pytest.raises(StateError, match="searched in other weights than the layer has now"):
+                differs(x)
+        if not mask.permute:
+            fxmask.refresh(differs)
+            differs(x)
+        wrapped = DDP(fxmask.apply(build(), mask))
+        wrapped(x).sum().backward()
+    torch.manual_seed(dist.get_rank())
+    drawn = DDP(fxmask.apply(build(), fxmask.NMMask(mode="learned", final="sample")))
+    drawn(x).sum().backward()
+    likeliest = fxmask.masks(drawn)
+    fxmask.freeze(drawn)
+    masks = fxmask.masks(drawn)
+    assert same_on_all_ranks(*masks.values()) and any(not torch.equal(m, likeliest[n]) for n, m in masks.items())
+    assert all(bool((m.reshape(-1, 4).sum(1) == 2).all()) for m in masks.values())
+
+
 def reported_losses() -> None:
     """The same loss moves all ranks alike; losses that were not reduced are an error on each of them, and change nothing."""
     model = fxmask.apply(build(), ratio=0.7, schedule=fxmask.Feedback("loss", every=1, change=0.2))
@@ -102,4 +126,5 @@ CASES = {
     "ddp-disagreeing-seeds": disagreeing_seeds,
     "ddp-wrapped-names": wrapped_names,
     "ddp-reported-losses": reported_losses,
+    "ddp-nm": nm_masks,
 }

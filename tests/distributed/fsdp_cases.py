@@ -178,6 +178,28 @@ def compiled() -> None:
             assert torch.allclose(p.full_tensor(), q.full_tensor(), rtol=1e-4, atol=1e-6), (config, n)
 
 
+def nm_masks() -> None:
+    """N:M masks of sharded weights and logits are those of the whole ones, before and after they are frozen."""
+    x = share(batch_of(0)[0])
+    for options in (dict(), dict(mode="permuted"), dict(mode="learned"), dict(mode="learned", permute=True, final="sample")):
+        alone, model = fxmask.apply(build(), fxmask.NMMask(**options)), fxmask.apply(build(), fxmask.NMMask(**options))
+        model.load_state_dict(alone.state_dict())  # logits, whose draw was another
+        shard(model)
+        model(x).sum().backward()
+        fxmask.refresh(model)
+        wanted = fxmask.masks(alone)
+        assert all(torch.equal(m, wanted[n]) for n, m in fxmask.masks(model).items()) and len(wanted) == 3
+        assert torch.equal(model.eval()(x), alone.eval()(x))
+        assert all(row["achieved_ratio"] == 0.5 for row in fxmask.explain(model).rows if row["masked"])
+        fxmask.freeze(model)
+        masks = fxmask.masks(model)
+        assert same_on_all_ranks(*masks.values()) and all(int(m.sum()) * 2 == m.numel() for m in masks.values())
+        fxmask.load_state_dict(alone, fxmask.state_dict(model))
+        assert torch.equal(model.train()(x), alone(x))
+        with pytest.raises(UnsupportedError, match="computed or sharded"):
+            fxmask.finalize(model)
+
+
 CASES = {
     **{f"fsdp-{name}": partial(trains_as_one_process, name) for name in RUNS},
     "fsdp-mixed-precision": mixed_precision,
@@ -186,4 +208,5 @@ CASES = {
     "fsdp-loading": loading_rebuilds_cached_masks,
     "fsdp-disagreeing-seeds": disagreeing_seeds,
     "fsdp-compiled": compiled,
+    "fsdp-nm": nm_masks,
 }

@@ -69,6 +69,16 @@ def test_a_permutation_keeps_at_least_what_none_keeps(ratio, rows, groups, odd, 
     assert nm.retained(w, mask) >= nm.retained(w, nm.magnitude_mask(w, n, m))
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 2**31))
+def test_what_stands_in_an_order_is_put_back(rows, columns, seed):
+    g = torch.Generator().manual_seed(seed)
+    t, order = torch.randn(rows, columns, generator=g, dtype=torch.float64, requires_grad=True), torch.randperm(columns, generator=g)
+    back = nm_permute.put_back(t, order)
+    assert torch.equal(back[:, order], t)
+    assert torch.equal(torch.autograd.grad(back, t, gy := torch.randn(rows, columns, generator=g, dtype=torch.float64))[0], gy[:, order])
+
+
 def test_a_permutation_finds_what_can_be_kept_whole():
     """Large columns side by side lose half of them; apart, none."""
     w = torch.full((16, 32), 0.01)

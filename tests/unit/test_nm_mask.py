@@ -20,6 +20,7 @@ MODES = {
     "permuted": dict(mode="permuted"),
     "learned": dict(mode="learned", train_weights=True),
     "soft": dict(mode="learned", soft=True, train_weights=True),
+    "reordered": dict(mode="learned", permute=True, train_weights=True),
 }
 LAYERS = ["0", "3"]  # of `net`
 
@@ -98,6 +99,33 @@ def test_permuted_masks_rest_until_they_are_told():
     assert torch.equal(fxmask.masks(model)["3.weight"], first)
 
 
+def test_learned_masks_in_permuted_order():
+    dense, x = net(), batch()
+    permuted = fxmask.apply(copy.deepcopy(dense), NMMask(mode="permuted"))
+    model = fxmask.apply(copy.deepcopy(dense), NMMask(mode="learned", permute=True, init="magnitude"))
+    assert all(torch.equal(m, fxmask.masks(permuted)[n]) for n, m in fxmask.masks(model).items()), "it begins with the permuted masks"
+    order = model[3].nm_permutation
+    assert torch.equal(order, permuted[3].nm_permutation) and "learned, permuted" in repr(model)
+    model(x).square().sum().backward()
+    for layer in (model[0], model[3]):
+        drawn = layer.nm_logits.grad  # of a softmax: sums of 0 in every group, of one group as of the others
+        assert drawn.abs().sum() > 0 and torch.allclose(drawn.sum(1), torch.zeros(len(drawn), dtype=drawn.dtype))
+        with torch.no_grad():
+            layer.nm_logits.normal_()
+    masks = fxmask.masks(model)
+    for name, layer in (("0.weight", model[0]), ("3.weight", model[3])):
+        rows = masks[name].reshape(len(layer.weight), -1)[:, layer.nm_permutation]
+        assert (rows.reshape(-1, 4).sum(1) == 2).all() and torch.equal(rows.reshape(-1, 4), nm.argmax_mask(layer.nm_logits, nm.patterns(2, 4)))
+    saved, other = model.state_dict(), fxmask.apply(nn.Sequential(*(copy.deepcopy(m) for m in net())), NMMask(mode="learned", permute=True))
+    for p in dense.parameters():
+        p.data.normal_()
+    model.load_state_dict(dense.state_dict())  # new weights: logits and their order stay
+    fxmask.refresh(model)
+    other.load_state_dict(saved)
+    for m in (model, other):
+        assert torch.equal(m[3].nm_permutation, order) and all(torch.equal(v, masks[n]) for n, v in fxmask.masks(m).items())
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_only_logits_train(optimizer):
     dense, x = net(torch.float32), batch(torch.float32)
@@ -172,10 +200,26 @@ def test_finalize_for_the_hardware_says_what_it_cannot():
         model = fxmask.apply(net(), NMMask(), include=include)
         with pytest.raises(fxmask.FxMaskError, match=words):
             fxmask.finalize(model, "2:4")
-        assert fxmask.masks(model)
+        assert fxmask.masks(model) and torch.equal(model[0].weight, net()[0].weight), "nothing has changed"
     for config, format, words in ((NMMask(mode="permuted"), "2:4", "at most 2 nonzeros"), (NMMask(3, 4), "2:4", "got 3"), (NMMask(), "bsr", "has no blocks")):
         with pytest.raises(fxmask.FxMaskError, match=words):
             fxmask.finalize(fxmask.apply(net(), config, include="3"), format)
+
+
+def test_linears_for_the_hardware_beside_convolutions_with_zeros(monkeypatch):
+    """What the message advises: a submodule of Linears by itself, then the rest. PyTorch's tensor needs a GPU, so a dense copy stands in for it."""
+    monkeypatch.setattr("fxmask.nm_finalizing.semi_structured", lambda name, w, made_by: w.clone())
+    parts = net()
+    model, x = nn.Sequential(nn.Sequential(*parts[:3]), nn.Sequential(*parts[3:])), batch()
+    fxmask.apply(model, NMMask())
+    masks, y, conv = fxmask.masks(model), model(x), model[0][0].weight
+    with pytest.raises(fxmask.FxMaskError, match=r"got a convolution(?s:.*)finalize the Linears' submodule alone"):
+        fxmask.finalize(model, "2:4")
+    fxmask.finalize(model[1], "2:4")
+    assert list(fxmask.masks(model)) == ["0.0.weight"] and not model[1][0].weight.requires_grad
+    fxmask.finalize(model)
+    assert torch.equal(model(x), y) and model[0][0].weight is conv and type(model[0][0]) is nn.Conv2d
+    assert all(torch.equal(model.get_parameter(n) != 0, m) for n, m in masks.items())
 
 
 def test_tied_weights():
@@ -236,7 +280,7 @@ def test_compiled_in_one_graph(fresh_compiler, mode, frozen):
     if frozen:
         fxmask.freeze(model)
     got = grads(torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True), x)
-    assert ("_orig_mod.0.nm_logits" in got) == (mode in ("learned", "soft") and not frozen)
+    assert ("_orig_mod.0.nm_logits" in got) == (MODES[mode].get("mode") == "learned" and not frozen)
     model.eval()
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     for n, g in grads(model, x).items():

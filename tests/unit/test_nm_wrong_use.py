@@ -29,6 +29,8 @@ WRONG = {
     "passes": (lambda: NMMask(mode="permuted", passes=0), "passes: expected"),
     "init": (lambda: NMMask(mode="learned", init="zero"), "init: expected glorot, magnitude"),
     "soft": (lambda: NMMask(mode="learned", soft=1), "soft: expected True or False"),
+    "permute": (lambda: NMMask(mode="learned", permute=1), "permute: expected True or False"),
+    "permute of another mode": (lambda: NMMask(permute=True), "permute is an option of mode='learned'"),
     "another mode's": (lambda: NMMask(tau=0.5), "tau is an option of mode='learned'"),
     "transposable": (lambda: NMMask(1, 4, transposable=True), "expected n=2, m=4"),
     "patterns": (lambda: NMMask(8, 16, mode="learned"), "at most 4096, got 12870"),

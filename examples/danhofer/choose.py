@@ -1,0 +1,80 @@
+"""Which recipe learns the best 2:4 masks of a small network, by images that are held out of training; no test image is read.
+
+    python examples/danhofer/choose.py --out examples/results/nm                             # digits
+    python examples/danhofer/choose.py --model cifar10 --data FOLDER --seed 10 --out DIR
+
+The networks are others than those of the tables: seeds 10, 11, 12 by default. A row is one network under one recipe; the recipe with the highest mean top-1 on
+held-out images is the chosen one (the first of equals), which `learning.RECIPES` names and `learned.py` takes. Its masks are in the order that W has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+
+from data import DataMissing
+from plots import read_csv
+from thesis.side_by_side import Row, options, show
+
+from danhofer.command import OPTIONS, merge, task_of
+from danhofer.learning import RECIPES, SOURCE, Recipe, learn
+from danhofer.networks import Task, accuracy, fail, masked
+from danhofer.small import SMALL
+
+OURS: Recipe = SOURCE | {"init": "magnitude", "keep": True}
+TRIED: list[Recipe] = [
+    SOURCE,
+    OURS | {"lr": 0.3},
+    *(OURS | {"lr": lr, "tau": tau} for lr, tau in product((0.1, 0.3, 1.0), (1.0, 3.0))),
+    *(OURS | {"lr": 0.3, "tau": tau, "loss": "dense"} for tau in (1.0, 3.0)),
+]
+
+
+def tried(task: Task, layers: str, seed: int, epochs: int) -> list[Row]:
+    """A row for each recipe, and those of what is not learned before them."""
+    assert task.held is not None  # a small network
+    of: Row = {"model": task.name, "layers": layers, "seed": seed, "held_out": SMALL[task.name].held}
+    plain = {"dense": task.model, **{mode: masked(task, layers, mode=mode) for mode in ("magnitude", "permuted")}}
+    rows = [{**of, "form": form, "top1": accuracy(model, task.held())["top1"]} for form, model in plain.items()]
+    for recipe in [r | {"epochs": epochs} for r in TRIED]:
+        rows.append({**of, "form": "learned", "top1": accuracy(learn(task, layers, seed, recipe), task.held())["top1"], **recipe})
+        print(f"seed {seed}, {recipe}: {rows[-1]['top1']:.2f} of held-out images", flush=True)
+    return rows
+
+
+def chosen(rows: list[Row]) -> dict[str, Any]:
+    """The recipe with the highest mean over the seeds, the first of equals."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for r in rows:
+        if r["form"] == "learned":
+            found.setdefault(tuple(r[key] for key in SOURCE), []).append(r["top1"])
+    return dict(zip(SOURCE, max(found, key=lambda recipe: fmean(found[recipe])), strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = options(__doc__, argv, *OPTIONS, ("--seed", dict(type=int, nargs="+", default=[10, 11, 12])), ("--epochs", dict(type=int, default=None)))
+    rows: list[Row] = []
+    try:
+        if args.model not in SMALL:
+            raise DataMissing(f"--model {args.model}: expected {' or '.join(SMALL)}, which hold images out.\n  fix: learned.py takes the source's recipe.")
+        for seed in args.seed:
+            rows += tried(task_of(args, seed), args.layers, seed, args.epochs or RECIPES[args.model]["epochs"])
+    except DataMissing as error:
+        return fail(error)
+    best = chosen(rows)
+    for r in rows:
+        is_best = r["form"] == "learned" and all(r[key] == v for key, v in best.items())
+        r.update(chosen=int(is_best), top1=f"{r['top1']:.2f}", **{key: int(r[key]) for key in ("soft", "keep") if key in r})
+    show(f"Recipes: {args.model}, top-1 in % of held-out images", rows, [f"chosen: {best}"])
+    merge(args.out, "danhofer_choice", rows, lambda r: (r["model"], r["layers"]) == (args.model, args.layers), read_csv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
