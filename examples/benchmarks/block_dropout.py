@@ -35,6 +35,7 @@ from fxmask.bench.stopwatch import Stopwatch
 from fxmask.kernels import dropout
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
+MEASURED = ("p", "contender", "ms", "gflops_dense_equivalent", "x_dense", "x_dropout", "load", "utc")
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -87,6 +88,10 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     watch, shared, rows = Stopwatch(device), provenance(device), []
+    settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl", "device")}  # threads and device are in `shared`
+    columns = [*shared, *settings, *MEASURED]
+    if a.csv is not None and a.csv.exists() and (there := next(csv.reader(a.csv.read_text().splitlines()), [])) != columns:
+        p.error(f"--csv {a.csv}: expected the columns {', '.join(columns)}, got {', '.join(there)}; name another file")
     flop = 6 * a.tokens * a.features**2
     for rate in a.rates:
         calls = contenders(a, rate)
@@ -106,9 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")
     if a.csv is not None:
         new = not a.csv.exists()
-        settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl")}
         with a.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*shared, *settings, *rows[0]], lineterminator="\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             if new:
                 writer.writeheader()
             writer.writerows({**shared, **settings, **r} for r in rows)

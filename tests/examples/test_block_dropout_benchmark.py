@@ -1,8 +1,13 @@
 """The benchmark of block dropout: rows for every rate and contender, appended."""
 
 import csv
+from pathlib import Path
 
+import pytest
+import torch
 from benchmarks import block_dropout
+
+from fxmask.bench.provenance import provenance
 
 
 def test_rows_of_all_contenders(tmp_path, capsys):
@@ -11,5 +16,22 @@ def test_rows_of_all_contenders(tmp_path, capsys):
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 4 and {r["p"] for r in rows} == {"0.0", "0.5"} and all(float(r["ms"]) > 0 for r in rows)
+    header = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
+    assert len(set(header)) == len(header) == len(rows[0]) and {r["device"] for r in rows} == {provenance(torch.device("cpu"))["device"]}
     dense = next(r for r in rows if r["contender"] == "dense")
     assert float(dense["gflops_dense_equivalent"]) > 0 and dense["x_dense"] == "1" and "fused" in capsys.readouterr().out
+
+
+def test_a_csv_with_other_columns_is_refused_before_anything_is_measured(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text("p,ms\n0.5,1\n")
+    with pytest.raises(SystemExit):
+        block_dropout.main(["--csv", str(path), "--device", "cpu"])
+    assert "expected the columns" in capsys.readouterr().err and path.read_text() == "p,ms\n0.5,1\n"
+
+
+def test_the_recorded_rows_fit_the_command():
+    """Appending to them goes on under the same header."""
+    path = Path(__file__).parents[2] / "examples/results/cpu/block_dropout.csv"
+    header = path.read_text().splitlines()[0].split(",")
+    assert header[-len(block_dropout.MEASURED) :] == list(block_dropout.MEASURED) and len(set(header)) == len(header)
