@@ -195,6 +195,8 @@ def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Ten
     if x.is_nested or ops.is_transformed("auto"):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ShapeError(f"input of block dropout: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
     seed = torch.randint(2**62, (), device=x.device)
     if impl == "triton":
         return drop_mask(seed, _tokens(x), x.shape[-1], *block, p, impl)
