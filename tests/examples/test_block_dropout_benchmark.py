@@ -22,12 +22,31 @@ def test_rows_of_all_contenders(tmp_path, capsys):
     assert float(dense["gflops_dense_equivalent"]) > 0 and dense["x_dense"] == "1" and "fused" in capsys.readouterr().out
 
 
+def refused(args, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        block_dropout.main(["--device", "cpu", *args])
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+WRONG = {
+    "rates": (["--rates", "0.5", "1"], "expected a number in [0, 1), got 1.0"),
+    "block": (["--block", "0"], "two positive ints (tokens, features)"),
+    "repeats": (["--repeats", "0"], "--repeats: expected 1 or more, got 0"),
+    "tokens": (["--tokens", "0"], "--tokens: expected 1 or more, got 0"),
+    "dtype": (["--impl", "cpu", "--dtype", "float16", "--tokens", "8", "--features", "8", "--rates", "0.5"], "expected float32 or float64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use(case, capsys):
+    refused(*WRONG[case], capsys)
+
+
 def test_a_csv_with_other_columns_is_refused_before_anything_is_measured(tmp_path, capsys):
     path = tmp_path / "t.csv"
     path.write_text("p,ms\n0.5,1\n")
-    with pytest.raises(SystemExit):
-        block_dropout.main(["--csv", str(path), "--device", "cpu"])
-    assert "expected the columns" in capsys.readouterr().err and path.read_text() == "p,ms\n0.5,1\n"
+    refused(["--csv", str(path)], "expected the columns", capsys)
+    assert path.read_text() == "p,ms\n0.5,1\n"
 
 
 def test_the_recorded_rows_fit_the_command():
