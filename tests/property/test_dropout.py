@@ -90,6 +90,14 @@ def test_wrong_operands():
     for p in (1, 1.0, -0.1, "0.5", None, True, float("nan")):
         with pytest.raises(ConfigError, match=r"number in \[0, 1\)"):
             dropout.check_probability(p)
+    keep = torch.ones(2, 2, dtype=torch.bool)
+    for op, operands in ((dropout_ops.dropped_linear, (x, w, None)), (dropout_ops.dropped_dx, (x[:, :3], w)), (dropout_ops.dropped_dw, (x[:, :3], x))):
+        with pytest.raises(ConfigError, match=r"number in \[0, 1\), got 1.5"):
+            op(*operands, keep, 2, 4, 1.5)
+        with pytest.raises(ConfigError, match="unknown impl: expected one of auto, reference, cpu, triton, got 'cuda'"):
+            op(*operands, keep, 2, 4, 0.5, "cuda")
+    with pytest.raises(ConfigError, match=r"number in \[0, 1\), got nan"):
+        dropout_ops.drop_mask(seed(1), 4, 8, 2, 4, float("nan"))
 
 
 def test_where_runs_pay(monkeypatch):
