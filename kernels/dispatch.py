@@ -36,7 +36,7 @@ def triton_ops() -> ModuleType:
 
 
 def form(impl: str, t: Tensor) -> Any:
-    """What runs an op on `t`: functions as in `kernels.reference`. Raises: UnsupportedError where an explicit `impl` cannot, ConfigError where there is none."""
+    """What runs an op on `t`: functions as in `kernels.reference`. Raises: UnsupportedError where an explicit `impl` cannot, ConfigError for an unknown one."""
     check_name(impl)
     if impl == "triton":
         triton_ops().require(t)
