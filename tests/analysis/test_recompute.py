@@ -13,7 +13,7 @@ from fxmask import ActivationPruning, BlockDropout, WeightMask
 MASK, DROPPED, PRUNED = WeightMask(0.5, (8, 8)), BlockDropout(0.5, (8, 16)), ActivationPruning(0.5, 8)
 CONFIGS = {
     **{"-".join(map(str, o.values())): (WeightMask(0.5, (8, 8), **o),) for o in ({"backward": "masked"}, {"backward": "ste"}, {"refresh": 0}, {"impl": "cpu"})},
-    **{"dropped": (DROPPED,), "pruned": (PRUNED,), "mask and dropped": (MASK, DROPPED), "mask and pruned": (MASK, PRUNED)},
+    "dropped": (DROPPED,), "pruned": (PRUNED,), "mask and dropped": (MASK, DROPPED), "mask and pruned": (MASK, PRUNED),
 }
 
 
