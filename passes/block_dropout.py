@@ -23,7 +23,10 @@ from .schedule import one_of
 
 aten = torch.ops.aten
 DROPOUTS = (F.dropout, torch.dropout, aten.dropout.default)  # that are fused; their arguments are (input, p, training, inplace), those of the others too
-OTHERS = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, aten.alpha_dropout.default, aten.feature_dropout.default)
+OTHERS = (
+    F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, aten.native_dropout.default, aten.alpha_dropout.default,
+    aten.feature_dropout.default, aten.feature_alpha_dropout.default,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

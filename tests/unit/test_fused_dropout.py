@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
+from fxmask.passes.block_dropout import left_in
 
 HERE = BlockDropout(block=(8, 8))
 
@@ -73,6 +75,10 @@ def test_a_graph_names_what_it_still_calls():
     gm = fxmask.apply(trace(forward), HERE)
     (dropped,) = (n for n in gm.graph.nodes if "fxmask_dropped" in str(n.target))
     assert notes(gm) == ["Dropouts that are left alone: dropout, dropout2d."]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        apart = torch.export.export(Net(), (torch.randn(4, 32),)).run_decompositions().module()
+    assert left_in(apart) == ["native_dropout"]
     both = fxmask.apply(nn.ModuleDict({"g": trace(Net.forward), "m": nn.Sequential(Net(), nn.Dropout(0.1), nn.Linear(32, 32))}), HERE)
     assert notes(both)[1:] == ["Dropouts that are left alone: m.0.d."] and notes(both)[0].startswith("Dropouts whose work the next linear does: m.1;")
 
