@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .kernels.errors import ConfigError, UnsupportedError, message
-from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before
+from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
 from .passes.choose import Decision
-from .passes.find import graph_modules
+from .passes.find import graph_modules, join
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
 from .swap import MaskedLinear, Swapped, masked_class
@@ -55,7 +55,7 @@ def fused_dropouts(model: nn.Module) -> dict[int, nn.Dropout]:
         if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward:
             children = list(m)
             for first, then in pairwise(children):
-                if type(first) is nn.Dropout and isinstance(then, nn.Linear) and places[id(first)] == places[id(then)] == 1:
+                if is_plain_dropout(first) and isinstance(then, nn.Linear) and places[id(first)] == places[id(then)] == 1:
                     found[id(then)] = first
     return found
 
@@ -120,6 +120,18 @@ def any_dropped(model: nn.Module) -> bool:
     return next(dropped_layers(model), None) is not None or any(isinstance(m, FusedDropout) for m in model.modules())
 
 
+def resting_dropouts(model: nn.Module) -> list[str]:
+    """Names of the modules whose work the next linear does."""
+    return [name for name, m in model.named_modules() if isinstance(m, FusedDropout)]
+
+
 def other_dropouts(model: nn.Module) -> list[str]:
-    """Names of the dropouts that are left alone."""
-    return [name for name, m in model.named_modules() if isinstance(m, DROPOUTS) and not isinstance(m, FusedDropout) and getattr(m, "p", 0) > 0]
+    """Names of the dropouts that are left alone: modules, but for those of a graph that it calls no more, and a graph's calls of functions."""
+    found: dict[int, str] = {}
+    graphs = list(graph_modules(model))
+    called = {id(m) for _, gm in graphs for n in gm.graph.nodes if n.op == "call_module" for m in gm.get_submodule(str(n.target)).modules()}
+    for name, m in model.named_modules(remove_duplicate=False):
+        drops = isinstance(m, DROPOUTS) and not isinstance(m, FusedDropout) and getattr(m, "p", 0) > 0
+        if drops and (id(m) in called or not any(name.startswith(f"{prefix}." if prefix else "") for prefix, _ in graphs)):
+            found.setdefault(id(m), name)
+    return [*found.values(), *(join(prefix, name) for prefix, gm in graphs for name in left_in(gm))]

@@ -36,6 +36,9 @@ FORMATS = ("dense", "bsr", "2:4")
 def finalize(model: M, format: str = "dense") -> M:
     """Make the masks of a model permanent, in place, and return it: no layer is masked any more, and `fxmask.masks` is empty.
 
+    Block dropout and pruned inputs end with the masks, as by `fxmask.restore`; dropouts that were fused drop again. Batch norms are fused behind it: PyTorch's
+    `fuse_conv_bn_eval` writes a scaled weight into a copy of the layer, and a masked copy would rank its blocks anew.
+
     Args:
         format: `dense`: every weight becomes W∘M, the same Parameter with zeros; exports carry them. `bsr`: frozen `torch.sparse_bsr` weights of the masks'
             blocks, for inference under torch.no_grad (PyTorch has no deepcopy, change of dtype, inference_mode, autocast or backward for them).

@@ -113,6 +113,15 @@ class Inputs:
         offered = selected(decisions, config, overrides, alone) if isinstance(config, BlockDropout) else []
         self.dropped = resolved(model, offered)
         self.wanted = {id(d) for d, _ in (*self.pruned, *offered)}
+        self.config = config
+
+    def warn_if_none(self) -> None:
+        """Beside a WeightMask: say so where no layer has what was asked for."""
+        if self.config is not None and not self.pruned and not self.dropped:
+            why = "none that is masked is a Linear that somebody calls"
+            if isinstance(self.config, BlockDropout) and self.wanted:
+                why = "none has an active dropout right before it, and no p was given"
+            warnings.warn(f"fxmask.apply: {type(self.config).__name__} changes no layer: {why}.", FxMaskWarning, stacklevel=3)
 
     def change(self, model: nn.Module) -> None:
         """Change what was chosen; masks are in place by then."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .conv_layers import LISTS, why_dense
-from .dropping import dropped_layers, other_dropouts
+from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
@@ -101,6 +101,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     summary |= {"products with parameters": len(products)} if products else {}
     notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
     notes = notes if any(r["masked"] for r in rows) else []
+    if resting := resting_dropouts(model):
+        notes.append(f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing.")
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
     return Report("fxmask.explain", [*rows, *products], notes, summary)

@@ -121,6 +121,7 @@ def apply(
     decisions = with_budgets(decisions)
     _warn_of_graphs(model)
     _warn_if_dense(decisions)
+    inputs.warn_if_none()
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
     inputs.change(model)

@@ -99,7 +99,7 @@ def patchwise(
     last = is_channels_last(images) or is_channels_last(w)
     tokens, (rows, cols) = patches(images, (w.shape[2], w.shape[3]), stride)
     y = ops.linear(tokens, as_matrix(w), bias, mask, block, backward, dense, impl, lists)
-    y = y.transpose(1, 2).unflatten(2, (rows, cols))
+    y = y.reshape(len(images), rows, cols, w.shape[0]).permute(0, 3, 1, 2)  # one image, too, has the stride by which PyTorch tells its memory format
     y = y.contiguous(memory_format=torch.channels_last if last and not ops.is_transformed("auto") else torch.contiguous_format)
     return y if x.dim() == 4 else y[0]
 

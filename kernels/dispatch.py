@@ -16,9 +16,15 @@ from torch import Tensor
 
 from . import reference
 from .cpu import chosen
-from .errors import UnsupportedError
+from .errors import ConfigError, UnsupportedError
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+
+
+def check_name(impl: str) -> None:
+    """Raise ConfigError for an implementation that there is not, which would fall back."""
+    if impl not in IMPLEMENTATIONS:
+        raise ConfigError(f"unknown impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}.")
 
 
 def triton_ops() -> ModuleType:
@@ -30,7 +36,8 @@ def triton_ops() -> ModuleType:
 
 
 def form(impl: str, t: Tensor) -> Any:
-    """What runs an op on `t`: functions with the arguments and results of `kernels.reference`. UnsupportedError where an explicit `impl` cannot."""
+    """What runs an op on `t`: functions as in `kernels.reference`. Raises: UnsupportedError where an explicit `impl` cannot, ConfigError for an unknown one."""
+    check_name(impl)
     if impl == "triton":
         triton_ops().require(t)
         return triton_ops()

@@ -10,6 +10,8 @@ A block mixes samples, because M counts the tokens of the whole batch.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +26,7 @@ BITS = 30  # of a block's random number
 
 def check_probability(p: object) -> float:
     """p as a float; ConfigError unless it is a number in [0, 1)."""
-    if isinstance(p, (int, float)) and not isinstance(p, bool) and 0 <= p < 1:
+    if isinstance(p, Real) and not isinstance(p, bool) and 0 <= float(p) < 1:  # numpy's scalars are Real, too
         return float(p)
     raise ConfigError(f"p, the probability that a block is dropped: expected a number in [0, 1), got {p!r}.")
 

@@ -14,15 +14,16 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import dropout, ops
 from .cpu import chosen, dropout_runs
-from .dispatch import triton_ops
+from .dispatch import check_name, triton_ops
 from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape, kept_elements
 from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule
 
 
-def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> None:
+def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> None:
     ops.refuse_forward_ad()
+    dropout.check_probability(p)
     if keep.dtype != torch.bool or tuple(keep.shape) != grid_shape((tokens, features), block):
         want = grid_shape((tokens, features), block)
         raise ShapeError(f"mask of an input ({tokens}, {features}) in blocks {block}: expected bool {want}, got {keep.dtype} {tuple(keep.shape)}.")
@@ -31,6 +32,7 @@ def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], lis
 
 def _form(impl: str, t: Tensor, block: tuple[int, int], p: float) -> Any:
     """What runs an op on `t`: functions with the arguments and results of `kernels.dropout`, chosen as `kernels.dispatch` says."""
+    check_name(impl)
     if impl == "triton":
         triton_ops().require(t)
         return triton_ops().dropped
@@ -53,11 +55,11 @@ def dropped_linear(
 
     x (..., K), w (N, K), bias (N) or None, of one floating dtype; keep: bool, see `kernels.dropout.draw`; block (tokens, features). -> (..., N) contiguous.
     impl: see `kernels.dispatch`. lists: what `fxmask::strip_lists` made of `keep`; kernels that skip blocks make them anew without.
-    Differentiable: x, w, bias; twice, too. Cost: 2 N useful FLOP a kept element of x. Raises: ShapeError, UnsupportedError.
+    Differentiable: x, w, bias; twice, too. Cost: 2 N useful FLOP a kept element of x. Raises: ShapeError, UnsupportedError, ConfigError.
     """
     block = (block_rows, block_cols)
-    _check(_tokens(x), x.shape[-1], keep, block, lists)
     ops.check_features("x", x, w.shape[1])
+    _check(_tokens(x), x.shape[-1], keep, block, p, lists)
     ops.check_bias(bias, w.shape[0])
     return _form(impl, x, block, p).linear(x, w, bias, keep, block, p, lists).contiguous()
 
@@ -73,8 +75,8 @@ def _(
 def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     """dX = (dY W)∘m / (1 - p), zeros where dropped. gy (..., N), w (N, K) -> (..., K). Differentiable: gy, w. Cost: 2 N useful FLOP a kept element."""
     block = (block_rows, block_cols)
-    _check(_tokens(gy), w.shape[1], keep, block, lists)
     ops.check_features("gy", gy, w.shape[0])
+    _check(_tokens(gy), w.shape[1], keep, block, p, lists)
     return _form(impl, gy, block, p).dx(gy, w, keep, block, p, lists).contiguous()
 
 
@@ -87,7 +89,7 @@ def _(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: 
 def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     """dW = dY^T (X∘m) / (1 - p). gy (..., N), x (..., K) -> (N, K). Differentiable: gy, x. Cost: 2 N useful FLOP a kept element of x."""
     block = (block_rows, block_cols)
-    _check(_tokens(x), x.shape[-1], keep, block, lists)
+    _check(_tokens(x), x.shape[-1], keep, block, p, lists)
     if gy.shape[:-1] != x.shape[:-1]:
         raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
     return _form(impl, gy, block, p).dw(gy, x, keep, block, p, lists).contiguous()
@@ -179,6 +181,8 @@ def drop_mask(seed: Tensor, tokens: int, features: int, block_rows: int, block_c
     seed: 0-d int64 on the device where the mask is wanted. Differentiable: no. Cost: a byte a block, no host sync; by Triton one launch.
     """
     form = dropout
+    check_name(impl)
+    dropout.check_probability(p)
     if impl == "triton":
         triton_ops().require(seed.new_empty(0, dtype=torch.float32))  # a seed has no floating dtype to object to
         form = triton_ops().dropped
@@ -195,6 +199,8 @@ def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Ten
     if x.is_nested or ops.is_transformed("auto"):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ShapeError(f"input of block dropout: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
     seed = torch.randint(2**62, (), device=x.device)
     if impl == "triton":
         return drop_mask(seed, _tokens(x), x.shape[-1], *block, p, impl)

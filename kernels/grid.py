@@ -17,13 +17,13 @@ from .errors import ConfigError, ShapeError
 RATIO_UNIT = 10**9  # ratios are read as the nearest multiple of 1 / RATIO_UNIT, so that 0.1 + 0.2 means 0.3
 
 
-def check_block(block: object) -> tuple[int, int]:
-    """Return `block` as (rows, cols) = (out_features, in_features); raise ConfigError unless it is two positive ints."""
+def check_block(block: object, axes: str = "(out_features, in_features)") -> tuple[int, int]:
+    """Return `block` as (rows, cols), which `axes` names in the message; raise ConfigError unless it is two positive ints below 2^31."""
     if isinstance(block, (tuple, list)) and len(block) == 2 and not any(isinstance(b, bool) for b in block):
         rows, cols = (b.__index__() if hasattr(b, "__index__") else 0 for b in block)
         if 0 < rows < 2**31 and 0 < cols < 2**31:
             return rows, cols
-    raise ConfigError(f"block must be two positive ints (out_features, in_features): expected e.g. (16, 16), got {block!r}.")
+    raise ConfigError(f"block must be two positive ints {axes}: expected e.g. (16, 16), got {block!r}.")
 
 
 def ratio_units(ratio: object) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,16 @@ from ..kernels.grid import check_block
 from .choose import Decision
 from .find import DROPPED, input_arg
 from .graph_calls import call_site, calls_of, give_back, linear_parts
-from .infra import Pass, replace_node
+from .infra import Pass, call_again, replace_node
 from .options import Options
 from .schedule import one_of
 
-DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+aten = torch.ops.aten
+DROPOUTS = (F.dropout, torch.dropout, aten.dropout.default)  # that are fused; their arguments are (input, p, training, inplace), those of the others too
+OTHERS = (
+    F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, aten.native_dropout.default, aten.alpha_dropout.default,
+    aten.feature_dropout.default, aten.feature_alpha_dropout.default,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +44,11 @@ class BlockDropout(Options):
             dropped blocks out on a CPU where that pays; on a GPU it multiplies by dropped zeros until a recorded run shows that the kernels are faster.
 
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
-    since the linear's count; p, where it is given, stands for its own. Every other dropout is left alone, and `explain` names its module. In a graph a dropout
-    that feeds other ops, too, stays for those. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none
-    of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device: checkpointing redraws it.
+    since the linear's count; p, where it is given, stands for its own. Whoever else calls its module drops nothing: `explain` names those that are fused. Every
+    other dropout is left alone, and `explain` names it, too. In a graph a dropout that feeds other ops stays for those, one that writes into what others read
+    (in place) is left alone, where one in nn.Sequential is fused and writes no more; linears behind one dropout draw a mask each. A graph of torch.export has
+    no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none of it. The mask is a hash of one number that each forward draws from
+    PyTorch's generator of the device: checkpointing redraws it.
     The kernels of `triton` read m through lists that each direction cuts for tiles of its own: a block says what is dropped together, and the tiles of forward
     and backward do not depend on it. They take sides of 16, 32, 64 and 128 and even numbers of features; all else is dropped in one pass and multiplied
     densely. Beside a WeightMask, whose own impl counts, the input is dropped in plain PyTorch; `cpu` and `triton` raise there.
@@ -56,7 +63,7 @@ class BlockDropout(Options):
     def __post_init__(self) -> None:
         if self.p is not None:
             object.__setattr__(self, "p", dropout.check_probability(self.p))
-        object.__setattr__(self, "block", check_block(self.block))
+        object.__setattr__(self, "block", check_block(self.block, "(tokens, features)"))
         if type(self.mc) is not bool:
             raise ConfigError(f"mc: expected a bool, got {self.mc!r}.")
         one_of("impl", self.impl, IMPLEMENTATIONS)
@@ -91,7 +98,7 @@ class DroppedCall(nn.Module):
     def __init__(self, config: BlockDropout, name: str, origin: str, before: tuple[Any, ...] | None) -> None:
         super().__init__()
         self._fxmask_dropping, self._fxmask_name, self._fxmask_origin = config, name, origin
-        self._fxmask_before = before  # (name, op, target, further args, kwargs) of the dropout that was fused
+        self._fxmask_before = before  # (name, op, target, further args, kwargs, module or None) of the dropout that was fused
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._fxmask_dropping.linear(x, weight, bias, self.training)
@@ -100,18 +107,37 @@ class DroppedCall(nn.Module):
         return f"{self._fxmask_name}, {self._fxmask_dropping.words()}"
 
 
+def _settings(node: Node) -> tuple[Any, Any, Any]:
+    """(p, whether it is on, whether it is in place) of the call of a function that drops; nodes where the graph computes them."""
+    named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
+    return named.get("p", 0.5), named.get("training", named.get("train", True)), named.get("inplace", False)
+
+
+def left_in(gm: GraphModule) -> list[str]:
+    """Names of the calls of functions that drop in a graph, but for those that are off."""
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (*DROPOUTS, *OTHERS)]
+    return [n.name for n in calls if 0 not in _settings(n)[:2]]
+
+
 def dropout_before(gm: GraphModule, linear: Node) -> tuple[Node, float] | None:
-    """The active dropout whose output a linear call reads, and its p."""
+    """The active dropout whose output a linear call reads, and its p; None for one that writes into what others read, or whose forward was replaced."""
     n = input_arg(linear)
     if not isinstance(n, Node):
         return None
-    if n.op == "call_module" and type(m := gm.get_submodule(str(n.target))) is nn.Dropout:
-        return n, m.p
-    if n.op != "call_function" or n.target not in DROPOUTS:
+    if n.op == "call_module" and is_plain_dropout(m := gm.get_submodule(str(n.target))):
+        p, on, inplace = m.p, True, m.inplace
+    elif n.op == "call_function" and n.target in DROPOUTS:
+        p, on, inplace = _settings(n)
+    else:
         return None
-    named = dict(zip(("input", "p", "training" if n.target is F.dropout else "train"), n.args, strict=False)) | n.kwargs
-    p, on = named.get("p", 0.5), named.get("training", named.get("train", True))
-    return (n, float(p)) if on is True and isinstance(p, (int, float)) else None
+    if on is not True or not isinstance(p, (int, float)) or (inplace is not False and len(input_arg(n).users) > 1):
+        return None
+    return n, float(p)
+
+
+def is_plain_dropout(m: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether a module is PyTorch's Dropout, and computes what its class says."""
+    return type(m) is nn.Dropout and "forward" not in m.__dict__
 
 
 class FuseDropout(Pass):
@@ -129,14 +155,22 @@ class FuseDropout(Pass):
                     continue
                 own = config if config.p is not None or found is None else dataclasses.replace(config, p=found[1])
                 w, b, origin = linear_parts(gm, node)
-                before = None if found is None else (found[0].name, found[0].op, found[0].target, tuple(found[0].args[1:]), dict(found[0].kwargs))
+                before = None if found is None else _call(gm, found[0])
                 x = input_arg(node) if found is None else input_arg(found[0])
                 new = call_site(gm, DROPPED, node, DroppedCall(own, d.candidate.name, origin, before), (x, w, b))
                 replace_node(gm, node, new)
+                if found is not None:
+                    new.meta["dropout"] = found[0].meta
                 if found is not None and not found[0].users:
                     gm.graph.erase_node(found[0])
                 names.append(d.candidate.name)
         return names
+
+
+def _call(gm: GraphModule, n: Node) -> tuple[Any, ...]:
+    """A dropout's node as plain values; its module is kept beside, for a graph whose unused modules somebody deletes."""
+    kwargs = {k: v for k, v in n.kwargs.items() if k != "input"}
+    return n.name, n.op, n.target, tuple(n.args[1:]), kwargs, gm.get_submodule(str(n.target)) if n.op == "call_module" else None
 
 
 class UnfuseDropout(Pass):
@@ -148,11 +182,16 @@ class UnfuseDropout(Pass):
         for node, site in calls_of(gm, DroppedCall):
             x = node.args[0]
             if site._fxmask_before is not None:
-                name, op, target, args, kwargs = site._fxmask_before
+                name, op, target, args, kwargs, module = site._fxmask_before
                 if name not in dropouts:
+                    if module is not None and target not in dict(gm.named_modules()):
+                        gm.add_submodule(target, module)
                     with gm.graph.inserting_before(node):
                         dropouts[name] = gm.graph.create_node(op, target, (x, *args), kwargs, name)
+                    call_again(gm, dropouts[name], name)
+                    dropouts[name].meta = node.meta.pop("dropout", {})
                 x = dropouts[name]
+            node.meta.pop("dropout", None)
             give_back(gm, node, site._fxmask_origin, x)
             names.append(site._fxmask_name)
         if DROPPED in gm._modules:

@@ -43,7 +43,7 @@ class Recording:
     """What ran, and the tensors that were there before."""
 
     calls: list[Call]
-    saved: list[Saved]  # each storage once, without parameters, buffers and inputs of the model
+    saved: list[Saved]  # each storage once, without parameters, buffers, cached masks and inputs of the model
     parameters: dict[str, Tensor]  # by name, tied ones once; the real ones
     buffers: dict[str, Tensor]
     inputs: list[Tensor]
@@ -122,7 +122,8 @@ def capture(
         recorder.masked_dw = {name for name, m in sites.items() if m._fxmask_config.backward in ("masked", "rigl") and not _dense_now(m)}
         saved: list[Saved] = []
         run = _Nodes(gm, recorder).run if gm is not None else root
-        before = {faked(t).untyped_storage()._cdata for t in inputs}
+        metadata = [t for m in cached for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
+        before = {t.untyped_storage()._cdata for t in (*map(faked, inputs), *metadata)}
         graph = torch.enable_grad() if backward else torch.no_grad()
         with mode, recorder, graph:
             try:
@@ -186,11 +187,11 @@ def _traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
 
 @contextmanager
 def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator[None]:
-    known = set(recorder.real) | inputs
+    known = set(recorder.real) | inputs | set(recorder.neutral)  # buffers; what a forward makes of them, or draws, autograd holds
 
     def pack(t: Tensor) -> Tensor:
         key = t.untyped_storage()._cdata
-        if key not in known and key not in recorder.neutral:
+        if key not in known:
             known.add(key)
             saved.append(Saved(recorder._place(t), recorder._module()[0], t.untyped_storage().nbytes()))
         return t

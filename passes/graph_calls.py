@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from .find import bias_arg, weight_arg
-from .infra import replace_node
+from .infra import call_again, replace_node
 
 S = TypeVar("S", bound=nn.Module)
 
@@ -57,6 +57,7 @@ def give_back(gm: GraphModule, node: Node, origin: str, x: Any) -> None:
     with gm.graph.inserting_before(node):
         new = linear_call(gm, origin, x, w, *bias)
     replace_node(gm, node, new)
+    call_again(gm, new, str(node.target).rpartition(".")[2])  # `call_site` keeps the name
     for left in (*bias, w):
         if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
             gm.graph.erase_node(left)

@@ -18,13 +18,14 @@ class GraphSite(Site):
     """The mask of a weight inside an FX graph: called with the weight, it gives what the masked_linear node takes beside it (`outputs`).
 
     `weight_path` is the parameter's path in the GraphModule, None for a weight that the graph computes. `origins` says what the calls were, in graph order:
-    `module:<path>`, `functional` or `aten`.
+    `module:<path>`, `functional` or `aten`; `names` has the names of their nodes.
     """
 
     def __init__(self, config: WeightMask, name: str, weight: Tensor, weight_path: str | None, stream_name: str) -> None:
         super().__init__()
         self.weight_path = weight_path
         self.origins: list[str] = []
+        self.names: list[str] = []
         install(self, config, name, weight, stream_name)
 
     @property

@@ -35,6 +35,12 @@ def replace_node(gm: GraphModule, old: Node, new: Node) -> None:
     gm.graph.erase_node(old)
 
 
+def call_again(gm: GraphModule, node: Node, name: str) -> None:
+    """Give a node the name of one that is gone: a graph that is turned back reads as it did. Where another node has it by now, nothing changes."""
+    if name and all(n.name != name for n in gm.graph.nodes):
+        node.name = name
+
+
 class Pass:
     """One idea, one file: subclass, and rewrite nodes in `run`, which returns the names of what it rewrote.
 

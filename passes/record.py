@@ -25,6 +25,7 @@ from .shapes import run
 
 PHASES = ("fwd", "dX", "dW", "db", "recompute")
 CALL_CODE = nn.Module._call_impl.__code__
+BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
 
 
@@ -197,7 +198,7 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
         places = torch.utils._pytree.tree_map(lambda a: self._place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
         node = torch._C._current_autograd_node()
-        backward, recomputed = node is not None, node is not None and torch.is_grad_enabled()
+        backward, recomputed = node is not None, node is not None and (torch.is_grad_enabled() or _in_a_call())
         module, kind = self._module()
         call = Call(func, places[0], places[1], [], module, kind, self.node, backward, recomputed)
         if backward and not recomputed:
@@ -215,10 +216,10 @@ class Recorder(TorchDispatchMode):
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 key = t.untyped_storage()._cdata
-                if others or (backward and key not in {p.storage for p in inputs}):
+                if others or (backward and not recomputed and key not in {p.storage for p in inputs}):
                     self.neutral.discard(key)
                     self._derived.pop(key, None)
-                elif backward:
+                elif backward and not recomputed:
                     pass  # a view of what it was
                 elif key not in self.real and names:
                     name = "+".join(sorted(names))
@@ -279,6 +280,11 @@ def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:
 
 def _is_real(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and not t.is_meta
+
+
+def _in_a_call() -> bool:
+    """Whether an op of a backward is of a module's call inside it: a checkpoint's second forward, also where it runs, as custom ops do, without grad mode."""
+    return next((f.f_code is CALL_CODE for f in _frames() if f.f_code in (CALL_CODE, BACKWARD_CODE)), False)
 
 
 def _frames() -> Iterator[FrameType]:

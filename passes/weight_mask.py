@@ -22,7 +22,7 @@ from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
 from .find import bias_arg, input_arg, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
-from .infra import Pass, replace_node
+from .infra import Pass, call_again, replace_node
 
 CONTAINER = "fxmask_sites"
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
@@ -57,7 +57,7 @@ class RestoreLinears(Pass):
         self.only = None if only is None else {id(s) for s in only}
 
     def run(self, gm: GraphModule) -> list[str]:
-        chosen = {id(s): list(s.origins) for s, _ in graph_sites(gm) if self.only is None or id(s) in self.only}
+        chosen = {id(s): list(zip(s.origins, s.names, strict=True)) for s, _ in graph_sites(gm) if self.only is None or id(s) in self.only}
         names = []
         for node in gm.graph.find_nodes(op="call_function", target=MASKED_LINEAR):
             x, w, b, mask, *rest = node.args
@@ -65,14 +65,15 @@ class RestoreLinears(Pass):
             site = gm.get_submodule(str(call.target)) if call.op == "call_module" else None
             if not isinstance(site, GraphSite) or id(site) not in chosen:
                 continue
-            origin = chosen[id(site)].pop(0) if chosen[id(site)] else "functional"  # a call that somebody copied has none
+            origin, name = chosen[id(site)].pop(0) if chosen[id(site)] else ("functional", "")  # a call that somebody copied has none
             with gm.graph.inserting_before(node):
                 if origin.startswith("module:"):
                     new = gm.graph.call_module(origin.removeprefix("module:"), (x,))
                 else:
                     new = gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, b))
             replace_node(gm, node, new)
-            for left in dict.fromkeys((*rest, mask, call, b, w)):
+            call_again(gm, new, name)
+            for left in dict.fromkeys((*rest, mask, call, b, w, call.args[0])):  # of a mask that several calls read, the weight is the first one's
                 if isinstance(left, Node) and not left.users and (left.op in ("get_attr", "call_module") or left.target is operator.getitem):
                     gm.graph.erase_node(left)
             names.append(site._fxmask_name)
@@ -130,3 +131,4 @@ def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -
             new = graph.call_function(MASKED_LINEAR, tuple(args))
         replace_node(gm, node, new)
         site.origins.append(origin)
+        site.names.append(node.name)

@@ -32,9 +32,11 @@ import fxmask
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
+from fxmask.errors import ConfigError, FxMaskError
 from fxmask.kernels import dropout
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
+MEASURED = ("p", "contender", "ms", "gflops_dense_equivalent", "x_dense", "x_dropout", "load", "utc")
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -47,7 +49,7 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
     dtype = getattr(torch, a.dtype)
     torch.manual_seed(0)
     linear = nn.Linear(a.features, a.features, device=a.device, dtype=dtype)
-    fused = fxmask.apply(nn.Sequential(linear), fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl))
+    fused = fxmask.apply(nn.Sequential(linear), fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl), exclude=())
     x = torch.randn(a.tokens, a.features, device=a.device, dtype=dtype, requires_grad=True)
     gy = torch.randn(a.tokens, a.features, device=a.device, dtype=dtype)
 
@@ -70,7 +72,19 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
     }
 
 
+def check(a: argparse.Namespace) -> None:
+    """ConfigError for what cannot be measured."""
+    for name in ("tokens", "features", "repeats"):
+        if getattr(a, name) < 1:
+            raise ConfigError(f"--{name}: expected 1 or more, got {getattr(a, name)}.")
+    for p in a.rates:
+        fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl)
+    if torch.device(a.device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device: expected cpu, or cuda where there is a GPU, got {a.device!r}.")
+
+
 def main(argv: list[str] | None = None) -> int:
+    """0, or 2 for a use that cannot be measured."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=1024)
     p.add_argument("--features", type=int, default=1024)
@@ -83,10 +97,23 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--csv", type=Path, help="append rows there")
     a = p.parse_args(argv)
+    try:
+        check(a)
+        return run(a)
+    except FxMaskError as error:
+        p.exit(2, f"block_dropout.py: {error}\n")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Measure, print, append."""
     if a.threads:
         torch.set_num_threads(a.threads)
     device = torch.device(a.device)
     watch, shared, rows = Stopwatch(device), provenance(device), []
+    settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl", "device")}  # threads and device are in `shared`
+    columns = [*shared, *settings, *MEASURED]
+    if a.csv is not None and a.csv.exists() and (there := next(csv.reader(a.csv.read_text().splitlines()), [])) != columns:
+        raise ConfigError(f"--csv {a.csv}: expected the columns {', '.join(columns)}, got {', '.join(there)}; name another file.")
     flop = 6 * a.tokens * a.features**2
     for rate in a.rates:
         calls = contenders(a, rate)
@@ -106,9 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")
     if a.csv is not None:
         new = not a.csv.exists()
-        settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl")}
         with a.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*shared, *settings, *rows[0]], lineterminator="\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             if new:
                 writer.writeheader()
             writer.writerows({**shared, **settings, **r} for r in rows)

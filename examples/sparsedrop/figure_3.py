@@ -47,8 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     if not a.csv.exists():
         p.error(f"{a.csv}: expected the csv of examples/benchmarks/block_dropout.py, got no file")
+    rows = read_csv(a.csv)
+    lacking = [c for c in (*SETTING, "p", "contender", *(value for value, _ in PARTS)) if not rows or c not in rows[0]]
+    if lacking:
+        p.error(f"{a.csv}: expected rows of examples/benchmarks/block_dropout.py, got {'none' if not rows else 'no column ' + ', '.join(lacking)}")
     a.out.mkdir(parents=True, exist_ok=True)
-    print(save(figure(read_csv(a.csv)), a.out / "figure_3.png"))
+    print(save(figure(rows), a.out / "figure_3.png"))
     return 0
 
 

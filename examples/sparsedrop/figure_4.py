@@ -20,15 +20,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from thesis.side_by_side import save, show
+from thesis.side_by_side import exit_code, save, show
 from torch import Tensor
 from torch.nn import functional as F
 
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
+from fxmask.errors import ConfigError
 from sparsedrop.tasks import SIDE, TASKS, Loaded, Task
-from sparsedrop.train import METHODS, build
+from sparsedrop.train import METHODS, build, check
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.7)
 VOCABULARY = 103  # characters of the text that tasks.py takes
@@ -96,6 +97,7 @@ def figure(rows: list[dict[str, Any]]) -> Any:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0, or 2 for a use that cannot be measured."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tasks", nargs="+", choices=tuple(TASKS["full"]), default=["mnist", "cifar10", "gpt"])
     p.add_argument("--size", choices=tuple(TASKS), default="full")
@@ -106,7 +108,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", type=Path, metavar="DIR", help="write csv and png there")
     a = p.parse_args(argv)
-    a.block = a.block or {"full": 128, "small": 32}[a.size]
+    a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
+    return exit_code("figure_4.py", lambda: run(a))
+
+
+def run(a: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    check(a)
+    if a.repeats < 1:
+        raise ConfigError(f"--repeats: expected 1 or more, got {a.repeats}.")
     if a.threads:
         torch.set_num_threads(a.threads)
     rows = [row for name in a.tasks for row in measure(a, TASKS[a.size][name])]
@@ -116,7 +126,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: " + (f"faster than dropout + dense from p = {won[0]:g} on" if won else "not faster than dropout + dense at the highest p"))
     shared = provenance(torch.device(a.device))
     save(a.out, "figure_4", [{**shared, **r} for r in rows], lambda: figure(rows))
-    return 0
 
 
 if __name__ == "__main__":

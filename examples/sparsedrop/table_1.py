@@ -25,7 +25,7 @@ from thesis.side_by_side import published
 
 from fxmask.errors import ConfigError
 from sparsedrop.tasks import TASKS, Loaded, load
-from sparsedrop.train import METHODS, train
+from sparsedrop.train import METHODS, check, train
 
 RATES = {"full": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), "small": (0.1, 0.3, 0.5)}
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "sparsedrop" / "table_1.csv"
@@ -95,7 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--csv", type=Path, default=RESULTS)
     a = p.parse_args(argv)
-    a.block = a.block or {"full": 128, "small": 32}[a.size]
+    a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
+    try:
+        check(a)
+    except ConfigError as error:
+        p.exit(2, f"table_1.py: {error}\n")
     torch.set_flush_denormal(True)
     loaded: dict[str, Loaded] = {}
     for job in jobs(a):

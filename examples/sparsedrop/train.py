@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from benchmarks.pruned_linear import device_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,6 +32,13 @@ def build(task: Task, loaded: Loaded, method: str, p: float, block: int) -> nn.M
     if method != "sparsedrop":
         return model
     return fxmask.apply(model, fxmask.BlockDropout(p, (block, block)), exclude=())  # the output layer, too, which is left dense by default
+
+
+def check(a: argparse.Namespace) -> None:
+    """ConfigError for a rate, a block or a device of the command line that no run can have: before the first one."""
+    for p in a.rates or (0.5,):
+        fxmask.BlockDropout(p, (a.block, a.block))
+    device_here(a.device)
 
 
 def batches(part: tuple[Tensor, Tensor], size: int, order: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -116,9 +116,10 @@ class Form:
 
     def masked_linear(self, x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
         """See `reference.masked_linear`."""
+        mixed = len({t.dtype for t in (x, w, bias) if t is not None}) > 1  # PyTorch refuses that in its own words, strips would cast
 
         def run(plan: Plan, x: Tensor) -> Tensor:
-            if plan == MASKED_DENSE:
+            if plan == MASKED_DENSE or mixed:
                 return reference.masked_linear(x, w, bias, mask, block)
             return implementation.masked_linear(x, w, bias, mask, block, plan)
 

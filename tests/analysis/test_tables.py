@@ -8,6 +8,7 @@ from analysis.counted import SMALL, Attention, analyze, masked
 from torch import nn
 
 import fxmask
+from fxmask import BlockDropout, WeightMask
 from fxmask.analysis import devices
 from fxmask.kernels.grid import kept_elements
 
@@ -127,6 +128,9 @@ def test_dict_is_plain(report):
 # ---- what is held ----------------------------------------------------------------------------------------------------------------------------------------
 
 
+DROPPED, CACHED = BlockDropout(0.5, (8, 16)), WeightMask(0.5, (8, 8), refresh=0)
+
+
 def held_by_autograd(model, *inputs):
     """Bytes of the storages that a real forward saves for its backward, but for parameters, buffers and inputs."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *inputs)}
@@ -171,6 +175,19 @@ def test_saved_activations_are_those_of_a_real_run(name, ratio):
     assert foot["module"] == "(total)"
     # a mask that each forward builds is saved, too; the optimiser's part is of another moment
     assert foot["saved_activations"] == held_by_autograd(model, x)
+
+
+@pytest.mark.parametrize("by_x", [False, True])
+@pytest.mark.parametrize("configs", [(DROPPED,), (WeightMask(0.5, (8, 8)), DROPPED), (CACHED, DROPPED)], ids=("alone", "mask", "cached"))
+def test_what_a_forward_draws_is_held_too(configs, by_x):
+    """The masks of block dropout, whole elements beside a weight mask; a cached weight mask is metadata, and counts there alone."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)), *configs)
+    if len(configs) > 1:
+        fxmask.step(model, 0)
+    x = torch.randn(32, 64, requires_grad=by_x)
+    foot = analyze(model, x).tables["footprint"][-1]
+    assert foot["saved_activations"] + foot["metadata"] == held_by_autograd(model, x)
+    assert foot["metadata"] == (192 if configs[0] == CACHED else 0)
 
 
 def test_footprint_adds_up():

@@ -1,8 +1,13 @@
 """The benchmark of block dropout: rows for every rate and contender, appended."""
 
 import csv
+from pathlib import Path
 
+import pytest
+import torch
 from benchmarks import block_dropout
+
+from fxmask.bench.provenance import provenance
 
 
 def test_rows_of_all_contenders(tmp_path, capsys):
@@ -11,5 +16,41 @@ def test_rows_of_all_contenders(tmp_path, capsys):
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 4 and {r["p"] for r in rows} == {"0.0", "0.5"} and all(float(r["ms"]) > 0 for r in rows)
+    header = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
+    assert len(set(header)) == len(header) == len(rows[0]) and {r["device"] for r in rows} == {provenance(torch.device("cpu"))["device"]}
     dense = next(r for r in rows if r["contender"] == "dense")
     assert float(dense["gflops_dense_equivalent"]) > 0 and dense["x_dense"] == "1" and "fused" in capsys.readouterr().out
+
+
+def refused(args, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        block_dropout.main(["--device", "cpu", *args])
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+WRONG = {
+    "rates": (["--rates", "0.5", "1"], "expected a number in [0, 1), got 1.0"),
+    "block": (["--block", "0"], "two positive ints (tokens, features)"),
+    "repeats": (["--repeats", "0"], "--repeats: expected 1 or more, got 0"),
+    "tokens": (["--tokens", "0"], "--tokens: expected 1 or more, got 0"),
+    "dtype": (["--impl", "cpu", "--dtype", "float16", "--tokens", "8", "--features", "8", "--rates", "0.5"], "expected float32 or float64"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use(case, capsys):
+    refused(*WRONG[case], capsys)
+
+
+def test_a_csv_with_other_columns_is_refused_before_anything_is_measured(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text("p,ms\n0.5,1\n")
+    refused(["--csv", str(path)], "expected the columns", capsys)
+    assert path.read_text() == "p,ms\n0.5,1\n"
+
+
+def test_the_recorded_rows_fit_the_command():
+    """Appending to them goes on under the same header."""
+    path = Path(__file__).parents[2] / "examples/results/cpu/block_dropout.csv"
+    header = path.read_text().splitlines()[0].split(",")
+    assert header[-len(block_dropout.MEASURED) :] == list(block_dropout.MEASURED) and len(set(header)) == len(header)

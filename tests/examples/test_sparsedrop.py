@@ -110,3 +110,30 @@ def test_figures(tmp_path, capsys):
     table.write_text("\n".join([header, "cpu,1,float32,8,8,4,0.0,dense,1,2", "cpu,2,float32,8,8,4,0.0,fused,1,2", "cpu,2,float32,8,8,4,0.5,fused,1,2"]) + "\n")
     assert len(figure_3.figure(table_rows := figure_3.read_csv(table)).axes) == 4 and len(table_rows) == 3
     assert figure_3.main([str(table), "--out", str(tmp_path)]) == 0 and (tmp_path / "figure_3.png").exists()
+
+
+WRONG = {
+    "rate": (["--rates", "0.5", "1"], "expected a number in [0, 1), got 1.0"),
+    "block": (["--block", "0"], "two positive ints (tokens, features)"),
+    "device": (["--device", "tpu"], "--device: expected cpu"),
+}
+
+
+@pytest.mark.parametrize("script", [table_1, figure_4])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_no_run_can_have_is_refused_before_the_first(script, case, capsys, monkeypatch):
+    args, words = WRONG[case]
+    monkeypatch.setattr(script, "train" if script is table_1 else "measure", lambda *_: pytest.fail("a run began"))
+    try:
+        code = script.main(["--size", "small", "--tasks", "digits", *args])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and words in capsys.readouterr().err
+
+
+def test_a_figure_of_another_csv_is_refused(tmp_path, capsys):
+    for text, words in (("p,ms\n", "got none"), ("p,ms\n1,2\n", "no column device")):
+        (tmp_path / "t.csv").write_text(text)
+        with pytest.raises(SystemExit):
+            figure_3.main([str(tmp_path / "t.csv"), "--out", str(tmp_path)])
+        assert words in capsys.readouterr().err

@@ -65,7 +65,8 @@ def test_resnet_18(torchvision, impl):
 def test_resnet_50_in_channels_last(torchvision):
     torch.manual_seed(0)
     model = stirred(torchvision.models.resnet50(num_classes=20)).double().to(memory_format=torch.channels_last)
-    check(model, images(2, 3, 64, 64).double().to(memory_format=torch.channels_last), (64, 64), 0.9, "cpu", set())
+    with pytest.warns(fxmask.FxMaskWarning, match=r"these stay dense: layer1.0.conv1 \(1 block of \(64, 64\)\); choose"):
+        check(model, images(2, 3, 64, 64).double().to(memory_format=torch.channels_last), (64, 64), 0.9, "cpu", set())
 
 
 # its patches are a masked linear with impl="cpu": the stem 4x4, three 2x2
@@ -83,6 +84,6 @@ def test_convnext(torchvision, impl):
 @pytest.mark.slow
 def test_convnext_tiny(torchvision):
     torch.manual_seed(0)
-    model = stirred(torchvision.models.convnext_tiny(num_classes=20)).double()
+    model = stirred(torchvision.models.convnext_tiny(num_classes=20, stochastic_depth_prob=0.0)).double()  # a layer that it skips has no gradient to compare
     grouped = {n for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.groups > 1}
     check(model, images(1, 3, 64, 64).double(), (32, 32), 0.8, "cpu", grouped)

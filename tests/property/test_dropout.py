@@ -1,7 +1,9 @@
 """Block dropout's mask as random numbers, and its products against the formulas in float64."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,9 +89,18 @@ def test_wrong_operands():
         dropout_ops.dropped_linear(x, w, None, torch.ones(1, 2, dtype=torch.bool), 2, 4, 0.5)
     with pytest.raises(ShapeError, match="last axis of x"):
         dropout_ops.dropped_linear(x, torch.randn(3, 9), None, torch.ones(2, 2, dtype=torch.bool), 2, 4, 0.5)
-    for p in (1, 1.0, -0.1, "0.5", None, True, float("nan")):
+    assert [dropout.check_probability(p) for p in (0, np.float32(0.5), Fraction(1, 4))] == [0, 0.5, 0.25]
+    for p in (1, 1.0, -0.1, "0.5", None, True, float("nan"), 1 - Fraction(1, 10**20), np.float32(1)):
         with pytest.raises(ConfigError, match=r"number in \[0, 1\)"):
             dropout.check_probability(p)
+    keep = torch.ones(2, 2, dtype=torch.bool)
+    for op, operands in ((dropout_ops.dropped_linear, (x, w, None)), (dropout_ops.dropped_dx, (x[:, :3], w)), (dropout_ops.dropped_dw, (x[:, :3], x))):
+        with pytest.raises(ConfigError, match=r"number in \[0, 1\), got 1.5"):
+            op(*operands, keep, 2, 4, 1.5)
+        with pytest.raises(ConfigError, match="unknown impl: expected one of auto, reference, cpu, triton, got 'cuda'"):
+            op(*operands, keep, 2, 4, 0.5, "cuda")
+    with pytest.raises(ConfigError, match=r"number in \[0, 1\), got nan"):
+        dropout_ops.drop_mask(seed(1), 4, 8, 2, 4, float("nan"))
 
 
 def test_where_runs_pay(monkeypatch):

@@ -244,7 +244,9 @@ def test_analyze_counts_the_kernels_that_leave_blocks_out():
 
 WRONG = {
     "p of 1": (lambda: BlockDropout(1.0), r"number in \[0, 1\)"),
-    "block": (lambda: BlockDropout(0.5, 128), "two positive ints"),
+    "block": (lambda: BlockDropout(0.5, 128), r"two positive ints \(tokens, features\)"),
+    "no features": (lambda: forced("auto")(torch.tensor(1.0)), r"expected floats \(\.\.\., K\), got torch.float32 of shape \(\)"),
+    "ints": (lambda: forced("auto")(torch.ones(4, 64, dtype=torch.int64)), r"expected floats .* got torch.int64 of shape \(4, 64\)"),
     "mc": (lambda: BlockDropout(0.5, mc=1), "mc: expected a bool"),
     "impl": (lambda: BlockDropout(0.5, impl="cuda"), "unknown impl: expected one of auto, reference, cpu, triton"),
     "triton and float16": (lambda: forced("triton")(torch.randn(32, 64).half()), "impl='triton' (needs a CUDA device|cannot run on a tensor on cpu)"),

@@ -187,6 +187,25 @@ def test_the_bits_of_a_dense_copy_and_none_of_a_masked_element(impl, last):
     assert torch.equal(model(x), found[0])
 
 
+@pytest.mark.parametrize("kernel", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 32, 9, 7), (2, 32, 9, 7), (32, 9, 7)])
+def test_patches_have_the_strides_of_pytorchs_convolution(kernel, shape):
+    """Also where an axis of length 1 could have any: PyTorch tells the memory format of one image by its batch's stride."""
+    dense = nn.Sequential(nn.Conv2d(32, 48, kernel, kernel))
+    model = masked(nn.Conv2d, copy.deepcopy(dense), impl="cpu")
+    formats = (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,)
+    for x in (torch.randn(shape).to(memory_format=f) for f in formats):
+        assert model(x).stride() == dense(x).stride()
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto", "cpu"])
+def test_an_input_of_another_dtype_is_refused(impl):
+    for dtype in (torch.float16, torch.float64, torch.int64):
+        for model, x in ((nn.Conv2d(32, 32, 1), torch.ones(1, 32, 4, 4)), (nn.Linear(32, 32), torch.ones(4, 32))):
+            with pytest.raises(RuntimeError, match=r"same|dtype"):
+                masked(BOTH, nn.Sequential(model), impl=impl)(x.to(dtype))
+
+
 def test_a_broken_masked_weight_reaches_nothing():
     for backward_mode in ("masked", "ste", "unmasked"):
         for impl in ("auto", "cpu"):

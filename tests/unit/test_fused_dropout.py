@@ -1,0 +1,134 @@
+"""Which dropouts `BlockDropout` fuses and which it leaves alone, what `explain` says of them, and that a graph is turned back to the letter."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxmask
+from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
+from fxmask.passes.block_dropout import left_in
+
+HERE = BlockDropout(block=(8, 8))
+
+
+class Net(nn.Module):
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.a, self.d, self.b = nn.Linear(32, 32), nn.Dropout(0.25, inplace), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.b(self.d(self.a(x)))
+
+
+def trace(forward, **options) -> torch.fx.GraphModule:
+    return torch.fx.symbolic_trace(type("Traced", (Net,), {"forward": forward})(**options))
+
+
+def names(gm) -> list[tuple[str, str]]:
+    return [(n.name, str(n.target)) for n in gm.graph.nodes]
+
+
+def notes(model) -> list[str]:
+    return [n for n in fxmask.explain(model).notes if n.startswith("Dropouts")]
+
+
+def test_who_else_calls_a_fused_dropout_is_told_of_it():
+    model = fxmask.apply(nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 32), nn.Dropout(0.2)), HERE)
+    assert notes(model) == ["Dropouts whose work the next linear does: 0; whoever else calls them drops nothing.", "Dropouts that are left alone: 2."]
+    x = torch.ones(4, 32)
+    assert torch.equal(model[0](x), x)
+
+
+def test_a_dropout_with_a_forward_of_its_own_stays():
+    for make in (lambda m: m, torch.fx.symbolic_trace):
+        model = make(nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 32)))
+        dropout = model.get_submodule("0")
+        dropout.forward = lambda x: 2 * x
+        with pytest.warns(FxMaskWarning, match="changed nothing"):
+            fxmask.apply(model, HERE)
+        assert type(dropout) is nn.Dropout
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_a_dropout_that_writes_into_what_others_read_stays_in_a_graph(module):
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(self.d(h) if module else F.dropout(h, 0.25, True, True)) + h
+
+    gm = trace(forward, inplace=True)
+    with pytest.warns(FxMaskWarning, match="changed nothing: .*b: no active dropout before it"):
+        fxmask.apply(gm, HERE)
+    alone = fxmask.apply(trace(Net.forward, inplace=True), HERE)
+    assert [r["dropout"] for r in fxmask.explain(alone).rows] == ["p=0.25 in 8x8", None]
+
+
+def test_a_graph_names_what_it_still_calls():
+    def forward(self, x, on):
+        h = F.dropout(self.b(self.d(self.a(x))), 0.5, on)
+        return self.b(F.relu(F.dropout(F.dropout2d(h, 0.1), 0.5, training=False)))
+
+    gm = fxmask.apply(trace(forward), HERE)
+    (dropped,) = (n for n in gm.graph.nodes if "fxmask_dropped" in str(n.target))
+    assert notes(gm) == ["Dropouts that are left alone: dropout, dropout2d."]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+        apart = torch.export.export(Net(), (torch.randn(4, 32),)).run_decompositions().module()
+    assert left_in(apart) == ["native_dropout"]
+    both = fxmask.apply(nn.ModuleDict({"g": trace(Net.forward), "m": nn.Sequential(Net(), nn.Dropout(0.1), nn.Linear(32, 32))}), HERE)
+    assert notes(both)[1:] == ["Dropouts that are left alone: m.0.d."] and notes(both)[0].startswith("Dropouts whose work the next linear does: m.1;")
+
+
+def twice(self, x):
+    w, b = self.b.weight, self.b.bias
+    return self.a(self.d(self.a(self.d(x)))) + F.linear(F.dropout(x, 0.5), w, b)
+
+
+
+@pytest.mark.filterwarnings("ignore:the trace .* no longer follows train:fxmask.FxMaskWarning")
+@pytest.mark.parametrize("config", [HERE, BlockDropout(0.5, (8, 8)), WeightMask(0.5, (8, 8)), ActivationPruning(0.5, 8)], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("forward", [Net.forward, twice, "export"], ids=["modules", "twice", "export"])
+def test_a_graph_is_turned_back_to_the_letter(config, forward):
+    gm = torch.export.export(Net(), (torch.randn(4, 32),)).module() if forward == "export" else trace(forward)
+    before, meta = names(gm), {n.name: set(n.meta) for n in gm.graph.nodes}
+    assert names(fxmask.apply(gm, config)) != before
+    fxmask.restore(gm)
+    assert names(gm) == before and all(set(n.meta) >= meta[n.name] and "dropout" not in n.meta for n in gm.graph.nodes)
+    gm(torch.randn(4, 32)).sum().backward()
+
+
+def test_a_call_by_keyword_is_given_back_by_place():
+    gm = torch.fx.symbolic_trace(Net())
+    for n in gm.graph.nodes:
+        if n.op == "call_module":
+            n.args, n.kwargs = (), {"input": n.args[0]}
+    gm.recompile()
+    x = torch.ones(64, 32)
+    fxmask.apply(gm, HERE)
+    assert not torch.equal(gm(x), gm(x))
+    fxmask.restore(gm)
+    assert not torch.equal(gm(x), gm(x)) and torch.equal(gm.eval()(x), gm.b(gm.a(x)))
+
+
+def test_unused_modules_may_be_deleted_meanwhile():
+    dense = torch.fx.symbolic_trace(Net())
+    gm = fxmask.apply(copy.deepcopy(dense), HERE)
+    gm.delete_all_unused_submodules()
+    assert "d" not in gm._modules
+    for twin in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm)), gm):
+        fxmask.restore(twin)
+        assert twin.code == dense.code and twin.get_submodule("d").p == 0.25 and torch.equal(twin.eval()(torch.ones(2, 32)), dense.eval()(torch.ones(2, 32)))
+
+
+def test_beside_a_mask_a_config_that_changes_nothing_says_so():
+    images = lambda: nn.Sequential(nn.Conv2d(16, 16, 3))  # noqa: E731
+    for config in (BlockDropout(0.5, (8, 8)), ActivationPruning(0.5, 8)):
+        with pytest.warns(FxMaskWarning, match=rf"{type(config).__name__} changes no layer: none that is masked is a Linear that somebody calls"):
+            fxmask.apply(images(), WeightMask(0.5, (8, 8)), config, layers=nn.Conv2d)
+    with pytest.warns(FxMaskWarning, match="BlockDropout changes no layer: none has an active dropout right before it, and no p was given"):
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), WeightMask(0.5, (8, 8)), HERE)
+    assert list(fxmask.masks(model)) == ["0.weight"]
