@@ -45,7 +45,7 @@ def test_wheel_metadata(builds):
 
 def test_sdist_has_the_whole_project(builds, files_in, project_files, root):
     packed = set(files_in(builds.sdist))
-    wanted = {name for name in project_files if name.startswith((*(f"{tree}/" for tree in TREES), "tests/", "examples/", ".ci/"))}
+    wanted = {name for name in project_files if name.startswith((*(f"{tree}/" for tree in TREES), "tests/", "examples/", "docs/", ".ci/"))}
     wanted |= {"CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "pyproject.toml"}
     links = {name for name in wanted if (root / name).is_symlink()}  # the mapping in pyproject.toml does without them
     assert sorted(wanted - links - packed) == []
