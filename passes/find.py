@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .weights import peek_weight
 
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
+NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
 IN_PROJ_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # one, or three where keys or values have another width
 IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows it as a linear call, and masks it)"
 
@@ -196,7 +198,23 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
         else:
             continue
         by_key.setdefault(key, new).nodes.append(node)
-    return list(by_key.values())
+    known = {c.weight_path for c in by_key.values()}
+    return [*by_key.values(), *(c for c in _inside_calls(prefix, gm) if c.weight_path not in known)]
+
+
+def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
+    """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does: a linear there is out of reach."""
+    found: dict[str, Candidate] = {}
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, FunctionType) or node.target.__module__.partition(".")[0] in NO_LINEARS:
+            continue
+        for path in (str(n.target) for n in node.all_input_nodes if n.op == "get_attr"):
+            weight = resolve(gm, path)
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and (path == "weight" or path.endswith(".weight")):
+                skip = f"{node.target.__name__}() reads it, which the trace keeps as one call; mask the nn.Module"
+                name, types = path.removesuffix("weight").removesuffix("."), call_stack(node)[1]
+                found.setdefault(path, Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, skip=skip))
+    return list(found.values())
 
 
 def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, Candidate]:

@@ -76,6 +76,30 @@ def test_a_functional_linear_on_a_parameter():
     assert torch.equal(gm(x), with_zeros(Residual(), ["proj"], (16, 16), 0.75)(x))
 
 
+@torch.fx.wrap
+def opaque(x, weight, scale):
+    return F.linear(x, weight) * scale
+
+
+class Opaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.inside, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        return opaque(self.seen(x), self.inside.weight, self.norm.weight)
+
+
+def test_a_weight_inside_of_a_wrapped_function_is_never_silently_dense():
+    gm = torch.fx.symbolic_trace(Opaque())
+    with pytest.warns(fxmask.FxMaskWarning, match=r"inside.*opaque\(\) reads it"):
+        fxmask.apply(gm, ratio=0.5, block=(16, 16))
+    rows = {row["name"]: row["masked"] for row in fxmask.explain(gm).rows}
+    assert rows == {"seen": True, "inside": False}
+    assert list(fxmask.masks(gm)) == ["seen.weight"]
+    fxmask.restore(gm)
+
+
 def test_the_graph_shows_the_ops():
     gm = fxmask.apply(fx.symbolic_trace(mlp()), ratio=0.7)
     nodes = list(gm.graph.find_nodes(op="call_function", target=MASKED_LINEAR))
