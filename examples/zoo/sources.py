@@ -101,11 +101,12 @@ def _torchvision(name: str) -> Made:
     models = import_torchvision().models
     published = 299 if name == "inception_v3" else 224
     options: dict[str, Any] = {"init_weights": True} if name in ("inception_v3", "googlenet") else {}
-    for more, size in _tries(name.startswith(("vit", "maxvit")), IMAGE, published, "input_size" if name.startswith("maxvit") else "image_size"):
+    smaller = published if name == "inception_v3" else IMAGE  # its auxiliary head, which trains alone, takes nothing smaller
+    for more, size in _tries(name.startswith(("vit", "maxvit")), smaller, published, "input_size" if name.startswith("maxvit") else "image_size"):
         value = (size, size) if "input_size" in more else size
         try:
             model = models.get_model(name, weights=None, **options, **dict.fromkeys(more, value))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, AssertionError):  # vit_h_14 asserts that its patches fit
             continue
         if size == published or _runs(model, 3, size, size):
             return Made(model, (images(model, 3, size, size),), note="" if size == published else f"image {size} for {published}")
