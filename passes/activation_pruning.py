@@ -121,7 +121,6 @@ class ActivationPruning(Options):
         mask, blocks, backward, dense, impl, lists = masked
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, mask, blocks, backward, dense, impl, lists, self.impl)
 
-
     def product(self, x: Tensor, a: Tensor, b: Tensor | None, inplace: bool = False) -> Tensor:
         """That of a product with a parameter, a x + b by addcmul or a x; `inplace`: written into x, as the model has it."""
         if not saves(a):

@@ -11,29 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from unit.pruned_models import grads, mlp, pruned_input
 
 import fxmask
 from fxmask import ActivationPruning, WeightMask
-from fxmask.kernels import prune, reference
+from fxmask.kernels import reference
 from fxmask.pruning import PrunedLinear
-
-
-def mlp(dtype=torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(dtype)
-
-
-def pruned_input(x: torch.Tensor, ratio: float, block: int) -> torch.Tensor:
-    turned = prune.is_turned(x, block)
-    _, r, c = prune.sample_shape(x.shape, turned)
-    n = prune.block_count(r, c, block)
-    return prune.expand(*prune.compress(x, block, n - prune.dropped_count(n, ratio), turned), x.shape, turned)
-
-
-def grads(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    x = x.detach().requires_grad_()
-    model(x).square().sum().backward()
-    return {"x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 0.8])

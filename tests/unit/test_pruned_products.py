@@ -10,6 +10,7 @@ import torch
 from resmlp import Affine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from unit.pruned_models import grads, pruned_input
 
 import fxmask
 from fxmask import ActivationPruning, Schedule, WeightMask
@@ -47,19 +48,6 @@ def filled(m: nn.Module, dtype=torch.float64) -> nn.Module:
     for p in m.parameters():
         nn.init.normal_(p)
     return m.to(dtype)
-
-
-def pruned_input(x: torch.Tensor, ratio: float, block: int) -> torch.Tensor:
-    turned = prune.is_turned(x, block)
-    _, r, c = prune.sample_shape(x.shape, turned)
-    n = prune.block_count(r, c, block)
-    return prune.expand(*prune.compress(x, block, n - prune.dropped_count(n, ratio), turned), x.shape, turned)
-
-
-def grads(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    x = x.detach().requires_grad_()
-    model(x).square().sum().backward()
-    return {"x": x.grad} | {n: p.grad for n, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

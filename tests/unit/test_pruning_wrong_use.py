@@ -2,16 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
+from unit.pruned_models import mlp
 
 import fxmask
 from fxmask import ActivationPruning, WeightMask
-
-
-def mlp(dtype=torch.float64) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).to(dtype)
-
 
 X = torch.randn(4, 64)
 WRONG = {
