@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from fxmask import backend_watch
 from zoo.checks import NO, Columns, Subject, reason, some, told
 from zoo.equality import BLOCK, RATIO, Outcome, compare, compare_outputs, element_masks, masked_copy, outputs_of, run, written_in
 
+COMPUTED = " (a computed weight)"
 STOCK = "stock PyTorch: "  # how a reason begins that is not fxmask's
 
 
@@ -88,12 +90,13 @@ def by_aot_eager(s: Subject) -> Columns:
         return {"stock": NO, "backend": "-", "backend_why": f"{STOCK}no graph was captured"}
     row: Columns = {"stock": stock.graphs}
     try:
-        found, sites, said = with_backend(s, copy.deepcopy(s.model).train(), {"inner": Counting("aot_eager")})
+        found, sites, said = with_backend(s, True, {"inner": Counting("aot_eager")})
     except Exception as error:
         return {**row, "backend": NO, "backend_why": reason(error)}
     why, masks = difference(sites, set(s.masks)) + (said if sites != set(s.masks) else []), s.masks
-    if sites - set(masks):  # it meets calls, and so a linear of another class than nn.Linear, too
-        masks = {name: masks[name] if name in masks else as_linear(s.model.get_parameter(name)) for name in sites}
+    known = {name for name in sites if not name.endswith(COMPUTED)}
+    if known - set(masks):  # it meets calls, and so a linear of another class than nn.Linear, too
+        masks = {name: masks[name] if name in masks else as_linear(s.model.get_parameter(name)) for name in known}
         torch._dynamo.reset()
         dense = written_in(s.model, masks).train()
         expected = run(dense, s.made, torch.compile(dense, backend=Counting("aot_eager")))
@@ -111,7 +114,7 @@ def by_inductor(s: Subject) -> Columns:
     """The same through Inductor, in eval mode, against the dense copy in eager mode."""
     expected = run(s.dense().eval(), s.made)
     try:
-        found, sites, said = with_backend(s, copy.deepcopy(s.model).eval(), {})
+        found, sites, said = with_backend(s, False, {})
     except Exception as error:
         torch._dynamo.reset()
         try:
@@ -125,16 +128,37 @@ def by_inductor(s: Subject) -> Columns:
     return {"inductor": same, "inductor_why": "; ".join(why)}
 
 
-def with_backend(s: Subject, model: nn.Module, options: dict[str, Any]) -> tuple[Outcome, set[str], list[str]]:
-    """(outcome, names of the weights whose masks ran, warnings) of a compiled copy."""
+def with_backend(s: Subject, train: bool, options: dict[str, Any]) -> tuple[Outcome, set[str], list[str]]:
+    """(outcome, names of the weights whose masks ran, warnings) of a compiled copy.
+
+    A weight that the graph computes has its layer's name and `COMPUTED`; a dense copy cannot have its mask written in, so the outcome is one without it.
+    """
+    from fxmask import backend
     from fxmask.backend import fxmask_backend
 
+    model, rewritten = copy.deepcopy(s.model).train(train), []
+    options = {"ratio": RATIO, "block": BLOCK, **options}
     torch._dynamo.reset()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, patch.object(backend, "rewrite", recording(backend.rewrite, rewritten)):
         warnings.simplefilter("always")
-        found = run(model, s.made, torch.compile(model, backend=fxmask_backend, options={"ratio": RATIO, "block": BLOCK, **options}))
+        found = run(model, s.made, torch.compile(model, backend=fxmask_backend, options=options))
     uses = {id(w) for w, use in backend_watch._uses.items() if use.calls}
-    return found, {name for name, p in model.named_parameters() if id(p) in uses}, told(caught)
+    own = {id(p): name for name, p in model.named_parameters()}
+    computed = {name for name, w in rewritten if id(w) not in own}
+    if computed:
+        found, _, _ = with_backend(s, train, {**options, "exclude": sorted(computed)})
+    return found, {name for i, name in own.items() if i in uses} | {name + COMPUTED for name in computed}, told(caught)
+
+
+def recording(rewrite: Callable[..., Any], found: list[Any]) -> Callable[..., Any]:
+    """The backend's `rewrite`, noting what it returns."""
+
+    def noted(*args: Any) -> Any:
+        done = rewrite(*args)
+        found.extend(done)
+        return done
+
+    return noted
 
 
 def difference(found: set[str], expected: set[str]) -> list[str]:

@@ -36,8 +36,9 @@ def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (small["trace"], small["graph"], small["export"], small["stock"], small["inductor"]) == ("2", "2", "yes", "1", "")
     assert (small["backend"], small["backend_equal"]) == ("2", "bits") and "unused" in small["backend_why"]
 
-    both = zoo(path, "both", more=("--checks", "apply", "backend"))["both"]
-    assert (both["apply"], both["backend"], both["backend_equal"]) == ("2", "3", "bits") and "not by apply: unused.weight" in both["backend_why"]
+    rows = zoo(path, "both", "scaled", more=("--checks", "apply", "backend"))
+    for name, told in (("both", "not by apply: unused.weight"), ("scaled", "not by apply: unused (a computed weight)")):
+        assert tuple(rows[name][column] for column in ("apply", "backend", "backend_equal")) == ("2", "3", "bits") and told in rows[name]["backend_why"]
 
     rows = zoo(path, "bypass", "network", "broken", "hungry", "killed", more=(*cheap, "--gigabytes", "3"))
     assert rows["bypass"]["train"].startswith("no: ") and rows["bypass"]["eval"].startswith("no: ") and rows["bypass"]["guard"] == "no"
@@ -50,10 +51,10 @@ def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     with path.open("a") as file:  # a run that was killed while it wrote
         file.write("own,zoo_stand_ins:slow,zoo_st")
     rows = zoo(path, "slow", more=("--checks", "apply", "--seconds", "4"))
-    assert (rows["slow"]["apply"], rows["slow"]["apply_why"]) == ("no", "out of time: 4 s") and len(rows) == 8
+    assert (rows["slow"]["apply"], rows["slow"]["apply_why"]) == ("no", "out of time: 4 s") and len(rows) == 9
     capsys.readouterr()
     zoo(path, "small", "network", "slow", more=("--checks", "apply"))
-    assert capsys.readouterr().out.startswith("0 models with something to do, 8 in ")
+    assert capsys.readouterr().out.startswith("0 models with something to do, 9 in ")
     page = path.with_suffix(".md").read_text()
     assert "needs files from a network" in page and "| own:zoo_stand_ins:bypass |" in page and "own:zoo_stand_ins:small" not in page
     assert "out of memory" in page and "out of time: N s" in page

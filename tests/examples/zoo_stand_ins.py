@@ -61,6 +61,19 @@ def both():
     return Both(), (torch.randn(5, 32),)
 
 
+class Scaled(Other):
+    """The same with a weight that the forward computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, 2 * self.weight)
+
+
+def scaled():
+    model = Both()
+    model.unused = Scaled()
+    return model, (torch.randn(5, 32),)
+
+
 def network():
     socket.create_connection(("127.0.0.1", 9))
 
