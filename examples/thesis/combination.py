@@ -25,7 +25,7 @@ from thesis import train
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
 
-RUNS = ("dense-adamw-lr0.01", "dense-activations50", "b16-cubic-taylor", "b16-activations50")
+RUNS = ("dense-adamw-lr0.01", "dense-activations50-x4", "b16-tokens-whole-taylor", "b16-activations50-x4")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.csv"
 
 

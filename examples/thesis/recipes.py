@@ -24,6 +24,8 @@ TOKENS_WHOLE = ("--config", "ResMLP5 @ XChannel1 = masked 0.8125 (32, 32); XChan
 TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = masked 0.75 (32, 32); XChannel2 = masked 0.8125 (32, 32);")
 # as many as 16x16 at 50 % keeps (360 of 720), token mixing whole
 TOKENS_WHOLE_B16 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (16, 16);")
+# the same masks; a ratio of 0 lets inputs of token mixing be pruned
+BOTH = ("--config", "ResMLP5 @ XPatch = masked 0 (16, 16); XChannel = masked 0.5625 (16, 16);", "--activations", "0.5:4")
 LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
 
 SEARCH: dict[str, tuple[str, ...]] = {
@@ -58,9 +60,9 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-late": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
     "b16-global-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "global"),
     "b16-tokens-whole-ramp-rigl": (*TOKENS_WHOLE_B16, *ADAMW, *LR, *RIGL, *HALF),
+    "b16-tokens-whole-ste": (*TOKENS_WHOLE_B16, *ADAMW, *FREE, *HALF, *LR, "--backward", "ste", *TAYLOR),
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
-ACTIVATIONS = ("--activations", "0.5:16")  # half of what the linears save, in blocks of 16 features
 
 FINAL: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.01": SEARCH["dense-adamw-lr0.01"],
@@ -70,8 +72,9 @@ FINAL: dict[str, tuple[str, ...]] = {
     "b32-rigl": SEARCH["b32-rigl"],
     "b16-cubic-taylor": SEARCH["b16-cubic-taylor"],
     "b16-tokens-whole-taylor": SEARCH["b16-tokens-whole-taylor"],
-    "dense-activations50": (*SEARCH["dense-adamw-lr0.01"], *ACTIVATIONS),
-    "b16-activations50": (*SEARCH["b16-cubic-taylor"], *ACTIVATIONS),
+    "dense-activations50": SEARCH["dense-activations50-x16"],
+    "dense-activations50-x4": SEARCH["dense-activations50-x4"],
+    "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 
 
