@@ -20,7 +20,7 @@ from zoo.equality import Masks, compare, element_masks, floats, masked_copy, run
 from zoo.sources import Made
 
 Columns = dict[str, Any]
-NO = "no"
+NO, TIED = "no", "tied to an Embedding"
 FIRST = 3  # of a list of names, as many as are told
 
 
@@ -40,7 +40,7 @@ class Subject:
                 small, lora = min(m.in_features, m.out_features) < 16, {"lora_A", "lora_B"} & set(name.split("."))
                 own = not is_linear(m)
                 found[f"{name}.weight".removeprefix(".")] = (
-                    "tied to an Embedding" if id(m.weight) in tables else "smaller than 16" if small else "LoRA" if lora else "own forward" if own else ""
+                    TIED if id(m.weight) in tables else "smaller than 16" if small else "LoRA" if lora else "own forward" if own else ""
                 )
         return found
 
@@ -79,8 +79,8 @@ def some(names: Any) -> str:
 
 
 def told(caught: list[warnings.WarningMessage]) -> list[str]:
-    """fxmask's own warnings, one line each."""
-    return [" ".join(str(w.message).split())[:160] for w in caught if issubclass(w.category, fxmask.FxMaskWarning)]
+    """fxmask's own warnings, one line each, once."""
+    return list(dict.fromkeys(" ".join(str(w.message).split())[:160] for w in caught if issubclass(w.category, fxmask.FxMaskWarning)))
 
 
 def applied(s: Subject) -> Columns:
