@@ -16,6 +16,8 @@ from itertools import pairwise
 
 import torch
 
+from .openmp import dismiss
+
 LEAST = 256  # tokens that are worth a thread
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -37,6 +39,7 @@ def one_thread() -> Iterator[int]:
         yield 1
         return
     with _lock:
+        dismiss()
         torch.set_num_threads(1)
         try:
             yield threads
