@@ -9,32 +9,32 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.(so|dylib)[.\d]*$")
+RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
 SOFT = 1  # omp_pause_soft: settings stay
 _forked = False  # a child has its parent's record of threads, and none of them: who waits for them waits for ever
 
 
 def dismiss() -> None:
-    """End the idle threads of the caller's OpenMP team. The next parallel op of this thread begins them anew, some 50 us. Does nothing where there is no such
-    runtime: OpenMP 5.0, omp_pause_resource_all (section 3.6.2 of its specification).
+    """End the idle threads of the caller's OpenMP team. The next parallel op of this thread begins them anew, in some 50 us. Does nothing where /proc names no
+    runtime that can: OpenMP 5.0, omp_pause_resource_all.
     """
-    pause = None if _forked else _pause()
-    if pause is not None:
-        pause(SOFT)
+    if not _forked:
+        for pause in _pauses():
+            pause(SOFT)
 
 
 @functools.cache
-def _pause() -> Callable[[int], int] | None:
-    """omp_pause_resource_all of the runtime that PyTorch has loaded; None on systems that do not list what is loaded, and of older runtimes."""
+def _pauses() -> tuple[Callable[[int], int], ...]:
+    """omp_pause_resource_all of the runtimes that are loaded: other packages may bring one beside PyTorch's, where there is nothing to end."""
     try:
         loaded = {line.split(None, 5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-        found = sorted(path for path in loaded if RUNTIME.search(path))
-        pause = ctypes.CDLL(found[0]).omp_pause_resource_all if len(found) == 1 else None  # of two, which one PyTorch uses is unknown
-    except (OSError, AttributeError):
-        return None
-    if pause is not None:
+        runtimes = [ctypes.CDLL(path) for path in sorted(loaded) if RUNTIME.search(path)]
+    except OSError:
+        return ()
+    found = [r.omp_pause_resource_all for r in runtimes if hasattr(r, "omp_pause_resource_all")]
+    for pause in found:
         pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int
-    return pause
+    return tuple(found)
 
 
 def _after_fork() -> None:

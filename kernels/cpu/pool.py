@@ -39,7 +39,6 @@ def one_thread() -> Iterator[int]:
         yield 1
         return
     with _lock:
-        dismiss()
         torch.set_num_threads(1)
         try:
             yield threads
@@ -49,6 +48,8 @@ def one_thread() -> Iterator[int]:
 
 def run(jobs: list[Callable[[], None]]) -> None:
     """Run all jobs side by side, inside `one_thread`; the first one on the caller's thread."""
+    if len(jobs) > 1:  # a job alone leaves them a core
+        dismiss()
     waiting = [_sized(len(jobs) - 1).submit(_quietly, job) for job in jobs[1:]]
     try:
         _quietly(jobs[0])

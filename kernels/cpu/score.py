@@ -1,7 +1,8 @@
 """The keys of `kernels.score` for float sums, faster: chunks of block rows that stay in the cache, few passes over them, the same bits.
 
 A term u * u * 2^44, truncated, is an integer below 2^44. Here the factor 2^22 goes into the scale of u, so that the truncated product is that integer, as a
-float32 (by `floor`, as none is negative: PyTorch's `trunc` takes 20 to 40 times as long); up to 512 of them add up exactly in float64, and from there on in int64.
+float32 (by `floor`, as none is negative: PyTorch's `trunc` takes 20 to 40 times as long); up to 512 of them add up exactly in float64, and from there on in
+int64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The CPU implementation beside other threads and processes: the same bits, no thread lost, no lock kept."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fxmask
 from fxmask.kernels import ops
-from fxmask.kernels.cpu import implementation, pool, score
+from fxmask.kernels.cpu import implementation, openmp, pool, score
 from fxmask.kernels.cpu.plans import COLUMNS_512, ROWS_512, ROWS_512X3, RUNS_2048, Plan
 
 BLOCK = (32, 32)
@@ -280,3 +281,61 @@ def test_small_masks_leave_the_count_of_threads_alone(monkeypatch):
     assert counts == []
     score.block_keys(torch.randn(129, 256), (16, 16), "fro")
     assert counts == [1, 2]
+
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+
+def wait_for(count):
+    """Threads that were told to go take a moment."""
+    end = time.monotonic() + 10
+    while tasks() != count:
+        assert time.monotonic() < end, f"{tasks()} threads, not {count}"
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not openmp._pauses(), reason="no OpenMP 5 runtime that /proc names")
+def test_openmps_idle_threads_are_told_to_go():
+    x, two = torch.zeros(1 << 20), [lambda: None, lambda: None]
+    with set_threads(2):
+        for leave in (openmp.dismiss, lambda: pool.run(two)):
+            x.add(1.0)
+            pool.run(two)  # the pool's own threads are there from here on
+            few = tasks()
+            x.add(1.0)
+            wait_for(few + 1)  # PyTorch's second thread, which waits busily
+            pool.run(two[:1])
+            assert tasks() == few + 1  # and may, beside one range
+            leave()
+            wait_for(few)
+        assert torch.equal(x.add(1.0), torch.ones(1 << 20))  # it begins anew
+
+
+def test_without_such_a_runtime_nothing_happens(monkeypatch):
+    monkeypatch.setattr(openmp, "RUNTIME", re.compile("no such runtime"))
+    openmp._pauses.cache_clear()
+    try:
+        assert openmp._pauses() == ()
+        openmp.dismiss()
+    finally:
+        openmp._pauses.cache_clear()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings(*FORKS)
+def test_a_forked_child_does_not_wait_for_its_parents_threads():
+    with set_threads(2):
+        torch.zeros(1 << 20).add(1.0)
+        child = os.fork()
+        if not child:
+            openmp.dismiss()
+            os._exit(0)
+    end = time.monotonic() + 10
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert found[1] == 0
