@@ -142,6 +142,15 @@ def test_advice_that_loses_when_tried_is_taken_back(monkeypatch):
     assert kept.plan is not None and "Tried" not in str(kept)
 
 
+def test_the_dense_step_is_that_of_both_times(monkeypatch):
+    """Before the layers and beside the trial: a machine's speed drifts meanwhile."""
+    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {"dense": 1.0} if len(steps) == 1 else {"dense": 2.0, "masked": 0.5})
+    monkeypatch.setattr(module, "plans", lambda found, ratios, dense: [module.Plan(0.9, {"0": (32, 32)}, 0.001, 2 * dense)])
+    advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=5.0, blocks=[32], ratios=[0.9], refresh=0)
+    assert advice.plan.gain == 3.0 and advice.summary["dense step"] == "1500 ms"
+    assert advice.summary["advice"].endswith("3.00 times as fast predicted, 4.00 when tried")
+
+
 def test_a_busy_machine_is_said(monkeypatch):
     monkeypatch.setattr(module, "load_average", lambda: 1000.0)
     assert "busy: load 1000" in str(fxmask.advise(nn.Linear(64, 64), torch.randn(8, 64), **SMALL))
