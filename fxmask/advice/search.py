@@ -20,6 +20,7 @@ from .layers import Layer
 from .unit import MakeOptimizer, Times, Unit
 
 LOSES = 0.95  # a gain below this is no noise
+AGAIN = 2  # rounds over all cells while time is left: one moment of a machine is not the next one
 Cell = tuple[tuple[int, int], float]  # block, ratio
 
 
@@ -34,6 +35,14 @@ class Timed:
     left_out: int = 0  # cells that the time did not reach
     why: str = ""  # nothing was timed, because
     kept_step: bool = False  # the guard could take a masked step
+    rounds: dict[Cell, list[tuple[Times, Times]]] = dataclasses.field(default_factory=dict)  # of which `cells` has the medians
+
+    def add(self, cell: Cell, times: tuple[Times, Times]) -> None:
+        """One more round's times of a cell."""
+        rounds = self.rounds.setdefault(cell, [])
+        rounds.append(times)
+        dense, masked = (Times(*map(statistics.median, zip(*of, strict=True))) for of in zip(*rounds, strict=True))
+        self.cells[cell] = dense, masked
 
     @property
     def alone(self) -> float:
@@ -63,7 +72,7 @@ def order_of(blocks: Iterable[tuple[int, int]], ratios: Iterable[float]) -> list
 def search(
     layers: Sequence[Layer], cells: Sequence[Cell], options: dict[str, Any], make: MakeOptimizer | None, refresh: int, until: float
 ) -> list[Timed]:
-    """Time every signature's cells, cell by cell over all signatures, those with the most work first. `until`: of time.perf_counter."""
+    """Time every signature's cells, cell by cell over all signatures, those with the most work first, and `AGAIN` once more. `until`: of time.perf_counter."""
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         if not layer.why:
@@ -83,8 +92,12 @@ def search(
             if time.perf_counter() >= until:
                 timed.left_out += 1
                 continue
-            timed.cells[cell] = unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options))
+            timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))
             timed.kept_step = unit.kept_step
+    for cell in [cell for _ in range(AGAIN) for cell in cells]:
+        for timed, unit in units:
+            if unit is not None and cell in timed.cells and time.perf_counter() < until:
+                timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))
     return [timed for timed, _ in units]
 
 
