@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*$")
+RUNTIME = re.compile(r"/libgomp[-.\w]*\.so[.\d]*$")  # of PyTorch's wheels; what LLVM's and Intel's do in a pause was not tried
 SOFT = 1  # omp_pause_soft: settings stay
 _forked = False  # a child has its parent's record of threads, and none of them: who waits for them waits for ever
 
 
 def dismiss() -> None:
     """End the idle threads of the caller's OpenMP team. The next parallel op of this thread begins them anew, in some 50 us. Does nothing where /proc names no
-    runtime that can: OpenMP 5.0, omp_pause_resource_all.
+    GNU runtime that can: OpenMP 5.0, omp_pause_resource_all.
     """
     if not _forked:
         for pause in _pauses():
