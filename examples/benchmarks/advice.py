@@ -1,0 +1,87 @@
+"""What `fxmask.advise` predicts for the models of train_step.py, beside what train_step.py measured and what the advice gave when it was tried.
+
+    python examples/benchmarks/train_step.py --model mlp --block 64 --ratio 0.8 --refresh 10 --threads 1 --csv CSV        # first
+    python examples/benchmarks/advice.py --model mlp --block 64 --ratio 0.8 --threads 1 --csv CSV
+
+Times as fast as the dense step in eager mode, which is what `advise` times. Exit status 1: a prediction is more than 15 % off, or advised is what loses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+
+import torch
+from tabulate import tabulate
+
+import fxmask
+from benchmarks import step_models
+from fxmask.advice.advice import Advice
+
+NEAR = 0.15
+BATCH = {"mlp": 4096, "resmlp-s12": 16, "cifar": 128, "tiny": 8}
+CSV = Path(__file__).resolve().parents[1] / "results" / "epyc" / "train_step.csv"
+
+
+def measured(rows: list[dict[str, str]], model: str, block: int, ratio: float, threads: int) -> float | None:
+    """Dense eager over fxmask eager, refresh 10; None where the csv has no such row. The latest counts."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if (row["model"], row["threads"]) == (model, str(threads)) and row["contender"] in ("dense_eager", "fxmask_eager"):
+            ours = row["contender"] == "fxmask_eager"
+            if float(row["ratio"]) == ratio and row["block"] == str(block) and (not ours or row["refresh"] == "10"):
+                found[row["contender"]] = float(row["ms_p50"])
+    return found["dense_eager"] / found["fxmask_eager"] if len(found) == 2 else None
+
+
+def asked(name: str, batch: int, block: int, ratio: float, seconds: float) -> Advice:
+    """`advise` for one of the models, on noise."""
+    spec = step_models.Spec(name, torch.device("cpu"), batch)
+    model, (inputs, _) = step_models.build(spec), step_models.data(spec)
+    return fxmask.advise(model, inputs, ratios=[ratio], blocks=[block], refresh=10, seconds=seconds)
+
+
+def row_of(name: str, block: int, ratio: float, threads: int, advice: Advice, real: float | None) -> dict[str, Any]:
+    """A model's row. Where nothing is advised the prediction is 1, of the dense step."""
+    tried = re.search(r"Tried on a copy: ([\d.]+)", str(advice))
+    gain = advice.plan.gain if advice.plan else 1.0
+    off = None if real is None or not advice.plan else 100 * (gain / real - 1)
+    wrong = "" if real is None else "loses" if advice.plan and real < 1 else "off" if off is not None and abs(off) > 100 * NEAR else "ok"
+    return {
+        "model": name, "block": block, "ratio": ratio, "threads": threads, "linears": len(advice.plan.blocks) if advice.plan else 0, "predicted": gain,
+        "measured": real, "tried": float(tried[1]) if tried else None, "off, %": off, "verdict": wrong,
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--model", nargs="+", choices=tuple(BATCH), default=["mlp"])
+    p.add_argument("--block", type=int, default=64)
+    p.add_argument("--ratio", type=float, nargs="+", default=[0.8])
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    p.add_argument("--seconds", type=float, default=60.0, help="of advise")
+    p.add_argument("--csv", type=Path, default=CSV, help="of train_step.py")
+    args = p.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    known: list[dict[str, str]] = []
+    if args.csv.exists():
+        with args.csv.open(newline="") as file:
+            known = list(csv.DictReader(file))
+    rows = []
+    for name in args.model:
+        for ratio in args.ratio:
+            advice = asked(name, BATCH[name], args.block, ratio, args.seconds)
+            rows.append(row_of(name, args.block, ratio, args.threads, advice, measured(known, name, args.block, ratio, args.threads)))
+            print(advice.summary["advice"], flush=True)
+    print(tabulate(rows, headers="keys", floatfmt=".3g", tablefmt="github"))
+    return 1 if any(row["verdict"] in ("off", "loses") for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

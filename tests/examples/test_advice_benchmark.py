@@ -1,0 +1,59 @@
+"""The table of what advise predicts beside what train_step.py measured."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+from benchmarks import advice
+
+import fxmask
+
+COLUMNS = ("model", "threads", "block", "ratio", "contender", "refresh", "ms_p50")
+
+
+def csv_of(path, dense, ours):
+    rows = [("tiny", 1, 8, 0.75, "dense_eager", "", dense), ("tiny", 1, 8, 0.75, "fxmask_eager", 1, 1e9), ("tiny", 1, 8, 0.75, "fxmask_eager", 10, ours)]
+    with path.open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerows([COLUMNS, *rows])
+    return path
+
+
+class Plan:
+    def __init__(self, gain):
+        self.gain, self.blocks = gain, {"fc": (8, 8)}
+
+
+class Found:
+    def __init__(self, gain):
+        self.plan, self.summary = None if gain is None else Plan(gain), {"advice": "so"}
+
+    def __str__(self):
+        return "Tried on a copy: 1.75 times as fast"
+
+
+@pytest.mark.parametrize(
+    ("gain", "dense", "verdict", "status"),
+    [(2.2, 20.0, "ok", 0), (2.4, 20.0, "off", 1), (1.6, 20.0, "off", 1), (1.06, 9.9, "loses", 1), (None, 5.0, "ok", 0)],
+)
+def test_verdicts(gain, dense, verdict, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(advice, "asked", lambda *a: Found(gain))
+    path = csv_of(tmp_path / "a.csv", dense, 10.0)
+    assert advice.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--csv", str(path)]) == status
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert verdict in last and "1.75" in last and f"{dense / 10:.3g}" in last
+
+
+def test_of_a_model_that_nobody_measured(tmp_path, capsys):
+    """Asked in earnest: a tiny model, for which no mask pays."""
+    assert advice.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--seconds", "10", "--csv", str(tmp_path / "no.csv")]) == 0
+    out = capsys.readouterr().out
+    assert "leave it dense" in out and "| tiny" in out
+
+
+def test_it_reads_what_was_measured():
+    with advice.CSV.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert 2.0 < advice.measured(rows, "mlp", 64, 0.8, 2) < 3.0 and advice.measured(rows, "mlp", 64, 0.5, 2) is None
+    assert fxmask.__version__ == rows[0]["fxmask"]
