@@ -49,7 +49,7 @@ def asked(name: str, batch: int, block: int, ratio: float, seconds: float) -> Ad
 
 def row_of(name: str, block: int, ratio: float, threads: int, advice: Advice, real: float | None) -> dict[str, Any]:
     """A model's row. Where nothing is advised the prediction is 1, of the dense step."""
-    tried = re.search(r"Tried on a copy: ([\d.]+)", str(advice))
+    tried = re.search(r"([\d.]+) when tried", str(advice))
     gain = advice.plan.gain if advice.plan else 1.0
     off = None if real is None or not advice.plan else 100 * (gain / real - 1)
     wrong = "" if real is None else "loses" if advice.plan and real < 1 else "off" if off is not None and abs(off) > 100 * NEAR else "ok"

@@ -31,7 +31,7 @@ class Advice(Report):
 def advice_of(
     model: nn.Module, layers: list[Layer], found: list[Timed], made: list[Plan], plan: Plan | None, dense: float, target: float, refresh: int,
     options: dict[str, Any], device: torch.device, loads: tuple[float | None, float | None], cells: list[Cell], notes: list[str], took: float,
-    narrowed: bool, steps: bool, tried: float | None,
+    narrowed: bool, steps: bool, trials: dict[float, float],
 ) -> Advice:  # fmt: skip
     where = {layer.name: t for t in found for layer in t.layers}
     rows = [_row(layer, where.get(layer.name), [p.ratio for p in made], dense) for layer in layers]
@@ -48,7 +48,8 @@ def advice_of(
             summary["advice"] = "none: nothing was timed in that time"
     else:
         kept = all(t.kept_step for t in found if any(layer.name in plan.blocks for layer in t.layers))
-        summary["advice"] = _call(plan, refresh, options, None if narrowed else linears, kept, steps) + (f", {tried:.2f} when tried" if tried else "")
+        summary["advice"] = _call(plan, refresh, options, None if narrowed else linears, kept, steps)
+        summary["advice"] += f", {trials[plan.ratio]:.2f} when tried" if plan.ratio in trials else ""
     high = max((v for v in loads if v is not None), default=0.0)
     if device.type == "cpu" and high > (os.cpu_count() or 1):
         notes.append(f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -60,7 +61,7 @@ def advise(
 
     Times single layers (each signature once: forward, backward, the optimiser's step, the rebuild of the mask), dense and masked in turns, and one whole dense
     step; the step of a masked model is predicted as the dense one, less what the layers that pay save. Where the advised masks can be tried on a copy in the
-    time that is left, they are: the dense step counts as the mean of both times, and advice that turns out to lose is taken back.
+    time that is left, they are: the dense step counts as the mean of all its times, what turns out to lose is not advised, and the next higher ratio is tried.
 
     Args:
         model: a dense nn.Module where it will be trained (device, dtype); eager steps are timed. inputs, kwargs: of its forward, as for `analyze`, but real
@@ -98,23 +99,23 @@ def advise(
         own.zero_grad(set_to_none=True)
         until = begin + seconds * (1 - FOR_STEPS * check)
         found = search(layers, cells, options, optimizer, refresh, until)
-        made = plans(found, sorted({r for _, r in cells}), dense)
-        plan = chosen(made, target)
+        ratios_of, dense_times, trials = sorted({r for _, r in cells}), [dense], dict[float, float]()
         notes: list[str] = []
-        gain = None
-        if plan is not None and check:
+        while True:
+            dense = statistics.mean(dense_times)  # layers were timed between these, and a machine's speed drifts
+            made = plans(found, ratios_of, dense)
+            plan = chosen([p for p in made if trials.get(p.ratio, 1.0) >= 1], target)
+            if plan is None or not check or plan.ratio in trials:
+                break
             tried = _tried(plan, own, _copy, (args, named), measure_loss, optimizer, refresh, options, device, begin + seconds, notes)
-            if tried is not None:
-                dense = (dense + tried[0]) / 2  # layers were timed between these two, and a machine's speed drifts
-                made = plans(found, sorted({r for _, r in cells}), dense)
-                plan, gain = next(p for p in made if p.ratio == plan.ratio), tried[0] / tried[1]
-                notes.append(f"Tried on a copy: {gain:.2f} times as fast as dense ({1e3 * tried[0]:.3g} ms against {1e3 * tried[1]:.3g} ms).")
-                if gain < 1:
-                    notes.append(f"That is slower than dense, though {plan.gain:.2f} were predicted: nothing is advised.")
-                    plan = None
+            if tried is None:
+                break
+            dense_times.append(tried[0])
+            gain = trials[plan.ratio] = tried[0] / tried[1]
+            notes.append(_outcome(plan, gain, tried, target))
     loads, took = (load, load_average()), time.perf_counter() - begin
     narrowed, steps = include is not None or exclude is not None, optimizer is not None
-    return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took, narrowed, steps, gain)
+    return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took, narrowed, steps, trials)
 
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
@@ -153,6 +154,14 @@ def _own(t: Any) -> Any:
 def _nothing_to_time(layers: list[Layer], others: list[str]) -> UnsupportedError:
     reasons = "; ".join([f"{layer.name}: {layer.why}" for layer in layers] + others)[:600] or "it has no linear"
     return UnsupportedError(message(f"advise found nothing to time: expected a linear that can be masked and is called, got none: {reasons}."))
+
+
+def _outcome(plan: Plan, gain: float, tried: tuple[float, float], target: float) -> str:
+    """What is said of a trial."""
+    at = f" at {100 * plan.ratio:g} %: {gain:.2f} times as fast as dense ({1e3 * tried[0]:.3g} ms against {1e3 * tried[1]:.3g} ms)."
+    if gain < 1:
+        return f"Tried on a copy{at} That is slower than dense, though {plan.gain:.2f} were predicted: it is not advised."
+    return f"Tried on a copy{at}" + (f" That is below the target of {target:g}." if gain < target else "")
 
 
 def _tried(

@@ -14,7 +14,8 @@ import fxmask
 from fxmask import cli
 from fxmask.advice import advise as module
 from fxmask.advice.layers import layers_of
-from fxmask.advice.unit import FEWEST, Unit, _fewer, guarded
+from fxmask.advice.search import Timed
+from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
 from fxmask.passes.choose import choose
 from fxmask.passes.find import find
 
@@ -137,18 +138,50 @@ def test_advice_that_loses_when_tried_is_taken_back(monkeypatch):
     monkeypatch.setattr(module, "plans", lambda *a: [module.Plan(0.9, {"0": (32, 32)}, 0.001, 2.0)])
     advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=5.0, blocks=[32], ratios=[0.9])
     assert advice.plan is None and advice.arguments is None
-    assert "Tried on a copy: 0.80" in str(advice) and "nothing is advised" in str(advice)
+    assert "Tried on a copy at 90 %: 0.80" in str(advice) and "it is not advised" in str(advice)
     kept = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=5.0, blocks=[32], ratios=[0.9], check=False)
     assert kept.plan is not None and "Tried" not in str(kept)
 
 
+def trying(monkeypatch, dense, masked, saved, **options):
+    """Advice where the dense step takes `dense` seconds, one time after the other, and trials `masked`; plans save `saved` seconds, {ratio: seconds}."""
+    denses, maskeds = iter(dense), iter(masked)
+    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {name: next(denses if name == "dense" else maskeds) for name in steps})
+
+    def plans(found, ratios, d):
+        return [module.Plan(r, {"0": (32, 32)}, 0.001, d / (d - saved[r])) for r in ratios]
+
+    monkeypatch.setattr(module, "plans", plans)
+    model = nn.Sequential(nn.Linear(64, 64))
+    return fxmask.advise(model, torch.randn(8, 64), seconds=20.0, blocks=[32], ratios=list(saved), refresh=0, **options)
+
+
 def test_the_dense_step_is_that_of_both_times(monkeypatch):
     """Before the layers and beside the trial: a machine's speed drifts meanwhile."""
-    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {"dense": 1.0} if len(steps) == 1 else {"dense": 2.0, "masked": 0.5})
-    monkeypatch.setattr(module, "plans", lambda found, ratios, dense: [module.Plan(0.9, {"0": (32, 32)}, 0.001, 2 * dense)])
-    advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=5.0, blocks=[32], ratios=[0.9], refresh=0)
-    assert advice.plan.gain == 3.0 and advice.summary["dense step"] == "1500 ms"
-    assert advice.summary["advice"].endswith("3.00 times as fast predicted, 4.00 when tried")
+    advice = trying(monkeypatch, [1.0, 2.0], [0.5], {0.9: 0.5})
+    assert advice.plan.gain == 1.5 and advice.summary["dense step"] == "1500 ms"
+    assert advice.summary["advice"].endswith("1.50 times as fast predicted, 4.00 when tried")
+
+
+def test_after_a_trial_the_lowest_ratio_that_still_reaches_the_target_is_tried(monkeypatch):
+    advice = trying(monkeypatch, [1.0, 2.0, 1.5], [1.5, 0.5], {0.5: 0.3, 0.9: 0.8}, target=1.4)
+    assert advice.plan.ratio == 0.9 and "3.00 when tried" in advice.summary["advice"] and str(advice).count("Tried on a copy") == 2
+
+
+def test_what_loses_when_tried_is_followed_by_the_next_ratio(monkeypatch):
+    advice = trying(monkeypatch, [1.0, 1.0, 1.0], [1.25, 0.4], {0.5: 0.5, 0.9: 0.75})
+    assert advice.plan.ratio == 0.9 and "at 50 %: 0.80" in str(advice) and "at 90 %: 2.50" in str(advice)
+    lost = trying(monkeypatch, [1.0, 1.0, 1.0], [1.25, 1.25], {0.5: 0.5, 0.9: 0.75})
+    assert lost.plan is None and lost.arguments is None and lost.summary["advice"] == "leave it dense"
+    under = trying(monkeypatch, [1.0, 1.0], [0.5], {0.9: 0.75}, target=3)
+    assert under.plan is not None and "below the target of 3" in str(under)
+
+
+def test_rounds_count_by_their_medians():
+    timed = Timed([], Times(1.0, 1.0), {}, 10)
+    for dense, masked in ((1.0, 0.5), (3.0, 0.7), (2.0, 0.1)):
+        timed.add(((64, 64), 0.8), (Times(dense, 0.0), Times(masked, 0.0, 1.0)))
+    assert timed.cells == {((64, 64), 0.8): (Times(2.0, 0.0, 0.0), Times(0.5, 0.0, 1.0))} and timed.gain(((64, 64), 0.8)) == pytest.approx(2 / 0.6)
 
 
 def test_a_busy_machine_is_said(monkeypatch):
