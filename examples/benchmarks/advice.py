@@ -1,9 +1,9 @@
-"""What `fxmask.advise` predicts for the models of train_step.py, beside what train_step.py measured and what the advice gave when it was tried.
+"""What `fxmask.advise` expects of the models of train_step.py, from its layers' times and from its trial, beside what train_step.py measured.
 
     python examples/benchmarks/train_step.py --model mlp --block 64 --ratio 0.8 --refresh 10 --threads 1 --csv CSV        # first
     python examples/benchmarks/advice.py --model mlp --block 64 --ratio 0.8 --threads 1 --csv CSV
 
-Times as fast as the dense step in eager mode, which is what `advise` times. Exit status 1: a prediction is more than 15 % off, or advised is what loses.
+Times as fast as the dense step in eager mode, which is what `advise` times. Exit status 1: what is expected is more than 15 % off, or advised is what loses.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def asked(name: str, batch: int, block: int, ratio: float, seconds: float) -> Ad
 def row_of(name: str, block: int, ratio: float, threads: int, advice: Advice, real: float | None) -> dict[str, Any]:
     """A model's row. Where nothing is advised the prediction is 1, of the dense step."""
     tried = re.search(r"([\d.]+) when tried", str(advice))
-    gain = advice.plan.gain if advice.plan else 1.0
+    gain = advice.gain
     off = None if real is None or not advice.plan else 100 * (gain / real - 1)
     wrong = "" if real is None else "loses" if advice.plan and real < 1 else "off" if off is not None and abs(off) > 100 * NEAR else "ok"
     return {
-        "model": name, "block": block, "ratio": ratio, "threads": threads, "linears": len(advice.plan.blocks) if advice.plan else 0, "predicted": gain,
-        "measured": real, "tried": float(tried[1]) if tried else None, "off, %": off, "verdict": wrong,
+        "model": name, "block": block, "ratio": ratio, "threads": threads, "linears": len(advice.plan.blocks) if advice.plan else 0, "expected": gain,
+        "measured": real, "by layers": advice.plan.gain if advice.plan else None, "tried": float(tried[1]) if tried else None, "off, %": off, "verdict": wrong,
     }  # fmt: skip
 
 

@@ -16,16 +16,20 @@ from .search import Cell, Timed
 
 
 class Advice(Report):
-    """What `advise` found. `plans`: one a ratio; `plan`: the one that is advised, None where nothing pays; `arguments`: of `fxmask.apply` for it, None too."""
+    """What `advise` found. `plans`: one a ratio; `plan`: the one that is advised, None where nothing pays; `arguments`: of `fxmask.apply` for it, None too.
+
+    `gain`: times as fast as dense that the step is expected to be, 1 without a plan: by the layers' times, or the geometric mean of that and the trial.
+    """
 
     plans: list[Plan]
     plan: Plan | None
     arguments: dict[str, Any] | None
+    gain: float
 
     def to_dict(self) -> dict[str, Any]:
         """As `Report.to_dict`, with the plans' numbers and the arguments of `apply`."""
         numbers = [{"ratio": p.ratio, "step_s": p.step, "gain": p.gain, "blocks": {n: list(b) for n, b in p.blocks.items()}} for p in self.plans]
-        return super().to_dict() | {"plans": numbers, "apply": self.arguments}
+        return super().to_dict() | {"plans": numbers, "apply": self.arguments, "gain": self.gain}
 
 
 def advice_of(
@@ -49,7 +53,8 @@ def advice_of(
     else:
         kept = all(t.kept_step for t in found if any(layer.name in plan.blocks for layer in t.layers))
         summary["advice"] = _call(plan, refresh, options, None if narrowed else linears, kept, steps)
-        summary["advice"] += f", {trials[plan.ratio]:.2f} when tried" if plan.ratio in trials else ""
+        if plan.ratio in trials:
+            summary["advice"] += f", {trials[plan.ratio]:.2f} when tried: {_expected(plan, trials):.2f} expected"
     high = max((v for v in loads if v is not None), default=0.0)
     if device.type == "cpu" and high > (os.cpu_count() or 1):
         notes.append(f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle.")
@@ -61,7 +66,13 @@ def advice_of(
     title = f"fxmask.advise: {type(model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "") + f", {utc()}, {took:.0f} s"
     out = Advice(title, rows, notes, summary)
     out.plans, out.plan, out.arguments = made, plan, None if plan is None else plan.arguments(refresh, options)
+    out.gain = 1.0 if plan is None else _expected(plan, trials)
     return out
+
+
+def _expected(plan: Plan, trials: dict[float, float]) -> float:
+    """Two estimates of one gain, each of a moment of its own, are off by less together."""
+    return (plan.gain * trials[plan.ratio]) ** 0.5 if plan.ratio in trials else plan.gain
 
 
 def _left(found: list[Timed]) -> int:

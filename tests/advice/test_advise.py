@@ -160,7 +160,8 @@ def test_the_dense_step_is_that_of_both_times(monkeypatch):
     """Before the layers and beside the trial: a machine's speed drifts meanwhile."""
     advice = trying(monkeypatch, [1.0, 2.0], [0.5], {0.9: 0.5})
     assert advice.plan.gain == 1.5 and advice.summary["dense step"] == "1500 ms"
-    assert advice.summary["advice"].endswith("1.50 times as fast predicted, 4.00 when tried")
+    assert advice.summary["advice"].endswith("1.50 times as fast predicted, 4.00 when tried: 2.45 expected")
+    assert advice.gain == pytest.approx(6**0.5) == advice.to_dict()["gain"]
 
 
 def test_after_a_trial_the_lowest_ratio_that_still_reaches_the_target_is_tried(monkeypatch):
@@ -172,7 +173,7 @@ def test_what_loses_when_tried_is_followed_by_the_next_ratio(monkeypatch):
     advice = trying(monkeypatch, [1.0, 1.0, 1.0], [1.25, 0.4], {0.5: 0.5, 0.9: 0.75})
     assert advice.plan.ratio == 0.9 and "at 50 %: 0.80" in str(advice) and "at 90 %: 2.50" in str(advice)
     lost = trying(monkeypatch, [1.0, 1.0, 1.0], [1.25, 1.25], {0.5: 0.5, 0.9: 0.75})
-    assert lost.plan is None and lost.arguments is None and lost.summary["advice"] == "leave it dense"
+    assert lost.plan is None and lost.arguments is None and lost.gain == 1 and lost.summary["advice"] == "leave it dense"
     under = trying(monkeypatch, [1.0, 1.0], [0.5], {0.9: 0.75}, target=3)
     assert under.plan is not None and "below the target of 3" in str(under)
 
