@@ -11,7 +11,7 @@ from torch import nn
 from ..bench.provenance import provenance, utc
 from ..report import Report
 from .layers import Layer
-from .plan import Plan, best_block
+from .plan import Plan, best_block, expected, holding
 from .search import Cell, Timed
 
 
@@ -25,6 +25,7 @@ class Advice(Report):
     plan: Plan | None
     arguments: dict[str, Any] | None
     gain: float
+    tried: float | None  # by the trial alone
 
     def to_dict(self) -> dict[str, Any]:
         """As `Report.to_dict`, with the plans' numbers and the arguments of `apply`."""
@@ -44,17 +45,17 @@ def advice_of(
     summary: dict[str, Any] = {"dense step": f"{1e3 * dense:.4g} ms"}
     timed = {ratio for t in found for _, ratio in t.cells}
     summary |= {f"at {100 * p.ratio:g} %": p.words(linears) if p.ratio in timed or not _left(found) else "not timed" for p in made}
-    best = max(made, key=lambda p: p.gain)
     if plan is None:
-        most = f"; the most is {best.gain:.2f}, at {100 * best.ratio:g} %" if best.blocks else ": no layer is faster masked"
-        summary["advice"] = f"leave it dense: nothing reaches {target:g} times as fast{most}" if not notes else "leave it dense"
+        best = max(holding(made, trials), key=lambda p: expected(p, trials), default=None)
+        most = f"; the most is {expected(best, trials):.2f}, at {100 * best.ratio:g} %" if best else "" if trials else ": no layer is faster masked"
+        summary["advice"] = f"leave it dense: nothing reaches {target:g} times as fast{most}"
         if not any(t.cells for t in found) and any(t.left_out for t in found):
             summary["advice"] = "none: nothing was timed in that time"
     else:
         kept = all(t.kept_step for t in found if any(layer.name in plan.blocks for layer in t.layers))
         summary["advice"] = _call(plan, refresh, options, None if narrowed else linears, kept, steps)
         if plan.ratio in trials:
-            summary["advice"] += f", {trials[plan.ratio]:.2f} when tried: {_expected(plan, trials):.2f} expected"
+            summary["advice"] += f", {trials[plan.ratio]:.2f} when tried: {expected(plan, trials):.2f} expected"
     high = max((v for v in loads if v is not None), default=0.0)
     if device.type == "cpu" and high > (os.cpu_count() or 1):
         notes.append(f"The machine was busy: load {high:.1f} on {os.cpu_count()} cores; ask again when it is idle.")
@@ -66,13 +67,9 @@ def advice_of(
     title = f"fxmask.advise: {type(model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "") + f", {utc()}, {took:.0f} s"
     out = Advice(title, rows, notes, summary)
     out.plans, out.plan, out.arguments = made, plan, None if plan is None else plan.arguments(refresh, options)
-    out.gain = 1.0 if plan is None else _expected(plan, trials)
+    out.tried = None if plan is None else trials.get(plan.ratio)
+    out.gain = 1.0 if plan is None else expected(plan, trials)
     return out
-
-
-def _expected(plan: Plan, trials: dict[float, float]) -> float:
-    """Two estimates of one gain, each of a moment of its own, are off by less together."""
-    return (plan.gain * trials[plan.ratio]) ** 0.5 if plan.ratio in trials else plan.gain
 
 
 def _left(found: list[Timed]) -> int:

@@ -104,7 +104,7 @@ def advise(
         while True:
             dense = statistics.mean(dense_times)  # layers were timed between these, and a machine's speed drifts
             made = plans(found, ratios_of, dense)
-            plan = chosen([p for p in made if trials.get(p.ratio, 1.0) >= 1], target)
+            plan = chosen(made, target, trials)
             if plan is None or not check or plan.ratio in trials:
                 break
             tried = _tried(plan, own, _copy, (args, named), measure_loss, optimizer, refresh, options, device, begin + seconds, notes)

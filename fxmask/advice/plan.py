@@ -67,6 +67,16 @@ def plans(found: list[Timed], ratios: list[float], dense_step: float) -> list[Pl
     return made
 
 
-def chosen(made: list[Plan], target: float) -> Plan | None:
-    """The plan of the lowest ratio that reaches the target; None where none does."""
-    return next((p for p in made if p.blocks and p.gain >= target), None)
+def expected(plan: Plan, trials: dict[float, float]) -> float:
+    """A plan's gain, with that of its trial where there was one: two estimates, each of a moment of its own, whose geometric mean is off by less."""
+    return (plan.gain * trials[plan.ratio]) ** 0.5 if plan.ratio in trials else plan.gain
+
+
+def holding(made: list[Plan], trials: dict[float, float]) -> list[Plan]:
+    """The plans that mask something and did not lose when they were tried. `trials`: gain by ratio."""
+    return [p for p in made if p.blocks and trials.get(p.ratio, 1.0) >= 1]
+
+
+def chosen(made: list[Plan], target: float, trials: dict[float, float]) -> Plan | None:
+    """The plan of the lowest ratio that is expected to reach the target; None where none is."""
+    return next((p for p in holding(made, trials) if expected(p, trials) >= target), None)

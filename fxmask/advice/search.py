@@ -85,19 +85,15 @@ def search(
             units.append((Timed(group, made.dense_times, {}, refresh), made))
         else:
             units.append((Timed(group, Times(0.0, 0.0), {}, refresh, len(cells), "the time was spent"), None))
-    for cell in cells:
+    for again, cell in [(bool(turn), cell) for turn in range(1 + AGAIN) for cell in cells]:
         for timed, unit in units:
-            if unit is None or timed.settled(cell) or whole(timed.layers[0], cell):
+            if unit is None or (cell not in timed.cells if again else timed.settled(cell) or whole(timed.layers[0], cell)):
                 continue
             if time.perf_counter() >= until:
-                timed.left_out += 1
+                timed.left_out += not again
                 continue
             timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))
             timed.kept_step = unit.kept_step
-    for cell in [cell for _ in range(AGAIN) for cell in cells]:
-        for timed, unit in units:
-            if unit is not None and cell in timed.cells and time.perf_counter() < until:
-                timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))
     return [timed for timed, _ in units]
 
 

@@ -173,9 +173,11 @@ def test_what_loses_when_tried_is_followed_by_the_next_ratio(monkeypatch):
     advice = trying(monkeypatch, [1.0, 1.0, 1.0], [1.25, 0.4], {0.5: 0.5, 0.9: 0.75})
     assert advice.plan.ratio == 0.9 and "at 50 %: 0.80" in str(advice) and "at 90 %: 2.50" in str(advice)
     lost = trying(monkeypatch, [1.0, 1.0, 1.0], [1.25, 1.25], {0.5: 0.5, 0.9: 0.75})
-    assert lost.plan is None and lost.arguments is None and lost.gain == 1 and lost.summary["advice"] == "leave it dense"
+    assert lost.plan is None and lost.arguments is None and lost.gain == 1 and lost.summary["advice"].startswith("leave it dense: nothing reaches 1.05")
     under = trying(monkeypatch, [1.0, 1.0], [0.5], {0.9: 0.75}, target=3)
-    assert under.plan is not None and "below the target of 3" in str(under)
+    assert under.plan is None and "below the target of 3" in str(under) and "the most is 2.83, at 90 %" in under.summary["advice"]
+    held = trying(monkeypatch, [1.0, 2.0], [1.0], {0.9: 0.3}, target=1.4)  # the layers say 1.43, then 1.25; the trial 2.0
+    assert held.plan.ratio == 0.9 and held.gain == pytest.approx(2.5**0.5) and held.tried == 2.0
 
 
 def test_rounds_count_by_their_medians():

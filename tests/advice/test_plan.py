@@ -65,8 +65,8 @@ def test_a_gain_that_may_be_noise_does_not_pay():
 def test_the_lowest_ratio_that_reaches_the_target():
     found = [timed([layer("a")], 0.9, {(B64, 0.5): 0.8, (B64, 0.8): 0.5, (B64, 0.9): 0.3})]
     made = plans(found, [0.5, 0.8, 0.9], 1.0)
-    assert [chosen(made, t).ratio for t in (1.05, 1.3, 2.0)] == [0.5, 0.8, 0.9]
-    assert chosen(made, 4.0) is None
+    assert [chosen(made, t, {}).ratio for t in (1.05, 1.3, 2.0)] == [0.5, 0.8, 0.9]
+    assert chosen(made, 4.0, {}) is None
     assert best_block(found[0], 0.7) == (None, None)
 
 

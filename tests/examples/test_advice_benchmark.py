@@ -28,9 +28,7 @@ class Plan:
 class Found:
     def __init__(self, gain):
         self.plan, self.gain, self.summary = None if gain is None else Plan(gain), gain or 1.0, {"advice": "so"}
-
-    def __str__(self):
-        return "2.00 times as fast predicted, 1.75 when tried"
+        self.tried = 1.75
 
 
 @pytest.mark.parametrize(
