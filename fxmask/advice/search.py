@@ -20,7 +20,7 @@ from .layers import Layer
 from .unit import MakeOptimizer, Times, Unit
 
 LOSES = 0.95  # a gain below this is no noise
-AGAIN = 2  # rounds over all cells while time is left: one moment of a machine is not the next one
+ROUNDS, REPEATED = 9, 0.5  # over all cells, the first in all of the time, more of them in so much of it: one moment of a machine is not the next one
 Cell = tuple[tuple[int, int], float]  # block, ratio
 
 
@@ -72,7 +72,9 @@ def order_of(blocks: Iterable[tuple[int, int]], ratios: Iterable[float]) -> list
 def search(
     layers: Sequence[Layer], cells: Sequence[Cell], options: dict[str, Any], make: MakeOptimizer | None, refresh: int, until: float
 ) -> list[Timed]:
-    """Time every signature's cells, cell by cell over all signatures, those with the most work first, and `AGAIN` once more. `until`: of time.perf_counter."""
+    """Time every signature's cells, cell by cell over all signatures, those with the most work first, in up to ROUNDS rounds. `until`: of time.perf_counter."""
+    begin = time.perf_counter()
+    enough = begin + REPEATED * (until - begin)
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
         if not layer.why:
@@ -85,11 +87,11 @@ def search(
             units.append((Timed(group, made.dense_times, {}, refresh), made))
         else:
             units.append((Timed(group, Times(0.0, 0.0), {}, refresh, len(cells), "the time was spent"), None))
-    for again, cell in [(bool(turn), cell) for turn in range(1 + AGAIN) for cell in cells]:
+    for again, cell in [(bool(turn), cell) for turn in range(ROUNDS) for cell in cells]:
         for timed, unit in units:
             if unit is None or (cell not in timed.cells if again else timed.settled(cell) or whole(timed.layers[0], cell)):
                 continue
-            if time.perf_counter() >= until:
+            if time.perf_counter() >= (enough if again else until):
                 timed.left_out += not again
                 continue
             timed.add(cell, unit.masked(WeightMask(ratio=cell[1], block=cell[0], refresh=0, **options)))

@@ -19,7 +19,7 @@ from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
 from fxmask.passes.choose import choose
 from fxmask.passes.find import find
 
-SMALL = {"seconds": 60.0, "blocks": [32], "ratios": [0.5]}
+SMALL = {"seconds": 10.0, "blocks": [32], "ratios": [0.5]}
 
 
 def seen(model: nn.Module, *args, include=None) -> list:

@@ -85,7 +85,7 @@ def test_arguments_mask_what_the_plan_says_with_its_blocks():
     assert all(rows[n]["backward"] == "ste" and rows[n]["target_ratio"] == 0.8 for n in "abd")
 
 
-ROUNDS = 1 + searching.AGAIN
+ROUNDS = searching.ROUNDS
 
 
 class FakeUnit:
@@ -131,6 +131,20 @@ def test_layers_of_one_signature_are_timed_once_and_time_that_is_spent_is_said(f
     assert [x.name for x in first.layers] == ["a", "b"] and [x.name for x in second.layers] == ["c"] and len(fake.asked) == 2 * ROUNDS
     late = search(layers, [(B64, 0.9), (B64, 0.5)], {}, None, 10, 0.0)
     assert [t.left_out for t in late] == [2, 2] and all(t.why for t in late) and plans(late, [0.9], 1.0)[0].blocks == {}
+
+
+def test_cells_are_timed_again_in_half_of_the_time_alone(fake, monkeypatch):
+    """A clock on which every cell takes a second: of 10 s the first round has all, what comes after it ends with the fifth."""
+    now = [100.0]
+    monkeypatch.setattr(searching.time, "perf_counter", lambda: now[0])
+    masked = FakeUnit.masked
+    monkeypatch.setattr(FakeUnit, "masked", lambda self, config: (now.__setitem__(0, now[0] + 1), masked(self, config))[1])
+    fake.gains = {(B64, r): 2.0 for r in (0.5, 0.6, 0.7, 0.8, 0.9)}
+    search([layer("a")], order_of([B64], [0.5, 0.9]), {}, None, 10, now[0] + 10)
+    assert fake.asked == [(B64, 0.9), (B64, 0.5), (B64, 0.9), (B64, 0.5), (B64, 0.9)]
+    fake.asked.clear()
+    (found,) = search([layer("a")], order_of([B64], [0.5, 0.6, 0.7, 0.8, 0.9]), {}, None, 10, now[0] + 4)
+    assert [r for _, r in fake.asked] == [0.9, 0.8, 0.7, 0.6] and found.left_out == 1
 
 
 def test_a_block_that_can_mask_nothing_is_not_timed(fake):
