@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from .advice import Advice, advice_of
 from .layers import Layer, layers_of
 from .plan import Plan, chosen, plans
 from .search import Cell, check_cells, device_of, search
-from .step import mean_square, optimizer_of, step_seconds, stepper
+from .step import mean_square, optimizer_of, page_faults, step_seconds, stepper
 from .unit import MakeOptimizer, guarded
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
@@ -179,7 +180,10 @@ def _tried(
         if optimizer is not None:
             guarded(optimizer, masked)
         steps = {"dense": stepper(dense, *given, loss, optimizer_of(dense, make)), "masked": stepper(masked, *given, loss, optimizer)}
+        before = os.times()
         took = step_seconds(steps, device, left / 2)
+        if device.type == "cpu" and (said := page_faults(before, os.times())):
+            notes.append(said)
     except torch.OutOfMemoryError:
         notes.append("The advice was not tried: the device's memory does not hold the model three times.")
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..bench.provenance import allocator
 from ..bench.stopwatch import Stopwatch, medians
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.errors import message
 from .unit import MakeOptimizer
 
 FEWEST, MOST = 3, 12  # steps
+FAULTS = 0.04  # share of a CPU's time in the system from which page faults are worth a word
+KEEP = "MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_MMAP_THRESHOLD_=33554432"  # glibc keeps up to 16 GiB that a step frees
 
 
 def mean_square(out: Any) -> Tensor:
@@ -68,3 +72,12 @@ def step_seconds(steps: dict[str, Callable[[], None]], device: torch.device, sec
         took = {name: watch(steps[name]) for name in names}
         rows.append(tuple(took[name] for name in steps))
     return dict(zip(steps, medians(rows), strict=True))
+
+
+def page_faults(before: os.times_result, after: os.times_result) -> str:
+    """What to say where the system had a part of a CPU's time, as it has when each step faults in again what the one before gave back; else nothing."""
+    system, user = after.system - before.system, after.user - before.user
+    if system + user < 1 or system < FAULTS * (system + user):  # these times have a resolution of 10 ms
+        return ""
+    said = f"The system took {100 * system / (system + user):.0f} % of the trial's time, for page faults of memory that the allocator gives back after each"
+    return said + ("." if allocator() else f": with glibc, {KEEP} in the environment keeps it, and masks gain more by that than dense layers.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from functools import cache
@@ -116,6 +117,12 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def allocator() -> str:
+    """What the environment sets of the C allocator, which decides whether memory that a step frees comes back by page faults; empty where it sets nothing."""
+    known = {name: value for name, value in sorted(os.environ.items()) if value and (name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD"))}
+    return " ".join(f"{name}={Path(value).name if name == 'LD_PRELOAD' else value}" for name, value in known.items())
+
+
 def provenance(device: torch.device) -> dict[str, str]:
     """The columns that all rows of a run share."""
     sha, dirty = commit()
@@ -126,7 +133,7 @@ def provenance(device: torch.device) -> dict[str, str]:
         "git_sha": sha,
         "dirty": dirty,
         "source": source_hash(),
-        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "device": torch.cuda.get_device_name(device) if cuda else ", ".join(filter(None, (cpu_name(), allocator()))),
         "driver": _driver() if cuda else "",
         "torch": torch.__version__,
         "triton": triton,

@@ -1,5 +1,6 @@
 """From layers' times to a plan: pure arithmetic, on times that the tests make up."""
 
+import os
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,9 @@ from fxmask.advice import search as searching
 from fxmask.advice.layers import Layer, Seen
 from fxmask.advice.plan import PAYS, best_block, chosen, plans
 from fxmask.advice.search import Timed, check_cells, order_of, search, whole
+from fxmask.advice.step import KEEP, page_faults
 from fxmask.advice.unit import Times
+from fxmask.bench.provenance import allocator
 
 B64, B32 = (64, 64), (32, 32)
 
@@ -158,3 +161,19 @@ def test_blocks_and_ratios_are_checked():
     for blocks, ratios in (([32], []), ([], [0.5]), (32, [0.5]), ([32], 0.5), ("32", [0.5]), ([32], [0.0]), ([32], [1.0]), ([0], [0.5]), ([(1, 2, 3)], [0.5])):
         with pytest.raises(fxmask.FxMaskError):
             check_cells(blocks, ratios)
+
+
+def test_page_faults_are_named_where_they_take_time(monkeypatch):
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+
+    def at(user, system):
+        return os.times_result((user, system, 0.0, 0.0, 0.0))
+
+    said = page_faults(at(5.0, 1.0), at(13.0, 3.0))
+    assert "took 20 %" in said and KEEP in said
+    assert page_faults(at(5.0, 1.0), at(15.0, 1.3)) == "" and page_faults(at(5.0, 1.0), at(5.5, 1.4)) == ""
+    for pair in KEEP.split():
+        monkeypatch.setenv(*pair.split("="))
+    assert "took 20 %" in page_faults(at(5.0, 1.0), at(13.0, 3.0)) and allocator() == " ".join(sorted(KEEP.split()))
+    assert KEEP not in page_faults(at(5.0, 1.0), at(13.0, 3.0))
