@@ -128,7 +128,7 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     o = parse(options)
     masked = rewrite(gm, example_inputs, o)
     compiled = _inner(o, mode)(gm, example_inputs)
-    return backend_watch.watch(compiled, masked)
+    return backend_watch.watch(compiled, masked, list(_real(gm, example_inputs).values()))
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -49,22 +49,30 @@ def asked() -> None:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]]) -> Callable[..., Any]:
-    """The compiled graph, counting its calls for the weights that it masks."""
+def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The compiled graph, counting its calls for the weights that it masks. `inputs`: what it was compiled for, among which the weights are.
+
+    Dynamo calls one graph with the weights of several layers, where their frames are compiled on their own: those that are given count.
+    """
     if not masked:
         return compiled
-    for name, w in masked:
-        if w not in _uses:
-            _uses[w] = Use(name)
-    uses = [_uses[w] for _, w in masked]
+    places = {id(given): i for i, given in enumerate(inputs)}
+    fixed = [_use(name, w) for name, w in masked if id(w) not in places]
+    among = [(name, places[id(w)]) for name, w in masked if id(w) in places]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
-        for u in uses:
+        for u in [*fixed, *(_use(name, args[i]) for name, i in among)]:
             u.calls += 1
         return compiled(*args)
 
     return counted
+
+
+def _use(name: str, w: Tensor) -> Use:
+    if w not in _uses:
+        _uses[w] = Use(name)
+    return cast(Use, _uses[w])
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
 from sample_models import mlp
+from torch import nn
 
 from fxmask import backend, backend_watch
 from fxmask.errors import FxMaskWarning
@@ -17,6 +18,39 @@ def test_a_step_around_the_graph_is_a_warning():
         steps_of(model, call, 1)
     assert "fxmask.apply(model, ...) is masked in eager code, too" in str(seen[0].message)
     steps_of(model, call, 1)
+
+
+class Broken(nn.Module):
+    """Two layers of one class, each a frame of its own: Dynamo compiles one graph and calls it with the weights of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Wrap(nn.Linear(64, 64)) for _ in range(2))
+
+    def forward(self, x):
+        y = 0
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            y = y + layer(x)
+        return y
+
+
+def test_a_graph_that_several_layers_share_counts_for_each():
+    model = Broken()
+    call = compiled(model, **OPTIONS)
+    steps_of(model, call, 1)
+    first, second = (backend_watch._uses[layer.inner.weight] for layer in model.layers)
+    assert (first.calls, second.calls) == (1, 1) and first.name == second.name
+    steps_of(model, call, 1)
+    assert (first.calls, second.calls) == (2, 2)
+
+    call_first = compiled(model.layers[0], **OPTIONS)
+
+    def only_the_first(x):
+        return model.layers[1](x) + call_first(x)
+
+    with pytest.warns(FxMaskWarning, match=rf"gradients of {second.name} though no masked graph ran"):
+        steps_of(model, only_the_first, 1)
 
 
 def test_one_gradient_in_two_steps_is_no_warning():
