@@ -1,9 +1,11 @@
 """What `fxmask.advise` expects of the models of train_step.py, from its layers' times and from its trial, beside what train_step.py measured.
 
-    python examples/benchmarks/train_step.py --model mlp --block 64 --ratio 0.8 --refresh 10 --threads 1 --csv CSV        # first
-    python examples/benchmarks/advice.py --model mlp --block 64 --ratio 0.8 --threads 1 --csv CSV
+    OF="--model mlp --block 64 --ratio 0.8 --threads 1 --csv CSV"
+    python examples/benchmarks/train_step.py $OF --refresh 10 --contenders dense_eager fxmask_eager      # first
+    python examples/benchmarks/advice.py $OF
 
-Times as fast as the dense step in eager mode, which is what `advise` times. Exit status 1: what is expected is more than 15 % off, or advised is what loses.
+One directly after the other: an hour later a shared host is another one. Times as fast as the dense step in eager mode, which is what `advise` times. Exit
+status 1: what is expected is more than 15 % off, or advised is what loses.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tabulate import tabulate
 import fxmask
 from benchmarks import step_models
 from fxmask.advice.advice import Advice
+from fxmask.bench.provenance import provenance
 
 NEAR = 0.15
 BATCH = {"resmlp-s12": 16}  # where train_step.py's default is not the batch that was measured
@@ -29,10 +32,11 @@ CSV = Path(__file__).resolve().parents[1] / "results" / "epyc" / "train_step.csv
 
 
 def measured(rows: list[dict[str, str]], model: str, block: int, ratio: float, threads: int) -> float | None:
-    """Dense eager over fxmask eager, refresh 10; None where the csv has no such row. The latest counts."""
+    """Dense eager over fxmask eager, refresh 10; None where the csv has no such row of this machine and this setting of its allocator. The latest counts."""
     found: dict[str, float] = {}
+    device = provenance(torch.device("cpu"))["device"]
     for row in rows:
-        if (row["model"], row["threads"]) == (model, str(threads)) and row["contender"] in ("dense_eager", "fxmask_eager"):
+        if (row["model"], row["threads"], row["device"]) == (model, str(threads), device) and row["contender"] in ("dense_eager", "fxmask_eager"):
             ours = row["contender"] == "fxmask_eager"
             if float(row["ratio"]) == ratio and row["block"] == str(block) and (not ours or row["refresh"] == "10"):
                 found[row["contender"]] = float(row["ms_p50"])

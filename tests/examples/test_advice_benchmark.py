@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 
 import pytest
+import torch
 from benchmarks import advice
 
 import fxmask
+from fxmask.bench.provenance import provenance
 
-COLUMNS = ("model", "threads", "block", "ratio", "contender", "refresh", "ms_p50")
+COLUMNS = ("device", "model", "threads", "block", "ratio", "contender", "refresh", "ms_p50")
 
 
 def csv_of(path, dense, ours):
-    rows = [("tiny", 1, 8, 0.75, "dense_eager", "", dense), ("tiny", 1, 8, 0.75, "fxmask_eager", 1, 1e9), ("tiny", 1, 8, 0.75, "fxmask_eager", 10, ours)]
+    here = (provenance(torch.device("cpu"))["device"], "tiny", 1, 8, 0.75)
+    rows = [(*here, "dense_eager", "", dense), (*here, "fxmask_eager", 1, 1e9), (*here, "fxmask_eager", 10, ours)]
+    rows.append(("another machine", *here[1:], "fxmask_eager", 10, 1e9))
     with path.open("w", newline="") as file:
         out = csv.writer(file)
         out.writerows([COLUMNS, *rows])
@@ -50,8 +54,9 @@ def test_of_a_model_that_nobody_measured(tmp_path, capsys):
     assert "leave it dense" in out and "| tiny" in out
 
 
-def test_it_reads_what_was_measured():
+def test_it_reads_what_was_measured(monkeypatch):
     with advice.CSV.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    monkeypatch.setattr(advice, "provenance", lambda device: {"device": "AMD EPYC"})
     assert 2.0 < advice.measured(rows, "mlp", 64, 0.8, 2) < 3.0 and advice.measured(rows, "mlp", 64, 0.5, 2) is None
     assert fxmask.__version__ == rows[0]["fxmask"]
