@@ -58,11 +58,16 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
         return compiled
     places = {id(given): i for i, given in enumerate(inputs)}
     fixed = [_use(name, w) for name, w in masked if id(w) not in places]
-    among = [(name, places[id(w)]) for name, w in masked if id(w) in places]
+    last = [(places[id(w)], name, weakref.ref(w), _use(name, w)) for name, w in masked if id(w) in places]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
-        for u in [*fixed, *(_use(name, args[i]) for name, i in among)]:
+        for u in fixed:
+            u.calls += 1
+        for j, (i, name, given, u) in enumerate(last):
+            if given() is not args[i]:  # looked up only then, as a lookup costs microseconds
+                u = _use(f"{name} (of another layer, which shares its graph)", args[i])
+                last[j] = (i, name, weakref.ref(args[i]), u)
             u.calls += 1
         return compiled(*args)
 
@@ -70,9 +75,10 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
 
 
 def _use(name: str, w: Tensor) -> Use:
-    if w not in _uses:
-        _uses[w] = Use(name)
-    return cast(Use, _uses[w])
+    found = _uses.get(w)
+    if found is None:
+        found = _uses[w] = Use(name)
+    return cast(Use, found)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """What `fxmask.advise` expects of the models of train_step.py, from its layers' times and from its trial, beside what train_step.py measured.
 
     OF="--model mlp --block 64 --ratio 0.8 --threads 1 --csv CSV"
-    python examples/benchmarks/train_step.py $OF --refresh 10 --contenders dense_eager fxmask_eager      # first
+    python examples/benchmarks/train_step.py $OF --refresh 10 --contenders dense_eager fxmask_eager      # first, into a new csv; --batch 16 for resmlp-s12
     python examples/benchmarks/advice.py $OF
 
 One directly after the other: an hour later a shared host is another one. Times as fast as the dense step in eager mode, which is what `advise` times. Exit
@@ -31,12 +31,12 @@ BATCH = {"resmlp-s12": 16}  # where train_step.py's default is not the batch tha
 CSV = Path(__file__).resolve().parents[1] / "results" / "epyc" / "train_step.csv"
 
 
-def measured(rows: list[dict[str, str]], model: str, block: int, ratio: float, threads: int) -> float | None:
+def measured(rows: list[dict[str, str]], model: str, batch: int, block: int, ratio: float, threads: int) -> float | None:
     """Dense eager over fxmask eager, refresh 10; None where the csv has no such row of this machine and this setting of its allocator. The latest counts."""
     found: dict[str, float] = {}
-    device = provenance(torch.device("cpu"))["device"]
+    here = (model, str(batch), str(threads), provenance(torch.device("cpu"))["device"])
     for row in rows:
-        if (row["model"], row["threads"], row["device"]) == (model, str(threads), device) and row["contender"] in ("dense_eager", "fxmask_eager"):
+        if (row["model"], row["batch"], row["threads"], row["device"]) == here and row["contender"] in ("dense_eager", "fxmask_eager"):
             ours = row["contender"] == "fxmask_eager"
             if float(row["ratio"]) == ratio and row["block"] == str(block) and (not ours or row["refresh"] == "10"):
                 found[row["contender"]] = float(row["ms_p50"])
@@ -74,8 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for name in args.model:
         for ratio in args.ratio:
-            advice = asked(name, BATCH.get(name, step_models.MODELS[name].batches[1]), args.block, ratio, args.seconds)
-            rows.append(row_of(name, args.block, ratio, args.threads, advice, measured(known, name, args.block, ratio, args.threads)))
+            batch = BATCH.get(name, step_models.MODELS[name].batches[1])
+            advice = asked(name, batch, args.block, ratio, args.seconds)
+            rows.append(row_of(name, args.block, ratio, args.threads, advice, measured(known, name, batch, args.block, ratio, args.threads)))
             print(advice.summary["advice"], flush=True)
     print(tabulate(rows, headers="keys", floatfmt=".3g", tablefmt="github"))
     return 1 if any(row["verdict"] in ("off", "loses") for row in rows) else 0

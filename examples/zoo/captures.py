@@ -68,21 +68,31 @@ def exported(s: Subject) -> Columns:
 
 
 class Counting:
-    """A backend that counts graphs and hands them on."""
+    """A backend that counts graphs, hands them on, and notes which parameters they are called with."""
 
     def __init__(self, inner: str) -> None:
-        self.graphs, self.inner = 0, torch._dynamo.lookup_backend(inner)
+        self.graphs, self.inner, self.given = 0, torch._dynamo.lookup_backend(inner), dict[int, nn.Parameter]()
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
-        return self.inner(gm, list(inputs))
+        made = self.inner(gm, list(inputs))
+
+        def noted(*args: Any) -> Any:
+            self.given |= {id(a): a for a in args if isinstance(a, nn.Parameter)}
+            return made(*args)
+
+        return noted
+
+    def captured(self, model: nn.Module) -> set[str]:
+        """Names of the model's parameters that a graph was called with: what is not among them was met by eager code alone."""
+        return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in self.given}
 
 
 def by_aot_eager(s: Subject) -> Columns:
     """The compiler backend on the dense model in training, against stock Dynamo on the dense copy with W∘M written in: same graphs, same random numbers."""
     stock = Counting("aot_eager")
     try:
-        expected = by_stock(s, s.masks, stock)
+        expected, captured = by_stock(s, s.masks, stock)
     except Exception as error:
         return {"stock": NO, "backend": "-", "backend_why": STOCK + reason(error)}
     if not stock.graphs:
@@ -92,25 +102,26 @@ def by_aot_eager(s: Subject) -> Columns:
         found, sites, said = with_backend(s, True, {"inner": Counting("aot_eager")})
         why, masks = difference(sites, set(s.masks)) + (said if sites != set(s.masks) else []), s.masks
         known = {name for name in sites if not name.endswith(COMPUTED) and id(s.model.get_parameter(name)) not in tied(s, s.model)}
-        if known != set(masks):  # it meets calls, and so a linear of another class than nn.Linear, too; what runs in eager code it does not meet
-            masks = {name: masks[name] if name in masks else as_linear(s.model.get_parameter(name)) for name in known}
-            expected = by_stock(s, masks, Counting("aot_eager"))
+        meant = known | (set(masks) & captured)  # it meets calls, and so a linear of another class than nn.Linear, too; what eager code runs it cannot meet
+        if meant != set(masks):
+            masks = {name: masks[name] if name in masks else as_linear(s.model.get_parameter(name)) for name in meant}
+            expected, _ = by_stock(s, masks, Counting("aot_eager"))
         same = compare(found, expected, masks)
         if same.startswith(NO):  # as in `applied`: rounding may be all that a gradient has
             why, wide = [*why, f"float32: {same}"], torch.float64
             found, _, _ = with_backend(s, True, {"inner": Counting("aot_eager")}, wide)
-            same = compare(found, by_stock(s, masks, Counting("aot_eager"), wide), masks)
+            same = compare(found, by_stock(s, masks, Counting("aot_eager"), wide)[0], masks)
             same = same if same.startswith(NO) else "float64"
     except Exception as error:
         return {**row, "backend": NO, "backend_why": reason(error)}
     return {**row, "backend": len(sites), "backend_equal": same, "backend_why": "; ".join(why)}
 
 
-def by_stock(s: Subject, masks: Masks, backend: Counting, dtype: torch.dtype = torch.float32) -> Outcome:
-    """Stock Dynamo on a dense copy with W∘M written in, in training."""
+def by_stock(s: Subject, masks: Masks, backend: Counting, dtype: torch.dtype = torch.float32) -> tuple[Outcome, set[str]]:
+    """Stock Dynamo on a dense copy with W∘M written in, in training, and the names of the parameters that reached a graph."""
     dense = written_in(s.model, masks).train().to(dtype)
     torch._dynamo.reset()
-    return run(dense, s.made, torch.compile(dense, backend=backend), dtype)
+    return run(dense, s.made, torch.compile(dense, backend=backend), dtype), backend.captured(dense)
 
 
 def as_linear(weight: torch.Tensor) -> torch.Tensor:

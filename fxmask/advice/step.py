@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +16,13 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels.errors import message
 from .unit import MakeOptimizer
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
 FEWEST, MOST = 3, 12  # steps
-FAULTS = 0.04  # share of a CPU's time in the system from which page faults are worth a word
+MANY, FAULTS = 10_000, 0.04  # page faults, and the system's share of a CPU's time, from which they are worth a word
 KEEP = "MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_MMAP_THRESHOLD_=33554432"  # glibc keeps up to 16 GiB that a step frees
 
 
@@ -74,10 +78,19 @@ def step_seconds(steps: dict[str, Callable[[], None]], device: torch.device, sec
     return dict(zip(steps, medians(rows), strict=True))
 
 
-def page_faults(before: os.times_result, after: os.times_result) -> str:
-    """What to say where the system had a part of a CPU's time, as it has when each step faults in again what the one before gave back; else nothing."""
-    system, user = after.system - before.system, after.user - before.user
-    if system + user < 1 or system < FAULTS * (system + user):  # these times have a resolution of 10 ms
+def usage() -> tuple[float, float, int]:
+    """Seconds of this process in itself and in the system, and its page faults; zeros where the system does not count them."""
+    if resource is None:
+        return 0.0, 0.0, 0
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    return now.ru_utime, now.ru_stime, now.ru_minflt
+
+
+def page_faults(before: tuple[float, float, int], after: tuple[float, float, int]) -> str:
+    """What to say where steps fault in again what the steps before gave back, and the system had a part of their time; else nothing. Both as `usage` gives."""
+    user, system, faults = (b - a for a, b in zip(before, after, strict=True))
+    if faults < MANY or system < FAULTS * (system + user):
         return ""
-    said = f"The system took {100 * system / (system + user):.0f} % of the trial's time, for page faults of memory that the allocator gives back after each"
-    return said + ("." if allocator() else f": with glibc, {KEEP} in the environment keeps it, and masks gain more by that than dense layers.")
+    said = f"The system took {100 * system / (system + user):.0f} % of the trial's time, with {faults} page faults: the allocator gives back what a step frees"
+    kept = any(name in allocator() for name in ("MALLOC_TRIM_THRESHOLD_", "jemalloc", "tcmalloc"))
+    return said + ("." if kept else f"; with glibc, {KEEP} in the environment keeps it.")

@@ -119,8 +119,10 @@ def cpu_name() -> str:
 
 def allocator() -> str:
     """What the environment sets of the C allocator, which decides whether memory that a step frees comes back by page faults; empty where it sets nothing."""
-    known = {name: value for name, value in sorted(os.environ.items()) if value and (name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD"))}
-    return " ".join(f"{name}={Path(value).name if name == 'LD_PRELOAD' else value}" for name, value in known.items())
+    known = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    if "LD_PRELOAD" in known:
+        known["LD_PRELOAD"] = ":".join(Path(library).name for library in known["LD_PRELOAD"].replace(":", " ").split())
+    return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
 
 def provenance(device: torch.device) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """From layers' times to a plan: pure arithmetic, on times that the tests make up."""
 
 import os
+import sys
 from typing import ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from fxmask.advice import search as searching
 from fxmask.advice.layers import Layer, Seen
 from fxmask.advice.plan import PAYS, best_block, chosen, plans
 from fxmask.advice.search import Timed, check_cells, order_of, search, whole
-from fxmask.advice.step import KEEP, page_faults
+from fxmask.advice.step import KEEP, page_faults, usage
 from fxmask.advice.unit import Times
 from fxmask.bench.provenance import allocator
 
@@ -164,16 +165,24 @@ def test_blocks_and_ratios_are_checked():
 
 
 def test_page_faults_are_named_where_they_take_time(monkeypatch):
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [n for n in os.environ if n.startswith("MALLOC_") or n in ("GLIBC_TUNABLES", "LD_PRELOAD")]:
+        monkeypatch.delenv(name)
+    before, many = (5.0, 1.0, 100), (13.0, 3.0, 50_100)
+    said = page_faults(before, many)
+    assert "took 20 % of the trial's time, with 50000 page faults" in said and KEEP in said
+    assert page_faults(before, (15.0, 1.3, 50_100)) == "" and page_faults(before, (13.0, 3.0, 5_000)) == ""  # no time; no faults
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setenv("LD_PRELOAD", "/a/libother.so:/b/libmore.so")
+    assert KEEP in page_faults(before, many) and allocator() == "LD_PRELOAD=libother.so:libmore.so MALLOC_ARENA_MAX=2"
+    monkeypatch.setenv("LD_PRELOAD", "/a/libjemalloc.so.2:")
+    assert "took 20 %" in page_faults(before, many) and KEEP not in page_faults(before, many)
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setenv(*KEEP.split()[0].split("="))
+    assert KEEP not in page_faults(before, many)
 
-    def at(user, system):
-        return os.times_result((user, system, 0.0, 0.0, 0.0))
 
-    said = page_faults(at(5.0, 1.0), at(13.0, 3.0))
-    assert "took 20 %" in said and KEEP in said
-    assert page_faults(at(5.0, 1.0), at(15.0, 1.3)) == "" and page_faults(at(5.0, 1.0), at(5.5, 1.4)) == ""
-    for pair in KEEP.split():
-        monkeypatch.setenv(*pair.split("="))
-    assert "took 20 %" in page_faults(at(5.0, 1.0), at(13.0, 3.0)) and allocator() == " ".join(sorted(KEEP.split()))
-    assert KEEP not in page_faults(at(5.0, 1.0), at(13.0, 3.0))
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="faults of fresh pages, as Linux counts them")
+def test_what_is_touched_for_the_first_time_is_counted():
+    before = usage()
+    fresh = torch.ones(1 << 24)  # 64 MiB
+    assert usage()[2] - before[2] > fresh.numel() * 4 // (2 << 20)  # at least where pages have 2 MiB

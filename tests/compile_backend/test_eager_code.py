@@ -1,5 +1,7 @@
 """Eager code is dense, and says so where an optimiser can see it."""
 
+import re
+
 import pytest
 import torch
 from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
@@ -40,7 +42,7 @@ def test_a_graph_that_several_layers_share_counts_for_each():
     call = compiled(model, **OPTIONS)
     steps_of(model, call, 1)
     first, second = (backend_watch._uses[layer.inner.weight] for layer in model.layers)
-    assert (first.calls, second.calls) == (1, 1) and first.name == second.name
+    assert (first.calls, second.calls) == (1, 1) and second.name == f"{first.name} (of another layer, which shares its graph)"
     steps_of(model, call, 1)
     assert (first.calls, second.calls) == (2, 2)
 
@@ -49,7 +51,7 @@ def test_a_graph_that_several_layers_share_counts_for_each():
     def only_the_first(x):
         return model.layers[1](x) + call_first(x)
 
-    with pytest.warns(FxMaskWarning, match=rf"gradients of {second.name} though no masked graph ran"):
+    with pytest.warns(FxMaskWarning, match=rf"gradients of {re.escape(second.name)} though no masked graph ran"):
         steps_of(model, only_the_first, 1)
 
 

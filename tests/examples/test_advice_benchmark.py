@@ -6,18 +6,18 @@ import csv
 
 import pytest
 import torch
-from benchmarks import advice
+from benchmarks import advice, page_faults
 
 import fxmask
 from fxmask.bench.provenance import provenance
 
-COLUMNS = ("device", "model", "threads", "block", "ratio", "contender", "refresh", "ms_p50")
+COLUMNS = ("device", "model", "batch", "threads", "block", "ratio", "contender", "refresh", "ms_p50")
 
 
 def csv_of(path, dense, ours):
-    here = (provenance(torch.device("cpu"))["device"], "tiny", 1, 8, 0.75)
+    here = (provenance(torch.device("cpu"))["device"], "tiny", 4, 1, 8, 0.75)
     rows = [(*here, "dense_eager", "", dense), (*here, "fxmask_eager", 1, 1e9), (*here, "fxmask_eager", 10, ours)]
-    rows.append(("another machine", *here[1:], "fxmask_eager", 10, 1e9))
+    rows += [("another machine", *here[1:], "fxmask_eager", 10, 1e9), (*here[:2], 16, *here[3:], "fxmask_eager", 10, 1e9)]
     with path.open("w", newline="") as file:
         out = csv.writer(file)
         out.writerows([COLUMNS, *rows])
@@ -58,5 +58,11 @@ def test_it_reads_what_was_measured(monkeypatch):
     with advice.CSV.open(newline="") as file:
         rows = list(csv.DictReader(file))
     monkeypatch.setattr(advice, "provenance", lambda device: {"device": "AMD EPYC"})
-    assert 2.0 < advice.measured(rows, "mlp", 64, 0.8, 2) < 3.0 and advice.measured(rows, "mlp", 64, 0.5, 2) is None
+    assert 2.0 < advice.measured(rows, "mlp", 4096, 64, 0.8, 2) < 3.0 and advice.measured(rows, "mlp", 4096, 64, 0.5, 2) is None
     assert fxmask.__version__ == rows[0]["fxmask"]
+
+
+def test_page_faults_of_steps(capsys):
+    assert page_faults.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--turns", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "| dense_eager " in out and "| fxmask_eager " in out and "page faults" in out and "process time" in out

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 from zoo import catalogue, equality, results, run, sources, summary
+from zoo.captures import by_aot_eager
 from zoo.checks import Subject, applied
 from zoo.sources import Made
+
+from fxmask import backend
 
 HERE = Path(__file__).parent
 
@@ -85,6 +88,32 @@ def test_what_float32_cannot_tell_is_compared_in_float64(monkeypatch: pytest.Mon
     monkeypatch.setattr("zoo.equality._distance", lambda a, b: 2.0 * (a.dtype == torch.float32))
     row = applied(Subject(made))
     assert row["train"] == row["eval"] == "float64" and "float32 train: no" in row["apply_why"]
+
+
+class Half(nn.Module):
+    """Two linears, the second in eager code alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._dynamo.disable(self.second)(self.first(x))
+
+
+def test_the_backend_is_asked_for_what_a_graph_has_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs in eager code is named; what a graph has and the backend leaves dense is wrong."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 32)
+    half = by_aot_eager(Subject(Made(Half(), (x,))))
+    assert (half["backend"], half["backend_equal"]) == (1, "bits") and "not masked: second.weight" in half["backend_why"]
+    whole = Made(nn.Sequential(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))), (x,))
+    assert by_aot_eager(Subject(whole))["backend"] == 2
+    find = backend.find_lifted
+    for kept in (0, 1):
+        monkeypatch.setattr(backend, "find_lifted", lambda *args, kept=kept: find(*args)[:kept])
+        row = by_aot_eager(Subject(whole))
+        assert row["backend"] == kept and row["backend_equal"].startswith("no: ")
 
 
 def test_the_list() -> None:
