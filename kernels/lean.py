@@ -1,7 +1,8 @@
 """The autograd kernel of an op without what PyTorch's own spends on every call: it reads the schema's defaults anew, some 90 us for ten arguments.
 
 Same dispatch, same semantics: with a gradient to come an `autograd.Function` around the op below autograd, else the op alone. Arguments that equal their
-defaults arrive left out, as the dispatcher does it, and are filled in from a list that is made once.
+defaults arrive left out, as the dispatcher does it, and are filled in from a list that is made once. Where nothing lies between autograd and the device's
+kernel (no mode, no tensor subclass), the op's body is called instead of the dispatcher, which would take the arguments apart and put them together again.
 """
 
 from __future__ import annotations
@@ -13,20 +14,17 @@ import torch
 from torch import _C
 
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+_BELOW = _C._after_autograd_keyset - _VIEWS
+_DEVICES = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 _LIBRARY = torch.library.Library("fxmask", "FRAGMENT")
 
 
 def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
     """As `op.register_autograd(backward, setup_context=setup_context)` of `torch.library.custom_op`, with a leaner kernel in front."""
     op.register_autograd(backward, setup_context=setup_context)
-    overload = op._opoverload
+    overload, below = op._opoverload, _below_autograd(op)
     defaults = tuple(a.default_value for a in overload._schema.arguments)
     count = len(defaults)
-
-    def below(keyset: Any, args: tuple[Any, ...]) -> Any:
-        # views are not noted: an output that the op has reshaped is a tensor of its own, and may be written in place (ReLU(inplace=True) behind a layer)
-        with _C._AutoDispatchBelowAutograd(), _C._ExcludeDispatchKeyGuard(_VIEWS):
-            return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
 
     class Lean(torch.autograd.Function):
         @staticmethod
@@ -43,11 +41,35 @@ def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Call
 
     Lean.__name__ = f"LeanBackwardFor_{overload._opname}"
 
-    @torch._disable_dynamo  # the compiler knows PyTorch's own kernels by their folder, and would look into this one
     def kernel(keyset: Any, *args: Any) -> Any:
         if _C.is_grad_enabled() and _C._any_requires_grad(*args):
             return Lean.apply(*args, keyset)
         return below(keyset, args)
 
+    _register(overload, kernel)
+
+
+def without_gradient(op: Any) -> None:
+    """A leaner kernel for an op whose result has no gradient, such as a mask."""
+    below = _below_autograd(op)
+    _register(op._opoverload, lambda keyset, *args: below(keyset, args))
+
+
+def _below_autograd(op: Any) -> Callable[[Any, tuple[Any, ...]], Any]:
+    """What calls an op with autograd switched off: its body, or the dispatcher where a mode or a subclass waits."""
+    overload, body = op._opoverload, op._init_fn
+
+    def below(keyset: Any, args: tuple[Any, ...]) -> Any:
+        # views are not noted: an output that the op has reshaped is a tensor of its own, and may be written in place (ReLU(inplace=True) behind a layer)
+        with _C._AutoDispatchBelowAutograd(), _C._ExcludeDispatchKeyGuard(_VIEWS):
+            if (keyset & _BELOW).highestPriorityTypeId() in _DEVICES:
+                return body(*args)
+            return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+    return below
+
+
+def _register(overload: Any, kernel: Callable[..., Any]) -> None:
+    kernel = torch._disable_dynamo(kernel)  # the compiler knows PyTorch's own kernels by their folder, and would look into this one
     for key in ("AutogradCPU", "AutogradCUDA"):  # each goes before the kernel that PyTorch has made for all devices
         _LIBRARY.impl(overload._opname, kernel, key, with_keyset=True)

@@ -19,7 +19,7 @@ from . import reference
 from .dispatch import form
 from .errors import ConfigError, ShapeError, UnsupportedError, message
 from .grid import grid_shape
-from .lean import register_autograd
+from .lean import register_autograd, without_gradient
 from .lists import LISTED, listed, packed_length
 from .strides import empty_result
 
@@ -123,6 +123,8 @@ def _(
     return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
 
 
+without_gradient(block_index)
+
 # ---- strip_lists -------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +147,8 @@ def _(mask: Tensor, block_rows: int, block_cols: int, impl: str = "auto") -> Ten
     length = packed_length((mask.shape[0], mask.shape[1]), (block_rows, block_cols))
     return mask.new_empty(length, dtype=torch.int32)
 
+
+without_gradient(strip_lists)
 
 # ---- masked_linear -----------------------------------------------------------------------------------------------------------------------------------
 

@@ -87,12 +87,14 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
     if a.threads is not None:
         torch.set_num_threads(a.threads)
-    if a.dispatch:
-        print(regret.summary(regret.run(regret.draw(a.dispatch, dtype, a.seed), a.out, a.sample_s, a.time_limit).rows))
-        return 0
-    if a.floor:
-        table = interleaved.run(list(floor.cells(dtype, a.seed)), a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)
-        print(floor.summary(table.rows))
+    if a.dispatch or a.floor:
+        grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
+        if a.list:
+            print("\n".join(c.group for c in grid))
+        elif a.dispatch:
+            print(regret.summary(regret.run(grid, a.out, a.sample_s, a.time_limit).rows))
+        else:
+            print(floor.summary(interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV).rows))
         return 0
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)

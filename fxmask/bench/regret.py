@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import reference
-from ..kernels.cpu import chosen, implementation
+from ..kernels.cpu import chosen, implementation, masked_dense
 from ..kernels.cpu.plans import BY_NAME, MASKED_DENSE, Case, Plan, plans
 from ..kernels.grid import grid_shape
 from . import clock
@@ -51,14 +50,14 @@ def calls(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[C
         dense = plan == MASKED_DENSE
         return {
             "forward": lambda: (
-                reference.masked_linear(x, w, None, mask, b) if dense else implementation.masked_linear(x, w, None, mask, b, plan)
+                masked_dense.masked_linear(x, w, None, mask, b) if dense else implementation.masked_linear(x, w, None, mask, b, plan)
             ),
-            "dx": lambda: reference.masked_linear_dx(gy, w, mask, b, "masked") if dense else implementation.masked_linear_dx(gy, w, mask, b, plan),
+            "dx": lambda: masked_dense.masked_linear_dx(gy, w, mask, b) if dense else implementation.masked_linear_dx(gy, w, mask, b, plan),
             "dw": lambda: (
-                reference.masked_linear_dw(gy, x, mask, None, b, "masked") if dense else implementation.backward(gy, x, None, mask, b, plan)
+                masked_dense.masked_linear_dw(gy, x, mask, b) if dense else implementation.backward(gy, x, None, mask, b, plan)
             ),
             "backward": lambda: (
-                reference.masked_linear_backward(gy, x, w, mask, None, b, "masked") if dense else implementation.backward(gy, x, w, mask, b, plan)
+                masked_dense.masked_linear_backward(gy, x, w, mask, b) if dense else implementation.backward(gy, x, w, mask, b, plan)
             ),
         }[cell.op]  # fmt: skip
 

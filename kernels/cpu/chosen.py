@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from .. import reference, tune
 from ..errors import UnsupportedError
-from . import implementation
+from . import implementation, masked_dense
 from .plans import BY_NAME, MASKED_DENSE, Case, Plan, plans, seconds
 
 SMALL = 1e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
@@ -36,6 +37,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@lru_cache(maxsize=4096)
 def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
     """Cases that share a decision: tokens by powers of the square root of 2, densities by powers of the fourth root."""
     density = round(4 * math.log2(max(case.density, 1e-4)))
@@ -119,8 +121,10 @@ class Form:
         mixed = len({t.dtype for t in (x, w, bias) if t is not None}) > 1  # PyTorch refuses that in its own words, strips would cast
 
         def run(plan: Plan, x: Tensor) -> Tensor:
-            if plan == MASKED_DENSE or mixed:
+            if mixed:
                 return reference.masked_linear(x, w, bias, mask, block)
+            if plan == MASKED_DENSE:
+                return masked_dense.masked_linear(x, w, bias, mask, block)
             return implementation.masked_linear(x, w, bias, mask, block, plan)
 
         return run(self._plan("forward", x, (w.shape[0], w.shape[1]), mask, block, lambda p: lambda: run(p, reference.rows(x)[:SAMPLE])), x)
@@ -132,7 +136,7 @@ class Form:
 
         def run(plan: Plan, gy: Tensor) -> Tensor:
             if plan == MASKED_DENSE:
-                return reference.masked_linear_dx(gy, w, mask, block, backward)
+                return masked_dense.masked_linear_dx(gy, w, mask, block)
             return implementation.masked_linear_dx(gy, w, mask, block, plan)
 
         return run(self._plan("dx", gy, (w.shape[0], w.shape[1]), mask, block, lambda p: lambda: run(p, reference.rows(gy)[:SAMPLE])), gy)
@@ -147,7 +151,7 @@ class Form:
 
         def run(plan: Plan, gy: Tensor, x: Tensor) -> Tensor:
             if plan == MASKED_DENSE:
-                return reference.masked_linear_dw(gy, x, wanted, None, block, "masked")
+                return masked_dense.masked_linear_dw(gy, x, wanted, block)
             return implementation.backward(gy, x, None, wanted, block, plan)[1]
 
         plan = self._plan("dw", gy, (gy.shape[-1], x.shape[-1]), wanted, block, lambda p: lambda: run(p, *_sample(gy, x)))
@@ -163,7 +167,7 @@ class Form:
 
         def run(plan: Plan, gy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             if plan == MASKED_DENSE:
-                return reference.masked_linear_backward(gy, x, w, mask, None, block, "masked")
+                return masked_dense.masked_linear_backward(gy, x, w, mask, block)
             dx, dw = implementation.backward(gy, x, w, mask, block, plan)
             assert dx is not None  # w was given
             return dx, dw

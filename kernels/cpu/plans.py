@@ -13,7 +13,7 @@ import torch
 from ..layer_cost import useful_flop
 
 DENSE = 130e9  # FLOP a second of a large matmul
-MASK = 1.9e-9  # seconds a weight element of W∘M
+MASK = 0.3e-9  # seconds a weight element of W∘M: a seventh of what torch.where took there, as on an EPYC, where both were timed
 FIXED = 0.66e-3  # seconds of an op before it multiplies
 STRIP = 25e-6  # seconds to make a strip's list and weights
 CALL = 3.2e-6  # seconds of a PyTorch call

@@ -24,6 +24,7 @@ SHIFT = 44  # fixed-point bits of a term, see `kernels.score.sum_shift`
 ROWS = 512  # of a block: more would not add up exactly in float64
 CHUNK = 1 << 17  # weight elements at a time
 SHARE = 1 << 19  # weight elements that are worth a thread
+LEAST = 1 << 14  # weight elements below which the definition's fewer calls are faster
 GRAIN = 1 << 15  # elements up to which PyTorch's own ops take one thread anyway: the process's count of threads need not be touched for them
 
 
@@ -32,7 +33,7 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     (nb, kb), (n, k) = grid_shape(w.shape, block), w.shape
     bh, bw = min(block[0], max(1, n)), min(block[1], max(1, k))
     keys = None
-    if criterion in ("fro", "l1") and bh <= ROWS and sum_shift(bh * bw) == SHIFT and w.numel():
+    if criterion in ("fro", "l1") and bh <= ROWS and sum_shift(bh * bw) == SHIFT and w.numel() >= LEAST:
         with torch.no_grad():
             keys = _sum_keys(w.detach(), nb, kb, bh, bw, criterion == "fro")
     return plain_keys(w, block, criterion, step, stream) if keys is None else keys

@@ -145,6 +145,8 @@ def test_quick_and_defaults(tmp_path, capsys):
     assert len(listed("--quick")) == len(interleaved.RATIOS) and len(listed()) == 2 * 3 * 2 * len(interleaved.RATIOS)
     assert set(listed("--quick")[0].split("/")) >= {"step", "512x128->256", "fp32", "random"}
     assert listed("--quick", "--dtype", "bf16")[0].split("/")[2] == "bf16"
+    assert len(listed("--dispatch", "7")) == 7 and len(listed("--floor")) == len(list(floor.cells("fp32", 0)))
+    assert not list(tmp_path.iterdir())  # nothing was measured
 
 
 def test_plot(tmp_path, capsys):

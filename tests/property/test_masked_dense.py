@@ -1,0 +1,70 @@
+"""The CPU's masked-dense has the bits of the reference, whatever the shape, block, dtype, layout or broken element."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxmask.kernels import reference
+from fxmask.kernels.cpu import chosen, masked_dense
+from fxmask.kernels.grid import grid_shape
+
+SIZES, SIDES = st.integers(1, 70), st.one_of(st.integers(1, 8), st.integers(1, 200))
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+BROKEN = (float("nan"), float("inf"), float("-inf"), -0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_weights_too():
+    """Below `LEAST` the reference runs, which would be compared with itself."""
+    with mock.patch.object(masked_dense, "LEAST", 1):
+        yield
+
+
+def same_bits(a, b):
+    integer = INTEGERS[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def operands(n, k, block, dtype, seed, m=5):
+    g = torch.Generator().manual_seed(seed)
+    x, gy, w, bias = (torch.randn(s, generator=g).to(dtype) for s in ((m, k), (m, n), (n, k), (n,)))
+    return x, gy, w, bias, torch.rand(grid_shape((n, k), block), generator=g) < 0.5
+
+
+@given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.booleans(), st.integers(0, 99))
+@settings(max_examples=300, deadline=None)
+def test_a_masked_weight_is_equal_to_the_bit(n, k, rows, cols, dtype, transposed, seed):
+    *_, w, _, mask = operands(n, k, (rows, cols), dtype, seed)
+    for i, value in enumerate(BROKEN):
+        w.view(-1)[(seed + 7 * i) % (n * k)] = value
+    w = w.t().contiguous().t() if transposed else w
+    before, expected = w.clone(), reference.masked(w, mask, (rows, cols))
+    got = masked_dense.masked(w, mask, (rows, cols))
+    assert same_bits(got, expected) and got.is_contiguous() and got.data_ptr() != w.data_ptr() and same_bits(w, before)
+
+
+@given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
+def test_every_op_is_equal_to_the_bit(n, k, rows, cols, dtype, seed):
+    b = rows, cols
+    x, gy, w, bias, mask = operands(n, k, b, dtype, seed)
+    assert same_bits(masked_dense.masked_linear(x, w, bias, mask, b), reference.masked_linear(x, w, bias, mask, b))
+    expected = reference.masked_linear_backward(gy, x, w, mask, None, b, "masked")
+    for got, want in zip(masked_dense.masked_linear_backward(gy, x, w, mask, b), expected, strict=True):
+        assert same_bits(got, want) and got.is_contiguous()
+    assert same_bits(masked_dense.masked_linear_dx(gy, w, mask, b), expected[0]) and same_bits(masked_dense.masked_linear_dw(gy, x, mask, b), expected[1])
+
+
+def test_the_dispatch_takes_it(monkeypatch):
+    """Small layers never take strips: `auto` multiplies by what this module masks."""
+    x, gy, w, _, mask = operands(48, 40, (16, 16), torch.float32, 0)
+    calls = []
+    monkeypatch.setattr(masked_dense, "_cut", lambda w, *_: calls.append(w.shape) or w.clone())
+    y = chosen.AUTO.masked_linear(x, w, None, mask, (16, 16))
+    torch.testing.assert_close(y, x @ w.t())  # nothing was cut off
+    chosen.AUTO.masked_linear_backward(gy, x, w, mask, None, (16, 16), "masked")
+    assert calls == [(48, 40)] * 3
