@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from . import implementation, masked_dense
 from .plans import BY_NAME, MASKED_DENSE, Case, Plan, plans, seconds
 
-SMALL = 1e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
+SMALL = 0.5e-3  # seconds of masked-dense, as estimated, below which it is taken unasked
 NEAR = 2.0  # times masked-dense, as estimated, behind which a plan is not timed
 SAMPLE = 4096  # tokens that they are timed on
 MARGIN = 0.97  # a plan that is not faster than masked-dense by so much may owe it to noise
