@@ -14,7 +14,7 @@ from torch import nn
 import fxmask
 from fxmask import backend_watch
 from zoo.checks import NO, TIED, Columns, Subject, reason, some, told
-from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, compare_outputs, element_masks, masked_copy, outputs_of, run, written_in
+from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, compare_outputs, element_masks, inputs_of, masked_copy, outputs_of, run, written_in
 
 COMPUTED = " (a computed weight)"
 STOCK = "stock PyTorch: "  # how a reason begins that is not fxmask's
@@ -22,33 +22,45 @@ STOCK = "stock PyTorch: "  # how a reason begins that is not fxmask's
 
 def traced(s: Subject) -> Columns:
     """The FX pass on a trace of the dense model, against `apply`."""
+    def trace(dtype: torch.dtype) -> torch.fx.GraphModule:
+        return torch.fx.symbolic_trace(copy.deepcopy(s.model).eval().to(dtype))
+
     try:
-        gm = torch.fx.symbolic_trace(copy.deepcopy(s.model).eval())
+        gm = trace(torch.float32)
         same = compare_outputs(outputs_of(gm, s.made), outputs_of(copy.deepcopy(s.model).eval(), s.made))
     except Exception as error:
         return {"trace": NO, "trace_why": STOCK + reason(error)}
     if same.startswith(NO):
         return {"trace": NO, "trace_why": f"{STOCK}the trace computes something else ({same})"}
-    return rewritten(s, gm, "trace")
+    return rewritten(s, gm, "trace", trace)
 
 
 def export_rewritten(s: Subject) -> Columns:
     """The FX pass on torch.export's graph of the dense model, against `apply`."""
+    def export(dtype: torch.dtype) -> torch.fx.GraphModule:
+        args, kwargs = inputs_of(s.made, dtype, grad=False)
+        return torch.export.export(copy.deepcopy(s.model).eval().to(dtype), args, kwargs).module()
+
     try:
-        gm = torch.export.export(copy.deepcopy(s.model).eval(), s.made.args, s.made.kwargs).module()
+        gm = export(torch.float32)
     except Exception as error:
         return {"graph": NO, "graph_why": STOCK + reason(error)}
-    return rewritten(s, gm, "graph")
+    return rewritten(s, gm, "graph", export)
 
 
-def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str) -> Columns:
-    """The columns of a graph that the FX pass rewrites."""
+def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable[[torch.dtype], torch.fx.GraphModule]) -> Columns:
+    """The columns of a graph that the FX pass rewrites; captured again, float64 decides where float32 rounds too much."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fxmask.apply(gm, ratio=RATIO, block=BLOCK)
     sites = set(fxmask.masks(gm)) if fxmask.explain(gm).summary["masked"] else set()
     why = difference(sites, set(s.masks)) + [t for t in told(caught) if sites]
     same = compare_outputs(outputs_of(gm, s.made), outputs_of(s.masked().eval(), s.made))
+    if same.startswith(NO):
+        why, wide = [*why, f"float32: {same}"], torch.float64
+        pair = [fxmask.apply(m, ratio=RATIO, block=BLOCK) for m in (capture(wide), copy.deepcopy(s.model).eval().to(wide))]
+        same = compare_outputs(*(outputs_of(m, s.made, wide) for m in pair))
+        same = same if same.startswith(NO) else "float64"
     return {name: len(sites), f"{name}_equal": same, f"{name}_why": "; ".join(why)}
 
 

@@ -36,7 +36,7 @@ def floats(y: Any) -> list[Tensor]:
 
 def outputs_of(model: Callable[..., Any], made: Made, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """A forward without gradients, with the same random numbers for each model."""
-    args, kwargs = _inputs(made, dtype, grad=False)
+    args, kwargs = inputs_of(made, dtype, grad=False)
     torch.manual_seed(3)
     with torch.no_grad():
         return floats(model(*args, **kwargs))
@@ -44,7 +44,7 @@ def outputs_of(model: Callable[..., Any], made: Made, dtype: torch.dtype = torch
 
 def run(model: nn.Module, made: Made, call: Callable[..., Any] | None = None, dtype: torch.dtype = torch.float32) -> Outcome:
     """Forward, and backward from a random combination of all outputs. `call`: the compiled model."""
-    args, kwargs = _inputs(made, dtype)
+    args, kwargs = inputs_of(made, dtype)
     model.zero_grad()
     torch.manual_seed(3)
     ys = [y for y in floats((model if call is None else call)(*args, **kwargs)) if y.requires_grad]
@@ -55,7 +55,9 @@ def run(model: nn.Module, made: Made, call: Callable[..., Any] | None = None, dt
     return Outcome([y.detach() for y in ys], gradients)
 
 
-def _inputs(made: Made, dtype: torch.dtype, grad: bool = True) -> tuple[Any, Any]:
+def inputs_of(made: Made, dtype: torch.dtype, grad: bool = True) -> tuple[Any, Any]:
+    """Fresh copies of a model's arguments, floating ones in `dtype`."""
+
     def fresh(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t

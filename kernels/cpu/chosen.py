@@ -94,14 +94,18 @@ class Form:
         tokens = t.shape[:-1].numel()
         if not tokens * shape[0] * shape[1]:
             return MASKED_DENSE
-        case = Case(op, tokens, shape, block, 1.0, t.dtype)
+        key: tuple[Any, ...] = op, tokens, shape, block, t.dtype  # of what is too small to gain: nothing else is looked at there
+        choice = None if self.forced else decisions.get(key)
+        if choice is not None:
+            _latest[op, shape, block, False] = choice
+            return MASKED_DENSE
+        case, threads = Case(op, tokens, shape, block, 1.0, t.dtype), torch.get_num_threads()
         if self.forced or seconds(MASKED_DENSE, case) >= SMALL:
             case = case._replace(density=float(mask.count_nonzero()) / mask.numel())
             if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
                 return MASKED_DENSE
-        threads = torch.get_num_threads()
-        key = key_of(case, self.forced, threads)
-        choice = decisions.get(key)
+            key = key_of(case, self.forced, threads)
+            choice = decisions.get(key)
         if choice is None or stale(choice):
             with _deciding:  # another thread may have decided meanwhile
                 choice = decisions.get(key)
@@ -118,12 +122,10 @@ class Form:
 
     def masked_linear(self, x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
         """See `reference.masked_linear`."""
-        mixed = len({t.dtype for t in (x, w, bias) if t is not None}) > 1  # PyTorch refuses that in its own words, strips would cast
 
         def run(plan: Plan, x: Tensor) -> Tensor:
-            if mixed:
-                return reference.masked_linear(x, w, bias, mask, block)
-            if plan == MASKED_DENSE:
+            # PyTorch refuses mixed dtypes in its own words, strips would cast
+            if plan == MASKED_DENSE or x.dtype != w.dtype or (bias is not None and bias.dtype != x.dtype):
                 return masked_dense.masked_linear(x, w, bias, mask, block)
             return implementation.masked_linear(x, w, bias, mask, block, plan)
 

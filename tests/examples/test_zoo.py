@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from zoo import catalogue, equality, results, run, sources, summary
+from zoo import captures, catalogue, equality, results, run, sources, summary
 from zoo.captures import by_aot_eager
 from zoo.checks import Subject, applied
 from zoo.sources import Made
@@ -88,6 +88,16 @@ def test_what_float32_cannot_tell_is_compared_in_float64(monkeypatch: pytest.Mon
     monkeypatch.setattr("zoo.equality._distance", lambda a, b: 2.0 * (a.dtype == torch.float32))
     row = applied(Subject(made))
     assert row["train"] == row["eval"] == "float64" and "float32 train: no" in row["apply_why"]
+
+
+def test_so_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    made, plain = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),)), captures.compare_outputs
+    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far" if b[0].dtype == torch.float32 else plain(a, b))
+    row = captures.export_rewritten(Subject(made))
+    assert (row["graph"], row["graph_equal"]) == (2, "float64") and "float32: no: far" in row["graph_why"]
+    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far")
+    assert captures.export_rewritten(Subject(made))["graph_equal"] == "no: far"
 
 
 class Half(nn.Module):
