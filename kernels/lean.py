@@ -2,7 +2,8 @@
 
 Same dispatch, same semantics: with a gradient to come an `autograd.Function` around the op below autograd, else the op alone. Arguments that equal their
 defaults arrive left out, as the dispatcher does it, and are filled in from a list that is made once. Where nothing lies between autograd and the device's
-kernel (no mode, no tensor subclass), the op's body is called instead of the dispatcher, which would take the arguments apart and put them together again.
+kernel (no mode, no tensor subclass), the op's body is called instead of the dispatcher, which would take the arguments apart and put them together again; so
+PyTorch's check that no result is an argument is left out there (none is), and a CPU or CUDA kernel that somebody else registers is not asked.
 """
 
 from __future__ import annotations

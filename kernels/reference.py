@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch: the oracle, the CPU path and the documentation of what the kernels compute.
+"""Every op in plain PyTorch: the oracle, what runs where nothing faster does, and the documentation of what the kernels compute.
 
 Shapes: x (..., K), w (N, K), bias (N), gy (..., N); mask (NB, KB) bool, True = kept; tokens M = product of the leading axes. W∘M is `masked(w, mask, block)`.
 

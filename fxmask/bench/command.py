@@ -90,7 +90,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     if a.dispatch or a.floor:
         grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
         if a.list:
-            print("\n".join(c.group for c in grid))
+            print("\n".join(f"{c.group}/{c.phase}" for c in grid))
         elif a.dispatch:
             print(regret.summary(regret.run(grid, a.out, a.sample_s, a.time_limit).rows))
         else:

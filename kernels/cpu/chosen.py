@@ -44,6 +44,12 @@ def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
     return case.op, _tokens(case.tokens), case.shape, case.block, density, case.dtype, forced, threads
 
 
+@lru_cache(maxsize=4096)
+def is_small(case: Case, least: float) -> bool:
+    """Whether masked-dense takes less than `least` seconds, as estimated, of a case with all of its blocks."""
+    return seconds(MASKED_DENSE, case) < least
+
+
 def _tokens(tokens: int) -> int:
     return round(2 * math.log2(tokens))
 
@@ -94,18 +100,16 @@ class Form:
         tokens = t.shape[:-1].numel()
         if not tokens * shape[0] * shape[1]:
             return MASKED_DENSE
-        key: tuple[Any, ...] = op, tokens, shape, block, t.dtype  # of what is too small to gain: nothing else is looked at there
-        choice = None if self.forced else decisions.get(key)
-        if choice is not None:
-            _latest[op, shape, block, False] = choice
-            return MASKED_DENSE
         case, threads = Case(op, tokens, shape, block, 1.0, t.dtype), torch.get_num_threads()
-        if self.forced or seconds(MASKED_DENSE, case) >= SMALL:
+        key: tuple[Any, ...]
+        if not self.forced and is_small(case, SMALL):
+            key = op, _tokens(tokens), shape, block, t.dtype  # nothing else is looked at
+        else:
             case = case._replace(density=float(mask.count_nonzero()) / mask.numel())
             if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
                 return MASKED_DENSE
             key = key_of(case, self.forced, threads)
-            choice = decisions.get(key)
+        choice = decisions.get(key)
         if choice is None or stale(choice):
             with _deciding:  # another thread may have decided meanwhile
                 choice = decisions.get(key)

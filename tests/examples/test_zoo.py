@@ -98,6 +98,22 @@ def test_so_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["graph"], row["graph_equal"]) == (2, "float64") and "float32: no: far" in row["graph_why"]
     monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far")
     assert captures.export_rewritten(Subject(made))["graph_equal"] == "no: far"
+    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: inf times as far off" if b[0].dtype == torch.float32 else "bits")
+    assert captures.export_rewritten(Subject(made))["graph_equal"] == "no: inf times as far off"
+
+
+def test_a_graph_that_float64_cannot_have_keeps_what_float32_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.to(torch.float32))
+
+    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far")
+    row = captures.export_rewritten(Subject(Made(Narrow(), (torch.randn(5, 32),))))
+    assert (row["graph"], row["graph_equal"]) == (1, "no: far") and "float64: " in row["graph_why"]
 
 
 class Half(nn.Module):

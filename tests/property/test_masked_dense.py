@@ -44,19 +44,38 @@ def test_a_masked_weight_is_equal_to_the_bit(n, k, rows, cols, dtype, transposed
     w = w.t().contiguous().t() if transposed else w
     before, expected = w.clone(), reference.masked(w, mask, (rows, cols))
     got = masked_dense.masked(w, mask, (rows, cols))
-    assert same_bits(got, expected) and got.is_contiguous() and got.data_ptr() != w.data_ptr() and same_bits(w, before)
+    assert same_bits(got, expected) and got.stride() == expected.stride() and got.data_ptr() != w.data_ptr() and same_bits(w, before)
 
 
-@given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.integers(0, 99))
-@settings(max_examples=150, deadline=None)
-def test_every_op_is_equal_to_the_bit(n, k, rows, cols, dtype, seed):
+@given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.sampled_from(["plain", "tokens contiguous", "three axes"]), st.booleans(), st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_every_op_is_equal_to_the_bit(n, k, rows, cols, dtype, layout, transposed, seed):
     b = rows, cols
-    x, gy, w, bias, mask = operands(n, k, b, dtype, seed)
+    x, gy, w, bias, mask = operands(n, k, b, dtype, seed, 6)
+    if layout == "three axes":
+        x, gy = x.view(2, 3, k), gy.view(2, 3, n)
+    elif layout == "tokens contiguous":
+        x, gy = (t.t().contiguous().t() for t in (x, gy))
+    w = w.t().contiguous().t() if transposed else w
     assert same_bits(masked_dense.masked_linear(x, w, bias, mask, b), reference.masked_linear(x, w, bias, mask, b))
     expected = reference.masked_linear_backward(gy, x, w, mask, None, b, "masked")
     for got, want in zip(masked_dense.masked_linear_backward(gy, x, w, mask, b), expected, strict=True):
         assert same_bits(got, want) and got.is_contiguous()
     assert same_bits(masked_dense.masked_linear_dx(gy, w, mask, b), expected[0]) and same_bits(masked_dense.masked_linear_dw(gy, x, mask, b), expected[1])
+
+
+@pytest.mark.parametrize(("n", "block"), [(1009, 16), (1009, 64), (500, 999), (1000, 64), (1024, 128), (300, 1)])
+def test_bits_take_no_more_than_a_mask_of_the_weight(n, block):
+    """Or than a row of bits for each row of blocks."""
+    nb = -(-n // block)
+    bits = masked_dense.bits_of(torch.ones(nb, 5, dtype=torch.bool), (n, 80), (block, 16), 4)
+    assert bits.rows.numel() * 4 <= max(n, nb * 4) * 80 and bits.rows.shape[2] == 80
+
+
+def test_complex_weights_are_left_to_the_reference():
+    w = torch.randn(256, 256, dtype=torch.complex128)
+    mask = torch.eye(4, dtype=torch.bool)
+    assert torch.equal(masked_dense.masked(w, mask, (64, 64)), reference.masked(w, mask, (64, 64)))
 
 
 def test_the_dispatch_takes_it(monkeypatch):
