@@ -164,8 +164,12 @@ def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: in
 
 
 @register_flop_formula(torch.ops.fxmask.pruned_dw, get_raw=True)
-def _dw_flop(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, **kwargs: Any) -> int:
-    return 2 * int(gy.shape[-1]) * values.numel()
+def _dw_flop(
+    gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, mask: Tensor | None = None, rows: int = 1, cols: int = 1, *_: Any, **__: Any
+) -> int:
+    """Under a mask of W the kept elements of the input count as evenly spread over its features, as in `kernels.layer_cost`."""
+    flop, of = 2 * int(gy.shape[-1]) * values.numel(), (gy.shape[-1], shape[-1])
+    return flop * linear_flop(gy, of, mask, (rows, cols)) // max(1, linear_flop(gy, of, None, (rows, cols)))
 
 
 def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") -> tuple[int, bool, Tensor | None] | None:

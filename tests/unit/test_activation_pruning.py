@@ -104,6 +104,15 @@ def test_pytorchs_counter_counts_the_kept_blocks():
     assert counter.get_total_flops() == 2 * 40 * 64 * 96 * 2.5
 
 
+def test_pytorchs_counter_counts_both():
+    """A training loop counts under a weight mask, too: a quarter of the weights, half of the input, evenly spread."""
+    model, x = nn.Sequential(nn.Linear(64, 96)), torch.randn(4, 10, 64, requires_grad=True)
+    fxmask.apply(model, fxmask.WeightMask(ratio=0.75, block=(16, 16)), ActivationPruning(0.5, 16))
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert counter.get_total_flops() == 2 * 40 * 64 * 96 * 0.25 * 2.5
+
+
 def test_without_gradients_nothing_is_saved():
     model, x = mlp(torch.float32), torch.randn(4, 64, requires_grad=True)
     want = model(x)
