@@ -37,6 +37,8 @@ def triton_ops() -> ModuleType:
 
 def form(impl: str, t: Tensor) -> Any:
     """What runs an op on `t`: functions as in `kernels.reference`. Raises: UnsupportedError where an explicit `impl` cannot, ConfigError for an unknown one."""
+    if impl == "auto":
+        return chosen.AUTO if t.is_cpu else reference
     check_name(impl)
     if impl == "triton":
         triton_ops().require(t)
@@ -44,7 +46,7 @@ def form(impl: str, t: Tensor) -> Any:
     if impl == "cpu":
         chosen.require(t)
         return chosen.FORCED
-    return chosen.AUTO if impl == "auto" and t.device.type == "cpu" else reference
+    return reference
 
 
 def runs_triton(impl: str, device: torch.device) -> bool:

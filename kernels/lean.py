@@ -17,7 +17,11 @@ from torch import _C
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _BELOW = _C._after_autograd_keyset - _VIEWS
 _DEVICES = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
+_BEFORE = _C._dispatch_tls_local_exclude_set()
+with _C._AutoDispatchBelowAutograd():
+    _AUTOGRAD = (_C._dispatch_tls_local_exclude_set() - _BEFORE) | _VIEWS  # one guard in the place of two
 _LIBRARY = torch.library.Library("fxmask", "FRAGMENT")
+_last: dict[int, bool] = {}
 
 
 def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
@@ -29,6 +33,7 @@ def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Call
 
     class Lean(torch.autograd.Function):
         @staticmethod
+        @_unseen
         def forward(ctx: Any, *inputs: Any) -> Any:
             *args, keyset = inputs
             result = below(keyset, tuple(args))
@@ -37,6 +42,7 @@ def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Call
             return result
 
         @staticmethod
+        @_unseen
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             return (*backward(ctx, *grads)[: ctx.given], None)
 
@@ -62,15 +68,36 @@ def _below_autograd(op: Any) -> Callable[[Any, tuple[Any, ...]], Any]:
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
         # views are not noted: an output that the op has reshaped is a tensor of its own, and may be written in place (ReLU(inplace=True) behind a layer)
-        with _C._AutoDispatchBelowAutograd(), _C._ExcludeDispatchKeyGuard(_VIEWS):
-            if (keyset & _BELOW).highestPriorityTypeId() in _DEVICES:
+        with _C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+            if _is_last(keyset):
                 return body(*args)
             return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
 
     return below
 
 
+def _is_last(keyset: Any) -> bool:
+    """Whether nothing lies between autograd and the device's kernel."""
+    found = _last.get(keyset.raw_repr())
+    if found is None:
+        found = _last[keyset.raw_repr()] = (keyset & _BELOW).highestPriorityTypeId() in _DEVICES
+    return found
+
+
 def _register(overload: Any, kernel: Callable[..., Any]) -> None:
-    kernel = torch._disable_dynamo(kernel)  # the compiler knows PyTorch's own kernels by their folder, and would look into this one
+    kernel = _unseen(kernel)
     for key in ("AutogradCPU", "AutogradCUDA"):  # each goes before the kernel that PyTorch has made for all devices
         _LIBRARY.impl(overload._opname, kernel, key, with_keyset=True)
+
+
+def _unseen(function: Any) -> Any:
+    """A function whose frames, and those of what it calls, the compiler leaves alone: it knows PyTorch's own by their folder, and would compile this one's.
+
+    Marked in its code, which costs a call nothing; `torch._disable_dynamo` does it at every call, for 4 us.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        return torch._disable_dynamo(function)
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function

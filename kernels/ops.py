@@ -26,7 +26,7 @@ from .strides import empty_result
 
 def _check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> None:
     expected = grid_shape(w_shape, block)
-    if mask.dtype != torch.bool or tuple(mask.shape) != expected:
+    if mask.dtype != torch.bool or mask.shape != expected:
         raise ShapeError(f"mask of a weight {tuple(w_shape)} in blocks {block}: expected bool {expected}, got {mask.dtype} {tuple(mask.shape)}.")
 
 
@@ -73,7 +73,7 @@ def refuse_forward_ad() -> None:
 
 def check_features(name: str, t: Tensor, expected: int) -> None:
     """Raise ShapeError where the last axis is not `expected` long."""
-    if t.dim() == 0 or t.shape[-1] != expected:
+    if t.dim() == 0 or t.size(-1) != expected:
         raise ShapeError(f"last axis of {name}: expected {expected}, got shape {tuple(t.shape)}.")
 
 
@@ -179,12 +179,13 @@ def masked_linear(
     Cost: 2 M useful FLOP a kept weight element; this plain form multiplies by the masked weight and so issues all 2 M N K.
     """
     refuse_forward_ad()
-    _check_mask(mask, w.shape, (block_rows, block_cols))
-    check_features("x", x, w.shape[1])
-    check_bias(bias, w.shape[0])
-    check_lists(lists, mask, (block_rows, block_cols))
+    block, shape = (block_rows, block_cols), w.shape
+    _check_mask(mask, shape, block)
+    check_features("x", x, shape[1])
+    check_bias(bias, shape[0])
+    check_lists(lists, mask, block)
     _check_backward(backward)
-    return form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists)
+    return form(impl, x).masked_linear(x, w, bias, mask, block, lists)
 
 
 @masked_linear.register_fake

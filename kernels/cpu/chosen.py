@@ -41,17 +41,17 @@ if hasattr(os, "register_at_fork"):
 def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
     """Cases that share a decision: tokens by powers of the square root of 2, densities by powers of the fourth root."""
     density = round(4 * math.log2(max(case.density, 1e-4)))
-    return case.op, _tokens(case.tokens), case.shape, case.block, density, case.dtype, forced, threads
+    return case.op, round(2 * math.log2(case.tokens)), case.shape, case.block, density, case.dtype, forced, threads
 
 
 @lru_cache(maxsize=4096)
-def is_small(case: Case, least: float) -> bool:
-    """Whether masked-dense takes less than `least` seconds, as estimated, of a case with all of its blocks."""
-    return seconds(MASKED_DENSE, case) < least
-
-
-def _tokens(tokens: int) -> int:
-    return round(2 * math.log2(tokens))
+def unasked(op: str, size: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype, least: float) -> tune.Choice | None:
+    """Masked-dense, where it takes less than `least` seconds, as estimated, over tokens of `size` (..., features); else None."""
+    case = Case(op, math.prod(size[:-1]), (shape[0], shape[1]), block, 1.0, dtype)
+    if seconds(MASKED_DENSE, case) >= least:
+        return None
+    known = (*plans(case), MASKED_DENSE) if case.tokens * math.prod(shape) else ()
+    return tune.Choice(str(MASKED_DENSE), "too small to gain", {str(p): seconds(p, case) for p in known})
 
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:
@@ -64,8 +64,6 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
         best = [n for n in best if estimates[n] < NEAR * dense]
         estimates[str(MASKED_DENSE)] = dense
         best.append(str(MASKED_DENSE))
-        if dense < SMALL:
-            return tune.Choice(str(MASKED_DENSE), "too small to gain", estimates)
     first = min(best, key=lambda n: estimates[n])
     if dense < SMALL or len(best) == 1 or not tune.enabled():
         return tune.Choice(first, "estimated", estimates)
@@ -96,19 +94,18 @@ class Form:
     def __init__(self, forced: bool) -> None:
         self.forced = forced
 
-    def _plan(self, op: str, t: Tensor, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], timed: Callable[[Plan], Callable[[], Any]]) -> Plan:
-        tokens = t.shape[:-1].numel()
+    def _plan(self, op: str, t: Tensor, shape: tuple[int, ...], mask: Tensor, block: tuple[int, int], timed: Callable[[Plan], Callable[[], Any]]) -> Plan:
+        small = None if self.forced else unasked(op, t.shape, shape, block, t.dtype, SMALL)
+        if small is not None:
+            _latest[op, shape, block, False] = small
+            return MASKED_DENSE
+        tokens, threads = t.shape[:-1].numel(), torch.get_num_threads()
         if not tokens * shape[0] * shape[1]:
             return MASKED_DENSE
-        case, threads = Case(op, tokens, shape, block, 1.0, t.dtype), torch.get_num_threads()
-        key: tuple[Any, ...]
-        if not self.forced and is_small(case, SMALL):
-            key = op, _tokens(tokens), shape, block, t.dtype  # nothing else is looked at
-        else:
-            case = case._replace(density=float(mask.count_nonzero()) / mask.numel())
-            if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
-                return MASKED_DENSE
-            key = key_of(case, self.forced, threads)
+        case = Case(op, tokens, (shape[0], shape[1]), block, float(mask.count_nonzero()) / mask.numel(), t.dtype)
+        if case.density == 1:  # nothing to skip, and a ratio of 0 is the dense layer to the bit
+            return MASKED_DENSE
+        key = key_of(case, self.forced, threads)
         choice = decisions.get(key)
         if choice is None or stale(choice):
             with _deciding:  # another thread may have decided meanwhile
@@ -133,7 +130,7 @@ class Form:
                 return masked_dense.masked_linear(x, w, bias, mask, block)
             return implementation.masked_linear(x, w, bias, mask, block, plan)
 
-        return run(self._plan("forward", x, (w.shape[0], w.shape[1]), mask, block, lambda p: lambda: run(p, reference.rows(x)[:SAMPLE])), x)
+        return run(self._plan("forward", x, w.shape, mask, block, lambda p: lambda: run(p, reference.rows(x)[:SAMPLE])), x)
 
     def masked_linear_dx(self, gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None) -> Tensor:
         """See `reference.masked_linear_dx`."""
@@ -145,7 +142,7 @@ class Form:
                 return masked_dense.masked_linear_dx(gy, w, mask, block)
             return implementation.masked_linear_dx(gy, w, mask, block, plan)
 
-        return run(self._plan("dx", gy, (w.shape[0], w.shape[1]), mask, block, lambda p: lambda: run(p, reference.rows(gy)[:SAMPLE])), gy)
+        return run(self._plan("dx", gy, w.shape, mask, block, lambda p: lambda: run(p, reference.rows(gy)[:SAMPLE])), gy)
 
     def masked_linear_dw(
         self, gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None
@@ -178,7 +175,7 @@ class Form:
             assert dx is not None  # w was given
             return dx, dw
 
-        plan = self._plan("backward", gy, (w.shape[0], w.shape[1]), mask, block, lambda p: lambda: run(p, *_sample(gy, x)))
+        plan = self._plan("backward", gy, w.shape, mask, block, lambda p: lambda: run(p, *_sample(gy, x)))
         return run(plan, gy, x)
 
     def strip_lists(self, mask: Tensor, block: tuple[int, int]) -> Tensor:

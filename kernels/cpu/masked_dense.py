@@ -1,12 +1,14 @@
-"""Masked-dense on a CPU: PyTorch's dense products, with W∘M made by a bitwise and.
+"""Masked-dense on a CPU: PyTorch's dense products, with W∘M made by few calls and little work.
 
-Arguments and results of `kernels.reference`, to the bit. `torch.where` over a mask of the weight's size, as there, takes seven times as long for a large
-weight: the and is vectorised, and reads one row of bits for a whole row of blocks. Weights that are small or not contiguous are masked as there.
+Arguments and results of `kernels.reference`, to the bit. `reference.masked` takes nine calls, which is most of a small layer's time, and `torch.where` over a
+mask of the weight's size, which takes seven times as long for a large weight as a vectorised bitwise and. Here a small weight's mask is spread over its
+elements by two gathers, and a larger one's over rows of integers for an and. Weights that are not contiguous are masked as there.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,25 @@ from .. import reference
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FINE = 4  # rows that must share a row of bits: an int32 for each of so many elements is what a bool mask of all of them takes
-LEAST = 1 << 16  # weight elements for which the and's small calls are worth their time; a quarter where dX and dW share them
+LEAST = 1 << 14  # weight elements for which an and is worth its three calls more
+
+
+@lru_cache(maxsize=256)
+def _places(shape: tuple[int, int], block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The block row of each row of a weight, and the block column of each column: int64 (N), (K)."""
+    with torch.inference_mode(False):  # they outlive the call
+        rows, cols = (torch.arange(size, device="cpu") // side for size, side in zip(shape, block, strict=True))
+    return rows, cols
+
+
+class Kept(NamedTuple):
+    """A mask's elements."""
+
+    elements: Tensor  # bool [N, K], or 1 in the place of N or K where that is one block
+
+    def cut(self, w: Tensor, out: Tensor | None = None) -> Tensor:
+        """W∘M; `out` is not written to."""
+        return torch.where(self.elements, w, 0)
 
 
 class Bits(NamedTuple):
@@ -26,8 +46,9 @@ class Bits(NamedTuple):
     rows: Tensor  # integers [rows, 1, K], -1 or 0
     height: int  # rows of the weight to one of them; the last one may have fewer
 
-    def cut(self, w: Tensor, out: Tensor) -> Tensor:
-        """W∘M, written to `out`, which may be `w`; both contiguous."""
+    def cut(self, w: Tensor, out: Tensor | None = None) -> Tensor:
+        """W∘M, a new tensor or `out`, which may be `w`; all contiguous."""
+        out = torch.empty_like(w) if out is None else out
         (n, k), integer = w.shape, self.rows.dtype
         source, target, count = w.view(integer), out.view(integer), n // self.height
         whole = count * self.height
@@ -40,27 +61,36 @@ class Bits(NamedTuple):
         return out
 
 
+def kept_of(mask: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Kept:
+    """`mask` (NB, KB) for weights `shape` (N, K)."""
+    rows, cols = _places((shape[0], shape[1]), block)
+    wide = mask if mask.shape[1] == 1 else mask.index_select(1, cols)
+    return Kept(wide if mask.shape[0] == 1 else wide.index_select(0, rows))
+
+
 def bits_of(mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], size: int) -> Bits:
     """`mask` (NB, KB) for weights `shape` (N, K) whose elements have `size` bytes."""
-    (n, k), (nb, kb) = shape, mask.shape
-    (tall, width), integer = (min(block[0], n), min(block[1], k)), INTEGERS[size]
+    (n, k), tall, width = shape, min(block[0], shape[0]), min(block[1], shape[1])
     height = math.gcd(n, tall)  # what a ragged last row of blocks divides into, too: one call instead of two
     height = height if height >= FINE else tall
-    per = tall // height
-    rows = mask.to(integer).neg_()[:, None, :, None].expand(nb, per, kb, width).reshape(nb * per, 1, kb * width)
-    return Bits(rows[: -(-n // height), :, :k], height)
+    rows = mask.to(INTEGERS[size]).neg_().repeat_interleave(width, 1)
+    rows = rows if height == tall else rows.repeat_interleave(tall // height, 0)
+    return Bits(rows[: -(-n // height), None, :k], height)
 
 
-def takes(w: Tensor, least: int) -> bool:
-    """Whether the and is for `w`: not if it is small, not contiguous, or complex and as wide as no integer."""
-    return w.numel() >= least and w.is_contiguous() and w.element_size() in INTEGERS
+def cutter(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Kept | Bits | None:
+    """What cuts the masked elements off weights like `w`; None where that is left to the reference."""
+    if not w.is_contiguous():
+        return None  # the order of a product's sums depends on strides
+    if w.numel() < LEAST or w.element_size() not in INTEGERS:  # complex and as wide as no integer
+        return kept_of(mask, w.shape, block)
+    return bits_of(mask, w.shape, block, w.element_size())
 
 
 def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
-    """W∘M, in the strides of `w`, on which the order of a product's sums depends."""
-    if not takes(w, LEAST):
-        return reference.masked(w, mask, block)
-    return bits_of(mask, w.shape, block, w.element_size()).cut(w, torch.empty_like(w))
+    """W∘M, in the strides of `w`."""
+    by = cutter(w, mask, block)
+    return reference.masked(w, mask, block) if by is None else by.cut(w)
 
 
 def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int]) -> Tensor:
@@ -76,14 +106,15 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]
 def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
     """dW = (dY^T X)∘M, (N, K)."""
     dw = reference.rows(gy).t() @ reference.rows(x)
-    return bits_of(mask, dw.shape, block, dw.element_size()).cut(dw, dw) if takes(dw, LEAST) else reference.masked(dw, mask, block)
+    by = cutter(dw, mask, block)
+    return reference.masked(dw, mask, block) if by is None else by.cut(dw, dw)
 
 
 def masked_linear_backward(gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """dX and dW."""
-    if not takes(w, LEAST // 4):
+    by = cutter(w, mask, block)
+    if by is None:
         return masked_linear_dx(gy, w, mask, block), masked_linear_dw(gy, x, mask, block)
-    bits = bits_of(mask, w.shape, block, w.element_size())
-    dx = torch.matmul(gy, bits.cut(w, torch.empty_like(w))).contiguous()
+    dx = torch.matmul(gy, by.cut(w)).contiguous()
     dw = reference.rows(gy).t() @ reference.rows(x)
-    return dx, bits.cut(dw, dw)  # of the dtype of w: the product with it has raised otherwise
+    return dx, by.cut(dw, dw)  # of the shape and dtype of w: the product with it has raised otherwise

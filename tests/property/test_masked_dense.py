@@ -17,11 +17,11 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BROKEN = (float("nan"), float("inf"), float("-inf"), -0.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_weights_too():
-    """Below `LEAST` the reference runs, which would be compared with itself."""
-    with mock.patch.object(masked_dense, "LEAST", 1):
-        yield
+@pytest.fixture(scope="module", autouse=True, params=[1, 1 << 30], ids=["bits", "kept"])
+def form(request):
+    """Weights of any size in either form."""
+    with mock.patch.object(masked_dense, "LEAST", request.param):
+        yield masked_dense.Bits if request.param == 1 else masked_dense.Kept
 
 
 def same_bits(a, b):
@@ -78,11 +78,11 @@ def test_complex_weights_are_left_to_the_reference():
     assert torch.equal(masked_dense.masked(w, mask, (64, 64)), reference.masked(w, mask, (64, 64)))
 
 
-def test_the_dispatch_takes_it(monkeypatch):
+def test_the_dispatch_takes_it(monkeypatch, form):
     """Small layers never take strips: `auto` multiplies by what this module masks."""
     x, gy, w, _, mask = operands(48, 40, (16, 16), torch.float32, 0)
     calls = []
-    monkeypatch.setattr(masked_dense.Bits, "cut", lambda bits, w, out: calls.append(w.shape) or out.copy_(w))
+    monkeypatch.setattr(form, "cut", lambda self, w, out=None: calls.append(w.shape) or w.clone())
     y = chosen.AUTO.masked_linear(x, w, None, mask, (16, 16))
     torch.testing.assert_close(y, x @ w.t())  # nothing was cut off
     chosen.AUTO.masked_linear_backward(gy, x, w, mask, None, (16, 16), "masked")

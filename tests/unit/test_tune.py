@@ -286,7 +286,9 @@ def test_small_cases_are_never_timed(table, monkeypatch):
     forward("auto")
     forward("cpu")
     assert not table.measured and table.files() == []
-    assert {(c.name == "masked_dense", c.why) for c in chosen.decisions.values()} == {(True, "too small to gain"), (False, "estimated")}
+    small, strips = (chosen.last("forward", (48, 64), BLOCK, forced) for forced in (False, True))
+    assert (small.name, small.why, strips.name in BY_NAME, strips.why) == ("masked_dense", "too small to gain", True, "estimated")
+    assert "masked_dense" in small.times and list(chosen.decisions.values()) == [strips]
 
 
 @pytest.mark.parametrize("op", ["forward", "dx", "dw", "backward"])
