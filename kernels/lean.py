@@ -17,9 +17,9 @@ from torch import _C
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _BELOW = _C._after_autograd_keyset - _VIEWS
 _DEVICES = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
-_BEFORE = _C._dispatch_tls_local_exclude_set()
-with _C._AutoDispatchBelowAutograd():
-    _AUTOGRAD = (_C._dispatch_tls_local_exclude_set() - _BEFORE) | _VIEWS  # one guard in the place of two
+_AUTOGRAD = _VIEWS  # and what `_C._AutoDispatchBelowAutograd` switches off: one guard in the place of two
+for _key in (_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradNestedTensor):
+    _AUTOGRAD = _AUTOGRAD | _C.DispatchKeySet(_key)
 _LIBRARY = torch.library.Library("fxmask", "FRAGMENT")
 _last: dict[int, bool] = {}
 

@@ -46,12 +46,11 @@ def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=4096)
 def unasked(op: str, size: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype, least: float) -> tune.Choice | None:
-    """Masked-dense, where it takes less than `least` seconds, as estimated, over tokens of `size` (..., features); else None."""
+    """Masked-dense, where it takes less than `least` seconds, as estimated, over tokens of `size` (..., features); else, or of nothing, None."""
     case = Case(op, math.prod(size[:-1]), (shape[0], shape[1]), block, 1.0, dtype)
-    if seconds(MASKED_DENSE, case) >= least:
+    if not case.tokens * math.prod(shape) or seconds(MASKED_DENSE, case) >= least:
         return None
-    known = (*plans(case), MASKED_DENSE) if case.tokens * math.prod(shape) else ()
-    return tune.Choice(str(MASKED_DENSE), "too small to gain", {str(p): seconds(p, case) for p in known})
+    return tune.Choice(str(MASKED_DENSE), "too small to gain", {str(p): seconds(p, case) for p in (*plans(case), MASKED_DENSE)})
 
 
 def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: Callable[[Plan], Callable[[], Any]]) -> tune.Choice:

@@ -80,9 +80,10 @@ def bits_of(mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], size: 
 
 def cutter(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Kept | Bits | None:
     """What cuts the masked elements off weights like `w`; None where that is left to the reference."""
-    if not w.is_contiguous():
+    count = w.numel()
+    if not (count and w.is_contiguous()):
         return None  # the order of a product's sums depends on strides
-    if w.numel() < LEAST or w.element_size() not in INTEGERS:  # complex and as wide as no integer
+    if count < LEAST or w.element_size() not in INTEGERS:  # complex and as wide as no integer
         return kept_of(mask, w.shape, block)
     return bits_of(mask, w.shape, block, w.element_size())
 

@@ -291,6 +291,14 @@ def test_small_cases_are_never_timed(table, monkeypatch):
     assert "masked_dense" in small.times and list(chosen.decisions.values()) == [strips]
 
 
+def test_an_empty_batch_decides_nothing(table, monkeypatch):
+    monkeypatch.setattr(chosen, "SMALL", 1e-3)
+    monkeypatch.setattr(chosen, "_latest", {})
+    for impl in ("auto", "cpu"):
+        assert ops.linear(X[:0], W, None, MASK, BLOCK, "masked", None, impl).shape == (0, 48)
+    assert not chosen._latest and not chosen.decisions
+
+
 @pytest.mark.parametrize("op", ["forward", "dx", "dw", "backward"])
 def test_estimates_name_every_plan(op):
     case = Case(op, 600, (48, 64), BLOCK, 0.5, torch.float32)

@@ -1,0 +1,20 @@
+"""The lean autograd kernel's constants."""
+
+import torch
+from torch import _C
+
+from fxmask.kernels import lean
+
+
+def test_what_is_switched_off_is_what_pytorch_switches_off():
+    before = _C._dispatch_tls_local_exclude_set()
+    with _C._AutoDispatchBelowAutograd(), _C._ExcludeDispatchKeyGuard(lean._VIEWS):
+        expected = _C._dispatch_tls_local_exclude_set()
+    with _C._ExcludeDispatchKeyGuard(lean._AUTOGRAD):
+        assert _C._dispatch_tls_local_exclude_set().raw_repr() == expected.raw_repr() != before.raw_repr()
+
+
+def test_a_kernel_is_the_last_where_nothing_waits_below_autograd():
+    x = torch.randn(2, 3)
+    assert lean._is_last(_C._dispatch_keys(x) | _C.DispatchKeySet(_C.DispatchKey.AutogradCPU))
+    assert not lean._is_last(_C._dispatch_keys(x) | _C.DispatchKeySet(_C.DispatchKey.Python))
