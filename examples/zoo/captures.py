@@ -65,7 +65,20 @@ def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable
             why.append(f"float64: {reason(error)}")
         else:
             why, same = [*why, f"float32: {same}"], wide
+    if same.startswith(NO):
+        try:
+            by_hand = compare_outputs(outputs_of(gm, s.made), outputs_of(written_in(capture(torch.float32), masks_of(s, sites)), s.made))
+        except Exception as error:
+            by_hand = f"{NO}: {reason(error)}"
+        if not by_hand.startswith(NO) and sites == set(s.masks):  # the pass is right, and the graph is no longer the model's
+            return {name: NO, f"{name}_why": f"{STOCK}its graph with W∘M written in is not the model ({same})"}
+        why, same = (why, same) if by_hand.startswith(NO) else ([*why, f"apply: {same}"], by_hand)
     return {name: len(sites), f"{name}_equal": same, f"{name}_why": "; ".join(why)}
+
+
+def masks_of(s: Subject, sites: set[str]) -> Masks:
+    """Those of `apply`, and of weights that a graph masks beside them."""
+    return {name: s.masks[name] if name in s.masks else as_linear(s.model.get_parameter(name)) for name in sites}
 
 
 def in_float64(s: Subject, capture: Callable[[torch.dtype], torch.fx.GraphModule]) -> str:
@@ -131,7 +144,7 @@ def by_aot_eager(s: Subject) -> Columns:
         known = {name for name in sites if not name.endswith(COMPUTED) and id(s.model.get_parameter(name)) not in tied(s, s.model)}
         meant = known | (set(masks) & captured)  # it meets calls, and so a linear of another class than nn.Linear, too; what eager code runs it cannot meet
         if meant != set(masks):
-            masks = {name: masks[name] if name in masks else as_linear(s.model.get_parameter(name)) for name in meant}
+            masks = masks_of(s, meant)
             expected, _ = by_stock(s, masks, Counting("aot_eager"))
         same = compare(found, expected, masks)
         if same.startswith(NO):  # as in `applied`: rounding may be all that a gradient has

@@ -2,7 +2,7 @@
 
 Arguments and results of `kernels.reference`, to the bit. `reference.masked` takes nine calls, which is most of a small layer's time, and `torch.where` over a
 mask of the weight's size, which takes seven times as long for a large weight as a vectorised bitwise and. Here a small weight's mask is spread over its
-elements by two gathers, and a larger one's over rows of integers for an and. Weights that are not contiguous are masked as there.
+elements by two gathers, for `torch.where` or for an and, and a larger one's over rows of integers. Weights that are not contiguous are masked as there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import reference
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FINE = 4  # rows that must share a row of bits: an int32 for each of so many elements is what a bool mask of all of them takes
-LEAST = 1 << 14  # weight elements for which an and is worth its three calls more
+FEW, MANY = 1 << 13, 1 << 16  # weight elements from which an and is worth three calls more than `torch.where`, and rows of bits some views
 
 
 @lru_cache(maxsize=256)
@@ -31,17 +31,19 @@ def _places(shape: tuple[int, int], block: tuple[int, int]) -> tuple[Tensor, Ten
 
 
 class Kept(NamedTuple):
-    """A mask's elements."""
+    """A mask's elements: bools, or integers for an and, all bits of a kept element and none of another one, by which Inf and NaN are masked to +0, too."""
 
-    elements: Tensor  # bool [N, K], or 1 in the place of N or K where that is one block
+    elements: Tensor  # [N, K], or 1 in the place of N or K where that is one block
 
     def cut(self, w: Tensor, out: Tensor | None = None) -> Tensor:
         """W∘M; `out` is not written to."""
-        return torch.where(self.elements, w, 0)
+        if self.elements.dtype == torch.bool:
+            return torch.where(self.elements, w, 0)
+        return torch.bitwise_and(w.view(self.elements.dtype), self.elements).view(w.dtype)
 
 
 class Bits(NamedTuple):
-    """A mask as the and reads it: all bits of a kept element, none of another one, so that Inf and NaN are masked like numbers, to +0."""
+    """A mask's rows, as integers for an and."""
 
     rows: Tensor  # integers [rows, 1, K], -1 or 0
     height: int  # rows of the weight to one of them; the last one may have fewer
@@ -62,18 +64,18 @@ class Bits(NamedTuple):
 
 
 def kept_of(mask: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Kept:
-    """`mask` (NB, KB) for weights `shape` (N, K)."""
+    """`mask` (NB, KB), bool or integer, for weights `shape` (N, K)."""
     rows, cols = _places((shape[0], shape[1]), block)
     wide = mask if mask.shape[1] == 1 else mask.index_select(1, cols)
     return Kept(wide if mask.shape[0] == 1 else wide.index_select(0, rows))
 
 
-def bits_of(mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], size: int) -> Bits:
-    """`mask` (NB, KB) for weights `shape` (N, K) whose elements have `size` bytes."""
+def bits_of(mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], integer: torch.dtype) -> Bits:
+    """`mask` (NB, KB) for weights `shape` (N, K) whose elements are as wide as an integer dtype."""
     (n, k), tall, width = shape, min(block[0], shape[0]), min(block[1], shape[1])
     height = math.gcd(n, tall)  # what a ragged last row of blocks divides into, too: one call instead of two
     height = height if height >= FINE else tall
-    rows = mask.to(INTEGERS[size]).neg_().repeat_interleave(width, 1)
+    rows = mask.to(integer).neg_().repeat_interleave(width, 1)
     rows = rows if height == tall else rows.repeat_interleave(tall // height, 0)
     return Bits(rows[: -(-n // height), None, :k], height)
 
@@ -83,9 +85,12 @@ def cutter(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Kept | Bits | Non
     count = w.numel()
     if not (count and w.is_contiguous()):
         return None  # the order of a product's sums depends on strides
-    if count < LEAST or w.element_size() not in INTEGERS:  # complex and as wide as no integer
+    integer = INTEGERS.get(w.element_size())
+    if count < FEW or integer is None:  # of a complex dtype that is as wide as no integer
         return kept_of(mask, w.shape, block)
-    return bits_of(mask, w.shape, block, w.element_size())
+    if count < MANY:
+        return kept_of(mask.to(integer).neg_(), w.shape, block)
+    return bits_of(mask, w.shape, block, integer)
 
 
 def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:

@@ -116,6 +116,30 @@ def test_a_graph_that_float64_cannot_have_keeps_what_float32_says(monkeypatch: p
     assert (row["graph"], row["graph_equal"]) == (1, "no: far") and "float64: " in row["graph_why"]
 
 
+def test_a_graph_is_compared_with_itself_where_it_masks_more_than_apply() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.extra = nn.Linear(32, 48), nn.Parameter(torch.randn(40, 48))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.linear(x), self.extra)
+
+    torch.manual_seed(0)
+    row = captures.export_rewritten(Subject(Made(Both(), (torch.randn(5, 32),))))
+    assert row["graph"] == 2 and row["graph_equal"] in ("bits", "rounding")
+    assert "masked, and not by apply: extra" in row["graph_why"] and "apply: no: " in row["graph_why"]
+
+
+def test_a_graph_that_is_no_longer_the_model_is_not_the_pass_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    made = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),))
+    said = iter(["no: far", "no: farther", "bits"])  # from `apply` in float32 and in float64, and from the same graph with W∘M written in
+    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: next(said))
+    row = captures.export_rewritten(Subject(made))
+    assert row["graph"] == "no" and row["graph_why"].startswith(captures.STOCK) and "no: farther" in row["graph_why"]
+
+
 class Half(nn.Module):
     """Two linears, the second in eager code alone."""
 

@@ -17,11 +17,15 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BROKEN = (float("nan"), float("inf"), float("-inf"), -0.0)
 
 
-@pytest.fixture(scope="module", autouse=True, params=[1, 1 << 30], ids=["bits", "kept"])
+FORMS = {"kept": (1 << 30, 1 << 30), "kept bits": (1, 1 << 30), "rows of bits": (1, 1)}
+
+
+@pytest.fixture(scope="module", autouse=True, params=FORMS)
 def form(request):
-    """Weights of any size in either form."""
-    with mock.patch.object(masked_dense, "LEAST", request.param):
-        yield masked_dense.Bits if request.param == 1 else masked_dense.Kept
+    """Weights of any size in every form."""
+    few, many = FORMS[request.param]
+    with mock.patch.multiple(masked_dense, FEW=few, MANY=many):
+        yield masked_dense.Bits if many == 1 else masked_dense.Kept
 
 
 def same_bits(a, b):
@@ -68,7 +72,7 @@ def test_every_op_is_equal_to_the_bit(n, k, rows, cols, dtype, layout, transpose
 def test_bits_take_no_more_than_a_mask_of_the_weight(n, block):
     """Or than a row of bits for each row of blocks."""
     nb = -(-n // block)
-    bits = masked_dense.bits_of(torch.ones(nb, 5, dtype=torch.bool), (n, 80), (block, 16), 4)
+    bits = masked_dense.bits_of(torch.ones(nb, 5, dtype=torch.bool), (n, 80), (block, 16), torch.int32)
     assert bits.rows.numel() * 4 <= max(n, nb * 4) * 80 and bits.rows.shape[2] == 80
 
 
