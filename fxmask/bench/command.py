@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tu
     return found
 
 
+def _matching(found: list[Cell], cells: str, name: Callable[[Cell], str]) -> list[Cell]:
+    globs = names(cells)
+    chosen = [c for c in found if not globs or any(fnmatch.fnmatchcase(name(c), p) for p in globs)]
+    if not chosen:
+        raise ConfigError(f"--cells {cells!r} leaves nothing to measure: expected globs that match e.g. {name(found[0])!r}.")
+    return chosen
+
+
 def steps(a: argparse.Namespace, dtype: str) -> int:
     """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
     if a.threads is not None and a.threads < 1:
@@ -89,6 +98,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         torch.set_num_threads(a.threads)
     if a.dispatch or a.floor:
         grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
+        grid = _matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
         if a.list:
             print("\n".join(f"{c.group}/{c.phase}" for c in grid))
         elif a.dispatch:
@@ -99,10 +109,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)
     found: list[Cell] = list(interleaved.cells(shapes, blocks[:1] if a.quick else blocks, ratios, kinds[:1] if a.quick else kinds, dtype, a.seed))
-    globs = names(a.cells)
-    chosen = [c for c in found if not globs or any(fnmatch.fnmatchcase(c.group, p) for p in globs)]
-    if not chosen:
-        raise ConfigError(f"--cells {a.cells!r} leaves nothing to measure: expected globs that match e.g. {found[0].group!r}.")
+    chosen = _matching(found, a.cells, lambda c: c.group)
     if a.list:
         print("\n".join(c.group for c in chosen))
         return 0

@@ -146,6 +146,10 @@ def test_quick_and_defaults(tmp_path, capsys):
     assert set(listed("--quick")[0].split("/")) >= {"step", "512x128->256", "fp32", "random"}
     assert listed("--quick", "--dtype", "bf16")[0].split("/")[2] == "bf16"
     assert len(listed("--dispatch", "7")) == 7 and len(listed("--floor")) == len(list(floor.cells("fp32", 0)))
+    mixing = listed("--floor", "--cells", "*x196->196/*/token_mixing")
+    assert mixing and all(line.split("/")[1].endswith("x196->196") and line.endswith("/token_mixing") for line in mixing)
+    assert main(["bench", "--device", "cpu", "--floor", "--list", "--cells", "nothing"]) == 2
+    assert "--cells 'nothing' leaves nothing to measure" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())  # nothing was measured
 
 
