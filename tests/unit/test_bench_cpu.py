@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxmask.bench import floor, interleaved, provenance, table
+from fxmask.bench import floor, interleaved, provenance, regret, table
 from fxmask.cli import main
 from fxmask.errors import ConfigError
 from fxmask.kernels.cpu import chosen, implementation
@@ -194,3 +194,18 @@ def test_token_mixing_has_contiguous_tokens():
 def test_masked_dense_behind_the_op_is_a_contender(tmp_path):
     _, rows = bench(tmp_path, "--providers", "dense,masked_dense,fxmask_reference")
     assert [r["provider"] for r in rows[:3]] == ["dense", "masked_dense", "fxmask_reference"] and not rows[2]["forward_plan"] and rows[2]["x_best"]
+
+
+def test_dispatch_compares_choices_with_every_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(regret, "TOKENS", (40, 4096))
+    monkeypatch.setattr(regret, "SHAPES", ((48, 32), (256, 512)))
+    monkeypatch.setattr(regret, "BLOCKS", (16,))
+    monkeypatch.setenv("FXMASK_TUNE", "0")
+    command = ["bench", "--device", "cpu", "--dispatch", "100", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    rows = table.read(tmp_path / regret.CSV, regret.COLUMNS)
+    assert {r["op"] for r in rows} == set(regret.OPS) and {r["why"] for r in rows} == {"too small to gain", "estimated"}
+    for r in rows:
+        times = dict(t.split(":") for t in r["times"].split())
+        assert "masked_dense" in times and r["chosen"] in times and len(times) == 3 and float(r["regret"]) >= 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("dispatch: ")
