@@ -14,7 +14,7 @@ from torch import nn
 import fxmask
 from fxmask import backend_watch
 from zoo.checks import NO, TIED, Columns, Subject, reason, some, told
-from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, compare_outputs, element_masks, inputs_of, masked_copy, outputs_of, run, written_in
+from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, compare_outputs, element_masks, inputs_of, masked_copy, outputs_of, run, write_in, written_in
 
 COMPUTED = " (a computed weight)"
 STOCK = "stock PyTorch: "  # how a reason begins that is not fxmask's
@@ -67,12 +67,12 @@ def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable
             why, same = [*why, f"float32: {same}"], wide
     if same.startswith(NO):
         try:
-            by_hand = compare_outputs(outputs_of(gm, s.made), outputs_of(written_in(capture(torch.float32), masks_of(s, sites)), s.made))
+            by_hand = compare_outputs(outputs_of(gm, s.made), outputs_of(write_in(capture(torch.float32), masks_of(s, sites)), s.made))
         except Exception as error:
             by_hand = f"{NO}: {reason(error)}"
         if not by_hand.startswith(NO) and sites == set(s.masks):  # the pass is right, and the graph is no longer the model's
             return {name: NO, f"{name}_why": f"{STOCK}its graph with W∘M written in is not the model ({same})"}
-        why, same = (why, same) if by_hand.startswith(NO) else ([*why, f"apply: {same}"], by_hand)
+        why, same = ([*why, f"the graph with W∘M written in: {by_hand}"], same) if by_hand.startswith(NO) else ([*why, f"apply: {same}"], by_hand)
     return {name: len(sites), f"{name}_equal": same, f"{name}_why": "; ".join(why)}
 
 

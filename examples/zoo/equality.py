@@ -82,11 +82,15 @@ def element_masks(masked: nn.Module) -> Masks:
 
 def written_in(model: nn.Module, masks: Masks) -> nn.Module:
     """A copy of the dense model with W∘M as its weights."""
-    twin = copy.deepcopy(model)
+    return write_in(copy.deepcopy(model), masks)
+
+
+def write_in(model: nn.Module, masks: Masks) -> nn.Module:
+    """The model itself, with W∘M as its weights."""
     with torch.no_grad():
         for name, kept in masks.items():
-            twin.get_parameter(name).masked_fill_(~kept, 0)
-    return twin
+            model.get_parameter(name).masked_fill_(~kept, 0)
+    return model
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------------------------------------------
