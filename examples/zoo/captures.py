@@ -55,12 +55,16 @@ def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fxmask.apply(gm, ratio=RATIO, block=BLOCK)
-    sites = set(fxmask.masks(gm)) if fxmask.explain(gm).summary["masked"] else set()
-    why = difference(sites, set(s.masks)) + [t for t in told(caught) if sites]
+    found = fxmask.explain(gm)
+    sites = set(fxmask.masks(gm)) if found.summary["masked"] else set()
+    computed = sorted(str(r["name"]) for r in found.rows if r["masked"] and not {r["name"], f"{r['name']}.weight"} & sites)
+    why = difference(sites | {name + COMPUTED for name in computed}, set(s.masks)) + [t for t in told(caught) if sites]
+    if computed:  # neither `apply` nor a dense copy can have these masks
+        gm = graph_with_masks(capture(torch.float32), computed)
     same = compare_outputs(outputs_of(gm, s.made), outputs_of(s.masked().eval(), s.made))
     if same.startswith(NO) and " inf times " not in same:  # what is not finite on one side alone is no rounding
         try:
-            wide = in_float64(s, capture)
+            wide = in_float64(s, capture, computed)
         except Exception as error:
             why.append(f"float64: {reason(error)}")
         else:
@@ -81,14 +85,21 @@ def masks_of(s: Subject, sites: set[str]) -> Masks:
     return {name: s.masks[name] if name in s.masks else as_linear(s.model.get_parameter(name)) for name in sites}
 
 
-def in_float64(s: Subject, capture: Callable[[torch.dtype], torch.fx.GraphModule]) -> str:
+def graph_with_masks(gm: torch.fx.GraphModule, but: list[str]) -> torch.fx.GraphModule:
+    """A graph that the pass has rewritten, but for some linears; its warnings have been told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxmask.FxMaskWarning)
+        fxmask.apply(gm, ratio=RATIO, block=BLOCK, exclude=tuple(but))
+    return gm
+
+
+def in_float64(s: Subject, capture: Callable[[torch.dtype], torch.fx.GraphModule], but: list[str]) -> str:
     """The outputs of a rewritten graph against `apply`, where rounding is of no size."""
-    pair = capture(torch.float64), copy.deepcopy(s.model).eval().double()
+    gm, model = graph_with_masks(capture(torch.float64), but), copy.deepcopy(s.model).eval().double()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxmask.FxMaskWarning)  # told of in float32
-        for m in pair:
-            fxmask.apply(m, ratio=RATIO, block=BLOCK)
-    same = compare_outputs(*(outputs_of(m, s.made, torch.float64) for m in pair))
+        fxmask.apply(model, ratio=RATIO, block=BLOCK)
+    same = compare_outputs(*(outputs_of(m, s.made, torch.float64) for m in (gm, model)))
     return same if same.startswith(NO) else "float64"
 
 

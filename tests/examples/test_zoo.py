@@ -131,6 +131,21 @@ def test_a_graph_is_compared_with_itself_where_it_masks_more_than_apply() -> Non
     assert "masked, and not by apply: extra" in row["graph_why"] and "apply: no: " in row["graph_why"]
 
 
+def test_weights_that_a_graph_computes_are_named_and_left_out_of_the_comparison() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.experts = nn.Linear(32, 48), nn.Parameter(torch.randn(2, 40, 48))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            return nn.functional.linear(x, self.experts[0]) + nn.functional.linear(x, self.experts[1])
+
+    torch.manual_seed(0)
+    row = captures.export_rewritten(Subject(Made(Experts(), (torch.randn(5, 32),))))
+    assert row["graph_equal"] == "bits" and row["graph_why"].count(captures.COMPUTED) == 2
+
+
 def test_a_graph_that_is_no_longer_the_model_is_not_the_pass_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     made = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),))
