@@ -35,12 +35,13 @@ class Decision:
 def matches(pattern: Pattern, c: Candidate) -> bool:
     """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear.
 
+    A linear whose weight the graph computes goes by its module's name, and exactly by that of its call, which is its name in `explain`.
     A linear call in a graph that no module makes is shown to callables as an nn.Linear of its shape, on the meta device.
     """
     if isinstance(pattern, str):
         if pattern.startswith("re:"):
             return re.search(pattern[3:], c.name) is not None
-        return c.name == pattern or fnmatch.fnmatchcase(c.name, pattern)
+        return pattern in (c.name, c.call) or fnmatch.fnmatchcase(c.name, pattern)
     if isinstance(pattern, type):
         return issubclass(pattern, nn.Module) and pattern in c.types
     return bool(pattern(c.module, c.name))

@@ -56,6 +56,11 @@ class Candidate:
     sized: bool = True  # the default exclusion of small weights holds for it
     product: bool = False  # no linear but a product with a parameter, which is never masked: `passes.products`
 
+    @property
+    def call(self) -> str | None:
+        """The name of the call of a weight that its graph computes, by which `explain` tells several of one module apart; None for a parameter."""
+        return self.nodes[0].name if self.nodes and self.weight_path is None else None
+
 
 def find(model: nn.Module) -> list[Candidate]:
     """All linears of a model, in the model's order, then those of its graphs."""

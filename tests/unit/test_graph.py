@@ -268,3 +268,33 @@ def test_a_pass_of_ones_own():
     x = torch.randn(5)
     assert torch.equal(gm(x), F.gelu(x + 1))
     assert not run_passes(gm, [ReluToGelu()])[0].modified
+
+
+def test_a_computed_weight_is_excluded_by_the_name_that_explain_gives_it():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 32, 48))
+
+        def forward(self, x):
+            return sum(F.linear(x, self.weight[i]) for i in range(3))
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = Experts()
+
+        def forward(self, x):
+            return self.experts(x)
+
+    def graph():
+        torch.manual_seed(0)
+        return torch.export.export(Mixture(), (torch.randn(4, 48),)).module()
+
+    names = [str(r["name"]) for r in fxmask.explain(fxmask.apply(graph(), ratio=0.5, block=(16, 16))).rows]
+    assert len(set(names)) == 3
+    gm = fxmask.apply(graph(), ratio=0.5, block=(16, 16), exclude=names[1])
+    assert [r["masked"] for r in sorted(fxmask.explain(gm).rows, key=lambda r: not r["masked"])] == [True, True, False]
+    assert names[1] not in {r["name"] for r in fxmask.explain(gm).rows if r["masked"]}
+    gm = fxmask.apply(graph(), ratio=0.5, block=(16, 16), overrides={names[0]: {"ratio": 0.8}})
+    assert {r["name"] for r in fxmask.explain(gm).rows if r["target_ratio"] == 0.8} == {names[0]}
