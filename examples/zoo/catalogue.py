@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,8 +41,12 @@ def chosen(entries: list[Entry], sources: list[str] | None, only: list[str] | No
 
 
 def smallest_of_families(entries: list[Entry], at_most: int) -> set[Entry]:
-    """The smallest model of every family, the smallest ones first."""
+    """The smallest model of every family: of each source in turn, the smallest ones first."""
     first: dict[tuple[str, str], Entry] = {}
-    for e in sorted(entries, key=lambda e: e.parameters):
+    for e in sorted(entries, key=lambda e: e.parameters):  # which are not known of tiny configurations
         first.setdefault((e.source, e.family), e)
-    return set(list(first.values())[:at_most])
+    by_source: dict[str, list[Entry]] = {}
+    for (source, _), e in first.items():
+        by_source.setdefault(source, []).append(e)
+    turns = [e for turn in itertools.zip_longest(*by_source.values()) for e in turn if e is not None]
+    return set(turns[:at_most])

@@ -189,6 +189,8 @@ def test_the_list() -> None:
     assert len({(e.source, e.name) for e in entries}) == len(entries)
     assert [e.name for e in catalogue.chosen(entries, ["torchvision"], ["resnet1*"], 5)] == ["resnet18", "resnet101", "resnet152"]
     assert len(catalogue.smallest_of_families(entries, 60)) == 60
+    small = catalogue.smallest_of_families(entries, 45)
+    assert [sum(e.source == source for e in small) for source in catalogue.SOURCES[:3]] == [15, 15, 15]  # each in turn: parameters of tiny configurations are 0
 
 
 @pytest.mark.parametrize(("words", "text"), [(["--jobs", "0"], "--jobs: expected more than 0"), (["--own", "nothing"], "expected module:callable")])
