@@ -17,9 +17,9 @@ from torch import _C
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _BELOW = _C._after_autograd_keyset - _VIEWS
 _DEVICES = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
-_AUTOGRAD = _VIEWS  # and what `_C._AutoDispatchBelowAutograd` switches off: one guard in the place of two
+_SWITCHED_OFF = _VIEWS  # and what `_C._AutoDispatchBelowAutograd` switches off: one guard in the place of two
 for _key in (_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.AutogradOther, _C.DispatchKey.AutogradNestedTensor):
-    _AUTOGRAD = _AUTOGRAD | _C.DispatchKeySet(_key)
+    _SWITCHED_OFF = _SWITCHED_OFF | _C.DispatchKeySet(_key)
 _LIBRARY = torch.library.Library("fxmask", "FRAGMENT")
 _last: dict[int, bool] = {}
 
@@ -68,7 +68,7 @@ def _below_autograd(op: Any) -> Callable[[Any, tuple[Any, ...]], Any]:
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
         # views are not noted: an output that the op has reshaped is a tensor of its own, and may be written in place (ReLU(inplace=True) behind a layer)
-        with _C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+        with _C._ExcludeDispatchKeyGuard(_SWITCHED_OFF):
             if _is_last(keyset):
                 return body(*args)
             return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
@@ -93,7 +93,7 @@ def _register(overload: Any, kernel: Callable[..., Any]) -> None:
 def _unseen(function: Any) -> Any:
     """A function whose frames, and those of what it calls, the compiler leaves alone: it knows PyTorch's own by their folder, and would compile this one's.
 
-    Marked in its code, which costs a call nothing; `torch._disable_dynamo` does it at every call, for 4 us.
+    Marked in its code, which costs a call nothing; `torch._disable_dynamo` does it at every call.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

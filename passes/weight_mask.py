@@ -42,7 +42,7 @@ class MaskWeights(Pass):
             if c.host is not gm or d.config is None:
                 continue
             stream = self.stream_names.get(id(c.weight), c.param_name)
-            local = c.weight_path or f"{c.nodes[0].name}.weight"  # a name inside this graph module, whatever holds it
+            local = c.weight_path or f"{c.call}.weight"  # a name inside this graph module, whatever holds it
             site = GraphSite(d.config, local, c.weight, c.weight_path, stream).train(gm.training)
             self.made.append(site)
             _rewrite(gm, c.nodes, _add_site(gm, local.removesuffix(".weight"), site), site)

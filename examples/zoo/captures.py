@@ -51,7 +51,7 @@ def export_rewritten(s: Subject) -> Columns:
 
 
 def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable[[torch.dtype], torch.fx.GraphModule]) -> Columns:
-    """The columns of a graph that the FX pass rewrites; captured again, float64 decides where float32 rounds too much."""
+    """The columns of a graph that the FX pass rewrites. Captured again, float64 decides where float32 rounds too much, then the graph with W∘M written in."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fxmask.apply(gm, ratio=RATIO, block=BLOCK)
@@ -60,7 +60,7 @@ def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable
     computed = sorted(str(r["name"]) for r in found.rows if r["masked"] and not {r["name"], f"{r['name']}.weight"} & sites)
     why = difference(sites | {name + COMPUTED for name in computed}, set(s.masks)) + [t for t in told(caught) if sites]
     if computed:  # neither `apply` nor a dense copy can have these masks
-        gm = graph_with_masks(capture(torch.float32), computed)
+        gm = masked_but_for(capture(torch.float32), computed)
     same = compare_outputs(outputs_of(gm, s.made), outputs_of(s.masked().eval(), s.made))
     if same.startswith(NO) and " inf times " not in same:  # what is not finite on one side alone is no rounding
         try:
@@ -70,14 +70,22 @@ def rewritten(s: Subject, gm: torch.fx.GraphModule, name: str, capture: Callable
         else:
             why, same = [*why, f"float32: {same}"], wide
     if same.startswith(NO):
-        try:
-            by_hand = compare_outputs(outputs_of(gm, s.made), outputs_of(write_in(capture(torch.float32), masks_of(s, sites)), s.made))
-        except Exception as error:
-            by_hand = f"{NO}: {reason(error)}"
-        if not by_hand.startswith(NO) and sites == set(s.masks):  # the pass is right, and the graph is no longer the model's
+        alone = against_itself(s, gm, sites, capture)
+        if alone.startswith(NO):
+            why.append(f"the graph with W∘M written in: {alone}")
+        elif sites == set(s.masks):  # the pass is right, and the graph is no longer the model's
             return {name: NO, f"{name}_why": f"{STOCK}its graph with W∘M written in is not the model ({same})"}
-        why, same = ([*why, f"the graph with W∘M written in: {by_hand}"], same) if by_hand.startswith(NO) else ([*why, f"apply: {same}"], by_hand)
+        else:
+            why, same = [*why, f"apply: {same}"], alone
     return {name: len(sites), f"{name}_equal": same, f"{name}_why": "; ".join(why)}
+
+
+def against_itself(s: Subject, gm: torch.fx.GraphModule, sites: set[str], capture: Callable[[torch.dtype], torch.fx.GraphModule]) -> str:
+    """The outputs of a rewritten graph against those of the same graph, not rewritten, with W∘M written into its weights."""
+    try:
+        return compare_outputs(outputs_of(gm, s.made), outputs_of(write_in(capture(torch.float32), masks_of(s, sites)), s.made))
+    except Exception as error:
+        return f"{NO}: {reason(error)}"
 
 
 def masks_of(s: Subject, sites: set[str]) -> Masks:
@@ -85,7 +93,7 @@ def masks_of(s: Subject, sites: set[str]) -> Masks:
     return {name: s.masks[name] if name in s.masks else as_linear(s.model.get_parameter(name)) for name in sites}
 
 
-def graph_with_masks(gm: torch.fx.GraphModule, but: list[str]) -> torch.fx.GraphModule:
+def masked_but_for(gm: torch.fx.GraphModule, but: list[str]) -> torch.fx.GraphModule:
     """A graph that the pass has rewritten, but for some linears; its warnings have been told."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxmask.FxMaskWarning)
@@ -95,7 +103,7 @@ def graph_with_masks(gm: torch.fx.GraphModule, but: list[str]) -> torch.fx.Graph
 
 def in_float64(s: Subject, capture: Callable[[torch.dtype], torch.fx.GraphModule], but: list[str]) -> str:
     """The outputs of a rewritten graph against `apply`, where rounding is of no size."""
-    gm, model = graph_with_masks(capture(torch.float64), but), copy.deepcopy(s.model).eval().double()
+    gm, model = masked_but_for(capture(torch.float64), but), copy.deepcopy(s.model).eval().double()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxmask.FxMaskWarning)  # told of in float32
         fxmask.apply(model, ratio=RATIO, block=BLOCK)

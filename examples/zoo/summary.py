@@ -112,7 +112,9 @@ def reason_of(row: Row, check: str) -> str:
     """Why a row misses in a check: what the check says, or the comparison."""
     equal = {"apply": ("train", "eval"), "backend": ("backend_equal",), "trace": ("trace_equal",), "graph": ("graph_equal",)}.get(check, ())
     said = [f"{c}: {row[c]}" for c in equal if str(row[c]).startswith("no")]
-    why = row.get(f"{check}_why") or ("" if said else f"`apply` has no result to compare with: {row['apply_why']}" if row["apply"] == "no" else str(row[check]))
+    why = row.get(f"{check}_why", "")
+    if not (why or said):
+        why = f"`apply` has no result to compare with: {row['apply_why']}" if row["apply"] == "no" else str(row[check])
     return "; ".join([*said, why]).strip("; ")
 
 

@@ -76,7 +76,7 @@ def test_bits_take_no_more_than_a_mask_of_the_weight(n, block):
     assert bits.rows.numel() * 4 <= max(n, nb * 4) * 80 and bits.rows.shape[2] == 80
 
 
-def test_complex_weights_are_left_to_the_reference():
+def test_complex_weights_that_no_integer_is_as_wide_as():
     w = torch.randn(256, 256, dtype=torch.complex128)
     mask = torch.eye(4, dtype=torch.bool)
     assert torch.equal(masked_dense.masked(w, mask, (64, 64)), reference.masked(w, mask, (64, 64)))

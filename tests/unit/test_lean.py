@@ -10,7 +10,7 @@ def test_what_is_switched_off_is_what_pytorch_switches_off():
     before = _C._dispatch_tls_local_exclude_set()
     with _C._AutoDispatchBelowAutograd(), _C._ExcludeDispatchKeyGuard(lean._VIEWS):
         expected = _C._dispatch_tls_local_exclude_set()
-    with _C._ExcludeDispatchKeyGuard(lean._AUTOGRAD):
+    with _C._ExcludeDispatchKeyGuard(lean._SWITCHED_OFF):
         assert _C._dispatch_tls_local_exclude_set().raw_repr() == expected.raw_repr() != before.raw_repr()
 
 
