@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .strips import Chunks, Strips
+from .strips import Chunks, Strips, Sums
 
 
 class Transposed:
@@ -50,10 +50,10 @@ class Product:
         """Views for chunks of so many tokens; strips that keep nothing are written once."""
         s, self.tokens, self.jobs = self.strips, tokens, []
         self.out = self.result[: s.across * tokens].view(s.across, tokens)
-        for i, (part, k) in enumerate(zip(self.out.split(s.width), s.kept, strict=True)):
-            if len(k):
-                flat = self.gathered[: len(k) * s.unit * tokens].view(-1, tokens)
-                self.jobs.append(Job(k, flat.view(len(k), -1), flat, s.weights[i].t(), part))
+        for i, (part, k, n) in enumerate(zip(self.out.split(s.width), s.kept, s.counts, strict=True)):
+            if n:
+                flat = self.gathered[: n * s.unit * tokens].view(-1, tokens)
+                self.jobs.append(Job(k, flat.view(n, -1), flat, s.weights[i].t(), part))
             else:
                 part.zero_()
 
@@ -69,11 +69,11 @@ class Product:
 
 
 def backward(
-    gy: Tensor, x: Tensor, strips: Strips, wanted: Strips, dx: Tensor | None, sums: list[Tensor], lo: int, hi: int, chunk: int, dtype: torch.dtype
+    gy: Tensor, x: Tensor, strips: Strips, wanted: Strips, dx: Tensor | None, sums: Sums, lo: int, hi: int, chunk: int, dtype: torch.dtype
 ) -> None:
     """dX and dW of tokens lo to hi, off one transpose of dY. `strips` are those of dX, `wanted` the forward's, which say what of dW is wanted.
 
-    `sums`: for each block row dW of its kept blocks, [rows, kept * columns], added to.
+    `sums`: dW of each block row's kept blocks is added to.
     """
     size = min(chunk, hi - lo)
     source = Transposed(gy, strips.units * strips.unit, size, dtype)
@@ -86,14 +86,12 @@ def backward(
         if product is not None and dx is not None:
             product(t, dx[a:b])
         blocks, left = inputs(a, b).view(b - a, wanted.units, wanted.unit), t[: wanted.across].split(wanted.width)
-        for s, rows_of_t, g in zip(sums, left, rows.gathers(wanted, gathered, b - a), strict=True):
+        for s, rows_of_t, g in zip(sums.parts, left, rows.gathers(wanted, gathered, b - a), strict=True):
             if g is not None:
                 torch.index_select(blocks, 1, g.kept, out=g.blocks)
                 s.addmm_(rows_of_t, g.flat)
 
 
-def scatter(sums: list[Tensor], wanted: Strips, dw: Tensor) -> None:
-    """Put every block row's dW in its place of a zeroed, padded dW, [block rows, rows, block columns, columns]."""
-    for i, (s, k) in enumerate(zip(sums, wanted.kept, strict=True)):
-        if len(k):
-            dw[i, : s.shape[0]].index_copy_(1, k, s.view(s.shape[0], len(k), wanted.unit).to(dw.dtype))
+def pieces(sums: Sums, wanted: Strips) -> Tensor:
+    """dW of the kept blocks, [pieces, unit], in the order of `wanted.places`: as it was summed."""
+    return sums.all.view(-1, wanted.unit)

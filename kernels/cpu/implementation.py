@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from .. import reference
 from ..select import select_blocks
 from . import columns, pool, rows, runs, score
 from .plans import Plan, compute_dtype
-from .strips import packed, strips_of
+from .strips import Sums, packed, strips_of
 
 
 def block_index(
@@ -64,14 +63,15 @@ def _backward(
     dx = None if w is None else gy.new_empty((*gy.shape[:-1], shape[1]))
     flat = None if dx is None else dx.view(len(g), shape[1])
     shares = pool.ranges(len(g), threads)
-    sums = [rows.sums_of(wanted, dtype) for _ in shares]
+    sums = [rows.sums_of(wanted, dtype) if by_rows else Sums(wanted, dtype) for _ in shares]
     if by_rows:
         pool.run([partial(rows.backward, g, t, strips, flat, s, a, b, plan.chunk, dtype) for s, (a, b) in zip(sums, shares, strict=True)])
     else:
         pool.run([partial(columns.backward, g, t, strips, wanted, flat, s, a, b, plan.chunk, dtype) for s, (a, b) in zip(sums, shares, strict=True)])
     for other in sums[1:]:  # in a fixed order
-        torch._foreach_add_(sums[0], other)
+        sums[0].all.add_(other.all)
+    found = (rows if by_rows else columns).pieces(sums[0], wanted)
     (nb, kb), bh, bw = mask.shape, min(block[0], shape[0]), min(block[1], shape[1])
-    dw = gy.new_zeros(nb, bh, kb, bw)
-    (rows.scatter if by_rows else columns.scatter)(sums[0], wanted, dw)
-    return dx, dw.view(nb * bh, kb * bw)[: shape[0], : shape[1]].contiguous()
+    dw = gy.new_zeros(nb * bh, kb * bw)
+    dw.view(-1, bw).index_copy_(0, wanted.places, found.to(dw.dtype))
+    return dx, dw[: shape[0], : shape[1]].contiguous()

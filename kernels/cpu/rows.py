@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .strips import Chunks, Strips
+from .strips import Chunks, Strips, Sums
+
+SHORT = 192  # features that a strip gathers; see `sums_of`. On an EPYC both ways are as fast there
 
 
 class Gather(NamedTuple):
@@ -23,11 +25,11 @@ class Gather(NamedTuple):
 
 def gathers(strips: Strips, buffer: Tensor, tokens: int) -> list[Gather | None]:
     """One for each strip, all in the same buffer; None for a strip that keeps nothing."""
-    found: list[Gather | None] = []
-    for k in strips.kept:
-        g = buffer[: tokens * len(k) * strips.unit].view(tokens, len(k), strips.unit)
-        found.append(Gather(k, g, g.view(tokens, -1)) if len(k) else None)
-    return found
+    views = {}
+    for n in set(strips.counts):  # fewer than strips
+        g = buffer[: tokens * n * strips.unit].view(tokens, n, strips.unit)
+        views[n] = g, g.view(tokens, n * strips.unit)
+    return [Gather(k, *views[n]) if n else None for k, n in zip(strips.kept, strips.counts, strict=True)]
 
 
 def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
@@ -57,8 +59,8 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
             y[a:b].copy_(out)
 
 
-def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: list[Tensor], lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
-    """dX and dW of tokens lo to hi, off one gather of dY. `strips` are those of dX; `sums`: for each of them dW^T, [width, kept * unit], added to."""
+def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: Sums, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
+    """dX and dW of tokens lo to hi, off one gather of dY. `strips` are those of dX; `sums`: dW^T of each of them is added to."""
     size = min(chunk, hi - lo)
     grads, inputs = Chunks(gy, strips.units, strips.unit, size, dtype), Chunks(x, 1, strips.across, size, dtype)
     buffer = torch.empty(strips.longest * size, dtype=dtype)
@@ -79,19 +81,16 @@ def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: lis
             torch.index_select(blocks, 1, g.kept, out=g.blocks)
             if parts is not None:
                 torch.mm(g.flat, strips.weights[i], out=parts[i])
-            sums[i].addmm_(column, g.flat)
+            sums.parts[i].addmm_(column, g.flat)
         if own is not None and dx is not None and out is not None:
             dx[a:b].copy_(out)
 
 
-def sums_of(strips: Strips, dtype: torch.dtype) -> list[Tensor]:
-    """Zeros [width, kept * unit] for every strip."""
-    widths = [min(strips.width, strips.across - i * strips.width) for i in range(len(strips.kept))]
-    return [torch.zeros(n, len(k) * strips.unit, dtype=dtype) for n, k in zip(widths, strips.kept, strict=True)]
+def sums_of(strips: Strips, dtype: torch.dtype) -> Sums:
+    """Turned where strips are short: nothing is transposed at the end then, and the matmul is faster, too; into long ones it is up to twice as slow."""
+    return Sums(strips, dtype, turned=sum(strips.counts) * strips.unit <= SHORT * len(strips.counts))
 
 
-def scatter(sums: list[Tensor], strips: Strips, dw: Tensor) -> None:
-    """Put every strip's dW^T in its place of a zeroed, padded dW, [block rows, rows, block columns, columns]."""
-    for j, (s, k) in enumerate(zip(sums, strips.kept, strict=True)):
-        if len(k):
-            dw[:, :, j, : s.shape[0]].index_copy_(0, k, s.view(s.shape[0], len(k), strips.unit).permute(1, 2, 0).to(dw.dtype))
+def pieces(sums: Sums, strips: Strips) -> Tensor:
+    """dW of the kept blocks, [pieces, width], in the order of `strips.places`."""
+    return sums.all.view(-1, strips.width) if sums.turned else torch.cat([s.t() for s in sums.whole])
