@@ -121,4 +121,4 @@ def is_order(t: object, columns: int) -> bool:
     """Whether it is a permutation of so many columns."""
     if not isinstance(t, Tensor) or t.dtype != torch.int64 or tuple(t.shape) != (columns,):
         return False
-    return t.is_meta or torch.equal(t.sort().values.cpu(), torch.arange(columns))
+    return t.is_meta or torch.equal(t.sort().values.cpu(), torch.arange(columns, device="cpu"))

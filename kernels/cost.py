@@ -117,7 +117,7 @@ def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], trans
     entries, counts, _ = build_lists(mask, lay, transposed)
     m = mask.t() if transposed else mask
     across, along = shape[::-1] if transposed else shape
-    filled = torch.arange(lay.capacity) < counts[:, None]
+    filled = torch.arange(lay.capacity, device=mask.device) < counts[:, None]
     features = ((along - (entries & 0xFFFF) * lay.unit).clamp(0, lay.unit) * filled).sum(1)
     return Lists(
         lay, transposed, across, along, tuple(counts.tolist()), tuple(features.tolist()),

@@ -16,16 +16,16 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def patterns(n: int, m: int) -> Tensor:
     """Every way to keep n of m, (C(m, n), m) bool; the first keeps the lowest indices. The published code trains this matrix; here it is fixed."""
-    table = torch.zeros(0, m, dtype=torch.bool)
+    table = torch.zeros(0, m, dtype=torch.bool, device="cpu")
     rows = [[i in kept for i in range(m)] for kept in combinations(range(m), n)]
-    return torch.cat([table, torch.tensor(rows, dtype=torch.bool)])
+    return torch.cat([table, torch.tensor(rows, dtype=torch.bool, device="cpu")])
 
 
 def transposable_patterns() -> Tensor:
     """The 90 tiles of 4x4 that keep 2 of 4 in every row and every column, (90, 16) bool, row-major."""
     tiles = product(patterns(2, 4).tolist(), repeat=4)
     kept = [tile for tile in tiles if all(sum(column) == 2 for column in zip(*tile, strict=True))]
-    return torch.tensor(kept, dtype=torch.bool).reshape(-1, 16)
+    return torch.tensor(kept, dtype=torch.bool, device="cpu").reshape(-1, 16)
 
 
 def magnitude_mask(w: Tensor, n: int, m: int) -> Tensor:

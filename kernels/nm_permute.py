@@ -25,16 +25,17 @@ def permutation(w: Tensor, n: int, m: int, passes: int) -> Tensor:
     size = w.detach().abs().nan_to_num(0, 0, 0).to(torch.promote_types(w.dtype, torch.float32))
     order = torch.arange(columns, device=w.device)
     parts = -(-columns // COLUMNS)
+    every = torch.arange(columns // m, device=w.device)
     idle = 0
     for k in range(passes):
         moved = False
         groups = order.reshape(-1, m)
         for part in range(parts):  # by stride in one pass, in runs in the next, so that all groups meet some others
-            members = torch.arange(part, len(groups), parts) if k % 2 == 0 else torch.arange(len(groups)).tensor_split(parts)[part]
-            found = groups[members.to(order.device)]
+            members = every[part::parts] if k % 2 == 0 else every.tensor_split(parts)[part]
+            found = groups[members]
             better = _swapped(size, found, n)
             moved = moved or better is not found
-            groups[members.to(order.device)] = better
+            groups[members] = better
         idle = 0 if moved else idle + 1
         if idle == min(parts, 2):
             break

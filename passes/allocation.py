@@ -85,8 +85,8 @@ def mean_squares(w: Tensor, block: tuple[int, int]) -> Tensor:
     """Mean square of each block's elements, float64 [NB * KB] on the CPU, from the keys of `fro`: the same bits everywhere. Infinite for a broken block."""
     w = as_matrix(w)
     (nb, kb), (bh, bw) = grid_shape(w.shape, block), block
-    rows = torch.tensor([min(bh, w.shape[0] - i * bh) for i in range(nb)], dtype=torch.float64)
-    cols = torch.tensor([min(bw, w.shape[1] - j * bw) for j in range(kb)], dtype=torch.float64)
+    rows = torch.tensor([min(bh, w.shape[0] - i * bh) for i in range(nb)], dtype=torch.float64, device="cpu")
+    cols = torch.tensor([min(bw, w.shape[1] - j * bw) for j in range(kb)], dtype=torch.float64, device="cpu")
     return (sum_of_keys(block_keys(w, block, "fro")).cpu() / (rows[:, None] * cols)).flatten()
 
 
@@ -97,7 +97,7 @@ def ranked(items: Sequence[Item], scores: Sequence[Tensor], budget: int) -> list
     budget is spent. scores: [blocks] of each layer, what a unit of cost gains.
     """
     falling = [s.sort(descending=True).values[1:] for s in scores]  # the best of each is taken
-    owner = torch.cat([torch.full((len(f),), j) for j, f in enumerate(falling)])
+    owner = torch.cat([torch.full((len(f),), j, device="cpu") for j, f in enumerate(falling)])
     prices = torch.cat([_prices(i) for i in items])
     order = torch.cat(falling).sort(descending=True, stable=True).indices
     left = budget - sum(i.spent(1) for i in items)
@@ -117,7 +117,7 @@ def ranked(items: Sequence[Item], scores: Sequence[Tensor], budget: int) -> list
 
 def _prices(item: Item) -> Tensor:
     """What the second, third, ... block of a layer adds to the cost: int64 [blocks - 1]."""
-    spent = (torch.arange(1, item.blocks + 1) * item.each).clamp(max=item.whole)
+    spent = (torch.arange(1, item.blocks + 1, device="cpu") * item.each).clamp(max=item.whole)
     return spent.diff()
 
 

@@ -273,8 +273,8 @@ class Recorder(TorchDispatchMode):
 def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:
     """A mask with `keep` kept blocks, drawn at random, the same in every run: for weights that have no values."""
     n = grid[0] * grid[1]
-    mask = torch.zeros(n, dtype=torch.bool)
-    mask[torch.randperm(n, generator=torch.Generator().manual_seed(n))[:keep]] = True
+    mask = torch.zeros(n, dtype=torch.bool, device="cpu")
+    mask[torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu")[:keep]] = True
     return mask.view(grid)
 
 

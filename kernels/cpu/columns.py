@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .strips import Chunks, Strips, Sums
+from .strips import CPU, Chunks, Strips, Sums
 
 
 class Transposed:
     """The tokens of one operand in chunks, features first, in one buffer; features behind the last one are zero."""
 
     def __init__(self, t: Tensor, features: int, chunk: int, dtype: torch.dtype) -> None:
-        self.t, self.features, self.buffer = t, features, torch.empty(features * chunk, dtype=dtype)
+        self.t, self.features, self.buffer = t, features, torch.empty(features * chunk, dtype=dtype, device=CPU)
 
     def __call__(self, lo: int, hi: int) -> Tensor:
         """Tokens `lo` to `hi`: [features, tokens], contiguous."""
@@ -43,8 +43,8 @@ class Product:
 
     def __init__(self, strips: Strips, chunk: int, dtype: torch.dtype) -> None:
         self.strips, self.tokens = strips, 0
-        self.gathered = torch.empty(strips.longest * chunk, dtype=dtype)
-        self.result = torch.empty(strips.across * chunk, dtype=dtype)
+        self.gathered = torch.empty(strips.longest * chunk, dtype=dtype, device=CPU)
+        self.result = torch.empty(strips.across * chunk, dtype=dtype, device=CPU)
 
     def _prepare(self, tokens: int) -> None:
         """Views for chunks of so many tokens; strips that keep nothing are written once."""
@@ -79,7 +79,7 @@ def backward(
     source = Transposed(gy, strips.units * strips.unit, size, dtype)
     product = None if dx is None else Product(strips, size, dtype)
     inputs = Chunks(x, wanted.units, wanted.unit, size, dtype)
-    gathered = torch.empty(wanted.longest * size, dtype=dtype)
+    gathered = torch.empty(wanted.longest * size, dtype=dtype, device=CPU)
     for a in range(lo, hi, size):
         b = min(a + size, hi)
         t = source(a, b)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .strips import Chunks, Strips, Sums
+from .strips import CPU, Chunks, Strips, Sums
 
 SHORT = 192  # features that a strip gathers; see `sums_of`. On an EPYC both ways are as fast there
 
@@ -36,8 +36,8 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
     """y = x (W∘M)^T + bias of tokens lo to hi; or dX, by its strips. x [T, along], y [T, across]; `chunk` tokens at a time, computed in `dtype`."""
     size = min(chunk, hi - lo)
     source = Chunks(x, strips.units, strips.unit, size, dtype)
-    buffer = torch.empty(strips.longest * size, dtype=dtype)
-    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype)
+    buffer = torch.empty(strips.longest * size, dtype=dtype, device=CPU)
+    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype, device=CPU)
     biases = None if bias is None else bias.to(dtype).expand(strips.across).split(strips.width)
     places = gathers(strips, buffer, size)
     for a in range(lo, hi, size):
@@ -63,8 +63,8 @@ def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: Sum
     """dX and dW of tokens lo to hi, off one gather of dY. `strips` are those of dX; `sums`: dW^T of each of them is added to."""
     size = min(chunk, hi - lo)
     grads, inputs = Chunks(gy, strips.units, strips.unit, size, dtype), Chunks(x, 1, strips.across, size, dtype)
-    buffer = torch.empty(strips.longest * size, dtype=dtype)
-    own = None if dx is None or dx.dtype == dtype else torch.empty(size, strips.across, dtype=dtype)
+    buffer = torch.empty(strips.longest * size, dtype=dtype, device=CPU)
+    own = None if dx is None or dx.dtype == dtype else torch.empty(size, strips.across, dtype=dtype, device=CPU)
     places = gathers(strips, buffer, size)
     for a in range(lo, hi, size):
         b = min(a + size, hi)

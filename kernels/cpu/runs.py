@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .strips import Chunks, Strips
+from .strips import CPU, Chunks, Strips
 
 
 def runs_of(kept: list[int]) -> list[tuple[int, int]]:
@@ -26,7 +26,7 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
     """As `rows.matmul`."""
     size, unit = min(chunk, hi - lo), strips.unit
     source = Chunks(x, strips.units, unit, size, dtype)
-    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype)
+    own = None if y.dtype == dtype else torch.empty(size, strips.across, dtype=dtype, device=CPU)
     biases = None if bias is None else bias.to(dtype).expand(strips.across).split(strips.width)
     jobs: list[tuple[int, bool, int, int, Tensor]] = []  # strip, whether it begins here, features of the run, its weights
     for i, (kept, w) in enumerate(zip(strips.kept, strips.weights, strict=True)):

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CPU = torch.device("cpu")  # whatever torch.set_default_device says
+
 
 class Strips(NamedTuple):
     """Kept blocks of one direction: forward, or dX, where the axes change places."""
@@ -51,7 +53,7 @@ def strips_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], tran
     width, unit = min(width, across) * group, min(unit, along)
     strip, kept = m.nonzero().unbind(1)  # sorted by strip
     if transposed:
-        places = ((kept * (unit * len(m)) + strip)[:, None] + torch.arange(0, unit * len(m), len(m))).view(-1)
+        places = ((kept * (unit * len(m)) + strip)[:, None] + torch.arange(0, unit * len(m), len(m), device=m.device)).view(-1)
     else:
         places = m.repeat_interleave(width, 0).view(-1).nonzero().view(-1)
     counts = m.sum(1).tolist()
@@ -92,7 +94,7 @@ class Sums:
     """dW of the kept blocks of all strips, in one buffer: zero to begin with. `turned`: in memory [kept * unit, width], as `Strips.places` has them in dX."""
 
     def __init__(self, strips: Strips, dtype: torch.dtype, turned: bool = False) -> None:
-        self.all, self.turned, width = torch.zeros(sum(strips.sizes), dtype=dtype), turned, strips.width
+        self.all, self.turned, width = torch.zeros(sum(strips.sizes), dtype=dtype, device=CPU), turned, strips.width
         self.parts = [s.view(-1, width).t() if turned else s.view(width, -1) for s in self.all.split(strips.sizes)]  # [width, kept * unit]
         self.whole = list(self.parts)  # with the features that pad the last strip
         self.parts[-1] = self.parts[-1][: strips.across - (len(self.parts) - 1) * width]
@@ -104,7 +106,7 @@ class Chunks:
     def __init__(self, t: Tensor, units: int, unit: int, chunk: int, dtype: torch.dtype) -> None:
         self.t, self.units, self.unit = t, units, unit
         whole = t.shape[1] == units * unit and t.is_contiguous() and t.dtype == dtype
-        self.buffer = None if whole else torch.zeros(chunk, units * unit, dtype=dtype)
+        self.buffer = None if whole else torch.zeros(chunk, units * unit, dtype=dtype, device=CPU)
 
     def __call__(self, lo: int, hi: int) -> Tensor:
         """Tokens `lo` to `hi`: [tokens, units * unit], contiguous."""

@@ -70,7 +70,7 @@ def _up(n: int, to: int) -> int:
 
 
 def _owners(counts: list[int], device: torch.device) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts)).to(device)
+    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), torch.tensor(counts, device="cpu")).to(device)
 
 
 @lru_cache(maxsize=32)
@@ -94,6 +94,6 @@ def group_of(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], t
         steps = (_up(grids[i][0] * grids[i][1], ALIGN), packed_length(grids[i], block), tiles[i], chunks[i], strips[i])
         at = [a + s for a, s in zip(at, steps, strict=True)]
     return Group(
-        torch.tensor(rows, dtype=torch.int64).to(device), _owners(tiles, device), _owners(chunks, device), _owners(strips, device),
+        torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), _owners(tiles, device), _owners(chunks, device), _owners(strips, device),
         unit, cols_unit, stride_unit, tuple(grids), (*blocks, at[0]), (*lists, at[1]),
     )  # fmt: skip
