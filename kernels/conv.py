@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops, reference
 from .grid import as_matrix
+from .inductor import register_fake
 from .lean import register_autograd
 
 Pair = tuple[int, int]
@@ -114,7 +115,7 @@ def _graft(value: Tensor, other: Tensor) -> Tensor:
     return value.clone()
 
 
-@_graft.register_fake
+@register_fake(_graft)
 def _(value: Tensor, other: Tensor) -> Tensor:
     ops.refuse_forward_ad()
     return value.clone()

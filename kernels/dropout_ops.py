@@ -17,6 +17,7 @@ from .cpu import chosen, dropout_runs
 from .dispatch import check_name, triton_ops
 from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape, kept_elements
+from .inductor import register_fake
 from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule
 
@@ -64,7 +65,7 @@ def dropped_linear(
     return _form(impl, x, block, p).linear(x, w, bias, keep, block, p, lists).contiguous()
 
 
-@dropped_linear.register_fake
+@register_fake(dropped_linear)
 def _(
     x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None
 ) -> Tensor:
@@ -80,7 +81,7 @@ def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols:
     return _form(impl, gy, block, p).dx(gy, w, keep, block, p, lists).contiguous()
 
 
-@dropped_dx.register_fake
+@register_fake(dropped_dx)
 def _(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     return gy.new_empty((*gy.shape[:-1], w.shape[1]))
 
@@ -95,7 +96,7 @@ def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols:
     return _form(impl, gy, block, p).dw(gy, x, keep, block, p, lists).contiguous()
 
 
-@dropped_dw.register_fake
+@register_fake(dropped_dw)
 def _(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     return gy.new_empty((gy.shape[-1], x.shape[-1]))
 
@@ -189,7 +190,7 @@ def drop_mask(seed: Tensor, tokens: int, features: int, block_rows: int, block_c
     return form.draw(tokens, features, (block_rows, block_cols), p, seed)
 
 
-@drop_mask.register_fake
+@register_fake(drop_mask)
 def _(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int, p: float, impl: str = "auto") -> Tensor:
     return seed.new_empty(grid_shape((tokens, features), (block_rows, block_cols)), dtype=torch.bool)
 

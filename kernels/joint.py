@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import ops
 from .dispatch import form
+from .inductor import register_fake
 from .lean import register_autograd
 
 
@@ -32,7 +33,7 @@ def masked_linear_backward(
     return dx, dw.contiguous()
 
 
-@masked_linear_backward.register_fake
+@register_fake(masked_linear_backward)
 def _(
     gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import ops
 from .dispatch import triton_ops
 from .errors import UnsupportedError, message
+from .inductor import register_fake
 
 
 @torch.library.custom_op("fxmask::nm_learned", mutates_args=())
@@ -22,7 +23,7 @@ def nm_learned(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
     return torch.where(hard, w, 0)
 
 
-@nm_learned.register_fake
+@register_fake(nm_learned)
 def _(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
     ops.refuse_forward_ad()
     return torch.where(hard, w, 0)
@@ -38,7 +39,7 @@ def nm_sr_ste(w: Tensor, mask: Tensor, decay: float) -> Tensor:
     return torch.where(mask, w, 0)
 
 
-@nm_sr_ste.register_fake
+@register_fake(nm_sr_ste)
 def _(w: Tensor, mask: Tensor, decay: float) -> Tensor:
     ops.refuse_forward_ad()
     return torch.where(mask, w, 0)
@@ -58,7 +59,7 @@ def nm_magnitude(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torc
     return out, mask
 
 
-@nm_magnitude.register_fake
+@register_fake(nm_magnitude)
 def _(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ops.refuse_forward_ad()
     return w.new_empty(w.shape, dtype=dtype), w.new_empty(w.shape, dtype=torch.bool)

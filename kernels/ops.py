@@ -19,6 +19,7 @@ from . import reference
 from .dispatch import form
 from .errors import ConfigError, ShapeError, UnsupportedError, message
 from .grid import grid_shape
+from .inductor import register_fake
 from .lean import register_autograd, without_gradient
 from .lists import LISTED, listed, packed_length
 from .strides import empty_result
@@ -107,7 +108,7 @@ def block_index(
     return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream, cover)
 
 
-@block_index.register_fake
+@register_fake(block_index)
 def _(
     w: Tensor,
     keep: Tensor,
@@ -142,7 +143,7 @@ def strip_lists(mask: Tensor, block_rows: int, block_cols: int, impl: str = "aut
     return of_mask.strip_lists(mask, (block_rows, block_cols))
 
 
-@strip_lists.register_fake
+@register_fake(strip_lists)
 def _(mask: Tensor, block_rows: int, block_cols: int, impl: str = "auto") -> Tensor:
     length = packed_length((mask.shape[0], mask.shape[1]), (block_rows, block_cols))
     return mask.new_empty(length, dtype=torch.int32)
@@ -188,7 +189,7 @@ def masked_linear(
     return form(impl, x).masked_linear(x, w, bias, mask, block, lists)
 
 
-@masked_linear.register_fake
+@register_fake(masked_linear)
 def _(
     x: Tensor,
     w: Tensor,
@@ -261,7 +262,7 @@ def masked_linear_dx(
     return form(impl, gy).masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
 
 
-@masked_linear_dx.register_fake
+@register_fake(masked_linear_dx)
 def _(
     gy: Tensor,
     w: Tensor,
@@ -329,7 +330,7 @@ def masked_linear_dw(
     return form(impl, x).masked_linear_dw(gy, x, mask, dense, (block_rows, block_cols), backward, lists).contiguous()
 
 
-@masked_linear_dw.register_fake
+@register_fake(masked_linear_dw)
 def _(
     gy: Tensor,
     x: Tensor,

@@ -18,6 +18,7 @@ from .cpu import prune_strips
 from .dispatch import form, triton_ops
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
 from .grid import grid_shape
+from .inductor import register_fake
 from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule, linear_flop
 
@@ -66,7 +67,7 @@ def pruned_linear(
     return y, *prune.compress(x, block, kept, turned, noise)
 
 
-@pruned_linear.register_fake
+@register_fake(pruned_linear)
 def _(
     x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
@@ -138,7 +139,7 @@ def pruned_dw(
     return dw if mask is None else reference.masked(dw, mask, block)
 
 
-@pruned_dw.register_fake
+@register_fake(pruned_dw)
 def _(
     gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, mask: Tensor | None = None, block_rows: int = 1, block_cols: int = 1,
     impl: str = "auto", lists: Tensor | None = None,

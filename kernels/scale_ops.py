@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops, prune
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
+from .inductor import register_fake
 from .lean import register_autograd
 from .prune_ops import plan, sizes
 
@@ -47,7 +48,7 @@ def pruned_scale(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, 
     return prune.scaled(x, a, b), *prune.compress(x, block, kept, turned, noise)
 
 
-@pruned_scale.register_fake
+@register_fake(pruned_scale)
 def _(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     samples, n = _check(x, a, b, block, kept, turned)
     return prune.scaled(x, a, b), x.new_empty((samples, kept, block)), x.new_empty((samples, kept), dtype=prune.index_dtype(n))
@@ -93,7 +94,7 @@ def pruned_scale_da(gy: Tensor, values: Tensor, index: Tensor, shape: list[int],
     return found.contiguous()
 
 
-@pruned_scale_da.register_fake
+@register_fake(pruned_scale_da)
 def _(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, like: list[int]) -> Tensor:
     return gy.new_empty(like, dtype=torch.promote_types(gy.dtype, values.dtype))
 
