@@ -137,7 +137,7 @@ class Form:
             return reference.masked_linear_dx(gy, w, mask, block, backward)
 
         def run(plan: Plan, gy: Tensor) -> Tensor:
-            if plan == MASKED_DENSE:
+            if plan == MASKED_DENSE or gy.dtype != w.dtype:
                 return masked_dense.masked_linear_dx(gy, w, mask, block)
             return implementation.masked_linear_dx(gy, w, mask, block, plan)
 
@@ -152,7 +152,7 @@ class Form:
             return reference.masked_linear_dw(gy, x, mask, dense, block, backward)
 
         def run(plan: Plan, gy: Tensor, x: Tensor) -> Tensor:
-            if plan == MASKED_DENSE:
+            if plan == MASKED_DENSE or gy.dtype != x.dtype:
                 return masked_dense.masked_linear_dw(gy, x, wanted, block)
             return implementation.backward(gy, x, None, wanted, block, plan)[1]
 
@@ -168,7 +168,7 @@ class Form:
             return self.masked_linear_dx(gy, w, mask, block, backward), self.masked_linear_dw(gy, x, mask, dense, block, backward)
 
         def run(plan: Plan, gy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            if plan == MASKED_DENSE:
+            if plan == MASKED_DENSE or not gy.dtype == x.dtype == w.dtype:
                 return masked_dense.masked_linear_backward(gy, x, w, mask, block)
             dx, dw = implementation.backward(gy, x, w, mask, block, plan)
             assert dx is not None  # w was given

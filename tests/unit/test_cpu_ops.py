@@ -245,3 +245,16 @@ def test_meta_tensors_have_shapes_and_no_values():
     for p in model.parameters():
         torch.nn.init.normal_(p)
     assert model(torch.randn(5, 64)).isfinite().all()
+
+
+def test_operands_of_two_dtypes_are_refused_as_pytorch_refuses_them():
+    gy, x, w = torch.randn(40, 32), torch.randn(40, 48).double(), torch.randn(32, 48).double()
+    mask, fx = torch.tensor([[True, False, True], [False, True, True]]), torch.ops.fxmask
+    for impl in ("cpu", "reference"):
+        for call in (
+            lambda i: fx.masked_linear_dx(gy, w, mask, 16, 16, "masked", impl=i),
+            lambda i: fx.masked_linear_dw(gy, x, mask, 16, 16, "masked", impl=i),
+            lambda i: fx.masked_linear_backward(gy, x, w, mask, 16, 16, "masked", impl=i),
+        ):
+            with pytest.raises(RuntimeError, match="dtype"):
+                call(impl)
