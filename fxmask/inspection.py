@@ -13,7 +13,7 @@ from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
-from .kernels.cpu import chosen
+from .kernels.cpu import deciding
 from .kernels.grid import kept_elements, matrix_shape
 from .kernels.tune import Choice
 from .nm_layers import any_nm, element_mask, has_values, nm_layers
@@ -156,8 +156,8 @@ def _ranking(c: WeightMask) -> str | None:
     return ", ".join(parts) or None
 
 
-def _implementation(site: Site, weight: Tensor | None) -> dict[str, str]:
-    """What runs a layer, and why: the numbers of the choice where one was made."""
+def _implementation(site: Site, weight: Tensor | None, mask: Tensor | None) -> dict[str, str]:
+    """What runs a layer, and why: the numbers of the choices where some were made."""
     c = site._fxmask_config
     if c.read == "weight":
         return {"impl": "reference", "why": "its owner reads W∘M"}
@@ -168,18 +168,29 @@ def _implementation(site: Site, weight: Tensor | None) -> dict[str, str]:
             return {"impl": "masked_dense", "why": f"PyTorch's convolution of W∘M: {why}"}
     if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
         return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no recorded run shows a faster one" if c.impl == "auto" else "asked for"}
-    found = {op: chosen.last(op, matrix_shape(weight.shape), c.block, c.impl == "cpu") for op in OPS}
-    ran = {op: f for op, f in found.items() if f is not None}
+    density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
+    if density == 1:
+        return {"impl": "masked_dense", "why": "no block is masked"}
+    found = {op: deciding.made(op, matrix_shape(weight.shape), c.block, density, c.impl == "cpu") for op in OPS}
+    ran = {op: f for op, f in found.items() if f}
     if not ran:
         return {"impl": c.impl, "why": "chosen when it first runs"}
-    return {"impl": ", ".join(f"{op} {f.name}" for op, f in ran.items()), "why": "; ".join(f"{op} {_reasons_of(f)}" for op, f in ran.items())}
+    why = "; ".join(f"{op} {_reasons_of(choice)}" for op, f in ran.items() for choice in f.values())
+    return {"impl": ", ".join(f"{op} {_names_of(f)}" for op, f in ran.items()), "why": why}
+
+
+def _names_of(choices: dict[int, Choice]) -> str:
+    """The plan; where calls of layers of this kind differ in tokens and plans, each with its number of tokens."""
+    if len({c.name for c in choices.values()}) == 1:
+        return next(iter(choices.values())).name
+    return " or ".join(f"{c.name} ({f'about {tokens:,} tokens' if tokens else 'few tokens'})" for tokens, c in choices.items())
 
 
 def _reasons_of(choice: Choice) -> str:
-    """A choice's times in ms, fastest first."""
+    """A choice's times in ms, fastest first, and over how many tokens."""
     times = sorted(choice.times.items(), key=lambda t: t[1])[:4]
     busy = ", on a busy machine: will be repeated" if choice.busy else ""
-    return f"{choice.why}{busy}: " + ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in times)
+    return f"{choice.why} over {choice.tokens:,} tokens{busy}: " + ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in times)
 
 
 @torch.no_grad()
@@ -188,7 +199,8 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     nb, kb = site._fxmask_grid
     known = weight is not None and not weight.is_meta
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
-    kept = int(kept_elements(state.mask_outside(site, weight.detach()), matrix_shape(shape), c.block)) if known and weight is not None else None
+    mask = state.mask_outside(site, weight.detach()) if known and weight is not None else None
+    kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
     elements = math.prod(shape)
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
     row = _row(name, torch.empty(shape, device="meta"), soft if site._fxmask_softening else "selected")
@@ -202,7 +214,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site),
         ranks_by=_ranking(c),
-        **_implementation(site, weight),
+        **_implementation(site, weight, mask),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),

@@ -26,22 +26,28 @@ import torch
 from .errors import FxMaskWarning
 from .file_hash import file_hash
 
-FORMAT = 1
-BUDGET = 0.8  # seconds of one tune, unless TURNS take longer
-TURNS = 4  # at least, the first of which warms up
-AGAIN = 60.0  # seconds until a tune on a busy machine is repeated
+FORMAT = 2
+BUDGET = 0.8  # seconds of one tune, unless LEAST turns take longer
+OVER = 3.0  # times the budget that TURNS may take
+TURNS, LEAST = 4, 2  # at least, and where those take longer still; the first one warms up
+AGAIN = 60.0  # seconds until a tune on a busy machine is repeated; twice as many after each repeat that was busy too
 FIX = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
 _warned: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """A decision: a candidate's name, why, its time and those of the others in seconds (measured, or estimated), and whether the machine was busy."""
+    """A decision: a candidate's name, why, its time and those of the others in seconds (measured, or estimated), and over how many tokens.
+
+    `busy`: the machine was, at the time `at`, and had been so in `tries` tunes before.
+    """
 
     name: str
     why: str
     times: dict[str, float]
+    tokens: int = 0
     busy: bool = False
     at: float = 0.0
+    tries: int = 0
 
 
 def enabled() -> bool:
@@ -107,7 +113,7 @@ def load(key: str, names: Container[str]) -> Choice | None:
         times = {str(name): float(t) for name, t in found["times"].items()}
         if found["name"] not in times or found["name"] not in names:
             raise ValueError(f"it names {found['name']!r}")
-        return Choice(found["name"], "measured", times, bool(found["busy"]), float(found["at"]))
+        return Choice(found["name"], "measured", times, int(found["tokens"]), bool(found["busy"]), float(found["at"]), int(found["tries"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as e:
         _warn("damaged", f"{path} is no decision of this version: {str(e)[:200]}; it is made again.")
         return None
@@ -115,7 +121,7 @@ def load(key: str, names: Container[str]) -> Choice | None:
 
 def store(key: str, choice: Choice) -> None:
     """Write a decision; a warning, once, where that cannot be done."""
-    content = {"stamp": stamp(), "key": key, "name": choice.name, "times": choice.times, "busy": choice.busy, "at": choice.at}
+    content = {"stamp": stamp(), "key": key, **{k: v for k, v in choice._asdict().items() if k != "why"}}
     try:
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,16 +138,18 @@ def store(key: str, choice: Choice) -> None:
 
 
 def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: float | None = None) -> Choice:
-    """Time every candidate in turns until the budget is spent, each at least TURNS times; the least time counts, as noise only adds.
+    """Time every candidate in turns until the budget is spent, each TURNS times or more, fewer where they go beyond it by OVER; the least time counts.
 
     Each turn has another order: what ran before leaves the caches and the allocator in its state, which may cost the next one a fifth of its time.
 
-    On one thread the process's time is taken, which other processes disturb less. Busy: more load than cores, or much waiting.
+    On one thread its own time is taken, which other threads and processes disturb less. Busy: more load than cores, much waiting, or more threads at work than
+    `threads`.
     """
-    clock = time.process_time if threads == 1 else time.perf_counter
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    limit = BUDGET if budget is None else budget
     times = dict.fromkeys(candidates, float("inf"))
     started, used, turns, names = time.perf_counter(), time.process_time(), 0, list(candidates)
-    while turns < TURNS or time.perf_counter() - started < (BUDGET if budget is None else budget):
+    while turns < LEAST or time.perf_counter() - started < (limit if turns >= TURNS else OVER * limit):
         for name in random.Random(turns).sample(names, len(names)):
             begin = clock()
             candidates[name]()
@@ -151,5 +159,10 @@ def measure(candidates: Mapping[str, Callable[[], Any]], threads: int, budget: f
         turns += 1
     wall, cpu = time.perf_counter() - started, time.process_time() - used
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    busy = load > (os.cpu_count() or 1) or cpu < 0.8 * wall
-    return Choice(min(times, key=lambda n: times[n]), "measured", times, busy, time.time())
+    busy = load > (os.cpu_count() or 1) or not 0.8 * wall < cpu < 1.2 * threads * wall
+    return Choice(min(times, key=lambda n: times[n]), "measured", times, busy=busy, at=time.time())
+
+
+def stale(choice: Choice) -> bool:
+    """Whether a choice was timed on a busy machine, long enough ago to try again."""
+    return choice.busy and time.time() - choice.at > AGAIN * 2 ** min(choice.tries, 20)

@@ -16,6 +16,7 @@ from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
 from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
+from .table import Row, Table
 
 
 def names(given: str) -> tuple[str, ...]:
@@ -25,8 +26,8 @@ def names(given: str) -> tuple[str, ...]:
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
     p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
-    p.add_argument("--dispatch", type=int, default=0, metavar="CASES", help="on a CPU: compare the dispatch's choice with every plan, over so many cases")
-    p.add_argument("--floor", action="store_true", help="on a CPU: whether auto is anywhere slower than masked-dense, over a grid of shapes and layouts")
+    p.add_argument("--dispatch", type=int, default=0, metavar="CASES", help="on a CPU: the choice beside every plan, over so many cases; 1 under 95 %%")
+    p.add_argument("--floor", action="store_true", help="on a CPU: is auto anywhere slower than masked-dense, over a grid of layers; 1 where it is")
     p.add_argument("--threads", type=int, default=None, metavar="N", help="on a CPU: PyTorch's threads (default: as they are)")
     p.add_argument("--blocks", default="", metavar="SIZES", help="on a CPU: 64,32,16")
     p.add_argument("--ratios", default="", metavar="RATIOS", help="on a CPU: 0.5,0.7,0.8,0.9,0.95")
@@ -85,6 +86,12 @@ def _matching(found: list[Cell], cells: str, name: Callable[[Cell], str]) -> lis
     return chosen
 
 
+def _own(table: Table) -> list[Row]:
+    """The rows of these sources, on this machine, with so many threads: a csv may hold others too."""
+    own = provenance(torch.device("cpu"))
+    return [r for r in table.rows if all(r[c] == own[c] for c in ("source", "device", "torch", "threads"))]
+
+
 def steps(a: argparse.Namespace, dtype: str) -> int:
     """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
     if a.threads is not None and a.threads < 1:
@@ -101,11 +108,13 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         grid = _matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
         if a.list:
             print("\n".join(f"{c.group}/{c.phase}" for c in grid))
-        elif a.dispatch:
-            print(regret.summary(regret.run(grid, a.out, a.sample_s, a.time_limit).rows))
+            return 0
+        if a.dispatch:
+            text, good = regret.summary(_own(regret.run(grid, a.out, a.sample_s, a.time_limit)))
         else:
-            print(floor.summary(interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV).rows))
-        return 0
+            text, good = floor.summary(_own(interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)))
+        print(text)
+        return 0 if good else 1
     kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)
     found: list[Cell] = list(interleaved.cells(shapes, blocks[:1] if a.quick else blocks, ratios, kinds[:1] if a.quick else kinds, dtype, a.seed))
@@ -114,10 +123,9 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or interleaved.CONTENDERS)
-    own = provenance(torch.device("cpu"))
-    rows = [r for r in table.rows if all(r[c] == own[c] for c in ("source", "device", "torch", "threads"))]
+    rows = _own(table)
     print("\n".join(crossover_lines(rows)))
     if a.plot and crossovers(rows):
-        name = f"cpu-{own['threads']}-threads.png"
+        name = f"cpu-{torch.get_num_threads()}-threads.png"
         print(f"wrote {plot(rows, a.out / name).name}")
     return 1 if any(r["gate"] == "fail" for r in rows) else 0

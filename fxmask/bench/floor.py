@@ -25,6 +25,7 @@ GRID: tuple[tuple[tuple[int, int], tuple[int, ...], tuple[str, ...]], ...] = (
     ((33, 17), (1, 255), ("interleaved",)),
 )
 BLOCKS, RATIOS, LEAST = (16, 32, 64, 128), (0.5, 0.8, 0.9), 256
+WRONG = "wrong results"
 FLOOR, OVER = 0.97, 100.0  # of masked-dense's speed; microseconds a call of forward or backward
 
 
@@ -39,14 +40,26 @@ def cells(dtype: str, seed: int) -> Iterator[Cell]:
                             yield Cell("step", layout, m, n, k, dtype, (b, b), r, "random", seed)
 
 
-def summary(rows: list[Row]) -> str:
-    """How many cells hold the floor, and those that do not."""
+def _unjudged(found: dict[str, Row]) -> str:
+    """Why a cell's times say nothing; empty where they do."""
+    wrong = [r["provider"] for r in found.values() if r["gate"] == "fail"]
+    missing = sorted(set(CONTENDERS) - set(found))
+    busy = [r["verdict"] for r in found.values() if r["verdict"] != "ok"]
+    return f"{WRONG} of {', '.join(wrong)}" if wrong else f"no row of {', '.join(missing)}" if missing else f"no verdict, {busy[0]}" if busy else ""
+
+
+def summary(rows: list[Row]) -> tuple[str, bool]:
+    """How many cells hold the floor, those that do not, those that were not judged; and whether all that were hold it, with right results."""
     by_cell: dict[tuple[str, ...], dict[str, Row]] = {}
     for r in rows:
         by_cell.setdefault(tuple(r[c] for c in ("phase", "M", "K", "N", "dtype", "block_n", "ratio", "threads")), {})[r["provider"]] = r
-    lines, counts = [], {"large": [0, 0], "small": [0, 0]}
+    lines, counts, wrong = [], {"large": [0, 0], "small": [0, 0]}, 0
     for key, found in by_cell.items():
-        if not {"masked_dense", "fxmask_auto", "fxmask_reference"} <= set(found) or any(r["verdict"] != "ok" for r in found.values()):
+        name = f"{key[1]}x{key[2]}->{key[3]} {key[4]} b{key[5]} {float(key[6]):.0%} {key[0]}"
+        why = _unjudged(found)
+        if why:
+            wrong += why.startswith(WRONG)
+            lines.append(f"  {name}: {why}")
             continue
         column = "cpu_ms_p50" if key[-1] == "1" else "ms_p50"
         base, op, own, dense = (number(found[p], column) or float("nan") for p in ("masked_dense", "fxmask_reference", "fxmask_auto", "dense"))
@@ -56,10 +69,9 @@ def summary(rows: list[Row]) -> str:
         counts[kind][0] += good
         counts[kind][1] += 1
         if not good:
-            name = f"{key[1]}x{key[2]}->{key[3]} {key[4]} b{key[5]} {float(key[6]):.0%} {key[0]}"
             plans = f"{found['fxmask_auto']['forward_plan']}, {found['fxmask_auto']['backward_plan']}"
             lines.append(f"  {name}: {x:.2f} of masked-dense, {over:+.0f} us a call; {op / own:.2f} of it behind the op; dense {dense / own:.2f}; {plans}")
     large, small = counts["large"], counts["small"]
     head = f"floor: {large[0]} of {large[1]} cells of {LEAST} tokens or more at {FLOOR} or more of masked-dense's speed"
     head += f"; {small[0]} of {small[1]} smaller ones at most {OVER:.0f} us a call over it"
-    return "\n".join([head, *lines])
+    return "\n".join([head, *lines]), not wrong and all(good == of for good, of in counts.values())

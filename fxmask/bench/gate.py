@@ -5,6 +5,7 @@ The budget is twice the error of masked-dense in the same precision, and a round
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,20 @@ def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
             why = why or f"error {err:.3g} over the budget {budget:.3g}"
         worst, base = max(worst, err if err == err else float("inf")), max(base, low_err)
     return Verdict(not why, worst, base, why)
+
+
+def of_the_dtypes_size(got: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, bool]:
+    """Largest error against float64, as a share of the largest value; and whether it is of the dtype's size.
+
+    Of its size: at most twice plain PyTorch's root mean square and 4 times its largest one. (Sums over kept blocks alone are added in another order.)
+    """
+    worst, good = 0.0, len(got) == len(exact)
+    for one, low, want in zip(got, plain, exact, strict=False):
+        size, eps = _largest(want) or 1.0, torch.finfo(one.dtype).eps
+        own, base = ((t - want) / size for t in (one, low))
+        err, small = _largest(own), float(own.square().mean().sqrt()) <= 2 * float(base.square().mean().sqrt()) + eps
+        worst, good = max(worst, err if err == err else float("inf")), good and small and err <= 4 * _largest(base) + eps
+    return worst, good
 
 
 def list_parts(packed: Tensor, i: Inputs) -> list[Tensor]:

@@ -6,6 +6,7 @@ separate calls. Speed is against the faster of dense and masked-dense, in proces
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -19,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import ops, reference
-from ..kernels.cpu import chosen
+from ..kernels.cpu import deciding
+from ..kernels.cpu.plans import Case
 from ..kernels.grid import grid_shape, keep_count
-from . import clock
+from . import clock, gate
 from .cells import BLOCKS, Cell, parse_shape
 from .inputs import TORCH_DTYPES
 from .provenance import provenance, utc
@@ -119,22 +121,15 @@ def _turn(i: Layer, c: Contender, turn: int) -> list[tuple[float, float]]:
 
 
 def error_of(i: Layer, c: Contender) -> tuple[float, bool]:
-    """Largest error of forward, dX and dW against float64, as a share of the largest value; and whether it is of the dtype's size.
-
-    Of its size: at most twice masked-dense's root mean square and 4 times its largest one. (Sums over kept blocks alone are added in another order.)
-    """
+    """See `gate.of_the_dtypes_size`: of forward, dX and dW, beside masked-dense's."""
     m = contender("masked_dense", i).mask()
     assert m is not None  # of masked-dense
-    w, b = i.w.double(), i.cell.block
-    exact = (reference.masked_linear(i.x.double(), w, None, m, b), *reference.masked_linear_backward(i.gy.double(), i.x.double(), w, m, None, b, "masked"))
-    plain = (reference.masked_linear(i.x, i.w, None, m, b), *reference.masked_linear_backward(i.gy, i.x, i.w, m, None, b, "masked"))
-    worst, good = 0.0, True
-    for got, low, want in zip((c.forward(m), *c.backward(m)), plain, exact, strict=True):
-        size, eps = float(want.abs().max()) or 1.0, torch.finfo(i.w.dtype).eps
-        own, base = ((t - want) / size for t in (got, low))
-        err, small = float(own.abs().max()), float(own.square().mean().sqrt()) <= 2 * float(base.square().mean().sqrt()) + eps
-        worst, good = max(worst, err if err == err else float("inf")), good and small and err <= 4 * float(base.abs().max()) + eps
-    return worst, good
+
+    def plain(x: Tensor, gy: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return reference.masked_linear(x, w, None, m, i.cell.block), *reference.masked_linear_backward(gy, x, w, m, None, i.cell.block, "masked")
+
+    exact = plain(i.x.double(), i.gy.double(), i.w.double())
+    return gate.of_the_dtypes_size((c.forward(m), *c.backward(m)), plain(i.x, i.gy, i.w), exact)
 
 
 def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, load: Callable[[], float | None] = clock.load_average) -> list[Row]:
@@ -179,9 +174,10 @@ def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, loa
 def _plans(cell: Cell, name: str) -> Row:
     if name not in ("fxmask_auto", "fxmask_cpu"):
         return {}
-    names = {}
+    names, blocks = {}, math.prod(grid_shape((cell.N, cell.K), cell.block))
+    density = keep_count(blocks, cell.ratio) / blocks
     for op in ("forward", "backward"):
-        found = chosen.last(op, (cell.N, cell.K), cell.block, name == "fxmask_cpu")
+        found = deciding.of(Case(op, cell.M, (cell.N, cell.K), cell.block, density, TORCH_DTYPES[cell.dtype]), name == "fxmask_cpu")
         names[f"{op}_plan"] = found.name if found else ""
     return names
 

@@ -1,7 +1,7 @@
 """`fxmask bench --device cpu --dispatch`: how far the dispatch's choice is from the best plan, over a grid of cases drawn at random.
 
 For each case the choice is made anew, as a user's process makes it the first time; then all plans are timed in turns. The regret is the chosen plan's time over
-the fastest one's, less one; least times of many turns, since noise only adds.
+the fastest one's, less one; least times of many turns, since noise only adds. Every plan's result is compared with float64 first.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.cpu import chosen, implementation, masked_dense
+from ..kernels import reference
+from ..kernels.cpu import chosen, deciding, implementation, masked_dense
 from ..kernels.cpu.plans import BY_NAME, MASKED_DENSE, Case, Plan, plans
 from ..kernels.grid import grid_shape
-from . import clock
+from . import clock, gate
 from .cells import Cell
 from .inputs import TORCH_DTYPES, make_mask
 from .provenance import provenance, utc
-from .table import BUSY, WHAT, WHERE, Row, Table, number, text, what
+from .table import BUSY, WHAT, WHERE, Row, Table, key, number, text, what
 
 CSV = "dispatch.csv"
-COLUMNS = (*WHERE, "load", "verdict", *WHAT, "chosen", "why", "best", "chosen_ms", "best_ms", "masked_dense_ms", "regret", "x_masked_dense", "times")
+COLUMNS = (
+    *WHERE, "load", "verdict", *WHAT, "chosen", "why", "best", "chosen_ms", "best_ms", "masked_dense_ms", "regret", "x_masked_dense", "times",
+    "max_err", "gate",
+)  # fmt: skip
 NAMES = (*WHAT, "threads")
-GOOD = 0.05
+GOOD, SHARE = 0.05, 0.95  # regret of a good choice; how many of them have to be good
 SHAPES = ((1024, 1024), (1536, 384), (384, 1536), (768, 768), (1000, 768), (2048, 512), (196, 196), (256, 1024))
 TOKENS, BLOCKS, RATIOS, OPS = (256, 1024, 2048, 4096), (16, 32, 64, 128), (0.5, 0.7, 0.8, 0.9, 0.95), ("forward", "dx", "dw", "backward")
 
@@ -70,6 +74,19 @@ def calls(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[C
     return own, by
 
 
+def _exact(cell: Cell, x: Tensor, gy: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """What the op gives by plain PyTorch, in the operands' precision."""
+    b = cell.block
+    if cell.op == "forward":
+        return (reference.masked_linear(x, w, None, mask, b),)
+    dx, dw = reference.masked_linear_backward(gy, x, w, mask, None, b, "masked")
+    return {"dx": (dx,), "dw": (dw,), "backward": (dx, dw)}[cell.op]
+
+
+def _outputs(result: Any) -> tuple[Tensor, ...]:
+    return tuple(t for t in (result if isinstance(result, tuple) else (result,)) if t is not None)
+
+
 def measure(cell: Cell, shared: Row, seconds: float) -> Row:
     """The row of one case."""
     g, dtype = torch.Generator().manual_seed(cell.seed), TORCH_DTYPES[cell.dtype]
@@ -77,12 +94,16 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
     mask = make_mask(grid_shape((cell.N, cell.K), cell.block), cell.ratio, "random", cell.seed)
     own, by = calls(cell, x, gy, w, mask)
     load = clock.load_average()
-    chosen.decisions.clear()
-    own()
-    choice = chosen.last(cell.op, (cell.N, cell.K), cell.block, False)
+    deciding.decisions.clear()
+    results = [own()]
+    case = Case(cell.op, cell.M, (cell.N, cell.K), cell.block, float(mask.float().mean()), dtype)
+    choice = deciding.of(case, False)
     assert choice is not None  # it has just run, over a mask that leaves something to skip
-    case = Case(cell.op, cell.M, (cell.N, cell.K), cell.block, cell.ratio, dtype)
     wanted = [str(MASKED_DENSE), *map(str, plans(case))]
+    results += [by(BY_NAME[n])() for n in wanted]
+    plain, exact = _exact(cell, x, gy, w, mask), _exact(cell, x.double(), gy.double(), w.double(), mask)
+    errors = [gate.of_the_dtypes_size(_outputs(r), plain, exact) for r in results]
+    del results, plain, exact
     times, threads = dict.fromkeys(wanted, float("inf")), torch.get_num_threads()
     now = time.process_time if threads == 1 else time.perf_counter
     end, turn = time.perf_counter() + seconds, 0
@@ -101,6 +122,7 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
         "chosen": choice.name, "why": choice.why, "best": best, "chosen_ms": text(times[choice.name]), "best_ms": text(times[best]),
         "masked_dense_ms": text(times[str(MASKED_DENSE)]), "regret": text(times[choice.name] / times[best] - 1),
         "x_masked_dense": text(times[str(MASKED_DENSE)] / times[choice.name]), "times": " ".join(f"{n}:{t:.3g}" for n, t in times.items()),
+        "max_err": text(max(e for e, _ in errors)), "gate": "pass" if all(good for _, good in errors) else "fail",
     }  # fmt: skip
 
 
@@ -120,14 +142,20 @@ def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: 
     return table
 
 
-def summary(rows: list[Row]) -> str:
-    """How many choices are good, and the worst."""
-    usable = [r for r in rows if r["verdict"] == "ok"]
+def summary(rows: list[Row]) -> tuple[str, bool]:
+    """How many choices are good, and the worst; what was not judged; and whether enough of them are good and no result is wrong."""
+    rows = [*{key(r, NAMES): r for r in rows}.values()]  # what was busy may have been measured again
+    wrong = [r for r in rows if r["gate"] != "pass"]
+    usable = [r for r in rows if r["verdict"] == "ok" and r["gate"] == "pass"]
+    lines = [f"  {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']}: wrong results, error {r['max_err']}" for r in wrong]
+    if len(usable) + len(wrong) < len(rows):
+        lines.append(f"  {len(rows) - len(usable) - len(wrong)} cases have no verdict: the machine was busy")
     if not usable:
-        return "dispatch: no case was measured on an idle machine"
+        return "\n".join(["dispatch: no case was measured on an idle machine", *lines]), not wrong
     regrets = sorted(number(r, "regret") or 0.0 for r in usable)
     good, slow = sum(r <= GOOD for r in regrets), sum((number(r, "x_masked_dense") or 0.0) < 0.97 for r in usable)
-    return (
+    head = (
         f"dispatch: {good} of {len(usable)} choices within {GOOD:.0%} of the best plan ({good / len(usable):.1%}), median {regrets[len(regrets) // 2]:.1%}, "
         f"worst {regrets[-1]:.0%}; {slow} below 0.97 of masked-dense"
     )
+    return "\n".join([head, *lines]), not wrong and good >= SHARE * len(usable)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from fxmask.bench import floor, interleaved, provenance, regret, table
 from fxmask.cli import main
 from fxmask.errors import ConfigError
-from fxmask.kernels.cpu import chosen, implementation
+from fxmask.kernels.cpu import deciding, implementation
 
 SHAPE = "300x64->96"
 OPTIONS = ("--shapes", SHAPE, "--blocks", "32", "--ratios", "0.5,0.8", "--masks", "random")
@@ -19,7 +20,7 @@ OPTIONS = ("--shapes", SHAPE, "--blocks", "32", "--ratios", "0.5,0.8", "--masks"
 def idle(monkeypatch):
     """A machine that does nothing else, and no decision of another test."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
-    monkeypatch.setattr(chosen, "decisions", {})
+    monkeypatch.setattr(deciding, "decisions", {})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -169,19 +170,55 @@ def test_another_csv_is_refused(tmp_path):
 def test_the_floor_counts_cells_and_names_those_below_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(floor, "GRID", (((48, 32), (300,), ("interleaved", "token_mixing")), ((48, 32), (20,), ("interleaved",))))
     monkeypatch.setattr(floor, "BLOCKS", (16, 64))  # 64 is larger than the weight, and left out
-    assert main(["bench", "--device", "cpu", "--floor", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]) == 0
+    status = main(["bench", "--device", "cpu", "--floor", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)])
     rows = table.read(tmp_path / floor.CSV, interleaved.COLUMNS)
     assert len(rows) == 3 * len(floor.RATIOS) * len(floor.CONTENDERS) and {r["phase"] for r in rows} == {"interleaved", "token_mixing"}
     assert {r["gate"] for r in rows} == {"pass"}
-    assert " of 6 cells of 256 tokens or more" in capsys.readouterr().out
+    text, good = floor.summary(rows)
+    assert " of 6 cells of 256 tokens or more" in text and capsys.readouterr().out.endswith(text + "\n") and status == (0 if good else 1)
     for r in rows:  # as if: auto as fast as masked-dense, but for one cell, and slower by 300 us on few tokens
         slow = r["phase"] == "token_mixing" and r["ratio"] == "0.9"
         small = 0.6 if r["M"] == "20" else 0.0
         r["cpu_ms_p50"] = str(1.0 + (0.5 * slow + small) * (r["provider"] == "fxmask_auto"))
-    lines = floor.summary(rows).splitlines()
+    text, good = floor.summary(rows)
+    lines = text.splitlines()
+    assert not good
     assert lines[0] == "floor: 5 of 6 cells of 256 tokens or more at 0.97 or more of masked-dense's speed; 0 of 3 smaller ones at most 100 us a call over it"
     assert "300x32->48 fp32 b16 90% token_mixing: 0.67 of masked-dense, +250 us a call; 0.67 of it behind the op; dense 0.67; masked_dense" in lines[1]
     assert len(lines) == 5 and all("+300 us a call" in line for line in lines[2:])
+
+
+def floor_rows(**changes):
+    """A cell of four rows, auto as fast as masked-dense; `changes`: of auto's row."""
+    row = {"phase": "interleaved", "M": "300", "K": "32", "N": "48", "dtype": "fp32", "block_n": "16", "ratio": "0.5", "threads": "1"}
+    row |= {"cpu_ms_p50": "1", "verdict": "ok", "gate": "pass", "forward_plan": "a", "backward_plan": "b"}
+    return [row | {"provider": p} | (changes if p == "fxmask_auto" else {}) for p in floor.CONTENDERS]
+
+
+def test_the_floor_says_what_it_could_not_judge():
+    text, good = floor.summary(floor_rows())
+    assert text.startswith("floor: 1 of 1 cells") and good
+    for rows, said, fine in (
+        (floor_rows(gate="fail", cpu_ms_p50=""), "wrong results of fxmask_auto", False),
+        (floor_rows(verdict="none: load 9 on 2 cores"), "no verdict, none: load 9 on 2 cores", True),
+        (floor_rows()[:3], "no row of fxmask_auto", True),
+        (floor_rows(cpu_ms_p50="1.1"), "0.91 of masked-dense", False),
+    ):
+        text, good = floor.summary(rows)
+        assert text.startswith(f"floor: 0 of {1 if '0.91' in said else 0} cells") and said in text and good == fine
+    busy, again = floor_rows(verdict="none: load 9 on 2 cores"), floor_rows()
+    assert floor.summary(busy + again) == floor.summary(again)
+
+
+def test_rows_of_other_sources_and_threads_are_not_counted(tmp_path, capsys):
+    command = ["bench", "--device", "cpu", "--floor", "--cells", "step/20x32->48*", "--sample-s", "0", "--out", str(tmp_path), "--threads"]
+    with mock.patch.object(floor, "GRID", (((48, 32), (20,), ("interleaved",)),)), mock.patch.object(floor, "BLOCKS", (16,)):
+        main([*command, "1"])
+        kept = table.Table(tmp_path / floor.CSV, interleaved.COLUMNS)
+        for changes in ({"source": "another"}, {"threads": "7"}, {"device": "another"}):
+            kept.extend([r | {"M": "21"} | changes for r in kept.rows[: len(floor.CONTENDERS)]])
+        main([*command, "1"])
+    assert [line.split("; ")[1].split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("floor: ")] == ["3", "3"]
 
 
 def test_token_mixing_has_contiguous_tokens():
@@ -202,10 +239,37 @@ def test_dispatch_compares_choices_with_every_plan(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(regret, "BLOCKS", (16,))
     monkeypatch.setenv("FXMASK_TUNE", "0")
     command = ["bench", "--device", "cpu", "--dispatch", "100", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]
-    assert main(command) == 0
+    status = main(command)
     rows = table.read(tmp_path / regret.CSV, regret.COLUMNS)
     assert {r["op"] for r in rows} == set(regret.OPS) and {r["why"] for r in rows} == {"too small to gain", "estimated"}
     for r in rows:
         times = dict(t.split(":") for t in r["times"].split())
         assert "masked_dense" in times and r["chosen"] in times and len(times) == 3 and float(r["regret"]) >= 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("dispatch: ")
+    text, good = regret.summary(rows)
+    assert capsys.readouterr().out.endswith(text + "\n") and status == (0 if good else 1) and {r["gate"] for r in rows} == {"pass"}
+    for r in rows:
+        r |= {"verdict": "ok", "regret": "0.01", "x_masked_dense": "1"}
+    text, good = regret.summary(rows)
+    assert good and text.startswith(f"dispatch: {len(rows)} of {len(rows)} choices within 5% of the best plan (100.0%), median 1.0%, worst 1%; 0 below 0.97")
+    for r in rows[: len(rows) // 10]:
+        r["regret"] = "0.06"
+    assert not regret.summary(rows)[1]
+    rows[-1] |= {"verdict": "none: load 9 on 2 cores"}
+    assert "1 cases have no verdict" in regret.summary(rows)[0] and "1 cases" not in regret.summary([*rows, rows[-1] | {"verdict": "ok"}])[0]
+
+
+@pytest.mark.parametrize("op", regret.OPS)
+def test_dispatch_refuses_wrong_results(tmp_path, monkeypatch, capsys, op):
+    """One plan of those that the grid's case has gives something else: no verdict about its speed."""
+    real = {n: getattr(regret.implementation, n) for n in ("masked_linear", "masked_linear_dx", "backward")}
+
+    def spoil(result):
+        return tuple(None if t is None else 1.01 * t for t in result) if isinstance(result, tuple) else 1.01 * result
+
+    for n, call in real.items():
+        monkeypatch.setattr(regret.implementation, n, lambda *a, call=call: spoil(call(*a)))
+    monkeypatch.setattr(regret, "OPS", (op,))
+    for name, value in (("SHAPES", ((48, 32),)), ("TOKENS", (40,)), ("BLOCKS", (16,)), ("RATIOS", (0.5,))):
+        monkeypatch.setattr(regret, name, value)
+    assert main(["bench", "--device", "cpu", "--dispatch", "1", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]) == 1
+    assert f"  {op} 40x32->48 b16 r0.5: wrong results, error 0.0" in capsys.readouterr().out

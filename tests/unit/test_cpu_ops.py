@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxmask
 from fxmask.errors import UnsupportedError
 from fxmask.kernels import joint, ops, reference
-from fxmask.kernels.cpu import chosen, implementation
+from fxmask.kernels.cpu import chosen, deciding, implementation
+from fxmask.kernels.cpu.plans import BY_NAME, Case
 from fxmask.kernels.grid import kept_elements
 
 BLOCK = (16, 8)
@@ -33,9 +34,9 @@ def tensors():
 @pytest.fixture
 def always_strips(monkeypatch):
     """Small ops in strips under `auto`, too, as if masked-dense were slow."""
-    monkeypatch.setattr(chosen, "SMALL", 0.0)
-    monkeypatch.setattr(chosen, "seconds", lambda plan, case: float(plan == chosen.MASKED_DENSE) + 1e-6 * plan.chunk)
-    monkeypatch.setattr(chosen, "decisions", {})
+    monkeypatch.setattr(deciding, "SMALL", 0.0)
+    monkeypatch.setattr(deciding, "seconds", lambda plan, case: float(plan == chosen.MASKED_DENSE) + 1e-6 * plan.chunk)
+    monkeypatch.setattr(deciding, "decisions", {})
     for name in ("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_linear_backward"):
         monkeypatch.setattr(chosen.reference, name, refuse)
         monkeypatch.setattr(chosen.masked_dense, name, refuse)
@@ -229,7 +230,8 @@ def implementation_dw(gy, x, mask, impl):
     """dW of a sum: its gradient is one number, expanded."""
     if impl == "auto":  # too small for strips
         return reference.masked_linear_dw(gy, x, mask, None, BLOCK, "masked")
-    return implementation.backward(gy, x, None, mask, BLOCK, chosen.BY_NAME[chosen.last("backward", (20, 30), BLOCK, forced=True).name])[1]
+    case = Case("backward", x.shape[:-1].numel(), (20, 30), BLOCK, float(mask.double().mean()), x.dtype)
+    return implementation.backward(gy, x, None, mask, BLOCK, BY_NAME[deciding.of(case, forced=True).name])[1]
 
 
 def test_meta_tensors_have_shapes_and_no_values():

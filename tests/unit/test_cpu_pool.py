@@ -1,14 +1,17 @@
 """The CPU implementation beside other threads and processes: the same bits, no thread lost, no lock kept."""
 
 import ctypes
+import hashlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fxmask
 from fxmask.kernels import ops
-from fxmask.kernels.cpu import implementation, openmp, pool, score
+from fxmask.kernels.cpu import deciding, implementation, openmp, pool, score
 from fxmask.kernels.cpu.plans import COLUMNS_512, ROWS_512, ROWS_512X3, RUNS_2048, Plan
 
 BLOCK = (32, 32)
@@ -217,6 +220,46 @@ def test_forked_processes_compute_the_same():
         assert child(lambda: again() and child(again) == 0) == 0
     with set_threads(2):
         assert same(results(o), expected)
+
+
+def digest():
+    """Of everything that the plans compute, by two threads."""
+    with set_threads(2):
+        return hashlib.sha256(b"".join(t.numpy().tobytes() for t in results(operands()))).hexdigest()
+
+
+def test_another_process_computes_the_same_bits():
+    code = "from tests.unit.test_cpu_pool import digest; print(digest())"
+    root = Path(__file__).parents[2]
+    other = subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    assert other.returncode == 0, other.stderr
+    assert other.stdout.strip() == digest()
+
+
+@pytest.mark.filterwarnings(FORKS[0])
+def test_a_forked_process_decides_though_another_thread_was_deciding():
+    x, w, bias, gy, mask = operands()
+    inside, done = threading.Event(), threading.Event()
+
+    def hold():
+        with deciding.lock:
+            inside.set()
+            done.wait(60)
+
+    def decide():
+        torch.set_num_threads(1)
+        deciding.decisions.clear()
+        ops.linear(x, w, bias, mask, BLOCK, "masked", None, "cpu")
+        return len(deciding.decisions) == 1
+
+    other = threading.Thread(target=hold)
+    other.start()
+    inside.wait(60)
+    try:
+        assert child(decide) == 0
+    finally:
+        done.set()
+        other.join()
 
 
 class Rows(Dataset):

@@ -10,11 +10,12 @@ from torch import fx
 
 import fxmask
 from fxmask.errors import ConfigError
-from fxmask.kernels.cpu import chosen
+from fxmask.kernels.cpu import deciding
 
 
 def test_a_row_for_every_linear(monkeypatch):
-    monkeypatch.setattr(chosen, "_latest", {})  # layers of these shapes have run in other tests
+    for name in ("small", "decisions"):
+        monkeypatch.setattr(deciding, name, {})  # layers of these shapes have run in other tests
     report = fxmask.explain(fxmask.apply(mlp(), ratio=0.7, block=(32, 32)))
     assert [r["name"] for r in report.rows] == ["0", "2", "4"]
     first = report.rows[0]
