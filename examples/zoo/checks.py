@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxmask
-from zoo.equality import Masks, compare, element_masks, floats, masked_copy, run, written_in
+from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, element_masks, floats, masked_copy, run, settle, written_in, wrong_masks
+from zoo.results import BEYOND, MISSED, WRONG
 from zoo.sources import Made
 
 Columns = dict[str, Any]
-NO, TIED = "no", "tied to an Embedding"
+NO, TIED, OUT_OF_MEMORY = "no", "tied to an Embedding", "out of memory"
 FIRST = 3  # of a list of names, as many as are told
 
 
@@ -84,38 +85,33 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def applied(s: Subject) -> Columns:
-    """`apply`: what it masks, and outputs and gradients in train and eval against the dense copy; float64 decides where float32 rounds too much."""
+    """`apply`: what it masks, and outputs and gradients in train and eval against the dense copy; see `settle` where float32 rounds too much."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         masked = masked_copy(s.model)
     dense, wanted = s.dense(), {name for name, reason in s.eligible.items() if not reason}
     why, row = told(caught), {"apply": len(s.masks)}
-    if wanted != set(s.masks):
-        why += [f"not masked: {some(wanted - set(s.masks))}"] * bool(wanted - set(s.masks))
-        why += [f"masked beyond nn.Linear's rule: {some(set(s.masks) - wanted)}"] * bool(set(s.masks) - wanted)
+    for words, names in ((MISSED, wanted - set(s.masks)), (BEYOND, set(s.masks) - wanted), (WRONG, wrong_masks(s.model, s.masks))):
+        why += [words + some(names)] * bool(names)
     for mode in ("train", "eval"):
-        pair = [run(m.train(mode == "train"), s.made) for m in (masked, dense)]
+        pair = (run(masked.train(mode == "train"), s.made), run(dense.train(mode == "train"), s.made))
         row[mode] = compare(*pair, s.masks)
         if mode == "eval":
             row["unreached"] = sum(pair[1].gradients.get(name) is None for name in s.masks)
-    if any(row[mode].startswith(NO) for mode in ("train", "eval")):
-        why += [f"float32 {mode}: {row[mode]}" for mode in ("train", "eval") if row[mode].startswith(NO)]
-        row |= in_float64(s)
+        if row[mode].startswith(NO):
+            why.append(f"float32 {mode}: {row[mode]}")
+            row[mode] = settle(pair, in_float64(s, mode), s.masks)
     return {**row, "apply_why": "; ".join(why)}
 
 
-def in_float64(s: Subject) -> Columns:
-    """The comparison without much rounding, and with rounding that is of no size; masks are of the float32 weights' values, which float64 holds exactly."""
-    pair = [copy.deepcopy(s.model).double()]
-    pair.append(written_in(pair[0], s.masks))
+def in_float64(s: Subject, mode: str) -> tuple[Outcome, Outcome]:
+    """Masked and dense in float64; masks are of the float32 weights' values, which that holds exactly."""
+    masked = copy.deepcopy(s.model).double().train(mode == "train")
+    dense = written_in(masked, s.masks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxmask.FxMaskWarning)
-        fxmask.apply(pair[0], ratio=0.5, block=(16, 16))
-    found = {}
-    for mode in ("train", "eval"):
-        outcome = compare(*(run(m.train(mode == "train"), s.made, dtype=torch.float64) for m in pair), s.masks)
-        found[mode] = outcome if outcome.startswith(NO) else "float64"
-    return found
+        fxmask.apply(masked, ratio=RATIO, block=BLOCK)
+    return run(masked, s.made, dtype=torch.float64), run(dense, s.made, dtype=torch.float64)
 
 
 def guarded(s: Subject) -> Columns:
@@ -197,7 +193,7 @@ def reason(error: BaseException) -> str:
         error = inner
     text = " ".join(str(error).split()) or "no text"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
-        return "out of memory"
+        return OUT_OF_MEMORY
     return f"{type(error).__name__}: {text}"[:200]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,29 @@ RESULTS = {  # of each check: its columns; the first says whether it has been ma
     "export": ("export", "export_why"),
     "backend": ("backend", "stock", "backend_equal", "backend_why"),
     "inductor": ("inductor", "inductor_why"),
+    "inductor_stock": ("inductor_stock", "inductor_stock_why"),
 }
+MISSED, BEYOND, WRONG = "not masked: ", "masked beyond nn.Linear's rule: ", "other blocks than the larger half: "  # in `apply_why`, before names
+PASSING = ("out of memory", "out of time", "ended by ")  # why a model was not made: another limit or another day may make it
 ENDS = ("status", "seconds", "peak_mb", "utc", "fxmask", "torch", "torchvision", "timm", "transformers")
 COLUMNS = (*NAMES, *FACTS, *(c for columns in RESULTS.values() for c in columns), *ENDS)
 Row = dict[str, str]
 
 
 class TableError(ValueError):
-    """A file that is not this csv."""
+    """A file that is not this csv, or one that another run appends to."""
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """One run at a time appends to a csv; the system lets go of the lock with the process. Raises: TableError while another run has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TableError(f"{path}: another run appends to it.\n  fix: wait for it, or give this one another --csv.") from None
+        yield
 
 
 def read(path: Path) -> dict[tuple[str, str], Row]:
@@ -73,7 +91,8 @@ def blank(entry: Entry) -> dict[str, Any]:
 
 
 def to_do(row: dict[str, Any], checks: list[str]) -> list[str]:
-    """The checks that a row lacks; none of a model that cannot be made."""
-    if str(row.get("status", "")).startswith(("skipped", "build")):
+    """The checks that a row lacks; none of a model that cannot be made, whatever is tried."""
+    status = str(row.get("status", ""))
+    if status.startswith("skipped") or (status.startswith("build: ") and not status.startswith(tuple(f"build: {cause}" for cause in PASSING))):
         return []
     return [c for c in checks if not row.get(c)]

@@ -2,16 +2,18 @@
 
     python examples/zoo/run.py                                  # every model, the cheapest first; goes on where it was stopped
     python examples/zoo/run.py --source timm --limit 50         # or --only 'resnet*' 'vit_tiny*'
-    python examples/zoo/run.py --inductor                       # Inductor, too, for the smallest model of each family
+    python examples/zoo/run.py --inductor                       # Inductor and stock Inductor, too, for the smallest model of each family
     python examples/zoo/run.py --own package.module:callable    # a model of yours: a function that returns (model, args)
     python examples/zoo/run.py --report                         # only the summary page, from the csv
 
-A check that has a result in the csv is not made again (`--again`: it is). What breaks a limit is a row, and the next model goes on.
+A check that has a result in the csv is not made again (`--again`: it is). What breaks a limit is a row, and the next model goes on; a model that could not
+be made within the limits is tried again. A second run beside this one wants a csv of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -30,8 +32,9 @@ from zoo import catalogue, results, summary
 from zoo.catalogue import Entry
 
 EXAMPLES = Path(__file__).resolve().parents[1]
+PACKAGES = {"torchvision": "torchvision", "timm": "timm", "huggingface": "transformers"}
 CSV, README = EXAMPLES / "results" / "zoo.csv", EXAMPLES.parent / "README.md"
-INDUCTOR_MODELS = 60
+INDUCTOR, INDUCTOR_MODELS = ("inductor", "inductor_stock"), 60
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -41,17 +44,18 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--only", nargs="+", metavar="GLOB", help="of names")
     p.add_argument("--own", nargs="+", default=[], metavar="MODULE:CALLABLE", help="these models, and no others")
     p.add_argument("--limit", type=int, help="at most so many models that have something to do")
-    p.add_argument("--checks", nargs="+", choices=tuple(results.RESULTS), default=[c for c in results.RESULTS if c != "inductor"])
-    p.add_argument("--inductor", action="store_true", help=f"Inductor, too, for the smallest model of each family, at most {INDUCTOR_MODELS}")
+    p.add_argument("--checks", nargs="+", choices=tuple(results.RESULTS), default=[c for c in results.RESULTS if c not in INDUCTOR])
+    p.add_argument("--inductor", action="store_true", help=f"Inductor, too, and stock's, for the smallest model of each family, at most {INDUCTOR_MODELS}")
     p.add_argument("--again", action="store_true", help="make the checks anew")
     p.add_argument("--jobs", type=int, default=2, help="models at once")
     p.add_argument("--seconds", type=float, default=600.0, help="limit of a process")
     p.add_argument("--gigabytes", type=float, default=8.0, help="limit of a process")
     p.add_argument("--report", action="store_true", help="only write the summary page")
     a = p.parse_args(argv)
-    for name in ("jobs", "seconds", "gigabytes"):
-        if getattr(a, name) <= 0:
+    for name in ("jobs", "seconds", "gigabytes", "limit"):
+        if getattr(a, name) is not None and getattr(a, name) <= 0:
             p.error(f"--{name}: expected more than 0, got {getattr(a, name):g}")
+    a.csv = a.csv.resolve()
     for spec in a.own:
         if not all(spec.partition(":")):
             p.error(f"--own: expected module:callable, got {spec!r}")
@@ -66,7 +70,7 @@ def plan(a: argparse.Namespace, rows: dict[tuple[str, str], results.Row]) -> lis
         entries = [Entry("own", spec.partition(":")[0], spec) for spec in a.own]
     found = []
     for e in catalogue.chosen(entries, a.source, a.only, None):
-        checks = [*a.checks, *(["inductor"] if e in small and "inductor" not in a.checks else [])]
+        checks = [*a.checks, *(c for c in INDUCTOR if e in small and c not in a.checks)]
         missing = checks if a.again else results.to_do(rows.get((e.source, e.name), {}), checks)
         if missing:
             found.append((e, missing))
@@ -147,41 +151,61 @@ def main(argv: list[str] | None = None) -> int:
     page = a.csv.with_suffix(".md")
     try:
         if not a.report:
-            results.compact(a.csv)
-        rows = results.read(a.csv)
-    except results.TableError as error:
+            with results.alone(a.csv):
+                check(a)
+                run_all(a)
+        rows = list(results.read(a.csv).values())
+    except (results.TableError, UsageError) as error:
         print(f"zoo: {error}", file=sys.stderr)
         return 2
-    if not a.report:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        jobs, lock = plan(a, rows), threading.Lock()
-        CONTEXT.set_forkserver_preload(["zoo.worker", *(["zoo.packages"] if any(e.source != "own" for e, _ in jobs) else [])])
-        print(f"{len(jobs)} models with something to do, {len(rows)} in {a.csv}", flush=True)
-
-        def do(job: tuple[Entry, list[str]]) -> None:
-            entry, checks = job
-            row = one(entry, rows.get((entry.source, entry.name), {}), checks, a)
-            with lock:
-                results.append(a.csv, row)
-                print(summary.line(row), flush=True)
-
-        pool = ThreadPoolExecutor(a.jobs)
-        try:
-            list(pool.map(do, jobs))
-        except KeyboardInterrupt:
-            print("zoo: stopped; the same command goes on", file=sys.stderr, flush=True)
-            for process in list(LIVE):
-                _end(process)
-            os._exit(130)  # threads would go on with the next model
-        finally:
-            pool.shutdown(cancel_futures=True)
-        results.compact(a.csv)
-        rows = results.read(a.csv)
-    page.write_text(summary.page(list(rows.values())))
+    page.write_text(summary.page(rows))
     if a.csv == CSV:
-        README.write_text(summary.into(README.read_text(), list(rows.values())))
+        README.write_text(summary.into(README.read_text(), rows))
     print(f"{len(rows)} rows; {page}")
     return 0
+
+
+class UsageError(ValueError):
+    """Nothing could be run as the command line asks."""
+
+
+def check(a: argparse.Namespace) -> None:
+    """Raises: UsageError where no model is meant, or the package of one is missing: its absence would be a row of every model."""
+    meant = [] if a.own else catalogue.chosen(catalogue.listed(), a.source, a.only, None)
+    if not (meant or a.own):
+        raise UsageError(f"no model of the list is called {' or '.join(a.only or ())}.\n  fix: names are in {catalogue.LIST}.")
+    missing = sorted({e.source for e in meant if importlib.util.find_spec(PACKAGES[e.source]) is None})
+    if missing:
+        raise UsageError(f"no package {', '.join(PACKAGES[s] for s in missing)}.\n  fix: pip install '.[models]', or --source without {', '.join(missing)}.")
+
+
+def run_all(a: argparse.Namespace) -> None:
+    """Every model that lacks a check, `a.jobs` at once; rows are appended as they are made."""
+    results.compact(a.csv)
+    rows = results.read(a.csv)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    jobs, lock = plan(a, rows), threading.Lock()
+    CONTEXT.set_forkserver_preload(["zoo.worker", *(["zoo.packages"] if any(e.source != "own" for e, _ in jobs) else [])])
+    print(f"{len(jobs)} models with something to do, {len(rows)} in {a.csv}", flush=True)
+
+    def do(job: tuple[Entry, list[str]]) -> None:
+        entry, checks = job
+        row = one(entry, rows.get((entry.source, entry.name), {}), checks, a)
+        with lock:
+            results.append(a.csv, row)
+            print(summary.line(row), flush=True)
+
+    pool = ThreadPoolExecutor(a.jobs)
+    try:
+        list(pool.map(do, jobs))
+    except KeyboardInterrupt:
+        print("zoo: stopped; the same command goes on", file=sys.stderr, flush=True)
+        for process in list(LIVE):
+            _end(process)
+        os._exit(130)  # threads would go on with the next model
+    finally:
+        pool.shutdown(cancel_futures=True)
+    results.compact(a.csv)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ import torch.export
 
 import fxmask
 from zoo import sources
-from zoo.captures import CAPTURES
 from zoo.catalogue import Entry
 from zoo.checks import CHECKS, Subject, facts, reason
+from zoo.compiled import COMPILED
+from zoo.graphs import GRAPHS
 
-ALL = {**CHECKS, **CAPTURES}  # the cheap ones first
+ALL = {**CHECKS, **GRAPHS, **COMPILED}  # the cheap ones first
 
 
 def work(entry: Entry, names: list[str], path: Path, seconds: float, gigabytes: float) -> None:

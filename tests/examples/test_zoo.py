@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from zoo import captures, catalogue, equality, results, run, sources, summary
-from zoo.captures import by_aot_eager
-from zoo.checks import Subject, applied
+from zoo import captures, catalogue, compiled, equality, graphs, results, run, sources, summary
+from zoo.checks import Subject, applied, in_float64
+from zoo.compiled import by_aot_eager
 from zoo.sources import Made
 
 from fxmask import backend
@@ -78,28 +78,111 @@ def test_a_comparison_fails_where_numbers_differ() -> None:
     assert "not finite" in equality.compare(masked, dense, subject.masks)
 
 
-def test_what_float32_cannot_tell_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def two() -> Made:
     torch.manual_seed(0)
-    made = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),))
+    return Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),))
+
+
+def test_what_float32_cannot_tell_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.equality._distance", lambda a, b: float(a.dtype == torch.float32))
     monkeypatch.setattr("torch.equal", lambda a, b: False)
-    monkeypatch.setitem(equality.LOOSE, torch.float32, 0.0)
-    assert applied(Subject(made))["train"] == "rounding"
+    assert applied(Subject(two()))["train"] == "rounding"
     monkeypatch.setattr("zoo.equality._distance", lambda a, b: 2.0 * (a.dtype == torch.float32))
-    row = applied(Subject(made))
+    row = applied(Subject(two()))
     assert row["train"] == row["eval"] == "float64" and "float32 train: no" in row["apply_why"]
 
 
+def test_a_fault_of_float32_alone_does_not_hide_behind_float64() -> None:
+    subject = Subject(two())
+    (masked, dense), wide, masks = (equality.run(m, subject.made) for m in (subject.masked(), subject.dense())), in_float64(subject, "train"), subject.masks
+    assert equality.settle((masked, dense), wide, masks) == "float64"
+    off = equality.Outcome([1.001 * y for y in masked.outputs], masked.gradients)
+    assert equality.settle((off, dense), wide, masks).startswith("no: output 0 is ")
+    rough = equality.Outcome([0.9995 * y for y in dense.outputs], dense.gradients)  # plain PyTorch itself is half as far off
+    assert equality.settle((off, rough), wide, masks) == "float64"
+    off.outputs[0][0] = torch.nan
+    assert "inf times" in equality.settle((off, rough), wide, masks)
+    assert equality.settle((equality.Outcome(2 * masked.outputs, {}), dense), wide, masks) == "no: 2 outputs for 1"
+    assert equality.settle((masked, dense), (wide[0], equality.Outcome([2 * y for y in wide[1].outputs], wide[1].gradients)), masks).endswith("as rounding")
+
+
 def test_so_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    made, plain = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),)), captures.compare_outputs
-    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far" if b[0].dtype == torch.float32 else plain(a, b))
-    row = captures.export_rewritten(Subject(made))
+    monkeypatch.setattr(graphs, "compare_outputs", lambda a, b: "no: far")
+    row = graphs.export_rewritten(Subject(two()))
     assert (row["graph"], row["graph_equal"]) == (2, "float64") and "float32: no: far" in row["graph_why"]
-    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far")
-    assert captures.export_rewritten(Subject(made))["graph_equal"] == "no: far"
-    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: inf times as far off" if b[0].dtype == torch.float32 else "bits")
-    assert captures.export_rewritten(Subject(made))["graph_equal"] == "no: inf times as far off"
+    monkeypatch.setattr(graphs, "settle", lambda narrow, wide, masks: "no: farther")
+    assert graphs.export_rewritten(Subject(two()))["graph_equal"] == "no: farther"
+
+
+def test_masks_of_other_blocks_are_wrong() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 70))  # 5 x 3 blocks, ragged
+    masks = equality.element_masks(equality.masked_copy(model))
+    kept = masks["0.weight"]
+    assert equality.wrong_masks(model, masks) == [] and int(kept[::16, ::16].sum()) == 8
+    (i, j), (m, n) = ((16 * t[0]).tolist() for t in (kept[::16, ::16].nonzero(), (~kept[::16, ::16]).nonzero()))
+    element, less, other = kept.clone(), kept.clone(), kept.clone()
+    element[i, j] = False
+    less[i : i + 16, j : j + 16] = False
+    other[i : i + 16, j : j + 16], other[m : m + 16, n : n + 16] = False, True
+    for wrong in (element, less, other, torch.ones_like(kept)):
+        assert equality.wrong_masks(model, {"0.weight": wrong}) == ["0.weight"]
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)[64:] = 2.0  # whole blocks are equal
+    assert equality.wrong_masks(model, equality.element_masks(equality.masked_copy(model))) == []
+
+
+def test_a_row_of_wrong_masks_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dict.fromkeys(results.COLUMNS, "") | {"eligible": "2", **{k: str(v) for k, v in applied(Subject(two())).items()}}
+    assert summary.masked(row) and row["apply_why"] == ""
+    monkeypatch.setattr("zoo.checks.wrong_masks", lambda model, masks: sorted(masks)[:1])
+    row |= {k: str(v) for k, v in applied(Subject(two())).items()}
+    assert row["apply"] == "2" and row["train"] == "bits" and row["apply_why"] == f"{results.WRONG}0.weight" and not summary.masked(row)
+
+
+def test_what_has_nothing_to_mask_shows_nothing() -> None:
+    empty = dict.fromkeys(results.COLUMNS, "") | {"eligible": "0", "apply": "0", "train": "bits", "eval": "bits", "status": "ok"}
+    full = {**empty, "eligible": "2", "apply": "2"}
+    assert summary.asked_of([empty, full], "apply") == [full] and summary.asked_of([empty | {"eligible": "1"}], "apply")
+    assert summary.masked(full) and not summary.masked(full | {"apply": "1"}) and not summary.masked(full | {"train": "no: far"})
+
+
+def test_memory_is_not_stock_pytorch_s_fault() -> None:
+    assert captures.by_stock_pytorch(MemoryError()) == "out of memory" and captures.by_stock_pytorch(ValueError("x")) == "stock PyTorch: ValueError: x"
+
+
+def test_a_model_that_a_limit_kept_out_is_tried_again() -> None:
+    for status in ("build: out of memory", "build: out of time: 4 s", "build: ended by SIGKILL, 8 GB allowed", "ok", ""):
+        assert results.to_do({"status": status, "guard": "yes"}, ["apply", "guard"]) == ["apply"]
+    for status in ("build: ValueError: no", "skipped: needs files from a network (x)"):
+        assert results.to_do({"status": status}, ["apply"]) == []
+
+
+def test_two_runs_with_one_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "zoo.csv"
+    with results.alone(path):
+        assert run.main(["--csv", str(path), "--own", "zoo_stand_ins:small"]) == 2
+    assert "another run appends to it" in capsys.readouterr().err and not path.exists()
+    with results.alone(path):
+        pass
+
+
+def test_nothing_is_run_where_no_model_or_no_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "zoo.csv"
+    assert run.main(["--csv", str(path), "--only", "resnet1o1"]) == 2 and "no model of the list is called resnet1o1" in capsys.readouterr().err
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    assert run.main(["--csv", str(path), "--source", "timm", "--limit", "1"]) == 2 and "no package timm" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_stock_inductor_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    assert compiled.by_stock_inductor(Subject(two())) == {"inductor_stock": "bits", "inductor_stock_why": ""}
+    monkeypatch.setattr(torch, "compile", lambda model: lambda x: 2 * model(x))
+    row = compiled.by_stock_inductor(Subject(two()))
+    assert row["inductor_stock"] == "no" and row["inductor_stock_why"].startswith("no: ")
+    monkeypatch.setattr(torch, "compile", lambda model: 1 / 0)
+    assert compiled.by_stock_inductor(Subject(two())) == {"inductor_stock": "no", "inductor_stock_why": "ZeroDivisionError: division by zero"}
 
 
 def test_a_graph_that_float64_cannot_have_keeps_what_float32_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +194,8 @@ def test_a_graph_that_float64_cannot_have_keeps_what_float32_says(monkeypatch: p
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x.to(torch.float32))
 
-    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: "no: far")
-    row = captures.export_rewritten(Subject(Made(Narrow(), (torch.randn(5, 32),))))
+    monkeypatch.setattr(graphs, "compare_outputs", lambda a, b: "no: far")
+    row = graphs.export_rewritten(Subject(Made(Narrow(), (torch.randn(5, 32),))))
     assert (row["graph"], row["graph_equal"]) == (1, "no: far") and "float64: " in row["graph_why"]
 
 
@@ -126,7 +209,7 @@ def test_a_graph_is_compared_with_itself_where_it_masks_more_than_apply() -> Non
             return nn.functional.linear(self.linear(x), self.extra)
 
     torch.manual_seed(0)
-    row = captures.export_rewritten(Subject(Made(Both(), (torch.randn(5, 32),))))
+    row = graphs.export_rewritten(Subject(Made(Both(), (torch.randn(5, 32),))))
     assert row["graph"] == 2 and row["graph_equal"] in ("bits", "rounding")
     assert "masked, and not by apply: extra" in row["graph_why"] and "apply: no: " in row["graph_why"]
 
@@ -142,16 +225,15 @@ def test_weights_that_a_graph_computes_are_named_and_left_out_of_the_comparison(
             return nn.functional.linear(x, self.experts[0]) + nn.functional.linear(x, self.experts[1])
 
     torch.manual_seed(0)
-    row = captures.export_rewritten(Subject(Made(Experts(), (torch.randn(5, 32),))))
+    row = graphs.export_rewritten(Subject(Made(Experts(), (torch.randn(5, 32),))))
     assert row["graph_equal"] == "bits" and row["graph_why"].count(captures.COMPUTED) == 2
 
 
 def test_a_graph_that_is_no_longer_the_model_is_not_the_pass_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    made = Made(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)), (torch.randn(5, 32),))
-    said = iter(["no: far", "no: farther", "bits"])  # from `apply` in float32 and in float64, and from the same graph with W∘M written in
-    monkeypatch.setattr(captures, "compare_outputs", lambda a, b: next(said))
-    row = captures.export_rewritten(Subject(made))
+    said = iter(["no: far", "bits"])  # from `apply`, and from the same graph with W∘M written in
+    monkeypatch.setattr(graphs, "compare_outputs", lambda a, b: next(said))
+    monkeypatch.setattr(graphs, "settle", lambda narrow, wide, masks: "no: farther")
+    row = graphs.export_rewritten(Subject(two()))
     assert row["graph"] == "no" and row["graph_why"].startswith(captures.STOCK) and "no: farther" in row["graph_why"]
 
 
@@ -193,7 +275,14 @@ def test_the_list() -> None:
     assert [sum(e.source == source for e in small) for source in catalogue.SOURCES[:3]] == [15, 15, 15]  # each in turn: parameters of tiny configurations are 0
 
 
-@pytest.mark.parametrize(("words", "text"), [(["--jobs", "0"], "--jobs: expected more than 0"), (["--own", "nothing"], "expected module:callable")])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--jobs", "0"], "--jobs: expected more than 0"),
+        (["--limit", "0"], "--limit: expected more than 0"),
+        (["--own", "nothing"], "expected module:callable"),
+    ],
+)
 def test_wrong_arguments(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(words)
