@@ -92,6 +92,10 @@ def allocated(model: nn.Module, decisions: list[Decision], overrides: Mapping[An
         fix = "found = fxmask.allocate(model, ratio, 'flop', inputs=x), then fxmask.apply(..., overrides=found.overrides)."
         raise ConfigError(message("apply(allocation='flop') has no inputs to count tokens with.", fix=fix))
     found = allocation_of(model, decisions, overrides, ratio, method)
+    masked = [d.candidate.name for d in decisions if d.config is not None and d.candidate.weight.numel()]
+    if masked and not found:
+        what = f"apply(allocation={method!r}) has nothing to share out: overrides= names the ratio of each of {len(masked)} layers; expected one without."
+        raise ConfigError(message(what, masked[0], "leave the ratios out of overrides, or leave the allocation out."))
     moving = [d.candidate.name for d in decisions if d.config is not None and changes_any(d.config, ("block",))]
     if moving:
         what = f"apply(allocation={method!r}) spends its budget in blocks of one size, and phases change the block of {', '.join(moving[:3])}."

@@ -37,6 +37,8 @@ def build(args: argparse.Namespace, name: str, channels: int, classes: int, step
     model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
     default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
     masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
+    if args.allocation and "overrides" in masks:
+        masks["overrides"] = shared(masks["overrides"])
     inputs = activations(args.activations)
     if args.dense or not masks:
         args.dense = True
@@ -48,6 +50,12 @@ def build(args: argparse.Namespace, name: str, channels: int, classes: int, step
     names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
     configs = [fxmask.WeightMask(**masks, **options), *([inputs] if inputs else [])]
     return fxmask.apply(model, *configs, **names, allocation=args.allocation)
+
+
+def shared(overrides: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Overrides for an allocation: the one ratio of a configuration string is everybody's budget; where it names several, each layer keeps its own."""
+    ratios = {change["ratio"] for change in overrides.values()}
+    return {p: {k: v for k, v in change.items() if k != "ratio" or len(ratios) > 1} for p, change in overrides.items()}
 
 
 def activations(text: str | None) -> fxmask.ActivationPruning | None:

@@ -162,3 +162,16 @@ def test_activations_are_pruned_with_and_without_masks():
         assert [r["activations"] for r in inside] == ["50 % of 1x8"] * 3 and sum(r["masked"] for r in inside) == masked
         assert all(r["activations"] is None for r in rows if not r["name"].startswith("blocks."))
     assert masked_model.activations("0.25").block == 16 and masked_model.activations(None) is None
+
+
+def test_an_allocation_shares_out_the_one_ratio_of_a_configuration():
+    common_ratio = {"blocks.*.a": {"ratio": 0.5, "block": (16, 16)}, "blocks.*.b": {"ratio": 0.5, "block": (16, 16)}}
+    assert masked_model.shared(common_ratio) == {"blocks.*.a": {"block": (16, 16)}, "blocks.*.b": {"block": (16, 16)}}
+    several = {**common_ratio, "blocks.*.b": {"ratio": 0.25, "block": (16, 16)}}
+    assert masked_model.shared(several) == several
+    args = program.arguments(["--data", "cifar10", "--epochs", "2", *recipes.COMMON, *recipes.arguments_of("b16-global-taylor", 2)])
+    model = masked_model.build(args, "cifar", 3, 10, 4)
+    fxmask.step(model, 8)
+    kept = [int(m.sum()) / m.numel() for m in fxmask.masks(model).values()]
+    sizes = [m.numel() for m in fxmask.masks(model).values()]
+    assert len(set(kept)) > 3 and sum(k * n for k, n in zip(kept, sizes, strict=True)) == pytest.approx(sum(sizes) / 2, abs=1)

@@ -191,6 +191,8 @@ def test_wrong_use_of_apply():
         fxmask.apply(model, ratio=0.99, allocation="erk")
     with pytest.raises(ConfigError, match="unknown allocation method"):
         fxmask.apply(model, allocation="Erk")
+    with pytest.raises(ConfigError, match=r"(?s)apply\(allocation='erk'\) has nothing to share out: overrides= names the ratio of each of 2 layers.*where: 0"):
+        fxmask.apply(model, allocation="erk", overrides={"*": dict(ratio=0.25)})
     assert type(model[0]) is nn.Linear
 
 
