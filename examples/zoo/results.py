@@ -53,7 +53,7 @@ def read(path: Path) -> dict[tuple[str, str], Row]:
     """{(source, name): row}. A line that a killed run has cut off is left out. Raises: TableError for another file."""
     if not path.exists() or not path.stat().st_size:
         return {}
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:  # of half a character that a killed run left, the line is left out
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise TableError(f"{path}: expected a csv of the zoo, with the columns {', '.join(COLUMNS)}.\n  fix: another --csv, or move this file away.")

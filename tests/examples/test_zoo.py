@@ -291,9 +291,10 @@ def test_wrong_arguments(words: list[str], text: str, capsys: pytest.CaptureFixt
 
 def test_another_csv_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "zoo.csv"
-    path.write_text("a,b\n1,2\n")
-    assert run.main(["--csv", str(path)]) == 2
-    assert "expected a csv of the zoo" in capsys.readouterr().err and path.read_text() == "a,b\n1,2\n"
+    for held in (b"a,b\n1,2\n", b"\xff\xfe\x00"):
+        path.write_bytes(held)
+        assert run.main(["--csv", str(path)]) == 2
+        assert "expected a csv of the zoo" in capsys.readouterr().err and path.read_bytes() == held
 
 
 def test_who_wants_a_network_is_told_by_what_it_came_from() -> None:
