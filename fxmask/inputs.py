@@ -22,6 +22,7 @@ from .sites import REASONS, any_masked
 
 KEYS: dict[type, str] = {ActivationPruning: "activations", BlockDropout: "dropout"}  # of an override, beside a WeightMask's options
 PRUNED_INPUT = "dense; its input is saved pruned"
+RESTS = "dense; its input would be saved pruned, but its weight asks for no gradient: nothing is saved"
 Config = TypeVar("Config", ActivationPruning, BlockDropout)
 Other = ActivationPruning | BlockDropout
 M = TypeVar("M", bound=nn.Module)
@@ -133,7 +134,8 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
     """The decisions, those whose input is saved pruned with that as their reason."""
     done = {name for name, _ in pruned_layers(model)}
     for d in decisions:
-        d.reason = PRUNED_INPUT if d.candidate.name in done else d.reason
+        if d.candidate.name in done:
+            d.reason = PRUNED_INPUT if d.candidate.weight_node is not None or d.candidate.weight.requires_grad else RESTS
     return decisions
 
 
@@ -145,7 +147,7 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     for d in saved_pruned(model, decisions):
         if d.candidate.name in done:
             d.reason = "dense; its input is dropped in blocks"
-        elif d.reason == PRUNED_INPUT:
+        elif d.reason in (PRUNED_INPUT, RESTS):
             done.add(d.candidate.name)
         elif d.config is not None:
             left = "overrides: False" if id(d) not in inputs.wanted else "no active dropout before it, and no p was given"

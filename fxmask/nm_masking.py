@@ -125,10 +125,12 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
     """What `explain` says of a layer with an N:M mask, beyond its name and shape."""
     c, weight = m._fxmask_nm, peek_weight(m)
     kept = None if weight.is_meta else int(element_mask(m).sum())
-    ratio = 1 - c.n / c.m
+    ratio, frozen = 1 - c.n / c.m, m._fxmask_nm_frozen
+    made = ", which a kernel makes in one pass" if c.impl == "triton" and not frozen else ""
+    drawn = "; not frozen: train() draws patterns, eval() takes the likeliest" if c.mode == "learned" and not frozen else ""
     return {
         "masked": True,
-        "reason": f"selected{'; frozen' if m._fxmask_nm_frozen else ''}",
+        "reason": f"selected{'; frozen' if frozen else ''}",
         "block": f"{c.n}:{c.m}",
         "blocks": weight.numel() // c.m,
         "target_ratio": ratio,
@@ -137,6 +139,6 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
         "backward": "sr-ste" if c.mode == "sr-ste" else "masked",
         "ranks_by": c.words().partition(" ")[2],
         "impl": "masked_dense",
-        "why": f"a dense product with W∘M{', which a kernel makes in one pass' if c.impl == 'triton' and not m._fxmask_nm_frozen else ''}",
+        "why": f"a dense product with W∘M{made}{drawn}",
         "kept": kept,
     }

@@ -42,7 +42,7 @@ class PrunedLinear(Pruned):
 
     def forward(self, input: Tensor) -> Tensor:
         _refuse_tracing(self, input)
-        return self._fxmask_pruning.linear(input, raw_weight(self), self.bias)
+        return self._fxmask_pruning.linear(input, raw_weight(self), self.bias, self.training)
 
 
 class PrunedProduct(Pruned):
@@ -54,7 +54,8 @@ class PrunedProduct(Pruned):
         _refuse_tracing(self, input)
         p = self._fxmask_product
         b = getattr(self, p.b) if p.b else None
-        y = self._fxmask_pruning.product(input, getattr(self, p.a), b if p.fused else None, bool(p.inplace and getattr(self, p.inplace)))
+        inplace = bool(p.inplace and getattr(self, p.inplace))
+        y = self._fxmask_pruning.product(input, getattr(self, p.a), b if p.fused else None, inplace, self.training)
         return y if b is None or p.fused else y + b
 
 

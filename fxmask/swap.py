@@ -58,6 +58,8 @@ class MaskedLinear(MaskedLayer):
         input = input if dropping is None else dropping.drop(input, self.training)
         mask = state.forward_mask(self, weight)
         prune: ActivationPruning | None = self.__dict__.get("_fxmask_pruning")
+        if prune is not None:
+            prune.draw_unused(input, weight, self.training)
         if self._fxmask_softening:
             return (F if prune is None else prune).linear(input, softened(self, weight, mask), self.bias)  # type: ignore[arg-type]
         lists = state.forward_lists(self, mask)

@@ -40,6 +40,31 @@ def _check(x: Tensor, w: Tensor, mask: Tensor | None, rows: int, cols: int) -> N
         raise ShapeError(f"mask of a weight {tuple(w.shape)}: expected bool {grid_shape(w.shape, (rows, cols))}, got {mask.dtype} {tuple(mask.shape)}.")
 
 
+def dense_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear with the bits that it has where w needs a gradient.
+
+    PyTorch multiplies an input of three axes or more as one matrix of rows there, and below autograd, where nothing needs a gradient, by batches.
+    """
+    if x.dim() < 3 or (bias is not None and x.is_contiguous()):
+        return F.linear(x, w, bias).contiguous()
+    y = torch.mm(x.reshape(-1, w.shape[1]), w.t())
+    return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], w.shape[0])
+
+
+def has_rows_inside(x: Tensor) -> bool:
+    """Whether the input of the dense matmul is a matrix whose rows lie inside, for which PyTorch computes dX^T = W^T dY^T."""
+    if x.is_contiguous() or x.dim() < 2 or x.stride(-2) != 1 or x.stride(-1) != x.shape[-2]:
+        return False
+    return all(n == 1 for n in x.shape[:-2])
+
+
+def dense_dx(gy: Tensor, w: Tensor, rows_inside: bool) -> Tensor:
+    """dX = dY W with the bits of F.linear's backward."""
+    rows = gy.reshape(-1, w.shape[0])
+    gx = torch.mm(w.t(), rows.t()).t() if rows_inside else torch.mm(rows, w)
+    return gx.reshape(*gy.shape[:-1], w.shape[1])
+
+
 @torch.library.custom_op("fxmask::pruned_linear", mutates_args=())
 def pruned_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
@@ -61,7 +86,7 @@ def pruned_linear(
     sizes(x, block, kept, turned)
     form(dw_impl, x)  # raises here rather than in the backward
     if mask is None:
-        y = F.linear(x, w, bias).contiguous()
+        y = dense_linear(x, w, bias)
     else:
         y = form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists).contiguous()
     return y, *prune.compress(x, block, kept, turned, noise)
@@ -86,7 +111,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.save_for_backward(*((values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
     ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
-    ctx.dw_impl = dw_impl
+    ctx.dw_impl, ctx.inside = dw_impl, mask is None and has_rows_inside(x)
 
 
 def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -95,7 +120,7 @@ def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         return (None,) * 15
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
-        gx = torch.matmul(gy, w) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
+        gx = dense_dx(gy, w, ctx.inside) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
         wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
         gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
@@ -191,6 +216,16 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
             warnings.warn(message(what, "", "a smaller block, or an input with samples of several rows."), FxMaskWarning, stacklevel=3)
         return None
     return kept, turned, None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
+
+
+def draw_unused(x: Tensor, block: int, ratio: float) -> None:
+    """Draw the noise that `plan` would, for nothing: a checkpoint that forgets its first forward draws in the second one, and both have to end alike."""
+    if x.is_nested or ops.is_transformed("auto"):
+        return
+    b, r, c = prune.sample_shape(x.shape, prune.is_turned(x, block))
+    n = prune.block_count(r, c, block)
+    if prune.dropped_count(n, ratio):
+        torch.rand(b, n, device=x.device)
 
 
 def linear(

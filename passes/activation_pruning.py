@@ -108,9 +108,10 @@ class ActivationPruning(Options):
             what = "start and schedule of ActivationPruning count optimiser steps, and nobody tells them: expected a step source in training."
             raise StateError(message(what, "", "call fxmask.step(model, 0) before training and fxmask.step(model) after every step; a guard counts them, too."))
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool = False) -> Tensor:
         """The layer's forward."""
         if not saves(weight):
+            self.draw_unused(x, weight, training)
             return F.linear(x, weight, bias)
         self._check_counted()
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, dw_impl=self.impl)
@@ -121,9 +122,15 @@ class ActivationPruning(Options):
         mask, blocks, backward, dense, impl, lists = masked
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, mask, blocks, backward, dense, impl, lists, self.impl)
 
-    def product(self, x: Tensor, a: Tensor, b: Tensor | None, inplace: bool = False) -> Tensor:
+    def draw_unused(self, x: Tensor, weight: Tensor, training: bool) -> None:
+        """In training without gradients: what a reentrant checkpoint's second forward will draw, or what comes behind would have other numbers there."""
+        if training and self.noise and not self.needs_steps and weight.requires_grad and not torch.is_grad_enabled():
+            prune_ops.draw_unused(x, self.block, self.ratio)
+
+    def product(self, x: Tensor, a: Tensor, b: Tensor | None, inplace: bool = False, training: bool = False) -> Tensor:
         """That of a product with a parameter, a x + b by addcmul or a x; `inplace`: written into x, as the model has it."""
         if not saves(a):
+            self.draw_unused(x, a, training)
             return scale_ops.dense(x, a, b, inplace)
         self._check_counted()
         return scale_ops.scale(x, a, b, self.block, self.ratio, self.noise, inplace)
@@ -144,7 +151,7 @@ class PrunedCall(nn.Module):
             self._fxmask_pruning_given, self._fxmask_pruning_step, self._fxmask_pruning_guard = config, 0, None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._fxmask_pruning.linear(x, weight, bias)
+        return self._fxmask_pruning.linear(x, weight, bias, self.training)
 
     def extra_repr(self) -> str:
         return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"

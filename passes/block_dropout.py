@@ -45,10 +45,10 @@ class BlockDropout(Options):
 
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
     since the linear's count; p, where it is given, stands for its own. Whoever else calls its module drops nothing: `explain` names those that are fused. Every
-    other dropout is left alone, and `explain` names it, too. In a graph a dropout that feeds other ops stays for those, one that writes into what others read
-    (in place) is left alone, where one in nn.Sequential is fused and writes no more; linears behind one dropout draw a mask each. A graph of torch.export has
-    no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none of it. The mask is a hash of one number that each forward draws from
-    PyTorch's generator of the device: checkpointing redraws it.
+    other dropout is left alone, and `explain` names it, if it is a module or a graph's call; F.dropout inside a module's own forward nobody sees. In a graph a
+    dropout that feeds other ops stays for those, one that writes into what others read (in place) is left alone, where one in nn.Sequential is fused and writes
+    no more; linears behind one dropout draw a mask each. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense`
+    changes none of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device: checkpointing redraws it.
     The kernels of `triton` read m through lists that each direction cuts for tiles of its own: a block says what is dropped together, and the tiles of forward
     and backward do not depend on it. They take sides of 16, 32, 64 and 128 and even numbers of features; all else is dropped in one pass and multiplied
     densely. Beside a WeightMask, whose own impl counts, the input is dropped in plain PyTorch; `cpu` and `triton` raise there.

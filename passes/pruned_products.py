@@ -24,7 +24,7 @@ class PrunedProductCall(nn.Module):
             self._fxmask_pruning_given, self._fxmask_pruning_step, self._fxmask_pruning_guard = config, 0, None
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
-        return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_)
+        return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_, self.training)
 
     def extra_repr(self) -> str:
         return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"

@@ -6,6 +6,7 @@ from math import prod
 
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
+from ..kernels.grid import kept_elements
 from ..kernels.lists import LISTED
 from .masked_rules import ROLES, implementation, mask_of, masked_work
 from .record import Call, Place
@@ -34,7 +35,9 @@ def _packing(call: Call, phase: str, x: Place, weight: str) -> Work:
 
 @rule("fxmask.pruned_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
-    """FLOP of the kept blocks, those of a ragged last one as if it were whole. Bytes: of the kernel where it would run, else of dY, what was saved and dW.
+    """FLOP of the kept blocks, those of a ragged last one as if it were whole; under a mask of W the share of them that it wants is useful.
+
+    Bytes: of the kernel where it would run, else of dY, what was saved and dW.
 
     How many of the kept blocks each strip has is known to a run alone: they are counted as evenly spread, on which no byte but those of a weight mask depends.
     """
@@ -52,7 +55,8 @@ def _dw(call: Call, t: Target) -> list[Work]:
     else:
         flop = 2 * n * values.numel
         reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": n * k * item}
-        cost = Cost(flop, flop, dict(reads), dict(writes), dict(reads), dict(writes))
+        useful = flop if known is None else flop * int(kept_elements(known, (n, k), block)) // max(1, n * k)
+        cost = Cost(useful, flop, dict(reads), dict(writes), dict(reads), dict(writes))
     plain = layer_cost.dense("dw", gy.tokens, (n, k), item, t.tile)
     plain = plain.renamed(ROLES["dw"])
     forward = call.forward.named["w"] if call.forward is not None and "w" in call.forward.named else None

@@ -1,5 +1,5 @@
 """What the stages of `fxmask.bench.gpu` run in their own processes: precompile, a tiny case of a kernel for a memory checker, ceilings, and the measurements
-that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata, dropout, pruning.
+that have a csv of their own: bandwidth, tensorcore, tiles, splits, metadata, dropout, pruning, nm.
 
 All but `precompile` and `ceilings` run on a CPU as well, in Triton's interpreter: the same bodies on tiny sizes, whose rows get no verdict.
 """
@@ -24,6 +24,7 @@ from .clock import flush_buffer, time_cuda
 from .driver import CEILINGS, Run, check_device, run_cells
 from .dropping import DROPOUT, fxmask_triton
 from .inputs import make_inputs, make_mask
+from .nm import NM_PART
 from .part import run_part
 from .probes import BANDWIDTH, TENSORCORE
 from .providers import REGISTRY
@@ -34,7 +35,7 @@ from .sweeps import OPS, sweep
 from .table import key, what
 
 PRECOMPILED = 40
-PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING)}
+PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING, NM_PART)}
 
 
 def precompile(threads: int = 16, dtype: str = "bf16") -> int:

@@ -1,4 +1,4 @@
-"""What the stages with a csv of their own found: a device's limits, the best tile and number of splits beside the library's own, refreshes, dropout."""
+"""What the stages with a csv of their own found: a device's limits, the best tile and number of splits beside the library's own, refreshes, dropout, 2:4."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from . import sweeps
 from .compare import MACHINE, usable
 from .driver import read_ceilings
 from .dropping import DROPOUT
+from .nm import NM_PART
 from .probes import BANDWIDTH, TENSORCORE
 from .pruning import PRUNING
 from .refreshes import METADATA
@@ -24,7 +25,7 @@ def latest(table: Table) -> list[Row]:
 
 def rows_of(out: Path) -> dict[str, list[Row]]:
     """The rows of each stage, by its name."""
-    parts = (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING)
+    parts = (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING, NM_PART)
     tables = {part.name: part.table(out) for part in parts} | {name: sweeps.table(name, out) for name in sweeps.OPS}
     return {name: latest(table) for name, table in tables.items()}
 
@@ -117,9 +118,20 @@ def _pruning(rows: Sequence[Row]) -> list[str]:
     return out or [f"dW of a pruned input / {NOT_MEASURED}"]
 
 
+def _nm(rows: Sequence[Row]) -> list[str]:
+    """Of each size the speed of 2:4 masks, and of the hardware's form, beside the dense layer."""
+    out = []
+    for op, *size in dict.fromkeys((r["op"], r["M"], r["N"], r["K"]) for r in rows):
+        times = {r["provider"]: number(r, "ms_p50") or 0.0 for r in rows if [r["op"], r["M"], r["N"], r["K"]] == [op, *size]}
+        whole = times.pop("dense", 0.0)
+        seen = ", ".join(f"{name} {whole / ms if whole else 0:.2f}x" for name, ms in times.items() if ms)
+        out.append(f"2:4 {op} {size[0]}x{size[2]}->{size[1]} / speed of the dense layer's: {seen or NOT_MEASURED}")
+    return out or [f"2:4 / {NOT_MEASURED}"]
+
+
 def finding_lines(found: Mapping[str, Sequence[Row]]) -> list[str]:
     """What was found, a line each, losing choices left out: the csv has them."""
     lines = _bandwidth(found["bandwidth"]) + _tensorcore(found["tensorcore"])
     for stage in sweeps.OPS:
         lines += _sweep(stage, found[stage])
-    return lines + _metadata(found["metadata"]) + _dropout(found["dropout"]) + _pruning(found["pruning"])
+    return lines + _metadata(found["metadata"]) + _dropout(found["dropout"]) + _pruning(found["pruning"]) + _nm(found["nm"])

@@ -7,10 +7,11 @@
 | --- | --- | --- |
 | versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copy reach | 60 to 240 each |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
-| tiles, splits | the forward over tiles, dW over shares of the tokens | 180 |
+| tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
 | dropout | a linear behind block dropout, against p, beside dense, dropout and linear, and dropped zeros in dense products | 60 |
 | pruning | dW from pruned inputs, beside the product with the whole input | 90 |
+| nm | 2:4 masks in a training step, and the hardware's 2:4 form in the forward, beside the dense layer | 30 |
 | quick, full | the benchmark: two shapes, and all | 125, 480 |
 | train | whole training steps: a GPT block stack of width 4,096, ResMLP-S12 | 540 |
 """
@@ -43,7 +44,7 @@ TESTS = {
     "limits": ("test_limits.py", "test_compile.py"),
 }
 # stages with a csv of their own, and their limits in seconds
-PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 120, "splits": 60, "metadata": 50, "dropout": 60, "pruning": 90}
+PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 105, "splits": 45, "metadata": 50, "dropout": 60, "pruning": 90, "nm": 30}
 # pytest as it comes, without the plugins and options that pyproject.toml asks for
 INI = """[pytest]
 addopts = --import-mode=importlib

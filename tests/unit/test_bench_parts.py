@@ -11,8 +11,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fxmask.bench import device_stages, dropping, findings, gpu, part, probes, pruning, refreshes, session, sweeps, table
+from fxmask.bench import device_stages, dropping, findings, gpu, nm, part, probes, pruning, refreshes, session, sweeps, table
 from fxmask.bench.driver import Run, run_cells
+from fxmask.kernels.errors import UnsupportedError
 from fxmask.kernels.grid import keep_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,7 +191,7 @@ def test_a_wrong_refresh_is_found():
 
 def test_stages_fit_into_their_call(tmp_path):
     stages = {s.name: s for s in gpu.make_stages(tmp_path, tmp_path / "pytest.ini")}
-    second = ["bandwidth", "tensorcore", "tiles", "splits", "metadata", "dropout", "pruning", "quick"]
+    second = ["bandwidth", "tensorcore", "tiles", "splits", "metadata", "dropout", "pruning", "nm", "quick"]
     assert [n for n in stages if n in second] == second and sum(stages[n].limit_s for n in second) <= 570  # of a call of 600
     for name in gpu.PARTS:
         command = list(stages[name].command)
@@ -325,6 +326,33 @@ def test_pruned_products_in_the_interpreter(tmp_path):
     for row in rows:
         assert float(row["tflop_per_s"]) == pytest.approx(int(row["flop"]) / float(row["ms_p50"]) / 1e9, rel=1e-4)
         assert int(row["flop"]) <= int(row["flop_issued"]) or row["form"] == "dense"
+
+
+def test_nm_masks_in_the_interpreter(tmp_path):
+    pytest.importorskip("triton")
+    interpreted(STAGES, tmp_path, "nm")
+    rows = rows_of(tmp_path, "nm")
+    assert [(r["provider"], r["op"]) for r in rows] == [(name, "step") for name in ("dense", "masked_dense", "fxmask_triton")]
+    assert all(float(r["dense_tflop_per_s"]) == pytest.approx(6 * 40 * 48 * 64 / float(r["ms_p50"]) / 1e9, rel=1e-4) for r in rows)
+
+
+def test_a_wrong_nm_mask_is_found():
+    torch.manual_seed(0)
+    tensors = tuple(torch.randn(s) for s in ((40, 32), (24, 32), (40, 24)))
+    right = nm.masked_dense(tensors)
+    assert nm.differs(right, tensors)[1] == "" == nm.differs(nm.dense(tensors), tensors)[1] and nm.differs((right[0], None, None, right[3]), tensors)[1] == ""
+    assert int(right[3].sum()) == 24 * 16 and "another mask" in nm.differs((*right[:3], ~right[3]), tensors)[1]
+    for i, what in enumerate(("y", "dX", "dW")):
+        assert nm.differs((*right[:i], 2 * right[i], *right[i + 1 :]), tensors)[1].startswith(f"{what}: error")
+    cell = nm.NM("semi_structured", "forward", *nm.TINY, "bf16")
+    with pytest.raises(UnsupportedError, match="need a CUDA device"):
+        nm.prepare(cell, CPU)
+    planned = {(c.provider, c.op) for c in nm.cells(torch.device("cuda"), True)}
+    assert planned == {*((p, "step") for p in nm.STEPS), ("dense", "forward"), ("semi_structured", "forward")}
+    size = {"M": "8", "N": "4", "K": "2", "op": "step"}
+    times = {"dense": 2.0, "masked_dense": 4.0, "fxmask_triton": 2.5}
+    lines = findings._nm([{**size, "provider": name, "ms_p50": str(t)} for name, t in times.items()])
+    assert lines == ["2:4 step 8x2->4 / speed of the dense layer's: masked_dense 0.50x, fxmask_triton 0.80x"] and findings._nm([]) == ["2:4 / not measured"]
 
 
 def test_a_wrong_pruned_product_is_found(monkeypatch):

@@ -396,3 +396,18 @@ def test_learned_masks_beat_magnitude_without_touching_weights():
             assert all(torch.equal(model.get_parameter(n), p) for n, p in dense.named_parameters())
         found[mode] = accuracy(model)
     assert found["learned"] >= max(found["magnitude"], found["permuted"]) and found["learned"] > 0.8, found
+
+
+def test_a_learned_mask_that_is_not_frozen_says_what_evaluation_takes():
+    model = fxmask.apply(net(), NMMask(2, 4, mode="learned"))
+    assert all("eval() takes the likeliest" in r["why"] for r in fxmask.explain(model).rows if r["masked"])
+    fxmask.freeze(model)
+    assert not any("eval()" in r["why"] for r in fxmask.explain(model).rows if r["masked"])
+
+
+@pytest.mark.parametrize("back", [fxmask.finalize, fxmask.restore])
+def test_the_way_back_of_a_learned_checkpoint(back):
+    model = fxmask.apply(net(), NMMask(2, 4, mode="learned"))
+    assert any(n.endswith("nm_logits") for n in model.state_dict())
+    fxmask.freeze(model)
+    net().load_state_dict(back(model).state_dict())

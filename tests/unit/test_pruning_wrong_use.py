@@ -35,6 +35,18 @@ def test_wrong_use(case):
         call()
 
 
+def test_a_layer_whose_weight_rests_says_so():
+    for configs in ((ActivationPruning(0.5, 16),), (WeightMask(0.5), ActivationPruning(0.5, 16))):
+        model = mlp(torch.float32)
+        model[0].weight.requires_grad_(False)
+        rows = {r["name"]: r for r in fxmask.explain(fxmask.apply(model, *configs)).rows}
+        if len(configs) == 1:
+            assert "asks for no gradient: nothing is saved" in rows["0"]["reason"] and rows["2"]["reason"] == "dense; its input is saved pruned"
+        x = X.clone().requires_grad_()
+        model(x).sum().backward()
+        assert model[0].weight.grad is None and x.grad is not None and model[2].weight.grad is not None
+
+
 def test_wrong_use_loses_nothing():
     model = mlp()
     with pytest.raises(fxmask.FxMaskError):

@@ -1,0 +1,95 @@
+"""What activation pruning leaves exact has the bits of the dense layer, however its input lies in memory."""
+
+import copy
+
+import pytest
+import torch
+from resmlp import PRESETS, Block
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxmask
+from fxmask import ActivationPruning, WeightMask
+
+INPUTS = {
+    "rows": lambda make: make(3, 20, 48),
+    "one row": lambda make: make(48),
+    "matrix": lambda make: make(60, 48),
+    "turned matrix": lambda make: make(48, 60).t(),
+    "turned": lambda make: make(3, 48, 20).transpose(1, 2),
+    "turned, one sample": lambda make: make(1, 48, 7).transpose(1, 2),
+    "turned, four axes": lambda make: make(2, 3, 48, 5).transpose(2, 3),
+    "one token a sample": lambda make: make(4, 48).as_strided((4, 1, 48), (48, 1, 1)),
+    "every second row": lambda make: make(3, 20, 48)[:, ::2],
+    "images": lambda make: make(2, 48, 6, 5).permute(0, 2, 3, 1),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layout", INPUTS)
+def test_y_dx_and_db(layout, dtype, bias):
+    torch.manual_seed(0)
+    dense = nn.Linear(48, 36, bias, dtype=dtype)
+    pruned = fxmask.apply(copy.deepcopy(dense), ActivationPruning(0.5, 4))
+    x = INPUTS[layout](lambda *shape: torch.randn(*shape, dtype=dtype))
+    gy = torch.randn(*x.shape[:-1], 36, dtype=dtype)
+    found = []
+    for model in (dense, pruned):
+        leaf = x.detach().requires_grad_()
+        y = model(leaf * 1)
+        (y * gy).sum().backward()
+        found.append((y, leaf.grad, model.bias.grad if bias else y))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(dense.weight.grad, pruned.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_block_of_resmlp_s12(dtype):
+    torch.manual_seed(0)
+    block = Block(PRESETS["s12"]).to(dtype)
+    pruned = fxmask.apply(copy.deepcopy(block), ActivationPruning(0.8, 64))
+    x, found = torch.randn(2, 196, 384, dtype=dtype), []
+    for model in (block, pruned):
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.square().sum().backward()
+        found.append((y, leaf.grad, *(m.bias.grad for m in model.modules() if isinstance(m, nn.Linear))))
+    assert len(found[0]) == 5 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_noise_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, masked):
+    """Where the first forward of a reentrant checkpoint saves nothing, it draws as the second one does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    fxmask.apply(model, *([WeightMask(0.5, (16, 16))] if masked else []), ActivationPruning(0.5, 16, noise=2.0))
+    x = torch.randn(4, 10, 64, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(model[0].bias.grad, (y != 0).sum((0, 1)) * 2.0)
+
+
+def test_without_noise_or_in_eval_nothing_is_drawn():
+    x = torch.randn(4, 10, 64)
+    for config, training in ((ActivationPruning(0.5, 16), True), (ActivationPruning(0.5, 16, noise=2.0), False)):
+        model, state = fxmask.apply(nn.Linear(64, 64), config).train(training), torch.get_rng_state()
+        with torch.no_grad():
+            model(x)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("width", [4, 16])
+def test_dw_of_both_counts_the_wanted_share(width, turned):
+    """analyze and PyTorch's counter, which the op tells its FLOP."""
+    x = torch.randn(2, 64, 64)
+    layer = fxmask.apply(nn.Linear(64, 64), WeightMask(0.75, (16, 16)), ActivationPruning(0.5, width))
+    x = x.transpose(1, 2) if turned else x
+    with FlopCounterMode(display=False) as counter:
+        layer(x).sum().backward()
+    flop = fxmask.analyze(copy.deepcopy(layer), x).summary["flop"]
+    assert (flop["fwd"], flop["bwd_dw"]) == (2 * 128 * 64 * 16, 128 * 64 * 16)
+    assert counter.get_total_flops() == flop["fwd"] + flop["bwd_dw"]
