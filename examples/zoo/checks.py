@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fxmask
 from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, element_masks, floats, masked_copy, run, settle, written_in, wrong_masks
-from zoo.results import BEYOND, MISSED, WRONG
+from zoo.results import BEYOND, MISSED
 from zoo.sources import Made
 
 Columns = dict[str, Any]
@@ -84,6 +84,14 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
     return list(dict.fromkeys(" ".join(str(w.message).split())[:160] for w in caught if issubclass(w.category, fxmask.FxMaskWarning)))
 
 
+def chosen(s: Subject) -> Columns:
+    """Whether the masks of `apply` are those that the norms say."""
+    if not s.masks:
+        return {"masks": "-", "masks_why": "nothing is masked"}
+    wrong = wrong_masks(s.model, s.masks)
+    return {"masks": NO if wrong else "yes", "masks_why": f"not the larger half of the blocks: {some(wrong)}" if wrong else ""}
+
+
 def applied(s: Subject) -> Columns:
     """`apply`: what it masks, and outputs and gradients in train and eval against the dense copy; see `settle` where float32 rounds too much."""
     with warnings.catch_warnings(record=True) as caught:
@@ -91,7 +99,7 @@ def applied(s: Subject) -> Columns:
         masked = masked_copy(s.model)
     dense, wanted = s.dense(), {name for name, reason in s.eligible.items() if not reason}
     why, row = told(caught), {"apply": len(s.masks)}
-    for words, names in ((MISSED, wanted - set(s.masks)), (BEYOND, set(s.masks) - wanted), (WRONG, wrong_masks(s.model, s.masks))):
+    for words, names in ((MISSED, wanted - set(s.masks)), (BEYOND, set(s.masks) - wanted)):
         why += [words + some(names)] * bool(names)
     for mode in ("train", "eval"):
         pair = (run(masked.train(mode == "train"), s.made), run(dense.train(mode == "train"), s.made))
@@ -197,7 +205,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:200]
 
 
-CHECKS: dict[str, Callable[[Subject], Columns]] = {"apply": applied, "guard": guarded, "analyze": counted}
+CHECKS: dict[str, Callable[[Subject], Columns]] = {"masks": chosen, "apply": applied, "guard": guarded, "analyze": counted}
 
 
 def facts(s: Subject) -> Columns:

@@ -16,6 +16,7 @@ from zoo.catalogue import Entry
 NAMES = ("source", "name", "family")
 FACTS = ("parameters", "input", "note", "linears", "eligible", "left_out")
 RESULTS = {  # of each check: its columns; the first says whether it has been made
+    "masks": ("masks", "masks_why"),
     "apply": ("apply", "train", "eval", "unreached", "apply_why"),
     "guard": ("guard", "guard_why"),
     "analyze": ("analyze", "flop", "coverage", "flop_equal", "analyze_why"),
@@ -26,7 +27,7 @@ RESULTS = {  # of each check: its columns; the first says whether it has been ma
     "inductor": ("inductor", "inductor_why"),
     "inductor_stock": ("inductor_stock", "inductor_stock_why"),
 }
-MISSED, BEYOND, WRONG = "not masked: ", "masked beyond nn.Linear's rule: ", "other blocks than the larger half: "  # in `apply_why`, before names
+MISSED, BEYOND = "not masked: ", "masked beyond nn.Linear's rule: "  # in `apply_why`, before names
 PASSING = ("out of memory", "out of time", "ended by ")  # why a model was not made: another limit or another day may make it
 ENDS = ("status", "seconds", "peak_mb", "utc", "fxmask", "torch", "torchvision", "timm", "transformers")
 COLUMNS = (*NAMES, *FACTS, *(c for columns in RESULTS.values() for c in columns), *ENDS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from zoo import captures, catalogue, compiled, equality, graphs, results, run, sources, summary
-from zoo.checks import Subject, applied, in_float64
+from zoo.checks import Subject, applied, chosen, in_float64
 from zoo.compiled import by_aot_eager
 from zoo.sources import Made
 
@@ -132,12 +132,13 @@ def test_masks_of_other_blocks_are_wrong() -> None:
     assert equality.wrong_masks(model, equality.element_masks(equality.masked_copy(model))) == []
 
 
-def test_a_row_of_wrong_masks_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dict.fromkeys(results.COLUMNS, "") | {"eligible": "2", **{k: str(v) for k, v in applied(Subject(two())).items()}}
-    assert summary.masked(row) and row["apply_why"] == ""
+def test_a_row_of_wrong_masks_or_layers_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(Subject(two())) == {"masks": "yes", "masks_why": ""}
     monkeypatch.setattr("zoo.checks.wrong_masks", lambda model, masks: sorted(masks)[:1])
-    row |= {k: str(v) for k, v in applied(Subject(two())).items()}
-    assert row["apply"] == "2" and row["train"] == "bits" and row["apply_why"] == f"{results.WRONG}0.weight" and not summary.masked(row)
+    assert chosen(Subject(two())) == {"masks": "no", "masks_why": "not the larger half of the blocks: 0.weight"}
+    assert chosen(Subject(Made(nn.Sequential(nn.Linear(8, 8)))))["masks"] == "-"
+    row = dict.fromkeys(results.COLUMNS, "") | {"eligible": "2", **{k: str(v) for k, v in applied(Subject(two())).items()}}
+    assert summary.masked(row) and not any(summary.masked({**row, "apply_why": words + "x"}) for words in (results.MISSED, results.BEYOND))
 
 
 def test_what_has_nothing_to_mask_shows_nothing() -> None:
