@@ -1,6 +1,6 @@
 """Weight masks and activation pruning together, on the thesis' CIFAR model: accuracy, FLOP and bytes of dense, each alone, and both.
 
-    python examples/thesis/combination.py --csv examples/results/cifar10_accuracy.csv
+    python examples/thesis/combination.py --csv examples/results/cifar10_accuracy.csv --out examples/results/thesis
 
 Accuracy is that of the runs `final` of accuracy.py (empty until they have ended); FLOP and bytes are counted by `fxmask.analyze` on the model of the run, at
 its final ratio. Bytes held: what autograd keeps of activations from the forward to the backward of one step.
@@ -66,9 +66,17 @@ def table(path: Path) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--csv", type=Path, default=RESULTS)
-    rows = table(p.parse_args(argv).csv)
+    p.add_argument("--csv", type=Path, default=RESULTS, help="of accuracy.py")
+    p.add_argument("--out", type=Path, help="a folder for combination.csv")
+    args = p.parse_args(argv)
+    rows = table(args.csv)
     print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github"))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with (args.out / "combination.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     return 0
 
 

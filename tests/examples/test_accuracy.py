@@ -14,7 +14,7 @@ from pathlib import Path
 import plots
 import pytest
 import train as common
-from thesis import accuracy, isoflop, masked_model, recipes, stability
+from thesis import accuracy, combination, isoflop, masked_model, recipes, stability
 from thesis import train as program
 
 import fxmask
@@ -175,3 +175,17 @@ def test_an_allocation_shares_out_the_one_ratio_of_a_configuration():
     kept = [int(m.sum()) / m.numel() for m in fxmask.masks(model).values()]
     sizes = [m.numel() for m in fxmask.masks(model).values()]
     assert len(set(kept)) > 3 and sum(k * n for k, n in zip(kept, sizes, strict=True)) == pytest.approx(sum(sizes) / 2, abs=1)
+
+
+def test_the_table_of_both(tmp_path, capsys):
+    """Accuracies are those of the csv, an empty cell where there is none; FLOP of both are the product of the shares, where they are of one layer."""
+    path = tmp_path / "a.csv"
+    known = ((combination.RUNS[0], 70.0), (combination.RUNS[0], 72.0), (combination.RUNS[2], 69.5))
+    path.write_text("phase,run,test_top1\n" + "".join(f"final,{run},{top1}\n" for run, top1 in known))
+    assert combination.main(["--csv", str(path), "--out", str(tmp_path / "out")]) == 0
+    rows = plots.read_csv(tmp_path / "out" / "combination.csv")
+    assert [r["run"] for r in rows] == list(combination.RUNS) and combination.RUNS[2] in capsys.readouterr().out
+    assert [(r["top-1, %"], r["seeds"], r["below dense"]) for r in rows] == [("71", "2", "0"), ("", "0", ""), ("69.5", "1", "1.5"), ("", "0", "")]
+    dense, pruned, masked, both = (float(r["GFLOP bwd_dw"]) for r in rows)
+    assert dense > pruned > both and masked > both and both < 0.55 * masked
+    assert rows[1]["MiB held"] == rows[3]["MiB held"] and float(rows[3]["of dense's FLOP, %"]) < float(rows[2]["of dense's FLOP, %"])
