@@ -163,7 +163,8 @@ def page(rows: Sequence[Row]) -> str:
         table(made),
         "",
         "Equal is: to the bit in most, else to rounding (1e-4 of a tensor's norm in float32); where float32 rounds more than that, the comparison is made",
-        "again in float64 (1e-9). Images are smaller than published where the column `note` says so.",
+        "again in float64 (1e-9), and in float32 the masked model may be at most ten times as far from that as the dense one. Images are smaller than",
+        "published where the column `note` says so.",
     ]
     compared = Counter(r[mode] if r[mode] in EQUAL else "no" for r in made for mode in ("train", "eval") if asked(r, mode))
     out += ["", "Compared by `apply`, train and eval apart: " + ", ".join(f"{n} {how}" for how, n in compared.most_common()) + "."]
