@@ -152,6 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not a.report:
             with results.alone(a.csv):
+                results.read(a.csv)  # raises for another file
                 check(a)
                 run_all(a)
         rows = list(results.read(a.csv).values())
