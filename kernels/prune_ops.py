@@ -206,10 +206,7 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
     if x.is_nested or ops.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
-    turned = prune.is_turned(x, block)
-    b, r, c = prune.sample_shape(x.shape, turned)
-    n = prune.block_count(r, c, block)
-    kept = n - prune.dropped_count(n, ratio)
+    turned, b, n, kept = _counts(x, block, ratio)
     if kept == n:
         if ratio > 0 and n and not torch.compiler.is_compiling():
             what = f"activation pruning drops nothing of an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none."
@@ -222,10 +219,17 @@ def draw_unused(x: Tensor, block: int, ratio: float) -> None:
     """Draw the noise that `plan` would, for nothing: a checkpoint that forgets its first forward draws in the second one, and both have to end alike."""
     if x.is_nested or ops.is_transformed("auto"):
         return
-    b, r, c = prune.sample_shape(x.shape, prune.is_turned(x, block))
-    n = prune.block_count(r, c, block)
-    if prune.dropped_count(n, ratio):
+    _, b, n, kept = _counts(x, block, ratio)
+    if kept < n:
         torch.rand(b, n, device=x.device)
+
+
+def _counts(x: Tensor, block: int, ratio: float) -> tuple[bool, int, int, int]:
+    """(whether the samples lie turned, their number, blocks of one, those that are kept) of an input."""
+    turned = prune.is_turned(x, block)
+    b, r, c = prune.sample_shape(x.shape, turned)
+    n = prune.block_count(r, c, block)
+    return turned, b, n, n - prune.dropped_count(n, ratio)
 
 
 def linear(

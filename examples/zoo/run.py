@@ -37,6 +37,10 @@ CSV, README = EXAMPLES / "results" / "zoo.csv", EXAMPLES.parent / "README.md"
 INDUCTOR, INDUCTOR_MODELS = ("inductor", "inductor_stock"), 60
 
 
+class UsageError(ValueError):
+    """Nothing could be run as the command line asks."""
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--csv", type=Path, default=CSV)
@@ -153,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         if not a.report:
             with results.alone(a.csv):
                 results.read(a.csv)  # raises for another file
-                check(a)
+                check_models(a)
                 run_all(a)
         rows = list(results.read(a.csv).values())
     except (results.TableError, UsageError) as error:
@@ -166,11 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-class UsageError(ValueError):
-    """Nothing could be run as the command line asks."""
-
-
-def check(a: argparse.Namespace) -> None:
+def check_models(a: argparse.Namespace) -> None:
     """Raises: UsageError where no model is meant, or the package of one is missing: its absence would be a row of every model."""
     meant = [] if a.own else catalogue.chosen(catalogue.listed(), a.source, a.only, None)
     if not (meant or a.own):

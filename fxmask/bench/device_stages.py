@@ -22,20 +22,16 @@ from ..kernels.dispatch import triton_ops
 from .cells import Cell, make_cells
 from .clock import flush_buffer, time_cuda
 from .driver import CEILINGS, Run, check_device, run_cells
-from .dropping import DROPOUT, fxmask_triton
+from .dropping import fxmask_triton
 from .inputs import make_inputs, make_mask
-from .nm import NM_PART
 from .part import run_part
-from .probes import BANDWIDTH, TENSORCORE
+from .parts import PARTS
 from .providers import REGISTRY
-from .pruning import PRUNING
-from .refreshes import METADATA
 from .session import Session
 from .sweeps import OPS, sweep
 from .table import key, what
 
 PRECOMPILED = 40
-PARTS = {part.name: part for part in (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING, NM_PART)}
 
 
 def precompile(threads: int = 16, dtype: str = "bf16") -> int:

@@ -6,7 +6,6 @@ A call draws its mask anew, and by the kernels makes its lists, as a training st
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from ..kernels import dropout, dropout_ops, ops
 from ..kernels.grid import expand_mask
-from .inputs import TORCH_DTYPES
+from .gate import over_budget
+from .inputs import operands
 from .part import Part, Prepared
 
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -48,12 +48,6 @@ def cells(device: torch.device, quick: bool) -> list[Dropping]:
         for p in FEW if quick and cuda else rates:
             found += [Dropping(provider, *shape, "fp16", 128 if cuda else 32, p) for provider in STEPS if provider != DENSE]
     return found
-
-
-@cache
-def _tensors(shape: tuple[int, int, int], dtype: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    (m, n, k), g = shape, torch.Generator(device=device).manual_seed(0)
-    return tuple(torch.randn(s, generator=g, device=device).to(TORCH_DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))  # type: ignore[return-value]
 
 
 def dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
@@ -97,18 +91,11 @@ def differs(step: Step, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int
         dropped = torch.where(kept, x * scale, 0)
         return [dropped @ w.t(), torch.where(kept, (gy @ w) * scale, 0), gy.t() @ dropped]
 
-    worst, why = 0.0, ""
-    for what, got, exact, low in zip(("y", "dX", "dW"), step, plain(torch.float64), plain(tensors[0].dtype), strict=False):
-        assert got is not None
-        error, base = (float((t.double() - exact).abs().nan_to_num(float("inf")).max()) for t in (got, low))
-        budget = 2 * base + torch.finfo(low.dtype).eps * float(exact.abs().max())
-        worst = max(worst, error)
-        why = why or ("" if error <= budget else f"{what}: error {error:.3g} over the budget {budget:.3g}")
-    return worst, why
+    return over_budget(step[:3], plain(torch.float64), plain(tensors[0].dtype))
 
 
 def prepare(cell: Dropping, device: torch.device) -> Prepared:
-    tensors, block = _tensors((cell.M, cell.N, cell.K), cell.dtype, device), (cell.block, cell.block)
+    tensors, block = operands((cell.M, cell.N, cell.K), cell.dtype, device), (cell.block, cell.block)
     flop = 6 * cell.M * cell.N * cell.K
 
     def call() -> Step:

@@ -8,11 +8,7 @@ from pathlib import Path
 from . import sweeps
 from .compare import MACHINE, usable
 from .driver import read_ceilings
-from .dropping import DROPOUT
-from .nm import NM_PART
-from .probes import BANDWIDTH, TENSORCORE
-from .pruning import PRUNING
-from .refreshes import METADATA
+from .parts import PARTS
 from .table import Row, Table, number
 
 NOT_MEASURED = "not measured"
@@ -25,8 +21,7 @@ def latest(table: Table) -> list[Row]:
 
 def rows_of(out: Path) -> dict[str, list[Row]]:
     """The rows of each stage, by its name."""
-    parts = (BANDWIDTH, TENSORCORE, METADATA, DROPOUT, PRUNING, NM_PART)
-    tables = {part.name: part.table(out) for part in parts} | {name: sweeps.table(name, out) for name in sweeps.OPS}
+    tables = {name: part.table(out) for name, part in PARTS.items()} | {name: sweeps.table(name, out) for name in sweeps.OPS}
     return {name: latest(table) for name, table in tables.items()}
 
 

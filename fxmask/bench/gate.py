@@ -65,6 +65,19 @@ def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
     return Verdict(not why, worst, base, why)
 
 
+def over_budget(step: Sequence[Tensor | None], exact: Sequence[Tensor], plain: Sequence[Tensor]) -> tuple[float, str]:
+    """The largest error of y, dX and dW against float64, and which of them is over the budget, empty where none is. None: not computed."""
+    worst, why = 0.0, ""
+    for what, got, want, low in zip(("y", "dX", "dW"), step, exact, plain, strict=False):
+        if got is None:
+            continue
+        error, base = (float((t.double() - want).abs().nan_to_num(float("inf")).max()) for t in (got, low))
+        budget = 2 * base + torch.finfo(low.dtype).eps * float(want.abs().max())
+        worst = max(worst, error)
+        why = why or ("" if error <= budget else f"{what}: error {error:.3g} over the budget {budget:.3g}")
+    return worst, why
+
+
 def of_the_dtypes_size(got: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, bool]:
     """Largest error against float64, as a share of the largest value; and whether it is of the dtype's size.
 

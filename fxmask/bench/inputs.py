@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ def make_mask(grid: tuple[int, int], ratio: float, kind: str, seed: int) -> Tens
         score = score + 1.5 * torch.randn(grid[0], 1, generator=g)
     chosen = torch.sort(score.flatten(), descending=True, stable=True).indices[: keep_count(score.numel(), ratio)]
     return torch.zeros(score.numel(), dtype=torch.bool).index_fill(0, chosen, True).reshape(grid)
+
+
+@cache
+def operands(shape: tuple[int, int, int], dtype: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, K), W (N, K) and dY (M, N) of a linear, for stages whose masks are made in the call; `shape`: (M, N, K)."""
+    (m, n, k), g = shape, torch.Generator(device=device).manual_seed(0)
+    return tuple(torch.randn(s, generator=g, device=device).to(TORCH_DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))  # type: ignore[return-value]
 
 
 @dataclass

@@ -7,7 +7,6 @@ pass. What the hardware gives for 2:4 shows in the forward alone, by PyTorch's s
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from ..kernels import nm, nm_ops
 from ..semi_structured import semi_structured
-from .inputs import TORCH_DTYPES
+from .gate import over_budget
+from .inputs import operands
 from .part import Part, Prepared
 
 SHAPES = ((25088, 1536, 384), (8192, 4096, 4096))  # M, N, K: ResMLP-S12 at batch 128, and one that is no matter of launches
@@ -43,12 +43,6 @@ def cells(device: torch.device, quick: bool) -> list[NM]:
     shapes = (SHAPES[:1] if quick else SHAPES) if cuda else (TINY,)
     found = [NM(provider, "step", *shape, "bf16") for shape in shapes for provider in STEPS]
     return found + [NM(provider, "forward", *shape, "bf16") for shape in shapes if cuda for provider in ("dense", "semi_structured")]
-
-
-@cache
-def _tensors(shape: tuple[int, int, int], dtype: str, device: torch.device) -> Tensors:
-    (m, n, k), g = shape, torch.Generator(device=device).manual_seed(0)
-    return tuple(torch.randn(s, generator=g, device=device).to(TORCH_DTYPES[dtype]) for s in ((m, k), (n, k), (m, n)))  # type: ignore[return-value]
 
 
 def _products(tensors: Tensors, made: Tensor, mask: Tensor) -> Step:
@@ -98,19 +92,11 @@ def differs(step: Step, tensors: Tensors) -> tuple[float, str]:
         dw = gy.t() @ x
         return [x @ made.t(), gy @ made, dw if mask is None else torch.where(mask, dw, 0)]
 
-    worst, why = 0.0, ""
-    for what, got, exact, low in zip(("y", "dX", "dW"), step, plain(torch.float64), plain(tensors[0].dtype), strict=False):
-        if got is None:
-            continue
-        error, base = (float((t.double() - exact).abs().nan_to_num(float("inf")).max()) for t in (got, low))
-        budget = 2 * base + torch.finfo(low.dtype).eps * float(exact.abs().max())
-        worst = max(worst, error)
-        why = why or ("" if error <= budget else f"{what}: error {error:.3g} over the budget {budget:.3g}")
-    return worst, why
+    return over_budget(step[:3], plain(torch.float64), plain(tensors[0].dtype))
 
 
 def prepare(cell: NM, device: torch.device) -> Prepared:
-    tensors = _tensors((cell.M, cell.N, cell.K), cell.dtype, device)
+    tensors = operands((cell.M, cell.N, cell.K), cell.dtype, device)
     call = (lambda: STEPS[cell.provider](tensors)) if cell.op == "step" else forward(cell.provider, tensors)
     flop = (6 if cell.op == "step" else 2) * cell.M * cell.N * cell.K
     return Prepared(call, lambda: differs(call(), tensors), lambda ms: {"dense_tflop_per_s": flop / ms / 1e9})
