@@ -27,6 +27,9 @@ TOKENS_WHOLE_B16 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (16, 16);")
 # the same masks; a ratio of 0 lets inputs of token mixing be pruned
 BOTH = ("--config", "ResMLP5 @ XPatch = masked 0 (16, 16); XChannel = masked 0.5625 (16, 16);", "--activations", "0.5:4")
 LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
+LAST = ("--masks-from", "{most}", "--schedule", "cubic:{rest}")  # dense for 0.45 of the steps, at the ratio by half
+GLOBAL = ("--allocation", "global")
+B32_45 = masks(0.75, 32)  # global: 45 of 180 blocks, wherever they lie; the same ratio in every layer would keep 45, too
 
 SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.01": ("--dense", *ADAMW, *LR),
@@ -58,7 +61,11 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.0025": ("--dense", *ADAMW, "--lr", "0.0025"),
     "b16-tokens-whole-taylor": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b16-tokens-whole-late": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
-    "b16-global-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--allocation", "global"),
+    "b16-global-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, *GLOBAL),
+    "b16-global-late": (*B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR, *GLOBAL),
+    "b16-tokens-whole-last": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LAST, *LR, *TAYLOR),
+    "b32-global-late": (*B32_45, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR, *GLOBAL),
+    "b32-tokens-whole-last": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *LAST, *LR, *TAYLOR),
     "b16-tokens-whole-ramp-rigl": (*TOKENS_WHOLE_B16, *ADAMW, *LR, *RIGL, *HALF),
     "b16-tokens-whole-ste": (*TOKENS_WHOLE_B16, *ADAMW, *FREE, *HALF, *LR, "--backward", "ste", *TAYLOR),
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
@@ -105,4 +112,5 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
 def arguments_of(name: str, epochs: int) -> list[str]:
     """The arguments of a recipe for a run of so many epochs."""
     lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
+    lengths |= {"most": f"{epochs * 0.45:.6g}", "rest": f"{epochs * 0.05:.6g}ep"}
     return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]
