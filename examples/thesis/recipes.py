@@ -79,6 +79,8 @@ FINAL: dict[str, tuple[str, ...]] = {
     "b32-rigl": SEARCH["b32-rigl"],
     "b16-cubic-taylor": SEARCH["b16-cubic-taylor"],
     "b16-tokens-whole-taylor": SEARCH["b16-tokens-whole-taylor"],
+    "b16-tokens-whole-late": SEARCH["b16-tokens-whole-late"],
+    "b32-tokens-whole-late": SEARCH["b32-tokens-whole-late"],
     "dense-activations50": SEARCH["dense-activations50-x16"],
     "dense-activations50-x4": SEARCH["dense-activations50-x4"],
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),

@@ -6,17 +6,19 @@ import argparse
 import fnmatch
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import ConfigError
-from . import floor, interleaved, regret
+from . import floor, interleaved, regret, systems
 from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
 from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
 from .table import Row, Table
+
+C = TypeVar("C")
 
 
 def names(given: str) -> tuple[str, ...]:
@@ -25,6 +27,7 @@ def names(given: str) -> tuple[str, ...]:
 
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
+    p.add_argument("--system", choices=("weights", *systems.SYSTEMS), default="weights", help="what is timed beside the dense layer; default: weight masks")
     p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
     p.add_argument("--dispatch", type=int, default=0, metavar="CASES", help="on a CPU: the choice beside every plan, over so many cases; 1 under 95 %%")
     p.add_argument("--floor", action="store_true", help="on a CPU: is auto anywhere slower than masked-dense, over a grid of layers; 1 where it is")
@@ -46,6 +49,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def main(a: argparse.Namespace) -> int:
+    if a.system != "weights":
+        return other_system(a)
     dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     if a.device == "cpu" and not a.op_by_op:
         return steps(a, dtype)
@@ -68,6 +73,31 @@ def main(a: argparse.Namespace) -> int:
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
 
 
+OF_WEIGHTS = {"blocks": "", "ratios": "", "shapes": "", "providers": "", "dtype": None, "floor": False, "dispatch": 0, "op_by_op": False, "plot": False}
+
+
+def other_system(a: argparse.Namespace) -> int:
+    """Activation pruning, block dropout or N:M masks, at shapes of their own."""
+    given = ", ".join(f"--{name.replace('_', '-')}" for name, default in OF_WEIGHTS.items() if getattr(a, name) != default)
+    if given:
+        raise ConfigError(f"--system {a.system}: its cells are fixed; expected --quick and --cells to choose among them, got {given}.\n  fix: leave it out.")
+    _set_threads(a.threads)
+    cells = _matching(systems.cells(a.system, a.device, a.quick), a.cells, systems.name_of)
+    if a.list:
+        print("\n".join(map(systems.name_of, cells)))
+        return 0
+    rows = systems.run(a.system, cells, check_device(a.device), a.out, a.time_limit, a.sample_s)
+    print(systems.summary(a.system, rows))
+    return 1 if any(r["gate"] == "fail" for r in rows) else 0
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads {threads}: expected at least 1.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tuple[Any, ...]:
     try:
         found = tuple(kind(n) for n in names(given))
@@ -78,7 +108,7 @@ def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tu
     return found
 
 
-def _matching(found: list[Cell], cells: str, name: Callable[[Cell], str]) -> list[Cell]:
+def _matching(found: list[C], cells: str, name: Callable[[C], str]) -> list[C]:
     globs = names(cells)
     chosen = [c for c in found if not globs or any(fnmatch.fnmatchcase(name(c), p) for p in globs)]
     if not chosen:
@@ -94,15 +124,12 @@ def _own(table: Table) -> list[Row]:
 
 def steps(a: argparse.Namespace, dtype: str) -> int:
     """Whole steps on a CPU, all contenders in turns; or the dispatch's choices against every plan."""
-    if a.threads is not None and a.threads < 1:
-        raise ConfigError(f"--threads {a.threads}: expected at least 1.")
     unknown = sorted(set(names(a.providers)) - set(interleaved.KNOWN))
     if unknown:
         raise ConfigError(f"unknown provider: expected some of {', '.join(interleaved.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
     blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
-    if a.threads is not None:
-        torch.set_num_threads(a.threads)
+    _set_threads(a.threads)
     if a.dispatch or a.floor:
         grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
         grid = _matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")

@@ -18,6 +18,7 @@ from .gate import over_budget
 from .inputs import operands
 from .part import Part, Prepared
 
+CPU_SHAPE = (1024, 1024, 1024)
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FEW = (0.0, 0.05, 0.2, 0.5, 0.9)
 SHAPES = (((1024, 1024, 1024), RATES), ((8192, 4096, 4096), FEW))  # M, N, K: the paper's, and one that is no matter of launches
@@ -27,7 +28,7 @@ Step = tuple[Tensor, Tensor, Tensor, Tensor | None]  # y, dX, dW, and what of X 
 
 
 class Dropping(NamedTuple):
-    """`provider`: dense, dropout_linear (elements), masked_dense (blocks as zeros), fxmask_triton. p of `dense` is 0, and its block."""
+    """`provider`: dense, dropout_linear (elements), masked_dense (blocks as zeros), fxmask_triton, or on a CPU fxmask. p of `dense` is 0, and its block."""
 
     provider: str
     M: int
@@ -42,12 +43,17 @@ def cells(device: torch.device, quick: bool) -> list[Dropping]:
     """Baselines first; the dense layer once a shape."""
     cuda = device.type == "cuda"
     shapes = (SHAPES[:1] if quick else SHAPES) if cuda else ((TINY, (0.0, 0.5)),)
-    found = []
-    for shape, rates in shapes:
-        found.append(Dropping(DENSE, *shape, "fp16", 0, 0.0))
-        for p in FEW if quick and cuda else rates:
-            found += [Dropping(provider, *shape, "fp16", 128 if cuda else 32, p) for provider in STEPS if provider != DENSE]
-    return found
+    return [c for shape, rates in shapes for c in _of(shape, FEW if quick and cuda else rates, "fp16", 128 if cuda else 32, "fxmask_triton")]
+
+
+def cpu_cells(quick: bool) -> list[Dropping]:
+    """The paper's shape in float32."""
+    return _of(CPU_SHAPE, FEW if quick else RATES, "fp32", 128, "fxmask")
+
+
+def _of(shape: tuple[int, int, int], rates: tuple[float, ...], dtype: str, block: int, own: str) -> list[Dropping]:
+    contenders = ("dropout_linear", "masked_dense", own)
+    return [Dropping(DENSE, *shape, dtype, 0, 0.0), *(Dropping(c, *shape, dtype, block, p) for p in rates for c in contenders)]
 
 
 def dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
@@ -70,12 +76,21 @@ def masked_dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: fl
 
 def fxmask_triton(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
     """The kernels, as `BlockDropout(impl="triton")` calls them."""
-    keep = dropout_ops.mask(x, block, p, "triton")
-    args = (keep, *block, p, "triton", ops.lists(keep, block, "triton"))
+    return _ours(x, w, gy, block, p, "triton")
+
+
+def fxmask(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
+    """What `BlockDropout` takes on a CPU."""
+    return _ours(x, w, gy, block, p, "auto")
+
+
+def _ours(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float, impl: str) -> Step:
+    keep = dropout_ops.mask(x, block, p, impl)
+    args = (keep, *block, p, impl, ops.lists(keep, block, impl))
     return dropout_ops.dropped_linear(x, w, None, *args), dropout_ops.dropped_dx(gy, w, *args), dropout_ops.dropped_dw(gy, x, *args), keep
 
 
-STEPS: dict[str, Callable[..., Step]] = {f.__name__: f for f in (dense, dropout_linear, masked_dense, fxmask_triton)}
+STEPS: dict[str, Callable[..., Step]] = {f.__name__: f for f in (dense, dropout_linear, masked_dense, fxmask_triton, fxmask)}
 
 
 def differs(step: Step, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, int], p: float) -> tuple[float, str]:
@@ -104,4 +119,4 @@ def prepare(cell: Dropping, device: torch.device) -> Prepared:
     return Prepared(call, lambda: differs(call(), tensors, block, cell.p), lambda ms: {"dense_tflop_per_s": flop / ms / 1e9})
 
 
-DROPOUT = Part("dropout", Dropping, ("dense_tflop_per_s",), cells, prepare)
+DROPOUT = Part("dropout", Dropping, ("dense_tflop_per_s",), cells, prepare, on_cpu=cpu_cells, alike=("M", "N", "K", "dtype"), by="provider")

@@ -21,6 +21,7 @@ from .part import Part, Prepared
 
 SHAPES = ((25088, 1536, 384), (8192, 4096, 4096))  # M, N, K: ResMLP-S12 at batch 128, and one that is no matter of launches
 TINY = (40, 48, 64)
+CPU_SHAPE = (4096, 1536, 384)
 KEPT, OF = 2, 4
 Tensors = tuple[Tensor, Tensor, Tensor]  # x, W, dY
 Step = tuple[Tensor | None, ...]  # y, dX, dW, and the mask; None: not computed, all kept
@@ -43,6 +44,11 @@ def cells(device: torch.device, quick: bool) -> list[NM]:
     shapes = (SHAPES[:1] if quick else SHAPES) if cuda else (TINY,)
     found = [NM(provider, "step", *shape, "bf16") for shape in shapes for provider in STEPS]
     return found + [NM(provider, "forward", *shape, "bf16") for shape in shapes if cuda for provider in ("dense", "semi_structured")]
+
+
+def cpu_cells(quick: bool) -> list[NM]:
+    """A CPU has no kernel of ours for 2:4: plain PyTorch's ops, in float32, are what `NMMask` takes there."""
+    return [NM(provider, "step", *CPU_SHAPE, "fp32") for provider in ("dense", "masked_dense")]
 
 
 def _products(tensors: Tensors, made: Tensor, mask: Tensor) -> Step:
@@ -102,4 +108,4 @@ def prepare(cell: NM, device: torch.device) -> Prepared:
     return Prepared(call, lambda: differs(call(), tensors), lambda ms: {"dense_tflop_per_s": flop / ms / 1e9})
 
 
-NM_PART = Part("nm", NM, ("dense_tflop_per_s",), cells, prepare)
+NM_PART = Part("nm", NM, ("dense_tflop_per_s",), cells, prepare, on_cpu=cpu_cells, alike=("op", "M", "N", "K", "dtype"), by="provider")

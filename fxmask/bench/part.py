@@ -34,6 +34,9 @@ class Part:
     cells: Callable[[torch.device, bool], list[Any]]  # device, quick
     prepare: Callable[[Any, torch.device], Prepared]
     sources: Callable[[], str] | None = None  # hash of what is timed, where that is not `kernels`
+    on_cpu: Callable[[bool], list[Any]] | None = None  # quick; the cells of a CPU as a device of its own, where `cells` rehearses on it for a GPU
+    alike: tuple[str, ...] = ()  # columns that a cell shares with the dense one to be compared with it
+    by: str = ""  # the column that says `dense`
 
     @property
     def columns(self) -> tuple[str, ...]:
