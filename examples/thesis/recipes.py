@@ -108,6 +108,11 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d192-b32-90-part-channels": wide(192, 0.9, 32, "--lr", "0.005", *PART, tokens=False),
     "d128-b32-75-static-channels": wide(128, 0.75, 32, "--lr", "0.005", *STATIC, tokens=False),
     "d128-b64-75-part-channels": wide(128, 0.75, 64, "--lr", "0.005", *PART, tokens=False),
+    # a row that keeps a quarter of its inputs is as narrow as a dense one of width 32: the learning rate of those
+    "d128-b16-75-static-lr0.01": wide(128, 0.75, 16, *LR, *STATIC),
+    "d128-b8-90-static-channels-lr0.01": wide(128, 0.9, 8, *LR, *STATIC, tokens=False),
+    "d96-b16-70-ramp-channels": wide(96, 0.7, 16, *LR, *HALF, *TAYLOR, tokens=False),  # the best recipe of the thesis' width, at the FLOP of dense-d64
+    "d96-b8-70-ramp-channels": wide(96, 0.7, 8, *LR, *HALF, *TAYLOR, tokens=False),
 }
 
 
