@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .kernels.errors import ConfigError, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
 from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
 from .passes.choose import Decision
 from .passes.find import graph_modules, join
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
-from .swap import MaskedLinear, Swapped, masked_class
+from .swap import MaskedLinear, Swapped, masked_class, ran
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -31,16 +33,31 @@ class DroppedLinear(Swapped):
         if isinstance(input, Proxy):
             what = "torch.fx.symbolic_trace cannot look into a layer with block dropout: expected a dense model."
             raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, BlockDropout(...))."))
+        ran(self)
         return self._fxmask_dropping.linear(input, raw_weight(self), self.bias, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout: {self._fxmask_dropping.words()}"
 
 
+class Pair:
+    """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it. waiting: forwards that the linear owes."""
+
+    waiting = 0
+
+
 class FusedDropout(nn.Dropout):
     """A Dropout whose work the next linear does."""
 
+    _fxmask_pair: Pair
+
     def forward(self, input: Tensor) -> Tensor:
+        if self.training and not torch.compiler.is_compiling():
+            if self._fxmask_pair.waiting:
+                what = f"a Dropout(p={self.p:g}) rests for the linear behind it, and that has not run since: nothing was dropped there."
+                fix = "fxmask.restore(model) before a layer is replaced or called alone, then fxmask.apply again."
+                warnings.warn(message(what, "nn.Sequential", fix), FxMaskWarning, stacklevel=2)
+            self._fxmask_pair.waiting = 1
         return input
 
     def extra_repr(self) -> str:
@@ -89,6 +106,7 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
             m._fxmask_dropping = config  # type: ignore[assignment]
             if dropout is not None:
                 dropout.__class__ = FusedDropout
+                dropout._fxmask_pair = m._fxmask_pair = Pair()  # type: ignore[assignment]
     rewrite = FuseDropout([(d, config) for d, config, _ in chosen])
     for _, gm in graph_modules(model):
         run_passes(gm, [rewrite])
@@ -104,6 +122,7 @@ def undrop(model: nn.Module) -> None:
         if isinstance(m, FusedDropout):
             m.__class__ = nn.Dropout  # type: ignore[assignment]
         m.__dict__.pop("_fxmask_dropping", None)
+        m.__dict__.pop("_fxmask_pair", None)
 
 
 def dropped_layers(model: nn.Module) -> Iterator[tuple[str, BlockDropout]]:
@@ -120,9 +139,11 @@ def any_dropped(model: nn.Module) -> bool:
     return next(dropped_layers(model), None) is not None or any(isinstance(m, FusedDropout) for m in model.modules())
 
 
-def resting_dropouts(model: nn.Module) -> list[str]:
-    """Names of the modules whose work the next linear does."""
-    return [name for name, m in model.named_modules() if isinstance(m, FusedDropout)]
+def resting_dropouts(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the modules whose work the next linear does, and of those whose linear is in the model no more."""
+    dropping = {id(m.__dict__.get("_fxmask_pair")) for m in model.modules() if "_fxmask_dropping" in m.__dict__}
+    rest = [(name, m) for name, m in model.named_modules() if isinstance(m, FusedDropout)]
+    return [name for name, m in rest if id(m._fxmask_pair) in dropping], [name for name, m in rest if id(m._fxmask_pair) not in dropping]
 
 
 def other_dropouts(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from .sites import REASONS, any_masked
 
 KEYS: dict[type, str] = {ActivationPruning: "activations", BlockDropout: "dropout"}  # of an override, beside a WeightMask's options
 PRUNED_INPUT = "dense; its input is saved pruned"
+DROPPED_INPUT = "dense; its input is dropped in blocks"
 RESTS = "dense; its input would be saved pruned, but its weight asks for no gradient: nothing is saved"
 Config = TypeVar("Config", ActivationPruning, BlockDropout)
 Other = ActivationPruning | BlockDropout
@@ -146,7 +147,7 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     done = {name for name, _ in dropped_layers(model)}
     for d in saved_pruned(model, decisions):
         if d.candidate.name in done:
-            d.reason = "dense; its input is dropped in blocks"
+            d.reason = DROPPED_INPUT
         elif d.reason in (PRUNED_INPUT, RESTS):
             done.add(d.candidate.name)
         elif d.config is not None:

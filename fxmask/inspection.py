@@ -13,6 +13,7 @@ from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
+from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.cpu import deciding
 from .kernels.grid import kept_elements, matrix_shape
 from .kernels.tune import Choice
@@ -32,6 +33,7 @@ from .report import Report
 from .sites import FINAL, REASONS, any_masked, required_sites, sites, values_of
 
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
+UNSEEN = "fxmask.apply has not seen it"
 
 
 @torch.no_grad()
@@ -79,12 +81,14 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         if c.name in nm:
             rows.append({**_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})
         elif entry is None:
-            rows.append(_row(c.name, c.weight, reasons.get(c.name, "fxmask.apply has not seen it")))
+            rows.append(_row(c.name, c.weight, reasons.get(c.name, UNSEEN)))
         else:
             rows.append({**_masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
     pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
     for row in rows:
         row |= {"activations": pruned.get(row["name"]), "dropout": dropped.get(row["name"])}
+        if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
+            row["reason"] = UNSEEN  # another layer is in its place now
         row["name"] = row["name"] or "(the model itself)"
         total += row.pop("elements")
         kept += row.pop("kept") or 0
@@ -101,8 +105,11 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     summary |= {"products with parameters": len(products)} if products else {}
     notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
     notes = notes if any(r["masked"] for r in rows) else []
-    if resting := resting_dropouts(model):
+    resting, lost = resting_dropouts(model)
+    if resting:
         notes.append(f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing.")
+    if lost:
+        notes.append(f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them.")
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
     return Report("fxmask.explain", [*rows, *products], notes, summary)

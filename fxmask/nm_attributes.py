@@ -5,12 +5,13 @@ They are plain attributes and no buffers, for the reasons of `passes.site`: an a
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .kernels.errors import StateError, UnsupportedError, message
+from .kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from .passes import ranks
 from .passes.weights import is_ensemble
 
@@ -122,3 +123,12 @@ def is_order(t: object, columns: int) -> bool:
     if not isinstance(t, Tensor) or t.dtype != torch.int64 or tuple(t.shape) != (columns,):
         return False
     return t.is_meta or torch.equal(t.sort().values.cpu(), torch.arange(columns, device="cpu"))
+
+
+def warn_scaled(w: Tensor) -> None:
+    """Warn where the loss is likely scaled: the decay is added to the gradient as it is, and a GradScaler would divide it away."""
+    kind = w.device.type
+    if w.requires_grad and torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+        what = "SR-STE's decay in float16 autocast is divided by a GradScaler's scale, and so lost."
+        fix = "autocast to bfloat16, which needs no scaler; or decay=0 and weight decay of your own."
+        warnings.warn(message(what, "NMMask(mode='sr-ste')", fix), FxMaskWarning, stacklevel=4)

@@ -15,7 +15,7 @@ from .kernels import nm
 from .kernels.conv import in_format_of
 from .kernels.errors import StateError, UnsupportedError, message
 from .kernels.nm_ops import by_kernel, learned, sr_ste
-from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of
+from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of, warn_scaled
 from .passes import ranks
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
@@ -75,14 +75,17 @@ def masked_weight(m: NMLayer) -> Tensor:
     c, w, mask = m._fxmask_nm, raw_weight(m), m.nm_mask
     logits, table, order = m._parameters.get(LOGITS), m.nm_patterns, m.nm_permutation
     check(m, w)
+    if c.mode == "sr-ste" and c.decay and not torch.compiler.is_compiling():
+        warn_scaled(w)
     if mask is None and logits is not None and table is not None and m.training:
         soft, hard = nm.sample(logits, table, tau_of(m))
         soft = c.shaped(soft, w, order)
         return w * soft.to(w.dtype) if c.soft else learned(w, soft, c.shaped(hard, w, order))
+    decays = c.mode == "sr-ste" and torch.is_grad_enabled()  # a program that is exported under no_grad has no op of ours
     if mask is None and c.impl == "triton":
-        return by_kernel(w, c.n, c.m, c.decay if c.mode == "sr-ste" else None)
+        return by_kernel(w, c.n, c.m, c.decay if decays else None)
     mask = c.mask_of(w, table, logits, order) if mask is None else mask
-    return sr_ste(w, mask, c.decay) if c.mode == "sr-ste" else torch.where(mask, w, 0)
+    return sr_ste(w, mask, c.decay) if decays else torch.where(mask, w, 0)
 
 
 @torch.no_grad()

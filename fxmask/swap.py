@@ -55,6 +55,7 @@ class MaskedLinear(MaskedLayer):
         if isinstance(input, state.Proxy):
             state.refuse_tracing(self)
         dropping: BlockDropout | None = self.__dict__.get("_fxmask_dropping")
+        ran(self)
         input = input if dropping is None else dropping.drop(input, self.training)
         mask = state.forward_mask(self, weight)
         prune: ActivationPruning | None = self.__dict__.get("_fxmask_pruning")
@@ -67,6 +68,13 @@ class MaskedLinear(MaskedLayer):
         if prune is not None and saves(weight):
             return prune.masked_linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
         return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
+
+
+def ran(m: nn.Module) -> None:
+    """Tell the Dropout that rests for a layer that its work is done."""
+    pair = m.__dict__.get("_fxmask_pair")
+    if pair is not None and not torch.compiler.is_compiling():
+        pair.waiting = 0
 
 
 def softened(site: Site, weight: Tensor, mask: Tensor) -> Tensor:

@@ -104,8 +104,16 @@ def compress(x: Tensor, block: int, kept: int, turned: bool, noise: Tensor | Non
     score = torch.linalg.vector_norm(blocks, dim=2, dtype=wide)
     score = score if noise is None else score * noise
     best = score.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(dim=1).values
-    values = blocks.gather(1, best[:, :, None].expand(-1, -1, block))
-    return values, best.to(index_dtype(n))
+    return _gathered(blocks, best), best.to(index_dtype(n))
+
+
+def values_of(x: Tensor, index: Tensor, block: int, turned: bool) -> Tensor:
+    """The values that `compress` gave with this index, of the same x."""
+    return _gathered(_blocks(samples(x, turned), block), index.long())
+
+
+def _gathered(blocks: Tensor, best: Tensor) -> Tensor:
+    return blocks.gather(1, best[:, :, None].expand(-1, -1, blocks.shape[2]))
 
 
 def expand(values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, turned: bool) -> Tensor:

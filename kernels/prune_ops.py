@@ -1,6 +1,7 @@
 """The ops of activation pruning: a linear that saves its input block-sparse, and dW from that. `kernels.prune` says what is kept, and is the oracle.
 
-y, dX and db are those of the linear, exactly; only dW sees the pruned input. The dense input is free after the forward. Imported by `kernels.ops`' users.
+y, dX and db are those of the linear, exactly; only dW sees the pruned input. The dense input is free after the forward; where the op that made it holds it
+anyway (`kernels.producer`), it is saved itself, which costs nothing, and its kept blocks are taken in the backward. Imported by `kernels.ops`' users.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import ops, prune, reference
+from . import ops, producer, prune, reference
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
@@ -109,8 +110,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.mark_non_differentiable(values, index)
     ctx.set_materialize_grads(False)  # or the backward would fill zeros of the size of what is saved
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(*((values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
-    ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
+    ctx.held = producer.holds(x)
+    ctx.save_for_backward(*((x if ctx.held else values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
+    ctx.block, ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = block, turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
     ctx.dw_impl, ctx.inside = dw_impl, mask is None and has_rows_inside(x)
 
 
@@ -122,6 +124,7 @@ def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if ctx.needs_input_grad[0]:
         gx = dense_dx(gy, w, ctx.inside) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
+        values = prune.values_of(values, index, ctx.block, ctx.turned) if ctx.held else values
         wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
         gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
     if ctx.needs_input_grad[2]:

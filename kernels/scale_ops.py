@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, prune
+from . import ops, producer, prune
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
 from .inductor import register_fake
 from .lean import register_autograd
@@ -55,13 +55,14 @@ def _(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: boo
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, a, b, _, _, turned, _ = inputs
+    x, a, b, block, _, turned, _ = inputs
     _, values, index = output
     ctx.mark_non_differentiable(values, index)
     ctx.set_materialize_grads(False)  # or the backward would fill zeros of the size of what is saved
     needs_x, needs_a = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(*((values, index) if needs_a else (None, None)), a if needs_x else None)
-    ctx.turned, ctx.shape, ctx.dtypes = turned, tuple(x.shape), [t if t is None else t.dtype for t in (x, a, b)]
+    ctx.held = producer.holds(x)
+    ctx.save_for_backward(*((x if ctx.held else values, index) if needs_a else (None, None)), a if needs_x else None)
+    ctx.block, ctx.turned, ctx.shape, ctx.dtypes = block, turned, tuple(x.shape), [t if t is None else t.dtype for t in (x, a, b)]
     ctx.sizes = tuple(a.shape), None if b is None else tuple(b.shape)
 
 
@@ -73,6 +74,7 @@ def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     if ctx.needs_input_grad[0]:
         gx = (gy * a).to(ctx.dtypes[0])
     if ctx.needs_input_grad[1]:
+        values = prune.values_of(values, index, ctx.block, ctx.turned) if ctx.held else values
         ga = pruned_scale_da(gy, values, index, ctx.shape, ctx.turned, ctx.sizes[0]).to(ctx.dtypes[1])
     if ctx.needs_input_grad[2]:
         gb = gy.sum_to_size(ctx.sizes[1]).to(ctx.dtypes[2])

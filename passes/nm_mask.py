@@ -36,7 +36,10 @@ class NMMask(Options):
 
     Args:
         n, m: n kept of m, 1 <= n < m <= 32.
-        mode: of the table. decay: SR-STE's lambda. passes: of the search for a permutation, see `kernels.nm_permute`.
+        mode: of the table.
+        decay: SR-STE's lambda. As in its authors' code the term is added in every backward of the layer, whatever the loss: k micro-batches, or k calls, decay
+            k times (divide it by k), and a GradScaler divides it by its scale (float16 autocast warns; bfloat16 needs no scaler).
+        passes: of the search for a permutation, see `kernels.nm_permute`.
         transposable: for 2:4 by magnitude: tiles of 4x4 whose rows and columns both keep 2 of 4, so that W and its transpose are 2:4 (Hubara et al. 2021).
         tau: temperature of the draw. tau_from, tau_steps: it falls, or rises, from tau_from to tau by one factor a step over tau_steps optimiser steps, which
             `fxmask.step(model)` tells; by default it is tau all along, as in the source.

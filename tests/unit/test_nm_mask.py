@@ -411,3 +411,42 @@ def test_the_way_back_of_a_learned_checkpoint(back):
     assert any(n.endswith("nm_logits") for n in model.state_dict())
     fxmask.freeze(model)
     net().load_state_dict(back(model).state_dict())
+
+
+def test_sr_ste_warns_where_a_scaler_would_divide_its_decay_away():
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(4, 32)
+    fxmask.apply(model, fxmask.NMMask(2, 4, mode="sr-ste"), exclude=())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    with torch.autocast("cpu", torch.float16):
+        with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)float16.*bfloat16"):
+            model(x)
+        with torch.no_grad():
+            model(x)
+    without = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), fxmask.NMMask(2, 4, mode="sr-ste", decay=0.0), exclude=())
+    with torch.autocast("cpu", torch.float16):
+        without(x)
+
+
+def test_sr_ste_decays_once_a_backward_as_documented():
+    model, x = nn.Linear(64, 64, bias=False), torch.zeros(8, 64)
+    fxmask.apply(model, fxmask.NMMask(2, 4, mode="sr-ste", decay=0.1))
+    found = []
+    for n in (1, 4):
+        model.zero_grad()
+        for part in x.chunk(n):
+            (model(part).sum() / n).backward()
+        found.append(model.weight.grad.clone())
+    torch.testing.assert_close(found[1], 4 * found[0])
+    assert found[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("config", [fxmask.NMMask(2, 4, mode="sr-ste"), fxmask.ActivationPruning(0.5, 16)], ids=["sr-ste", "pruned"])
+def test_a_model_exported_without_gradients_has_no_op_of_training(config):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(4, 32, 64)
+    fxmask.apply(model, config, exclude=())
+    with torch.no_grad():
+        program = torch.export.export(model.eval(), (x,))
+    ops = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
+    assert not [op for op in ops if "pruned" in op or "sr_ste" in op]
+    torch.testing.assert_close(program.module()(x), model(x))

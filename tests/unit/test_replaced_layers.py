@@ -1,0 +1,64 @@
+"""A layer that is replaced after `apply`: what rested for it, or was said of it, is told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxmask
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+
+
+def model(*configs: object) -> nn.Sequential:
+    dense = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64))
+    return fxmask.apply(dense, *configs, fxmask.BlockDropout(block=(8, 16)))  # type: ignore[arg-type]
+
+
+MASKED = fxmask.WeightMask(ratio=0.5, block=(16, 16))
+
+
+@pytest.mark.parametrize("configs", [(), (MASKED,)], ids=["alone", "masked"])
+def test_a_dropout_whose_linear_is_gone_says_so(configs: tuple[object, ...]) -> None:
+    m = model(*configs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m(X), m(X), copy.deepcopy(m)(X), pickle.loads(pickle.dumps(m))(X)
+        m.eval()(X), m(X)
+    m.train()[3] = nn.Linear(64, 10)
+    m(X)  # the first forward cannot know
+    with pytest.warns(fxmask.FxMaskWarning, match="(?s)has not run since: nothing was dropped there.*restore"):
+        m(X)
+    report = fxmask.explain(m)
+    rows = {r["name"]: r for r in report.rows}
+    assert rows["3"]["reason"] == "fxmask.apply has not seen it" and rows["3"]["dropout"] is None
+    assert any("in the model no more: 2" in note for note in report.notes) and not any("next linear does" in note for note in report.notes)
+    fxmask.restore(m)
+    assert type(m[2]) is nn.Dropout and not torch.equal(m(X), m(X)) and "_fxmask_pair" not in m[2].__dict__
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_and_threads_of_calls_are_no_replacement(reentrant: bool) -> None:
+    m = model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            checkpoint(m, X.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()  # type: ignore[union-attr]
+
+
+def test_a_called_dropout_drops_nothing_and_says_so() -> None:
+    m = model()
+    with pytest.warns(fxmask.FxMaskWarning, match=r"Dropout\(p=0.5\) rests"):
+        assert torch.equal(m[:3](X), m[:2](X)) and torch.equal(m[:3](X), m[:2](X))
+
+
+def test_a_replaced_pruned_layer_is_not_called_pruned() -> None:
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), fxmask.ActivationPruning(0.5, 16), exclude=())
+    m[1] = nn.Linear(64, 10)
+    assert [r["reason"] for r in fxmask.explain(m).rows] == ["dense; its input is saved pruned", "fxmask.apply has not seen it"]
