@@ -8,6 +8,7 @@
 | dropout + linear | F.dropout, then F.linear |
 | block dropout + linear | a mask of blocks, multiplied in, then F.linear |
 | fused | fxmask.BlockDropout; `fused, triton` and so on where `--impl` asks for one |
+| mask of fused | what of that is spent on drawing the mask |
 
 All take turns in one run, in an order that changes; medians. On one CPU thread process time, on more wall time, on CUDA events. GFLOP/s count the dense
 products, so that what is skipped shows as speed. Rows of all p are printed, losing ones too.
@@ -33,11 +34,14 @@ from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
 from fxmask.errors import ConfigError, FxMaskError
-from fxmask.kernels import dropout
+from fxmask.kernels import dropout, dropout_ops
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
 MEASURED = ("p", "contender", "ms", "gflops_dense_equivalent", "x_dense", "x_dropout", "load", "utc")
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+MASK = "mask of fused"
 
 
 def name_of(a: argparse.Namespace) -> str:
@@ -69,6 +73,7 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
         "dropout + linear": run(lambda: F.linear(F.dropout(x, p), linear.weight, linear.bias)),
         "block dropout + linear": run(blocks),
         name_of(a): run(lambda: fused(x)),
+        MASK: lambda: (dropout_ops.mask(x, (a.block, a.block), p, a.impl), None)[1],
     }
 
 
@@ -114,7 +119,7 @@ def run(a: argparse.Namespace) -> int:
     columns = [*shared, *settings, *MEASURED]
     if a.csv is not None and a.csv.exists() and (there := next(csv.reader(a.csv.read_text().splitlines()), [])) != columns:
         raise ConfigError(f"--csv {a.csv}: expected the columns {', '.join(columns)}, got {', '.join(there)}; name another file.")
-    flop = 6 * a.tokens * a.features**2
+    flop, shares = 6 * a.tokens * a.features**2, []
     for rate in a.rates:
         calls = contenders(a, rate)
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -125,12 +130,17 @@ def run(a: argparse.Namespace) -> int:
                     times[name].append(took)
         ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
         for name, t in ms.items():
-            row = {"p": rate, "contender": name, "ms": f"{t:.4g}", "gflops_dense_equivalent": f"{flop / t / 1e6:.4g}"}
-            row |= {"x_dense": f"{ms['dense'] / t:.3g}", "x_dropout": f"{ms['dropout + linear'] / t:.3g}"}
+            row = {"p": rate, "contender": name, "ms": f"{t:.4g}", **dict.fromkeys(("gflops_dense_equivalent", "x_dense", "x_dropout"), "")}
+            if name != MASK:
+                speed = {"x_dense": f"{ms['dense'] / t:.3g}", "x_dropout": f"{ms['dropout + linear'] / t:.3g}"}
+                row |= {"gflops_dense_equivalent": f"{flop / t / 1e6:.4g}", **speed}
+            else:
+                shares.append(t / ms[name_of(a)])
             rows.append({**row, "load": load_average(), "utc": utc()})
     print(tabulate([{k: v for k, v in r.items() if k not in ("load", "utc")} for r in rows], headers="keys"))
     won = [r for r in a.rates if all(float(x["x_dropout"]) > 1 for x in rows if x["contender"] == name_of(a) and x["p"] >= r)]
     print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")
+    print(f"its mask takes {100 * min(shares):.2g} to {100 * max(shares):.2g} % of it")
     if a.csv is not None:
         new = not a.csv.exists()
         with a.csv.open("a", newline="") as file:

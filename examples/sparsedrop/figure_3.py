@@ -33,7 +33,7 @@ def figure(rows: list[dict[str, str]]) -> Any:
         for line, (value, label) in enumerate(PARTS):
             axes = drawn.add_subplot(2, len(of), line * len(of) + column + 1, xlabel="p", ylabel=label, title=title if not line else "")
             for contender in dict.fromkeys(r["contender"] for r in found):
-                latest = {float(r["p"]): float(r[value]) for r in found if r["contender"] == contender}
+                latest = {float(r["p"]): float(r[value]) for r in found if r["contender"] == contender and r[value]}
                 axes.plot(list(latest), list(latest.values()), marker="o", label=contender)
             axes.set_ylim(bottom=0)
             axes.legend()

@@ -15,11 +15,11 @@ def test_rows_of_all_contenders(tmp_path, capsys):
     assert block_dropout.main(args) == 0 and block_dropout.main(args) == 0
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 4 and {r["p"] for r in rows} == {"0.0", "0.5"} and all(float(r["ms"]) > 0 for r in rows)
+    assert len(rows) == 2 * 2 * 5 and {r["p"] for r in rows} == {"0.0", "0.5"} and all(float(r["ms"]) > 0 for r in rows)
     header = (tmp_path / "t.csv").read_text().splitlines()[0].split(",")
     assert len(set(header)) == len(header) == len(rows[0]) and {r["device"] for r in rows} == {provenance(torch.device("cpu"))["device"]}
     dense = next(r for r in rows if r["contender"] == "dense")
-    assert float(dense["gflops_dense_equivalent"]) > 0 and dense["x_dense"] == "1" and "fused" in capsys.readouterr().out
+    assert float(dense["gflops_dense_equivalent"]) > 0 and dense["x_dense"] == "1" and "its mask takes" in capsys.readouterr().out
 
 
 def refused(args, words, capsys):
