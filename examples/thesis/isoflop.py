@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.what == "time":
         rows = measure(args.turns, args.batch, args.only)
         with args.times.open("w", newline="") as file:
-            out = csv.DictWriter(file, TIME_COLUMNS)
+            out = csv.DictWriter(file, TIME_COLUMNS, lineterminator="\n")
             out.writeheader()
             out.writerows(rows)
         print(tabulate(rows, headers="keys"))
