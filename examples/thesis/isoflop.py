@@ -89,7 +89,9 @@ def figure(found: list[dict[str, Any]]) -> Figure:
         for p in (p for p in found if not p["dense"] and cost in p):
             axes.errorbar([p[cost]], [p["accuracy"]], [p["spread"] / 2], marker="s", linestyle="", label=p["run"])
         axes.set(xscale="log", xlabel=label, ylabel="top-1 on the test images, %")
-        axes.legend(fontsize=6)
+        axes.minorticks_off()
+        axes.set_xticks([p[cost] for p in dense], [f"{p[cost]:.3g}" for p in dense])
+        axes.legend(fontsize=6, loc="upper left")
     return picture
 
 
