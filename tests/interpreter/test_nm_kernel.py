@@ -54,6 +54,7 @@ def grads(model, x, autocast=False):
     return [y.detach(), v.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.filterwarnings("ignore:SR-STE's decay in float16 autocast")  # no scaler here
 @pytest.mark.parametrize("mode", ["magnitude", "sr-ste"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_a_layer_is_the_plain_one_to_the_bit(mode, autocast):
