@@ -211,11 +211,24 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
     turned, b, n, kept = _counts(x, block, ratio)
     if kept == n:
-        if ratio > 0 and n and not torch.compiler.is_compiling():
-            what = f"activation pruning drops nothing of an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none."
-            warnings.warn(message(what, "", "a smaller block, or an input with samples of several rows."), FxMaskWarning, stacklevel=3)
+        if ratio > 0 and n:
+            if torch.compiler.is_compiling():
+                _drops_nothing_compiled()
+            else:
+                _drops_nothing(f"an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none")
         return None
     return kept, turned, None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
+
+
+def _drops_nothing(what: str) -> None:
+    fix = "a smaller block, or an input with samples of several rows."
+    warnings.warn(message(f"activation pruning drops nothing of {what}.", "", fix), FxMaskWarning, stacklevel=4)
+
+
+@torch.compiler.assume_constant_result
+def _drops_nothing_compiled() -> None:
+    """Called once, as the compiler traces: there sizes, and even ratios, may be symbols, which it can hand to no such call."""
+    _drops_nothing("an input of a compiled layer: the ratio of its blocks a sample rounds to none")
 
 
 def draw_unused(x: Tensor, block: int, ratio: float) -> None:

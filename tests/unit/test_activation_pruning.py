@@ -343,6 +343,18 @@ def test_what_drops_nothing_says_so_and_saves_the_input_itself():
     assert held == saved_bytes(nn.Sequential(nn.Linear(64, 96)), x)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_drops_nothing_says_so_where_it_is_compiled(dynamic):
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), ActivationPruning(0.8)), torch.randn(8, 64)
+    torch._dynamo.reset()
+    with pytest.warns(fxmask.FxMaskWarning, match="drops nothing of an input of a compiled layer") as said:
+        y = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)(x)
+    assert len([w for w in said if w.category is fxmask.FxMaskWarning]) == 1 or dynamic
+    torch.testing.assert_close(y, nn.functional.linear(x, model[0].weight, model[0].bias))
+    with pytest.warns(fxmask.FxMaskWarning, match="drops nothing of an input of a compiled layer"):
+        torch.export.export(model, (x,))
+
+
 @pytest.mark.parametrize("masks", [(), (WeightMask(0.5, (16, 16)),)])
 def test_restore_checks_before_it_changes(masks):
     model = fxmask.apply(mlp(torch.float32), *masks, ActivationPruning(0.5, 16))

@@ -20,6 +20,7 @@ def small_and_idle(monkeypatch):
     monkeypatch.setattr(pruning, "CPU_INPUT", (2, 24, 128))
     monkeypatch.setattr(pruning, "OUTPUTS", (40,))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    torch.manual_seed(0)  # of four blocks, one draw in sixteen drops all: then even a wrong dW is right
 
 
 def bench(system, out, *options):
