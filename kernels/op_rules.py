@@ -18,7 +18,8 @@ from .layer_cost import useful_flop
 AUTOCAST = torch.library.Library("fxmask", "FRAGMENT")
 
 
-def autocast_rule(op: Any, device: str, key: str) -> Callable[..., Any]:
+def autocast_rule(op: Any, device: str, key: str, casts: bool = True) -> Callable[..., Any]:
+    """Runs an op with autocast off, its floating arguments cast or, without `casts`, as they are."""
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def rule(*args: Any) -> Any:
@@ -29,7 +30,7 @@ def autocast_rule(op: Any, device: str, key: str) -> Callable[..., Any]:
             return a.to(dtype) if wide else a
 
         with torch._C._ExcludeDispatchKeyGuard(exclude):  # the body's own matmuls must not be cast again
-            return op(*(cast(a) for a in args))
+            return op(*(cast(a) for a in args)) if casts else op(*args)
 
     return rule
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import ops, producer, prune, reference
+from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
@@ -24,19 +25,16 @@ from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule, linear_flop
 
 
-def sizes(x: Tensor, block: int, kept: int, turned: bool) -> tuple[int, int]:
-    """(samples, blocks of a sample); ShapeError where `kept` is none of their numbers."""
-    b, r, c = prune.sample_shape(x.shape, turned)
-    n = prune.block_count(r, c, block)
-    if not 0 <= kept <= n or (kept == 0 and n):
-        raise ShapeError(f"kept blocks of a sample: expected 1 to {n}, got {kept}.")
-    return b, n
-
-
-def _check(x: Tensor, w: Tensor, mask: Tensor | None, rows: int, cols: int) -> None:
+def _check(x: Tensor, w: Tensor, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None, rows: int, cols: int) -> None:
     ops.refuse_forward_ad()
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ShapeError(f"last axis of x: expected {w.shape[1]}, got shape {tuple(x.shape)}.")
+    if values.dim() != 3 or index.shape != values.shape[:2] or values.dtype != x.dtype:
+        got = f"{values.dtype} {tuple(values.shape)} and {tuple(index.shape)}"
+        raise ShapeError(f"kept blocks of x: expected {x.dtype} (samples, kept, features) and their numbers (samples, kept), got {got}.")
+    samples, _ = sizes(x, values.shape[2], values.shape[1], turned)
+    if samples != values.shape[0]:
+        raise ShapeError(f"kept blocks of an input {tuple(x.shape)}: expected {samples} samples, got {values.shape[0]}.")
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != grid_shape(w.shape, (rows, cols))):
         raise ShapeError(f"mask of a weight {tuple(w.shape)}: expected bool {grid_shape(w.shape, (rows, cols))}, got {mask.dtype} {tuple(mask.shape)}.")
 
@@ -68,58 +66,48 @@ def dense_dx(gy: Tensor, w: Tensor, rows_inside: bool) -> Tensor:
 
 @torch.library.custom_op("fxmask::pruned_linear", mutates_args=())
 def pruned_linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
+    x: Tensor, w: Tensor, bias: Tensor | None, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None = None,
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
     dw_impl: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y = x W^T + bias, or x (W∘M)^T + bias with a mask, and the input's kept blocks for the backward.
+) -> Tensor:  # fmt: skip
+    """y = x W^T + bias, or x (W∘M)^T + bias with a mask, whose backward sees x's kept blocks alone.
 
     Args:
-        x (..., K), w (N, K), bias (N) or None: of one floating dtype. block: features of a block; kept: blocks of each sample that are kept; turned: whether
-        the samples lie behind a transposed view; all see `kernels.prune`. noise: (samples, blocks of one), factors of the norms.
+        x (..., K), w (N, K), bias (N) or None: of one floating dtype. values, index, turned: of `fxmask::compress` of this x.
         mask and what follows it: as `masked_linear`. dw_impl: of `pruned_dw`.
 
-    Returns: y (..., N); values (samples, kept, block); index (samples, kept) int16 or int32.
+    Returns: y (..., N), contiguous.
     Differentiable: x, w, bias, once; dW is `pruned_dw`, the rest is exact. Raises: ShapeError, and UnsupportedError where an explicit impl cannot run on x.
-    Cost: the linear, and a read of x, a sort of its blocks' norms, a write of what is kept.
+    Cost: the linear.
     """
-    _check(x, w, mask, block_rows, block_cols)
-    sizes(x, block, kept, turned)
+    _check(x, w, values, index, turned, mask, block_rows, block_cols)
     form(dw_impl, x)  # raises here rather than in the backward
     if mask is None:
-        y = dense_linear(x, w, bias)
-    else:
-        y = form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists).contiguous()
-    return y, *prune.compress(x, block, kept, turned, noise)
+        return dense_linear(x, w, bias)
+    return form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists).contiguous()
 
 
 @register_fake(pruned_linear)
 def _(
-    x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, noise: Tensor | None = None, mask: Tensor | None = None,
+    x: Tensor, w: Tensor, bias: Tensor | None, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None = None,
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
     dw_impl: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(x, w, mask, block_rows, block_cols)
-    b, n = sizes(x, block, kept, turned)
-    return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty((b, kept, block)), x.new_empty((b, kept), dtype=prune.index_dtype(n))
+) -> Tensor:  # fmt: skip
+    _check(x, w, values, index, turned, mask, block_rows, block_cols)
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w, bias, block, kept, turned, noise, mask, rows, cols, backward, dense, impl, lists, dw_impl = inputs
-    _, values, index = output
-    ctx.mark_non_differentiable(values, index)
-    ctx.set_materialize_grads(False)  # or the backward would fill zeros of the size of what is saved
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, bias, values, index, turned, mask, rows, cols, backward, dense, impl, lists, dw_impl = inputs
     needs_x, needs_w = ctx.needs_input_grad[:2]
     ctx.held = producer.holds(x)
     ctx.save_for_backward(*((x if ctx.held else values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
-    ctx.block, ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = block, turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
+    ctx.block, ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = values.shape[2], turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
     ctx.dw_impl, ctx.inside = dw_impl, mask is None and has_rows_inside(x)
 
 
-def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     values, index, w, mask, dense, lists = ctx.saved_tensors
-    if gy is None:
-        return (None,) * 15
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
         gx = dense_dx(gy, w, ctx.inside) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
@@ -129,7 +117,7 @@ def _backward(ctx: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
         gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
     if ctx.needs_input_grad[2]:
         gb = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
-    return gx, gw, gb, *[None] * 12
+    return gx, gw, gb, *[None] * 11
 
 
 register_autograd(pruned_linear, _backward, _save)
@@ -142,7 +130,7 @@ def pruned_dw(
 ) -> Tensor:  # fmt: skip
     """dW = dY^T X_s (N, K), X_s the pruned input of `shape`; see `kernels.prune.dw`. With a mask of W (bool, in block_rows x block_cols) zeros elsewhere.
 
-    gy (..., N); values, index, turned: of `pruned_linear`. lists: the mask's, packed.
+    gy (..., N); values, index, turned: of `fxmask::compress`. lists: the mask's, packed.
 
     | impl | |
     | --- | --- |
@@ -181,14 +169,14 @@ def _no_second(ctx: Any, *_: Any) -> Any:
 
 pruned_dw.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
 
-for _op in ("pruned_linear", "pruned_dw"):
+for _op in ("compress", "pruned_linear", "pruned_dw"):
     for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        AUTOCAST.impl(_op, autocast_rule(getattr(torch.ops.fxmask, _op), _device, _key), _key)
+        AUTOCAST.impl(_op, autocast_rule(getattr(torch.ops.fxmask, _op), _device, _key, _op != "compress"), _key)
 
 
 @register_flop_formula(torch.ops.fxmask.pruned_linear, get_raw=True)
-def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, block: int, kept: int, turned: bool, *rest: Any, **kwargs: Any) -> int:
-    mask, rows, cols = rest[1:4] if len(rest) > 3 else (None, 1, 1)
+def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, values: Tensor, index: Tensor, turned: bool, *rest: Any, **kwargs: Any) -> int:
+    mask, rows, cols = rest[:3] if len(rest) > 2 else (None, 1, 1)
     return linear_flop(x, (w.shape[0], w.shape[1]), mask, (rows, cols))
 
 
@@ -258,4 +246,6 @@ def linear(
     if planned is None:
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     kept, turned, drawn = planned
-    return pruned_linear(x, w, bias, block, kept, turned, drawn, mask, *blocks, backward, dense, impl, lists, dw_impl)[0]
+    wide = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
+    cast = x.to(torch.get_autocast_dtype(x.device.type)) if wide else x  # once for both ops
+    return pruned_linear(cast, w, bias, *shared(x, cast, block, kept, turned, drawn), turned, mask, *blocks, backward, dense, impl, lists, dw_impl)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import ops, producer, prune
+from .compress_ops import sizes
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
 from .inductor import register_fake
 from .lean import register_autograd
-from .prune_ops import plan, sizes
+from .prune_ops import plan
 
 
 def _check(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool) -> tuple[int, int]:
@@ -38,7 +39,7 @@ def pruned_scale(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, 
 
     Args:
         x (..., C): floating. a, b: any shapes that broadcast to x's, such as (C), (R, 1) or (); dtypes are promoted as PyTorch does it.
-        block, kept, turned, noise: as `kernels.prune_ops.pruned_linear`.
+        block, kept, turned, noise: as `kernels.compress_ops.compress`.
 
     Returns: y, of x's shape; values (samples, kept, block) of x's dtype; index (samples, kept) int16 or int32.
     Differentiable: x, a, b, once; da is `pruned_scale_da`, the rest is exact. Raises: ShapeError.

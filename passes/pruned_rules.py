@@ -19,16 +19,19 @@ def _linear(call: Call, t: Target) -> list[Work]:
     x, w = a["x"], a["w"]
     (n, k), bias = w.shape, a["bias"] is not None
     if a["mask"] is not None:
-        first = masked_work("forward", call, t, a, x, w.shape, w.weight, bias)
-    else:
-        cost = layer_cost.dense("forward", x.tokens, (n, k), x.dtype.itemsize, t.tile, bias=bias)
-        first = Work(call, phase_of(call), EXACT, cost, x.tokens, n, k, 1, x.dtype, elements=n * k, weight=w.weight)
-    return [first, _packing(call, first.phase, x, w.weight)]
+        return [masked_work("forward", call, t, a, x, w.shape, w.weight, bias)]
+    cost = layer_cost.dense("forward", x.tokens, (n, k), x.dtype.itemsize, t.tile, bias=bias)
+    return [Work(call, phase_of(call), EXACT, cost, x.tokens, n, k, 1, x.dtype, elements=n * k, weight=w.weight)]
+
+
+@rule("fxmask.compress")
+def _compress(call: Call, t: Target) -> list[Work]:
+    return [_packing(call, phase_of(call), call.named["x"], "")]
 
 
 def _packing(call: Call, phase: str, x: Place, weight: str) -> Work:
     """A read of x, a write of what is kept."""
-    _, values, index = call.outputs
+    *_, values, index = call.outputs
     written = {"saved": values.bytes + index.bytes}
     return Work(call, phase, EXACT, dense_cost.stream({"x": x.bytes}, written), dtype=x.dtype, weight=weight, launches=3, name="fxmask.compress")
 

@@ -194,9 +194,8 @@ def test_a_dense_step_of_rigl_uses_no_lists_of_the_mask(flag):
     torch.manual_seed(0)
     x, w, gy, mask = torch.randn(1, 9, 128), torch.randn(64, 128, requires_grad=True), torch.randn(1, 9, 64), torch.tensor([[True, False], [False, True]])
     lists = prune_launch.refresh.strip_lists(mask, (32, 64))
-    y, values, index = prune_ops.pruned_linear(
-        x, w, None, 128, 4, False, None, mask, 32, 64, "rigl", torch.tensor(flag), "triton", lists, "triton"
-    )
+    values, index = prune.compress(x, 128, 4, False)
+    y = prune_ops.pruned_linear(x, w, None, values, index, False, mask, 32, 64, "rigl", torch.tensor(flag), "triton", lists, "triton")
     y.backward(gy)
     wanted = torch.ones_like(mask) if flag else mask
     torch.testing.assert_close(w.grad, reference.masked(prune.dw(gy, values, index, x.shape, False), wanted, (32, 64)), rtol=1e-4, atol=1e-4)
