@@ -30,8 +30,8 @@ class ActivationPruning(Options):
     The forward, dX and db are those of the layer, exactly; dW = dY^T X_s sees the pruned input X_s, unscaled. What autograd holds is the kept blocks and their
     numbers; the dense input is free after the forward, unless another op saves it, too. ReLU, tanh, sigmoid and softmax save what they return: behind them
     nothing is freed, and the blocks' numbers are all that is held more (GELU and SiLU save what they were given). Layers that read one input, as q, k and v,
-    save their kept blocks each for itself. Beside a `WeightMask` the layer's forward is the masked one (SWAT's form is `WeightMask(backward="ste")` with
-    this; Raihan and Aamodt 2020).
+    hold its kept blocks once (same ratio and block, no noise; an input that an op made). Beside a `WeightMask` the layer's forward is the masked one (SWAT's
+    form is `WeightMask(backward="ste")` with this; Raihan and Aamodt 2020).
 
     Args:
         ratio: share of blocks that are dropped, in [0, 1); round(n * ratio) of a sample's n blocks, halves to even, in every sample as many, never all.

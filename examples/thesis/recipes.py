@@ -112,7 +112,11 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d128-b16-75-static-lr0.01": wide(128, 0.75, 16, *LR, *STATIC),
     "d128-b8-90-static-channels-lr0.01": wide(128, 0.9, 8, *LR, *STATIC, tokens=False),
     "d96-b16-70-ramp-channels": wide(96, 0.7, 16, *LR, *HALF, *TAYLOR, tokens=False),  # the best recipe of the thesis' width, at the FLOP of dense-d64
-    "d96-b8-70-ramp-channels": wide(96, 0.7, 8, *LR, *HALF, *TAYLOR, tokens=False),
+    **{f"d96-b8-{round(100 * r)}-ramp-channels": wide(96, r, 8, *LR, *HALF, *TAYLOR, tokens=False) for r in (0.7, 0.8, 0.5)},
+    "d128-b8-80-ramp-channels": wide(128, 0.8, 8, *LR, *HALF, *TAYLOR, tokens=False),
+    "d96-b32-70-ramp-channels": wide(96, 0.7, 32, *LR, *HALF, *TAYLOR, tokens=False),
+    "d128-b64-75-ramp-channels": wide(128, 0.75, 64, *LR, *HALF, *TAYLOR, tokens=False),
+    "d64-b8-50-ramp-channels": wide(64, 0.5, 8, *LR, *HALF, *TAYLOR, tokens=False),
 }
 
 
