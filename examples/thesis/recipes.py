@@ -116,7 +116,7 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d128-b8-80-ramp-channels": wide(128, 0.8, 8, *LR, *HALF, *TAYLOR, tokens=False),
     "d96-b32-70-ramp-channels": wide(96, 0.7, 32, *LR, *HALF, *TAYLOR, tokens=False),
     "d128-b64-75-ramp-channels": wide(128, 0.75, 64, *LR, *HALF, *TAYLOR, tokens=False),
-    "d64-b8-50-ramp-channels": wide(64, 0.5, 8, *LR, *HALF, *TAYLOR, tokens=False),
+    **{f"d{dim}-b8-50-ramp-channels": wide(dim, 0.5, 8, *LR, *HALF, *TAYLOR, tokens=False) for dim in (64, 48, 32)},
 }
 
 
