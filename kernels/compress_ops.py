@@ -45,6 +45,8 @@ def _(x: Tensor, block: int, kept: int, turned: bool, noise: Tensor | None = Non
     return x.new_empty((b, kept, block)), x.new_empty((b, kept), dtype=prune.index_dtype(n))
 
 
+# on devices for which there is no leaner kernel, such as meta
+compress.register_autograd(lambda ctx, *_: (None,) * 5, setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(*output))
 without_gradient(compress)
 
 _Forms = dict[tuple[object, ...], tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]

@@ -246,6 +246,7 @@ def linear(
     if planned is None:
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     kept, turned, drawn = planned
-    wide = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
-    cast = x.to(torch.get_autocast_dtype(x.device.type)) if wide else x  # once for both ops
+    kind = x.device.type
+    wide = x.is_floating_point() and x.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    cast = x.to(torch.get_autocast_dtype(kind)) if wide else x  # once for both ops
     return pruned_linear(cast, w, bias, *shared(x, cast, block, kept, turned, drawn), turned, mask, *blocks, backward, dense, impl, lists, dw_impl)

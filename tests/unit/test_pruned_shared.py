@@ -188,3 +188,23 @@ def test_compiled(how):
     y = call(X)
     assert ops.count("fxmask.compress.default") == 1 and ops.count("fxmask.pruned_linear.default") == 3
     y.square().sum().backward()
+
+
+def test_on_the_meta_device():
+    model = fxmask.apply(Reader(), CONFIG).to("meta")
+    model(X.to("meta")).sum().backward()
+    assert model.q.weight.grad.shape == (64, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_under_autocast(dtype, monkeypatch):
+    model = fxmask.apply(Reader(), CONFIG)
+
+    def call(x):
+        with torch.autocast("cpu", dtype):
+            return model(x)
+
+    want = grads(model, call)
+    torch._dynamo.reset()
+    for got, g in zip(grads(model, torch.compile(call, backend="aot_eager", fullgraph=True)), want, strict=True):
+        torch.testing.assert_close(got, g)
