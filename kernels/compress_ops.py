@@ -19,7 +19,9 @@ from .lean import without_gradient
 
 
 def sizes(x: Tensor, block: int, kept: int, turned: bool) -> tuple[int, int]:
-    """(samples, blocks of a sample); ShapeError where `kept` is none of their numbers."""
+    """(samples, blocks of a sample); ShapeError where `kept` is none of their numbers, or a block has no features."""
+    if block < 1:
+        raise ShapeError(f"features of a kept block: expected 1 or more, got {block}.")
     b, r, c = prune.sample_shape(x.shape, turned)
     n = prune.block_count(r, c, block)
     if not 0 <= kept <= n or (kept == 0 and n):
@@ -56,7 +58,8 @@ _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # input -> _Forms; n
 def shared(x: Tensor, cast: Tensor, block: int, kept: int, turned: bool, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """`compress(cast)`, or what it gave for the layer before; cast: x itself, or in autocast's dtype. Blocks that are drawn by lot are each layer's own.
 
-    Only results of ops are looked up, as each forward makes them anew: memory that a user fills again and again might change unseen by x's version.
+    Only results of ops are looked up, as each forward makes them anew: memory that a user fills again and again might change unseen by x's version. Writes
+    between two layers through `.data`, which neither autograd nor a version sees, are not seen here.
     """
     can = noise is None and type(x) in (Tensor, FakeTensor) and not torch.compiler.is_compiling() and x.grad_fn is not None and not x.is_inference()
     if not can:

@@ -208,3 +208,17 @@ def test_compiled_under_autocast(dtype, monkeypatch):
     torch._dynamo.reset()
     for got, g in zip(grads(model, torch.compile(call, backend="aot_eager", fullgraph=True)), want, strict=True):
         torch.testing.assert_close(got, g)
+
+
+@pytest.mark.parametrize(
+    "values, index, match",
+    [
+        ((4, 3, 4), (4, 2), "kept blocks of x: expected"),
+        ((5, 3, 4), (5, 3), "expected 4 samples, got 5"),
+        ((4, 161, 4), (4, 161), "expected 1 to 160, got 161"),
+        ((4, 3, 0), (4, 3), "expected 1 or more, got 0"),
+    ],
+)
+def test_kept_blocks_of_another_input(values, index, match):
+    with pytest.raises(fxmask.FxMaskError, match=match):
+        torch.ops.fxmask.pruned_linear(X, torch.randn(8, 64), None, torch.randn(values), torch.zeros(index, dtype=torch.int16), False)
