@@ -211,7 +211,7 @@ def test_compiled_under_autocast(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "values, index, match",
+    ("values", "index", "match"),
     [
         ((4, 3, 4), (4, 2), "kept blocks of x: expected"),
         ((5, 3, 4), (5, 3), "expected 4 samples, got 5"),
