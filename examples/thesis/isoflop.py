@@ -39,6 +39,11 @@ ACCURACY, TIMES = RESULTS / "cifar10_accuracy.csv", RESULTS / "cifar10_isoflop_t
 TIME_COLUMNS = ("run", "step_ms", "step_ms_low", "step_ms_high", "turns", "threads", "load", "torch")
 
 
+def is_width(row: dict[str, str]) -> bool:
+    """Whether a run is of the frontier: dense, and narrower as a whole; one with fewer hidden units alone ("dense-d64-e2") is judged by it."""
+    return str(row["target_ratio"]) == "0" and "-e" not in row["run"].removeprefix("dense")
+
+
 def points(rows: list[dict[str, str]], column: str = "test_top1") -> list[dict[str, Any]]:
     """A point a recipe: mean accuracy over its seeds, their spread (highest less lowest), mean training TFLOP."""
     found = []
@@ -46,7 +51,7 @@ def points(rows: list[dict[str, str]], column: str = "test_top1") -> list[dict[s
         runs = [r for r in rows if r["run"] == name and r["phase"] == "isoflop"]
         accuracies, flop = [float(r[column]) for r in runs], [float(r["train_tflop"]) for r in runs]
         found.append({
-            "run": name, "dense": str(runs[0]["target_ratio"]) == "0", "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
+            "run": name, "dense": is_width(runs[0]), "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
             "tflop": statistics.mean(flop), "seeds": len(runs),
         })  # fmt: skip
     return found
@@ -63,7 +68,7 @@ def frontier_at(dense: list[dict[str, Any]], cost: str, at: float) -> tuple[floa
 
 
 def verdicts(found: list[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """Each masked recipe against the frontier at its own cost."""
+    """Each other recipe against the frontier at its own cost."""
     dense, rows = [p for p in found if p["dense"] and cost in p], []
     for p in found:
         if p["dense"] or cost not in p:

@@ -117,6 +117,8 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d96-b32-70-ramp-channels": wide(96, 0.7, 32, *LR, *HALF, *TAYLOR, tokens=False),
     "d128-b64-75-ramp-channels": wide(128, 0.75, 64, *LR, *HALF, *TAYLOR, tokens=False),
     **{f"d{dim}-b8-50-ramp-channels": wide(dim, 0.5, 8, *LR, *HALF, *TAYLOR, tokens=False) for dim in (64, 48, 32)},
+    # what a ramp leaves of the hidden layers, dense from the first step: fewer hidden units; no part of the frontier, but judged by it
+    **{f"dense-d{dim}-e{e}": ("--dense", *ADAMW, *LR, "--dim", str(dim), "--expansion", str(e)) for dim, e in ((64, 2), (96, 2), (96, 1))},
 }
 
 

@@ -114,6 +114,8 @@ def test_verdicts_against_the_frontier():
     assert [verdicts[n]["verdict"] for n in ("above", "within", "below", "off")] == ["above", "within the spread", "below", "outside of the dense widths"]
     assert verdicts["above"]["dense there"] == pytest.approx((60.5 + 70.2) / 2)  # halfway in the logarithm
     assert verdicts["above"]["difference"] == pytest.approx(67.2 - 65.35)
+    narrow = {v["run"]: v for v in isoflop.verdicts(isoflop.points([*rows, *runs_of("dense-d2-e1", 0, 2, 90.0, 90.0)]), "tflop")}
+    assert narrow["dense-d2-e1"]["verdict"] == "above" and narrow["above"] == verdicts["above"], "fewer hidden units alone are no part of the frontier"
     one_seed = isoflop.points([*rows, *runs_of("lucky", 0.8, 2, 90)])
     assert next(v for v in isoflop.verdicts(one_seed, "tflop") if v["run"] == "lucky")["verdict"] == "above (one seed)"
 
