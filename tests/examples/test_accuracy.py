@@ -13,8 +13,9 @@ from pathlib import Path
 
 import plots
 import pytest
+import torch
 import train as common
-from thesis import accuracy, combination, isoflop, masked_model, recipes, stability
+from thesis import accuracy, checkpoint, combination, hidden_groups, isoflop, masked_model, recipes, stability
 from thesis import train as program
 
 import fxmask
@@ -118,6 +119,21 @@ def test_verdicts_against_the_frontier():
     assert narrow["dense-d2-e1"]["verdict"] == "above" and narrow["above"] == verdicts["above"], "fewer hidden units alone are no part of the frontier"
     one_seed = isoflop.points([*rows, *runs_of("lucky", 0.8, 2, 90)])
     assert next(v for v in isoflop.verdicts(one_seed, "tflop") if v["run"] == "lucky")["verdict"] == "above (one seed)"
+
+
+def test_hidden_groups_of_masks(tmp_path, capsys):
+    fc1 = torch.tensor([[1, 1], [0, 1], [0, 0], [0, 0]]).bool()  # of four groups the first is alive
+    fc2 = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0]]).bool()
+    assert hidden_groups.groups_of(fc1, fc2) == {"groups": 4, "alive": 1, "gone": 1, "half": 2, "kept": 6, "wasted": 3}
+    masks = {"blocks.0.fc1.weight": {"mask": fc1}, "blocks.0.fc2.weight": {"mask": fc2}, "blocks.0.patch_mix.weight": {"mask": fc1}}
+    parts = dict.fromkeys(checkpoint.PARTS, 0)
+    for name, state in (("masked", {"masks": masks}), ("dense", None), ("uncached", {"masks": {n: {"mask": None} for n in masks}})):
+        (tmp_path / "runs" / "final" / f"{name}-seed0").mkdir(parents=True)
+        checkpoint.save(tmp_path / "runs" / "final" / f"{name}-seed0", {**parts, "masks": state})
+    assert hidden_groups.main(["--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]) == 0
+    assert [(r["run"], r["layer"], r["wasted"]) for r in plots.read_csv(tmp_path / "t.csv")] == [("masked-seed0", "blocks.0", "3")]
+    assert "50.0" in capsys.readouterr().out  # percent of the blocks
+    assert hidden_groups.main(["--runs", str(tmp_path / "t.csv")]) == 2
 
 
 def test_isoflop_needs_runs(tmp_path, capsys):
