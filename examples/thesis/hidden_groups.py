@@ -1,6 +1,6 @@
 """What block masks leave of a ResMLP's hidden layers: groups of hidden units with blocks on both sides, on one side alone, or on none.
 
-    python examples/thesis/hidden_groups.py --runs runs/accuracy      # a row a masked hidden layer of every run that has a checkpoint
+    python examples/thesis/hidden_groups.py --runs runs/accuracy      # a row a masked hidden layer of every run that has ended
 
 A group is what one block holds of the hidden units (16 of 256 in 16x16). fc1 writes it by a row of blocks, fc2 reads it by a column. With no block on either
 side its units are gone, as in a narrower model; with blocks on one side alone these are kept for nothing: `wasted`.
@@ -21,6 +21,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from thesis import checkpoint
+from thesis.accuracy import read_log
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_hidden_groups.csv"
 COLUMNS = ("phase", "run", "layer", "groups", "alive", "gone", "half", "kept", "wasted")
@@ -44,9 +45,11 @@ def groups_of(fc1: Tensor, fc2: Tensor) -> dict[str, int]:
 
 
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one run, none where it has no masked hidden layer."""
+    """The rows of one run, none where it has no masked hidden layer, or has not ended."""
     state = checkpoint.load(folder)
-    masks = {} if state is None or not state["masks"] else {name: entry["mask"] for name, entry in state["masks"]["masks"].items()}
+    if state is None or len(read_log(folder)) < state["settings"]["epochs"]:
+        return
+    masks = {} if not state["masks"] else {name: entry["mask"] for name, entry in state["masks"]["masks"].items()}
     for name, fc1 in masks.items():
         fc2 = masks.get(name.replace("fc1.", "fc2."))
         if ".fc1." in f".{name}" and fc1 is not None and fc2 is not None and fc2.shape[1] == fc1.shape[0]:

@@ -126,9 +126,10 @@ def test_hidden_groups_of_masks(tmp_path, capsys):
     fc2 = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0]]).bool()
     assert hidden_groups.groups_of(fc1, fc2) == {"groups": 4, "alive": 1, "gone": 1, "half": 2, "kept": 6, "wasted": 3}
     masks = {"blocks.0.fc1.weight": {"mask": fc1}, "blocks.0.fc2.weight": {"mask": fc2}, "blocks.0.patch_mix.weight": {"mask": fc1}}
-    parts = dict.fromkeys(checkpoint.PARTS, 0)
-    for name, state in (("masked", {"masks": masks}), ("dense", None), ("uncached", {"masks": {n: {"mask": None} for n in masks}})):
-        (tmp_path / "runs" / "final" / f"{name}-seed0").mkdir(parents=True)
+    parts = {**dict.fromkeys(checkpoint.PARTS, 0), "settings": {"epochs": 2}}
+    states = {"masked": {"masks": masks}, "dense": None, "uncached": {"masks": {n: {"mask": None} for n in masks}}, "underway": {"masks": masks}}
+    for name, state in states.items():
+        finished(tmp_path / "runs" / "final" / f"{name}-seed0", rows=1 if name == "underway" else 2)
         checkpoint.save(tmp_path / "runs" / "final" / f"{name}-seed0", {**parts, "masks": state})
     assert hidden_groups.main(["--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]) == 0
     assert [(r["run"], r["layer"], r["wasted"]) for r in plots.read_csv(tmp_path / "t.csv")] == [("masked-seed0", "blocks.0", "3")]
