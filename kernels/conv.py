@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import operands, ops, reference
 from .grid import as_matrix
 from .inductor import register_fake
 from .lean import register_autograd
@@ -49,7 +49,7 @@ def is_channels_last(t: Tensor) -> bool:
 
 def in_format_of(made: Tensor, weight: Tensor) -> Tensor:
     """W∘M with the strides of its weight, by which PyTorch chooses those of the result. Under function transforms as it is."""
-    if made.stride() == weight.stride() or ops.is_transformed("auto"):
+    if made.stride() == weight.stride() or operands.is_transformed("auto"):
         return made
     return torch.empty_like(weight).copy_(made)
 
@@ -59,7 +59,7 @@ def masked_weight(w: Tensor, mask: Tensor, block: Pair, backward: str, dense: Te
     wanted = reference.gradient_mask(mask, dense, backward)
     if wanted is mask or backward == "unmasked" or not torch.is_grad_enabled():
         made = reference.masked(w, mask, block)
-    elif ops.is_transformed("auto"):
+    elif operands.is_transformed("auto"):
         made = reference.straight_through(w, mask, block, wanted)
     else:
         made = graft(reference.masked(w, mask, block), w if wanted is None else reference.masked(w, wanted, block))
@@ -101,7 +101,7 @@ def patchwise(
     tokens, (rows, cols) = patches(images, (w.shape[2], w.shape[3]), stride)
     y = ops.linear(tokens, as_matrix(w), bias, mask, block, backward, dense, impl, lists)
     y = y.reshape(len(images), rows, cols, w.shape[0]).permute(0, 3, 1, 2)  # one image, too, has the stride by which PyTorch tells its memory format
-    y = y.contiguous(memory_format=torch.channels_last if last and not ops.is_transformed("auto") else torch.contiguous_format)
+    y = y.contiguous(memory_format=torch.channels_last if last and not operands.is_transformed("auto") else torch.contiguous_format)
     return y if x.dim() == 4 else y[0]
 
 
@@ -111,13 +111,13 @@ def patchwise(
 @torch.library.custom_op("fxmask::graft", mutates_args=())
 def _graft(value: Tensor, other: Tensor) -> Tensor:
     """A copy of `value`, with the gradient of `other`, of the same shape. Raises: UnsupportedError in forward-mode AD."""
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return value.clone()
 
 
 @register_fake(_graft)
 def _(value: Tensor, other: Tensor) -> Tensor:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return value.clone()
 
 
@@ -126,4 +126,4 @@ register_autograd(_graft, lambda ctx, gy: (None, gy), lambda ctx, inputs, output
 
 def graft(value: Tensor, other: Tensor) -> Tensor:
     """`value`, with the gradient of `other`, which may be infinite where `value` is not. Under function transforms its plain form, of finite `other`."""
-    return value.detach() + (other - other.detach()) if ops.is_transformed("auto") else _graft(value.detach(), other)
+    return value.detach() + (other - other.detach()) if operands.is_transformed("auto") else _graft(value.detach(), other)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import dropout, ops
+from . import dropout, operands
 from .cpu import chosen, dropout_runs
 from .dispatch import check_name, triton_ops
 from .errors import ShapeError, UnsupportedError
@@ -23,12 +23,12 @@ from .op_rules import AUTOCAST, autocast_rule
 
 
 def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> None:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     dropout.check_probability(p)
     if keep.dtype != torch.bool or tuple(keep.shape) != grid_shape((tokens, features), block):
         want = grid_shape((tokens, features), block)
         raise ShapeError(f"mask of an input ({tokens}, {features}) in blocks {block}: expected bool {want}, got {keep.dtype} {tuple(keep.shape)}.")
-    ops.check_lists(lists, keep, block)
+    operands.check_lists(lists, keep, block)
 
 
 def _form(impl: str, t: Tensor, block: tuple[int, int], p: float) -> Any:
@@ -59,9 +59,9 @@ def dropped_linear(
     Differentiable: x, w, bias; twice, too. Cost: 2 N useful FLOP a kept element of x. Raises: ShapeError, UnsupportedError, ConfigError.
     """
     block = (block_rows, block_cols)
-    ops.check_features("x", x, w.shape[1])
+    operands.check_features("x", x, w.shape[1])
     _check(_tokens(x), x.shape[-1], keep, block, p, lists)
-    ops.check_bias(bias, w.shape[0])
+    operands.check_bias(bias, w.shape[0])
     return _form(impl, x, block, p).linear(x, w, bias, keep, block, p, lists).contiguous()
 
 
@@ -76,7 +76,7 @@ def _(
 def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     """dX = (dY W)∘m / (1 - p), zeros where dropped. gy (..., N), w (N, K) -> (..., K). Differentiable: gy, w. Cost: 2 N useful FLOP a kept element."""
     block = (block_rows, block_cols)
-    ops.check_features("gy", gy, w.shape[0])
+    operands.check_features("gy", gy, w.shape[0])
     _check(_tokens(gy), w.shape[1], keep, block, p, lists)
     return _form(impl, gy, block, p).dx(gy, w, keep, block, p, lists).contiguous()
 
@@ -197,7 +197,7 @@ def _(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int
 
 def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Tensor:
     """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
-    if x.is_nested or ops.is_transformed("auto"):
+    if x.is_nested or operands.is_transformed("auto"):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
     if x.dim() == 0 or not x.is_floating_point():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import operands, ops
 from .dispatch import form
 from .inductor import register_fake
 from .lean import register_autograd
@@ -27,8 +27,8 @@ def masked_linear_backward(
     gy (..., N), x (..., K), w (N, K), mask bool (NB, KB) -> (..., K), (N, K), both contiguous. Differentiable: gy, x, w.
     Cost: 4 M useful FLOP a kept weight element; the kept blocks of dY are gathered once. Raises: ShapeError, UnsupportedError.
     """
-    ops.refuse_forward_ad()
-    ops.check_gradients(gy, x, mask, (block_rows, block_cols), backward, None)
+    operands.refuse_forward_ad()
+    operands.check_gradients(gy, x, mask, (block_rows, block_cols), backward, None)
     dx, dw = form(impl, gy).masked_linear_backward(gy, x, w, mask, dense, (block_rows, block_cols), backward)
     return dx, dw.contiguous()
 
@@ -37,7 +37,7 @@ def masked_linear_backward(
 def _(
     gy: Tensor, x: Tensor, w: Tensor, mask: Tensor, block_rows: int, block_cols: int, backward: str, dense: Tensor | None = None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return gy.new_empty((*gy.shape[:-1], w.shape[1])), gy.new_empty((gy.shape[-1], x.shape[-1]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import operands
 from .dispatch import triton_ops
 from .errors import UnsupportedError, message
 from .inductor import register_fake
@@ -19,13 +19,13 @@ def nm_learned(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
 
     Differentiable: w, as of W∘hard; soft, straight-through: as if W∘soft had been computed. Raises: UnsupportedError in forward-mode AD.
     """
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return torch.where(hard, w, 0)
 
 
 @register_fake(nm_learned)
 def _(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return torch.where(hard, w, 0)
 
 
@@ -35,13 +35,13 @@ def nm_sr_ste(w: Tensor, mask: Tensor, decay: float) -> Tensor:
 
     Differentiable: w, by g + decay * (1 - M)∘W, SR-STE (Zhou et al. 2021, equation 9). Raises: UnsupportedError in forward-mode AD.
     """
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return torch.where(mask, w, 0)
 
 
 @register_fake(nm_sr_ste)
 def _(w: Tensor, mask: Tensor, decay: float) -> Tensor:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return torch.where(mask, w, 0)
 
 
@@ -53,7 +53,7 @@ def nm_magnitude(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torc
     Differentiable: w, by g∘M, or with `ste` by g + decay * (1 - M)∘W. Raises: UnsupportedError in forward-mode AD, and where Triton cannot run on w.
     Cost: a read of w, a write of both.
     """
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     triton_ops().require(w)
     out, mask = triton_ops().nm.nm_mask(w.contiguous(), n, m, dtype)
     return out, mask
@@ -61,7 +61,7 @@ def nm_magnitude(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torc
 
 @register_fake(nm_magnitude)
 def _(w: Tensor, n: int, m: int, ste: bool, decay: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     return w.new_empty(w.shape, dtype=dtype), w.new_empty(w.shape, dtype=torch.bool)
 
 
@@ -107,14 +107,14 @@ nm_magnitude.register_autograd(_magnitude_backward, setup_context=_save_magnitud
 
 def learned(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
     """`nm_learned`, or its plain form where function transforms and forward-mode AD are active, which see into that."""
-    if ops.is_transformed("auto"):
+    if operands.is_transformed("auto"):
         return torch.where(hard, w, 0) + (soft - soft.detach()).to(w.dtype) * w.detach()
     return nm_learned(w, soft, hard)
 
 
 def sr_ste(w: Tensor, mask: Tensor, decay: float) -> Tensor:
     """`nm_sr_ste`; UnsupportedError under function transforms and forward-mode AD, as its gradient is that of no function."""
-    if ops.is_transformed("auto"):
+    if operands.is_transformed("auto"):
         what = "mode='sr-ste' inside torch.func or forward-mode AD: its gradient is that of no function, and those differentiate functions."
         raise UnsupportedError(message(what, "torch.func, torch.autograd.forward_ad", "use mode='magnitude' there."))
     return nm_sr_ste(w, mask, decay)
@@ -122,7 +122,7 @@ def sr_ste(w: Tensor, mask: Tensor, decay: float) -> Tensor:
 
 def by_kernel(w: Tensor, n: int, m: int, decay: float | None) -> Tensor:
     """W∘M by `nm_magnitude`, in autocast's dtype where that is on; decay: SR-STE's, or None. UnsupportedError under function transforms and forward-mode AD."""
-    ops.is_transformed("triton")
+    operands.is_transformed("triton")
     device, dtype = w.device.type, w.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)

@@ -1,9 +1,8 @@
-"""The ops `torch.ops.fxmask.*`: schemas, shape checks, fakes and gradients; no Triton is imported here.
+"""The matmul ops `torch.ops.fxmask.masked_linear*`: schemas, fakes and gradients; no Triton is imported here. Masks are made by `kernels.mask_ops`.
 
-`block_index` builds the mask, apart from the matmuls, so that a graph shows both and a mask can outlive a step. The matmul ops are opaque to the compiler:
-their backward is made of `masked_linear_dx` and `masked_linear_dw`, or of both at once (`kernels.joint`), which are differentiable themselves. The bodies run
-the form that `kernels.dispatch` chooses: `kernels.reference`, or the same functions on a CPU or by Triton. Autocast, vmap and FLOP formulas are in
-`kernels.op_rules`.
+They are opaque to the compiler: their backward is made of `masked_linear_dx` and `masked_linear_dw`, or of both at once (`kernels.joint`), which are
+differentiable themselves. The bodies run the form that `kernels.dispatch` chooses: `kernels.reference`, or the same functions on a CPU or by Triton.
+Autocast, vmap and FLOP formulas are in `kernels.op_rules`.
 """
 
 from __future__ import annotations
@@ -11,145 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
 from .dispatch import form
-from .errors import ConfigError, ShapeError, UnsupportedError, message
-from .grid import grid_shape
+from .errors import UnsupportedError
 from .inductor import register_fake
-from .lean import register_autograd, without_gradient
-from .lists import LISTED, listed, packed_length
+from .lean import register_autograd
+from .mask_ops import block_index as block_index
+from .mask_ops import index as index
+from .mask_ops import lists as lists
+from .mask_ops import strip_lists as strip_lists
+from .operands import check_backward, check_bias, check_features, check_gradients, check_lists, check_mask, is_transformed, refuse_forward_ad
 from .strides import empty_result
-
-
-def _check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> None:
-    expected = grid_shape(w_shape, block)
-    if mask.dtype != torch.bool or mask.shape != expected:
-        raise ShapeError(f"mask of a weight {tuple(w_shape)} in blocks {block}: expected bool {expected}, got {mask.dtype} {tuple(mask.shape)}.")
-
-
-def check_bias(bias: Tensor | None, features: int) -> None:
-    """Raise ShapeError for a bias that has not one element, or one for each row of the weight."""
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] not in (1, features)):
-        raise ShapeError(f"bias: expected ({features},), one for each row of the weight, got {tuple(bias.shape)}.")
-
-
-def check_lists(lists: Tensor | None, mask: Tensor, block: tuple[int, int]) -> None:
-    """Raise ShapeError for lists of another mask: a kernel follows them wherever they point."""
-    if lists is None:
-        return
-    length = packed_length((mask.shape[0], mask.shape[1]), block)
-    if lists.dtype != torch.int32 or tuple(lists.shape) != (length,) or not lists.is_contiguous() or lists.device != mask.device:
-        got = f"{lists.dtype} {tuple(lists.shape)} with strides {lists.stride()} on {lists.device}"
-        raise ShapeError(f"lists of a mask {tuple(mask.shape)} in blocks {block}: expected contiguous torch.int32 ({length},) on {mask.device}, got {got}.")
-
-
-def _check_backward(backward: str) -> None:
-    if backward not in reference.MODES:
-        raise ConfigError(f"unknown backward: expected one of {', '.join(reference.MODES)}, got {backward!r}.")
-
-
-def check_gradients(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None) -> None:
-    """Raise ShapeError or ConfigError for operands of dW that do not belong together."""
-    _check_mask(mask, (gy.shape[-1], x.shape[-1]), block)
-    if gy.shape[:-1] != x.shape[:-1]:
-        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
-    check_lists(lists, mask, block)
-    _check_backward(backward)
-
-
-def refuse_forward_ad() -> None:
-    """Raise UnsupportedError inside forward-mode AD, which loses its tangents at a custom op without a word. `linear` never comes here then.
-
-    Fakes ask, too: the compiler traces a forward derivative by them.
-    """
-    if forward_ad._current_level >= 0:
-        what = "forward-mode AD would silently see a zero tangent through the op of a masked linear, as a graph or a backward calls it."
-        fix = "differentiate forward over the module that fxmask.apply has masked, with its forward and backward inside the level; no graph of it."
-        raise UnsupportedError(message(what, "torch.autograd.forward_ad, torch.func.jvp", fix))
-
-
-def check_features(name: str, t: Tensor, expected: int) -> None:
-    """Raise ShapeError where the last axis is not `expected` long."""
-    if t.dim() == 0 or t.size(-1) != expected:
-        raise ShapeError(f"last axis of {name}: expected {expected}, got shape {tuple(t.shape)}.")
-
-
-# ---- block_index -------------------------------------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("fxmask::block_index", mutates_args=())
-def block_index(
-    w: Tensor,
-    keep: Tensor,
-    step: Tensor,
-    block_rows: int,
-    block_cols: int,
-    criterion: str,
-    ties: str,
-    stream: int,
-    impl: str = "auto",
-    cover: bool = False,
-) -> Tensor:
-    """Mask of the `keep` best blocks of `w`.
-
-    Args:
-        w: weight (N, K), floating. keep, step: 0-d int64 on the device of `w`; `step` and `stream` drive `criterion="random"` alone.
-        criterion: see `kernels.score.CRITERIA`. ties: `lowest` (exactly `keep` blocks) or `keep` (all that tie with the last one).
-        impl: see `kernels.dispatch`. cover: no block row or column without a block, see `kernels.select.covering`; not with impl="triton".
-
-    Returns: bool (ceil(N / block_rows), ceil(K / block_cols)), True = kept.
-    Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
-    """
-    grid_shape(w.shape, (block_rows, block_cols))  # raises for what is no matrix
-    return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream, cover)
-
-
-@register_fake(block_index)
-def _(
-    w: Tensor,
-    keep: Tensor,
-    step: Tensor,
-    block_rows: int,
-    block_cols: int,
-    criterion: str,
-    ties: str,
-    stream: int,
-    impl: str = "auto",
-    cover: bool = False,
-) -> Tensor:
-    return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
-
-
-without_gradient(block_index)
-
-# ---- strip_lists -------------------------------------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("fxmask::strip_lists", mutates_args=())
-def strip_lists(mask: Tensor, block_rows: int, block_cols: int, impl: str = "auto") -> Tensor:
-    """Lists of the kept blocks, both directions, for kernels that skip the others: int32 [kernels.lists.packed_length].
-
-    mask: bool (NB, KB), True = kept; block sides of `kernels.lists.LISTED`. Differentiable: no. Cost: one read of the mask; no host sync.
-    Raises: ShapeError, UnsupportedError (a weight of more units than an entry can name, see `kernels.lists`).
-    """
-    if mask.dim() != 2 or mask.dtype != torch.bool or not listed((block_rows, block_cols)):
-        got = f"{mask.dtype} {tuple(mask.shape)}, blocks {(block_rows, block_cols)}"
-        raise ShapeError(f"fxmask::strip_lists: expected a mask bool (NB, KB) in blocks of {', '.join(map(str, LISTED))}, got {got}.")
-    of_mask = form(impl, mask.new_empty(0, dtype=torch.float32))  # a mask has no floating dtype to object to
-    return of_mask.strip_lists(mask, (block_rows, block_cols))
-
-
-@register_fake(strip_lists)
-def _(mask: Tensor, block_rows: int, block_cols: int, impl: str = "auto") -> Tensor:
-    length = packed_length((mask.shape[0], mask.shape[1]), (block_rows, block_cols))
-    return mask.new_empty(length, dtype=torch.int32)
-
-
-without_gradient(strip_lists)
 
 # ---- masked_linear -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -181,11 +55,11 @@ def masked_linear(
     """
     refuse_forward_ad()
     block, shape = (block_rows, block_cols), w.shape
-    _check_mask(mask, shape, block)
+    check_mask(mask, shape, block)
     check_features("x", x, shape[1])
     check_bias(bias, shape[0])
     check_lists(lists, mask, block)
-    _check_backward(backward)
+    check_backward(backward)
     return form(impl, x).masked_linear(x, w, bias, mask, block, lists)
 
 
@@ -203,10 +77,10 @@ def _(
     lists: Tensor | None = None,
 ) -> Tensor:
     refuse_forward_ad()
-    _check_mask(mask, w.shape, (block_rows, block_cols))
+    check_mask(mask, w.shape, (block_rows, block_cols))
     check_features("x", x, w.shape[1])
     check_bias(bias, w.shape[0])
-    _check_backward(backward)
+    check_backward(backward)
     return empty_result(x, w.shape[0], (block_rows, block_cols), impl)
 
 
@@ -255,10 +129,10 @@ def masked_linear_dx(
     Cost: as `masked_linear`. Raises: ShapeError.
     """
     refuse_forward_ad()
-    _check_mask(mask, w.shape, (block_rows, block_cols))
+    check_mask(mask, w.shape, (block_rows, block_cols))
     check_features("gy", gy, w.shape[0])
     check_lists(lists, mask, (block_rows, block_cols))
-    _check_backward(backward)
+    check_backward(backward)
     return form(impl, gy).masked_linear_dx(gy, w, mask, (block_rows, block_cols), backward, lists)
 
 
@@ -373,30 +247,6 @@ def derivative_of_dw(
 
 
 register_autograd(masked_linear_dw, _dw_backward, _save_dw)
-
-
-def is_transformed(impl: str) -> bool:
-    """Whether a function transform or forward-mode AD is active, which cannot see into a custom op."""
-    active = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if active and impl == "triton":
-        raise UnsupportedError("impl='triton' inside torch.func or forward-mode AD: those cannot see into a kernel; use impl='auto'.")
-    return active
-
-
-def index(
-    w: Tensor, keep: Tensor, step: Tensor, block: tuple[int, int], criterion: str, ties: str, stream: int, impl: str = "auto", cover: bool = False
-) -> Tensor:
-    """The mask as modules ask for it: `block_index`, or its aten form under function transforms."""
-    if is_transformed(impl):
-        return reference.block_index(w, keep, step, block, criterion, ties, stream, cover)
-    return block_index(w, keep, step, block[0], block[1], criterion, ties, stream, impl, cover)
-
-
-def lists(mask: Tensor, block: tuple[int, int], impl: str) -> Tensor | None:
-    """The lists that the matmuls of `impl` read, made once for forward and backward; None where they read none."""
-    if impl != "triton" or not listed(block) or is_transformed(impl):
-        return None
-    return strip_lists(mask, block[0], block[1], impl)
 
 
 def linear(

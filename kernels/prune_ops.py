@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import ops, producer, prune, reference
+from . import operands, ops, producer, prune, reference
 from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
@@ -26,7 +26,7 @@ from .op_rules import AUTOCAST, autocast_rule, linear_flop
 
 
 def _check(x: Tensor, w: Tensor, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None, rows: int, cols: int) -> None:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ShapeError(f"last axis of x: expected {w.shape[1]}, got shape {tuple(x.shape)}.")
     if values.dim() != 3 or index.shape != values.shape[:2] or values.dtype != x.dtype:
@@ -194,7 +194,7 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
 
     UnsupportedError under torch.func and for nested tensors. Warns where a ratio rounds to no block.
     """
-    if x.is_nested or ops.is_transformed(impl):
+    if x.is_nested or operands.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
     turned, b, n, kept = _counts(x, block, ratio)
@@ -221,7 +221,7 @@ def _drops_nothing_compiled() -> None:
 
 def draw_unused(x: Tensor, block: int, ratio: float) -> None:
     """Draw the noise that `plan` would, for nothing: a checkpoint that forgets its first forward draws in the second one, and both have to end alike."""
-    if x.is_nested or ops.is_transformed("auto"):
+    if x.is_nested or operands.is_transformed("auto"):
         return
     _, b, n, kept = _counts(x, block, ratio)
     if kept < n:

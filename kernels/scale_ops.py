@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, producer, prune
+from . import operands, producer, prune
 from .compress_ops import sizes
 from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
 from .inductor import register_fake
@@ -20,7 +20,7 @@ from .prune_ops import plan
 
 
 def _check(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool) -> tuple[int, int]:
-    ops.refuse_forward_ad()
+    operands.refuse_forward_ad()
     if not fits(x, a, b):
         others = tuple(a.shape) if b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ShapeError(f"a pruned product: expected a floating x that has its result's shape, got {x.dtype} {tuple(x.shape)} with {others}.")
