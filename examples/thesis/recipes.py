@@ -61,6 +61,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.0025": ("--dense", *ADAMW, "--lr", "0.0025"),
     "b16-tokens-whole-taylor": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b16-tokens-whole-late": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR),
+    "b16-tokens-whole-late-cover": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR, "--cover"),
     "b16-global-taylor": (*B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, *GLOBAL),
     "b16-global-late": (*B16, *ADAMW, *FREEZE, *LATE, *LR, *TAYLOR, *GLOBAL),
     "b16-tokens-whole-last": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *LAST, *LR, *TAYLOR),
