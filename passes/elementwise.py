@@ -19,14 +19,19 @@ ELEMENTWISE = (
 )  # fmt: skip
 
 
+def looks_at_others(optimizer: Optimizer) -> bool:
+    """Whether this is one of torch.optim, or made from one, that moves an element by the gradients and momenta of others: Muon, Adafactor, LBFGS."""
+    theirs = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer and issubclass(c, Optimizer)]
+    return any(c not in ELEMENTWISE for c in theirs)
+
+
 def refuse(optimizer: Optimizer, vouched: bool) -> None:
     """Raise UnsupportedError where a step on kept elements alone is not the step on all, or is not known to be; `vouched`: somebody said that it is."""
     kind = type(optimizer)
     if ranks.stepping(optimizer) is not optimizer:
         what = "masked_step of an optimiser that shares its state out among processes: expected one that holds all of it."
         raise UnsupportedError(message(what, kind.__name__, "leave masked_step out: freeze works there."))
-    theirs = [c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer and issubclass(c, Optimizer)]
-    if any(c not in ELEMENTWISE for c in theirs):
+    if looks_at_others(optimizer):
         what = f"masked_step of {kind.__name__}: expected an optimiser that moves each element by its own gradient and state, and this one looks at others."
         raise UnsupportedError(message(what, kind.__name__, f"leave masked_step out, or use one of {', '.join(c.__name__ for c in ELEMENTWISE)}."))
     if kind not in ELEMENTWISE and not vouched:

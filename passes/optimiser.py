@@ -46,6 +46,7 @@ class Guarded:
     site: Site
     weight: Tensor
     choice: str  # what the guard was asked for
+    clear: bool = False  # under freeze: momenta are zero while masked, instead of keeping their bits
     mask: Tensor | None = None
     block: tuple[int, int] = (1, 1)  # of that mask
     before: Tensor | None = None
@@ -101,7 +102,12 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
             continue
         g.before = ranks.part(g.weight.detach()).clone()
         if g.policy == "freeze":
-            g.momenta = {k: t.detach().clone() for k, t in _momenta(optimizer, g.weight).items()}
+            found = _momenta(optimizer, g.weight)
+            if g.clear:  # before the step, too: a block that has just left must not turn it
+                out = ~_elements(g.mask, g, g.block)
+                for t in (t for k, t in found.items() if k not in NO_MOMENTA):
+                    t.masked_fill_(out, 0)
+            g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clear or k in NO_MOMENTA}
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args(argv)
     if args.opt not in OPTIMISERS:
-        p.error(f"--opt: expected {' or '.join(OPTIMISERS)}, got {args.opt}")
+        p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
     if args.dense and args.config:
         p.error("--dense has no masks: leave out --config")
     if args.timm and (args.config or any(getattr(args, name) is not None for name in SIZES)):

@@ -20,7 +20,7 @@ from thesis import checkpoint
 from thesis.imagenet_data import open_images
 from thesis.imagenet_model import build, import_timm
 from thesis.ranks import Ranks
-from thesis.recipe import Mixing, Recipe, optimiser, scheduler
+from thesis.recipe import Mixing, Recipe, guard, optimiser, scheduler
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "test_images", "seconds")
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device")  # may change from one start of a run to the next
@@ -38,7 +38,7 @@ class Run:
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.images.steps)
         self.mixing = Mixing(self.recipe, len(self.images.classes))
-        self.guard = None if args.dense else fxmask.guard(self.optimiser, self.model, masked_weights=args.guard)
+        self.guard = None if args.dense else guard(self.optimiser, self.model, args.guard)
         self.tracker = MaskTracker(self.model, counts=False)
         self.wrapped = self.model
         self.step, self.epochs_done, self.seconds = 0, 0, 0.0

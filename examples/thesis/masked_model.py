@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fxmask
 from thesis.config import parse
-from thesis.recipe import Recipe, optimiser
+from thesis.recipe import Recipe, guard, optimiser
 
 CRITERIA = ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "movement", "momentum")
 MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
@@ -73,7 +73,7 @@ def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tens
     optim = optimiser(model.parameters(), recipe)
     if not args.dense:
         fxmask.step(model, recipe.epochs * steps_per_epoch)
-        fxmask.guard(optim, model, masked_weights=args.guard)
+        guard(optim, model, args.guard)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         loss = F.cross_entropy(model(images), labels, label_smoothing=recipe.smoothing)

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+import fxmask
+from thesis.muon import MuonAdamW
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Recipe:
 
     epochs: int = 200
     batch: int = 128
-    opt: str = "adam"  # adam: decay is coupled into the gradient; adamw: decoupled
+    opt: str = "adam"  # adam: decay is coupled into the gradient; adamw: decoupled; muon: ours, no table's
     lr: float = 0.01
     weight_decay: float = 1e-4
     min_lr: float = 1e-5
@@ -41,12 +44,18 @@ IMAGENET = Recipe(
     epochs=300, batch=64, opt="adamw", lr=1e-3, weight_decay=0.005, warmup_lr=1e-5, mixup=0.8, cutmix=1.0, masks_from=0
 )  # configured for 300 epochs and stopped after 90  # fmt: skip
 RECIPES = {"cifar10": CIFAR10, "imagenet": IMAGENET}
-OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+OPTIMISERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": MuonAdamW}
 
 
 def optimiser(parameters: Any, recipe: Recipe) -> Optimizer:
     """The recipe's optimiser."""
-    return OPTIMISERS[recipe.opt](parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    optim: Optimizer = OPTIMISERS[recipe.opt](parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
+    return optim
+
+
+def guard(optim: Optimizer, model: nn.Module, policy: str) -> Any:
+    """`fxmask.guard`; an optimiser that looks at whole matrices must not see what masked blocks have left in their momenta."""
+    return fxmask.guard(optim, model, masked_weights=policy, returning="zero" if isinstance(optim, MuonAdamW) else "keep")
 
 
 def scheduler(optim: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:

@@ -17,6 +17,7 @@ FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 
 TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
+MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
@@ -69,6 +70,11 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b32-tokens-whole-last": (*TOKENS_WHOLE, *ADAMW, *FREEZE, *LAST, *LR, *TAYLOR),
     "b16-tokens-whole-ramp-rigl": (*TOKENS_WHOLE_B16, *ADAMW, *LR, *RIGL, *HALF),
     "b16-tokens-whole-ste": (*TOKENS_WHOLE_B16, *ADAMW, *FREE, *HALF, *LR, "--backward", "ste", *TAYLOR),
+    "dense-muon": ("--dense", *MUON),
+    "b16-tokens-whole-muon": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *TAYLOR),
+    "b32-tokens-whole-muon": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *TAYLOR),
+    "dense-muon-lr0.02": ("--dense", *MUON, "--lr", "0.02"),
+    "b16-tokens-whole-muon-lr0.02": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, "--lr", "0.02", *TAYLOR),
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 
@@ -84,6 +90,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     "b32-tokens-whole-late": SEARCH["b32-tokens-whole-late"],
     "dense-activations50": SEARCH["dense-activations50-x16"],
     "dense-activations50-x4": SEARCH["dense-activations50-x4"],
+    **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 

@@ -36,7 +36,7 @@ from tracking import ActiveBlocks, CsvLog, MaskTracker, keep_epochs
 import fxmask
 from thesis import checkpoint, lock
 from thesis.masked_model import CRITERIA, MODELS, build
-from thesis.recipe import RECIPES, Mixing, Recipe, optimiser, scheduler
+from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Recipe, guard, optimiser, scheduler
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
 FLOP_EVERY = 25  # steps
@@ -85,8 +85,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in asdict(RECIPES[args.recipe]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.opt not in ("adam", "adamw"):
-        p.error(f"--opt: expected adam or adamw, got {args.opt}")
+    if args.opt not in OPTIMISERS:
+        p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
     if args.dense and args.config:
         p.error("--dense has no masks: leave out --config")
     return args
@@ -113,7 +113,7 @@ class Run:
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
-        self.guard = None if args.dense else fxmask.guard(self.optimiser, self.model, masked_weights=args.guard)
+        self.guard = None if args.dense else guard(self.optimiser, self.model, args.guard)
         self.tracker = MaskTracker(self.model, counts=False)
         self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}, []
 

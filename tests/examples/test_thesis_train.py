@@ -65,7 +65,7 @@ class Crash(Exception):
     pass
 
 
-OTHERS = [(*SHORT, "--dense"), (*SHORT, "--backward", "ste", "--refresh", "3"), (*SHORT, "--opt", "adamw", "--guard", "decay")]
+OTHERS = [(*SHORT, "--dense"), (*SHORT, "--backward", "ste", "--refresh", "3"), (*SHORT, "--opt", "adamw", "--guard", "decay"), (*MASKED, "--opt", "muon")]
 
 
 @pytest.mark.parametrize("options", [MASKED, *(pytest.param(o, marks=pytest.mark.slow) for o in OTHERS)])
@@ -193,6 +193,25 @@ def test_recipes_are_the_tables():
     assert (IMAGENET.warmup, IMAGENET.warmup_lr, IMAGENET.mixup, IMAGENET.cutmix) == (5, 1e-5, 0.8, 1.0)
 
 
+def test_muon_for_matrices_and_adamw_for_the_rest():
+    """The parts' own steps to the bit; a head of ten classes is no matrix."""
+    shapes, recipe = ((48, 64), (10, 64), (64,)), Recipe(opt="muon", lr=0.02, weight_decay=0.1)
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    optim = optimiser(ours, recipe)
+    parts = [torch.optim.Muon(theirs[:1], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(theirs[1:], lr=0.02, weight_decay=0.1)]
+    for step in range(4):
+        if step == 2:  # a fresh one, from what the first has saved
+            saved, optim = optim.state_dict(), optimiser(ours, recipe)
+            optim.load_state_dict(saved)
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = b.grad = torch.randn_like(a)
+        for part in (optim, *parts):
+            part.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and [len(g["params"]) for g in optim.param_groups] == [1, 2]
+
+
 def test_learning_rate():
     """Warm-up from warmup_lr, lr where it ends, the middle of the cosine half-way, min_lr through the cool-down."""
     recipe, steps = Recipe(epochs=30, warmup=5, cooldown=5, lr=0.01, warmup_lr=1e-3, min_lr=1e-5), 4
@@ -228,3 +247,6 @@ def test_wrong_use(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
     with pytest.raises(SystemExit):
         program.main(["--dense", "--config", "ResMLP5"])
+    with pytest.raises(SystemExit):
+        program.main(["--opt", "lion"])
+    assert "--opt: expected one of adam, adamw, muon, got lion" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+"""`--opt muon`: Muon for the matrices, AdamW for the rest, as one optimiser with one learning rate.
+
+Muon (K. Jordan et al., 2024, kellerjordan.github.io/posts/muon) orthogonalises the momentum of a whole matrix; torch.optim.Muon does the work. Its step is
+scaled to the size of AdamW's (J. Liu et al., 2025, arXiv:2502.16982), so that one rate serves both. A matrix with fewer than 32 rows or columns, such as a head
+of ten classes, is left to AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+SMALLEST = 32  # rows or columns
+
+
+class MuonAdamW(Optimizer):
+    """One group of matrices, one of everything else; one state, which a checkpoint holds as that of any optimiser.
+
+    Under masks: `fxmask.guard(..., returning="zero")`, because it cannot know that this class looks at whole matrices.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
+        whole = list(params)
+        matrices = [p for p in whole if p.ndim == 2 and min(p.shape) >= SMALLEST]
+        rest = [p for p in whole if not any(p is m for m in matrices)]
+        parts = [(Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"), matrices)] if matrices else []
+        parts += [(AdamW(rest, lr=lr, weight_decay=weight_decay), rest)] if rest else []
+        self.parts = [part for part, _ in parts]
+        super().__init__([{**part.defaults, "params": params} for part, params in parts], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Both parts' steps, each on its group and on the common state."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss

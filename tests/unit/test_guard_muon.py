@@ -1,0 +1,95 @@
+"""fxmask.guard with optimisers that move an element by the momenta of others: what masked blocks have left behind must not turn the kept ones."""
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import nn, optim
+
+import fxmask
+from fxmask.kernels.grid import expand_mask
+
+MUON = dict(lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+
+
+class Average(optim.Optimizer):
+    """Somebody's own optimiser: every element moves by the mean of all momenta of its weight."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                memory = self.state[p].setdefault("memory", torch.zeros_like(p))
+                memory.mul_(0.9).add_(p.grad)
+                p.sub_(group["lr"] * memory.mean())
+
+
+def matrices(model):
+    """The weights that `fxmask.apply` masks there."""
+    return [model[0].weight, model[2].weight]
+
+
+def ramped(optimiser_of, steps=12, **guard):
+    """A guarded run whose masks grow over half of its steps: (weights after it, the masks and gradients of every step, the optimiser)."""
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(), ratio=0.6, block=(16, 16), schedule=fxmask.Schedule("linear", steps=steps // 2))
+    optimiser, seen = optimiser_of(matrices(model)), []
+    fxmask.guard(optimiser, model, **guard)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        masks = fxmask.masks(model)
+        pairs = zip(("0.weight", "2.weight"), matrices(model), strict=True)
+        seen.append([(expand_mask(masks[name], p.shape, (16, 16)), p.grad.clone()) for name, p in pairs])
+        optimiser.step()
+    return [p.detach() for p in matrices(model)], seen, optimiser
+
+
+def in_plain_pytorch(optimiser_of, seen):
+    """The same steps without fxmask: momenta outside of the mask set to zero before each, masked weights put back after it."""
+    torch.manual_seed(0)
+    weights = [p.detach().clone().requires_grad_() for p in matrices(mlp())]
+    optimiser = optimiser_of(weights)
+    for step in seen:
+        before = [w.detach().clone() for w in weights]
+        for w, (kept, grad) in zip(weights, step, strict=True):
+            w.grad = grad * kept
+            for t in optimiser.state[w].values():
+                t.masked_fill_(~kept, 0)
+        optimiser.step()
+        with torch.no_grad():
+            for w, (kept, _), old in zip(weights, step, before, strict=True):
+                w.copy_(torch.where(kept, w, old))
+    return [w.detach() for w in weights]
+
+
+def test_muon_steps_as_if_masked_blocks_had_never_been():
+    weights, seen, optimiser = ramped(lambda params: optim.Muon(params, **MUON))
+    assert any((a[0] & ~b[0]).any() for a, b in zip(seen[2], seen[-1], strict=True)), "no block has left since its first momentum: nothing is tested"
+    for got, expected in zip(weights, in_plain_pytorch(lambda params: optim.Muon(params, **MUON), seen), strict=True):
+        assert torch.equal(got, expected)
+    for (kept, _), p in zip(seen[-1], optimiser.param_groups[0]["params"], strict=True):
+        assert not optimiser.state[p]["momentum_buffer"][~kept].any()
+
+
+@pytest.mark.parametrize("returning", ["keep", "zero"])
+def test_an_optimiser_of_ones_own_is_told_by_returning(returning):
+    weights, seen, _ = ramped(Average, returning=returning)
+    same = [torch.equal(a, b) for a, b in zip(weights, in_plain_pytorch(Average, seen), strict=True)]
+    assert all(same) if returning == "zero" else not all(same)
+
+
+def test_step_sizes_are_no_momenta():
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 32, bias=False)), ratio=0.5, block=(16, 16), refresh=0)
+    optimiser = optim.Rprop(model.parameters(), lr=0.01)
+    fxmask.guard(optimiser, model, returning="zero")
+    for _ in range(3):
+        optimiser.zero_grad()
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimiser.step()
+    out = ~expand_mask(fxmask.masks(model)["0.weight"], (32, 32), (16, 16))
+    state = optimiser.state[model[0].weight]
+    assert torch.equal(state["step_size"][out], torch.full_like(state["step_size"][out], 0.01)) and not state["prev"][out].any()
