@@ -28,6 +28,7 @@ from thesis.recipes import COMMON, FINAL, ISOFLOP, SEARCH, arguments_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "cifar10_accuracy.csv"
+RUNS = Path("runs/accuracy")
 COLUMNS = (
     "phase", "run", "block", "target_ratio", "ratio_achieved", "epochs", "seed", "held_top1", "test_top1", "test_top5", "train_acc", "train_loss", "flips",
     "train_tflop", "loaded_weights_g", "train_seconds", "threads", "torch", "data", "command",
@@ -36,12 +37,12 @@ PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1)), "isoflop": 
 DATA_NAMES = {"folder": "CIFAR-10 as JPEG, quality 75", "cifar10": "CIFAR-10", "digits": "digits"}
 
 
-def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None = None) -> Iterator[tuple[str, int, list[str]]]:
+def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None = None, runs: Path = RUNS) -> Iterator[tuple[str, int, list[str]]]:
     """(name of the run, seed, arguments of train.py but for data and folder), seeds paired: all runs of a seed see the same batches."""
     for seed in seeds:
         for name in PHASES[phase][0]:
             if only is None or name in only:
-                yield name, seed, ["--epochs", str(epochs), "--seed", str(seed), *COMMON, *arguments_of(name, epochs)]
+                yield name, seed, ["--epochs", str(epochs), "--seed", str(seed), *COMMON, *arguments_of(name, epochs, seed, runs)]
 
 
 def folder_of(runs: Path, phase: str, name: str, seed: int) -> Path:
@@ -68,7 +69,7 @@ def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None
     if not facts or len(log) < facts["epochs"] or (phase != "search" and not (out / "test.json").exists()):
         return None
     last, test = log[-1], json.loads((out / "test.json").read_text()) if phase != "search" else {}
-    args = ["--epochs", str(facts["epochs"]), "--seed", str(seed), *COMMON, *arguments_of(name, facts["epochs"])]
+    args = ["--epochs", str(facts["epochs"]), "--seed", str(seed), *COMMON, *arguments_of(name, facts["epochs"], seed)]
     return {
         "phase": phase,
         "run": name,
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--holdout", type=int, default=5000)
     p.add_argument("--at-once", type=int, default=2)
     p.add_argument("--only", nargs="+")
-    p.add_argument("--runs", type=Path, default=Path("runs/accuracy"), help="where checkpoints and logs lie")
+    p.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints and logs lie")
     p.add_argument("--csv", type=Path, default=RESULTS)
     args = p.parse_args(argv)
     failed = 0
@@ -169,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
             return code
 
         with ThreadPoolExecutor(args.at_once) as pool:
-            failed = sum(map(bool, pool.map(one, list(jobs(args.phase, args.epochs or epochs, tuple(args.seeds or seeds), args.only)))))
+            failed = sum(map(bool, pool.map(one, list(jobs(args.phase, args.epochs or epochs, tuple(args.seeds or seeds), args.only, args.runs)))))
     print(f"{write(args.runs, args.csv)} runs in {args.csv}")
     return 1 if failed else 0
 

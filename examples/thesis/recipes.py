@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 COMMON = ("--warmup", "1", "--cooldown", "0", "--mix-prob", "0", "--masks-from", "0", "--batch", "128", "--weight-decay", "1e-4")
 
 
@@ -17,6 +19,7 @@ FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 
 TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
+TAUGHT = ("--teacher", "{runs}/final/dense-muon-seed{seed}")
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
@@ -91,6 +94,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     "dense-activations50": SEARCH["dense-activations50-x16"],
     "dense-activations50-x4": SEARCH["dense-activations50-x4"],
     **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
+    **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon")},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 
@@ -130,8 +134,9 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
 }
 
 
-def arguments_of(name: str, epochs: int) -> list[str]:
-    """The arguments of a recipe for a run of so many epochs."""
+def arguments_of(name: str, epochs: int, seed: int = 0, runs: Path = Path("runs/accuracy")) -> list[str]:
+    """The arguments of a recipe for a run of so many epochs; where it has a teacher, that of its seed, among these runs."""
     lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
     lengths |= {"most": f"{epochs * 0.45:.6g}", "rest": f"{epochs * 0.05:.6g}ep"}
+    lengths |= {"seed": str(seed), "runs": str(runs)}
     return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]

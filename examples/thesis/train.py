@@ -37,6 +37,7 @@ import fxmask
 from thesis import checkpoint, lock
 from thesis.masked_model import CRITERIA, MODELS, build
 from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Recipe, guard, optimiser, scheduler
+from thesis.teacher import Teacher
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
 FLOP_EVERY = 25  # steps
@@ -67,6 +68,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--activations", metavar="RATIO[:BLOCK]", help="prune what the blocks' linears save for the backward, such as 0.5:16; with --dense, too")
     p.add_argument("--dim", type=int, help="width of the model instead of the preset's")
     p.add_argument("--expansion", type=int, help="hidden over outer width instead of the preset's")
+    p.add_argument("--teacher", metavar="DIR", help="learn from the logits of this dense run, too; same --data, --seed and --holdout")
+    p.add_argument("--teach", metavar="SHARE[:TEMPERATURE]", default="0.7:2", help="of the loss; default %(default)s")
     p.add_argument("--holdout", type=int, default=0, metavar="N", help="keep N training images from training, and judge by them")
     p.add_argument("--read-test", action="store_true", help="with --holdout: judge the last epoch on the test images")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
@@ -109,7 +112,9 @@ class Run:
     def __init__(self, args: argparse.Namespace, data: Data | None = None) -> None:
         self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         self.data = data or data_of(args)
-        self.model = build(args, preset_of(args), self.data.channels, self.data.classes, self.data.steps)
+        sizes = preset_of(args), self.data.channels, self.data.classes, self.data.steps
+        self.teacher = Teacher(args, *sizes) if args.teacher else None
+        self.model = build(args, *sizes)
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
@@ -125,7 +130,7 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run goes on."""
-        return {k: v for k, v in vars(self.args).items() if k not in HOW_RUN}
+        return {k: v for k, v in vars(self.args).items() if k not in HOW_RUN and (k != "teach" or self.args.teacher)}
 
     def save(self) -> None:
         """A checkpoint that `torch.load(weights_only=True)` opens; `model` is a plain state_dict."""
@@ -159,8 +164,10 @@ class Run:
         torch.manual_seed(self.args.seed * 1_000_003 + self.step)
         mixed, targets = self.mixing(images, labels)
         self.tracker.before_step()
-        logits = self.model(mixed.to(device))
+        mixed = mixed.to(device)
+        logits = self.model(mixed)
         loss = F.cross_entropy(logits, targets.to(device), label_smoothing=self.recipe.smoothing)
+        loss = self.teacher.loss(mixed, logits, loss) if self.teacher else loss
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()  # the guard's hooks count it
