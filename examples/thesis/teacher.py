@@ -23,8 +23,11 @@ class Teacher:
     """A frozen dense model. `teach`, "0.7:2": the teacher's share of the loss, and the temperature of both sides' softmax."""
 
     def __init__(self, args: argparse.Namespace, preset: str, channels: int, classes: int, steps: int) -> None:
-        folder, (share, _, temperature) = Path(args.teacher), args.teach.partition(":")
-        self.share, self.temperature = float(share), float(temperature or 1)
+        folder = Path(args.teacher)
+        try:
+            self.share, self.temperature = map(float, args.teach.split(":") if ":" in args.teach else (args.teach, 1))
+        except ValueError:
+            self.share, self.temperature = -1.0, 0.0
         if not (0 <= self.share <= 1 and self.temperature > 0):
             raise checkpoint.CheckpointError(f"--teach: expected a share of 0 to 1 and a temperature above 0, got {args.teach!r}.")
         state = checkpoint.load(folder) or {}
