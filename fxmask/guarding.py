@@ -41,7 +41,7 @@ class GuardHandle:
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = guarded, followed, others
         self._choice, self._returning, self._first, self._token = choice, returning, True, object()
-        self._clear = returning == "zero" or elementwise.looks_at_others(ranks.stepping(optimizer))
+        self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self._held = _count(optimizer)
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if masked_step:  # whoever looks after a step sees weights that have moved
@@ -186,8 +186,9 @@ def guard(
             step then drives masked weights to zero. `auto`: freeze for backward="masked" and for "rigl" with regrow, free for the others, which live on
             moving masked weights; phases that change the mode change it. Under a soft mask masked weights learn until the ramp's end.
         returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`. Under `regrow` always zero.
-            `zero` with freeze holds them at zero while the block is masked, too. So it is with Muon and Adafactor whatever is asked for, and should be asked
-            for with an optimiser of your own whose step of one element reads the momenta of others: what masked blocks have left would turn the kept ones.
+            Under freeze Muon's momenta are zero while masked, whatever is asked for, because they would turn the kept blocks. `zero` does the same for
+            an optimiser that is not torch.optim's: for one whose step of an element reads others, and whose state lies as the weight does. One that keeps
+            its state in other coordinates (Shampoo, SOAP) wants `free`; Adafactor's factored moments and LBFGS's history are left as they are.
         masked_step: True: freeze, by a step that reads and writes the kept blocks of weights, gradients and momenta alone. For torch.optim's elementwise
             optimisers (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD); "elementwise": for a class of your own, too, whose
             step moves each element by its own gradient and state, from param_groups and self.state. Not with closures, torch.compile of the step, CUDA graphs

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..kernels.errors import UnsupportedError, message
 from . import ranks
+from .optimiser import EVERY
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
@@ -23,6 +24,13 @@ def looks_at_others(optimizer: Optimizer) -> bool:
     """Whether this is one of torch.optim, or made from one, that moves an element by the gradients and momenta of others: Muon, Adafactor, LBFGS."""
     theirs = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer and issubclass(c, Optimizer)]
     return any(c not in ELEMENTWISE for c in theirs)
+
+
+def cleared_while_masked(optimizer: Optimizer, returning: str) -> str:
+    """Which state of a frozen weight is zero while masked: none where each element is its own, Muon's momentum, or all where `returning` says so."""
+    if returning == "zero" and type(optimizer) not in ELEMENTWISE:
+        return EVERY
+    return "momentum_buffer" if isinstance(optimizer, optim.Muon) else ""
 
 
 def refuse(optimizer: Optimizer, vouched: bool) -> None:

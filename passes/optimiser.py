@@ -23,6 +23,7 @@ from .site import Site
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
+EVERY = "*"
 NO_MOMENTA = ("step_size", "ax")  # of Rprop and ASGD: a step size and an averaged weight, for which zero is no beginning
 
 
@@ -46,11 +47,16 @@ class Guarded:
     site: Site
     weight: Tensor
     choice: str  # what the guard was asked for
-    clear: bool = False  # under freeze: momenta are zero while masked, instead of keeping their bits
+    clear: str = ""  # under freeze: which state is zero while masked, instead of keeping its bits: one key, or EVERY
     mask: Tensor | None = None
     block: tuple[int, int] = (1, 1)  # of that mask
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
+    gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
+
+    def clears(self, key: str) -> bool:
+        """Whether this state is zero while masked."""
+        return key == self.clear or (self.clear == EVERY and key not in NO_MOMENTA)
 
     @property
     def policy(self) -> str:
@@ -92,7 +98,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     A closure makes the gradients inside the step, so that before it nothing says which weights will move.
     """
     for g in guarded:
-        g.mask, g.before, g.momenta = None, None, {}
+        g.mask, g.before, g.momenta, g.gradient = None, None, {}, None
         if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
@@ -103,11 +109,21 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         g.before = ranks.part(g.weight.detach()).clone()
         if g.policy == "freeze":
             found = _momenta(optimizer, g.weight)
-            if g.clear:  # before the step, too: a block that has just left must not turn it
-                out = ~_elements(g.mask, g, g.block)
-                for t in (t for k, t in found.items() if k not in NO_MOMENTA):
-                    t.masked_fill_(out, 0)
-            g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clear or k in NO_MOMENTA}
+            if g.clear:
+                _hide_masked(g, found)
+            g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clears(k)}
+
+
+def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
+    """Before a step that looks at whole matrices: neither momenta nor gradients of masked blocks, which would turn the kept ones."""
+    assert g.mask is not None
+    out = ~_elements(g.mask, g, g.block)
+    for t in (t for k, t in state.items() if g.clears(k)):
+        t.masked_fill_(out, 0)
+    if g.site._fxmask_config.backward != "masked" and g.weight.grad is not None:  # a dense gradient, that regrowth is for
+        grad = ranks.part(g.weight.grad)
+        g.gradient = grad.clone()
+        grad.masked_fill_(out, 0)
 
 
 @torch.no_grad()
@@ -133,11 +149,14 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor 
         else:
             for k, t in _momenta(optimizer, g.weight).items():
                 was = g.momenta.get(k)
-                if was is None and k in NO_MOMENTA:
-                    continue
-                t.copy_(torch.where(kept, t, torch.zeros_like(t) if was is None else was.to(t.device)))
+                if was is not None:
+                    t.copy_(torch.where(kept, t, was.to(t.device)))
+                elif k not in NO_MOMENTA:
+                    t.masked_fill_(~kept, 0)
         weight.copy_(torch.where(kept, weight, old))
-        g.mask, g.before, g.momenta = None, None, {}
+        if g.gradient is not None:
+            ranks.part(g.weight.grad).copy_(g.gradient)
+        g.mask, g.before, g.momenta, g.gradient = None, None, {}, None
     return masks
 
 

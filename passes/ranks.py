@@ -12,6 +12,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..kernels.errors import UnsupportedError, message
+
 
 def is_shard(t: object) -> bool:
     """Whether a tensor is a DTensor."""
@@ -64,7 +66,13 @@ def part_like(full: Tensor, weight: Tensor) -> Tensor:
 def stepping(optimizer: Optimizer) -> Optimizer:
     """The optimiser that holds this process's part of the state: ZeroRedundancyOptimizer gives each process one, and has no state itself."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer
+    if not hasattr(optimizer, "optim"):  # overlap_with_ddp=True: it is made later, and steps in DDP's hooks
+        what = "ZeroRedundancyOptimizer(overlap_with_ddp=True): expected an optimiser whose own step moves the weights, because that is what guard follows."
+        raise UnsupportedError(message(what, type(optimizer).__name__, "leave overlap_with_ddp out."))
+    inner: Optimizer = optimizer.optim
+    return inner
 
 
 def at_rest(model: nn.Module) -> None:

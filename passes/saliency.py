@@ -9,8 +9,9 @@
 
 g is the gradient as the optimiser is about to use it, w the weight that it was made with. With `average=a` a score begins with its first value, and then s
 becomes a s + (1 - a) new, also for norms of the weight (`fro`, `l1`, `linf`, `spectral`); `movement` forgets by a. Under backward="masked" a masked block
-has no gradient, so its `taylor` and `gradient` fall to zero and it does not return; `ste` and `rigl` give it one. Blocks whose scores tie, as where no
-gradient has come, rank by the weight's norm.
+has no gradient, so its `taylor` and `gradient` fall to zero and it does not return; `ste` and `rigl` give it one. Its `momentum`, frozen by `fxmask.guard`,
+stays that of the day it left, and it may return by that; Muon's is cleared while masked, and it does not. Blocks whose scores tie, as where no gradient has
+come, rank by the weight's norm.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ SMALLEST = 32  # rows or columns
 class MuonAdamW(Optimizer):
     """One group of matrices, one of everything else; one state, which a checkpoint holds as that of any optimiser.
 
-    Under masks: `fxmask.guard(..., returning="zero")`, because it cannot know that this class looks at whole matrices.
+    Under masks: `fxmask.guard(..., returning="zero")`, because it cannot know that this class looks at whole matrices. Takes parameters, no groups.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
@@ -31,6 +31,9 @@ class MuonAdamW(Optimizer):
         parts += [(AdamW(rest, lr=lr, weight_decay=weight_decay), rest)] if rest else []
         self.parts = [part for part, _ in parts]
         super().__init__([{**part.defaults, "params": params} for part, params in parts], {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Both parts' steps, each on its group and on the common state."""

@@ -54,7 +54,7 @@ def optimiser(parameters: Any, recipe: Recipe) -> Optimizer:
 
 
 def guard(optim: Optimizer, model: nn.Module, policy: str) -> Any:
-    """`fxmask.guard`; an optimiser that looks at whole matrices must not see what masked blocks have left in their momenta."""
+    """`fxmask.guard`; under freeze an optimiser that looks at whole matrices must not see what masked blocks have left in their momenta."""
     return fxmask.guard(optim, model, masked_weights=policy, returning="zero" if isinstance(optim, MuonAdamW) else "keep")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -205,6 +206,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest():
         if step == 2:  # a fresh one, from what the first has saved
             saved, optim = optim.state_dict(), optimiser(ours, recipe)
             optim.load_state_dict(saved)
+            pickle.loads(pickle.dumps(optim)).step()  # its own weights
         for a, b in zip(ours, theirs, strict=True):
             a.grad = b.grad = torch.randn_like(a)
         for part in (optim, *parts):

@@ -75,6 +75,53 @@ def test_muon_steps_as_if_masked_blocks_had_never_been():
         assert not optimiser.state[p]["momentum_buffer"][~kept].any()
 
 
+def test_dense_gradients_are_for_regrowth_alone():
+    """RigL's dense steps: Muon moves kept elements as the kept part of the gradient says, and the gradient is whole again after the step."""
+    torch.manual_seed(0)
+    config = fxmask.WeightMask(ratio=0.6, block=(16, 16), backward="rigl", dense_every=4, refresh=4, regrow=fxmask.Regrow("gradient", 0.3))
+    model = fxmask.apply(mlp(), config)
+    optimiser, w, dense = optim.Muon(matrices(model), **MUON), model[0].weight, 0
+    fxmask.guard(optimiser, model)
+    for _ in range(9):
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        kept = expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16))
+        alone = nn.Parameter(w.detach().clone())
+        alone.grad, whole = w.grad * kept, w.grad.clone()
+        other = optim.Muon([alone], **MUON)
+        if optimiser.state[w]:
+            other.state[alone]["momentum_buffer"] = optimiser.state[w]["momentum_buffer"] * kept
+        other.step()
+        optimiser.step()
+        assert torch.equal(w[kept], alone[kept]) and torch.equal(w.grad, whole)
+        dense += bool(whole[~kept].any())
+    assert dense == 2
+
+
+def test_state_that_is_no_momentum_stays():
+    """A Muon with a copy of the weights: returning blocks must not come back as zeros."""
+
+    class WithMaster(optim.Muon):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("master", p.detach().clone())
+            super().step()
+
+    _, seen, optimiser = ramped(lambda params: WithMaster(params, **MUON))
+    for (kept, _), p in zip(seen[-1], optimiser.param_groups[0]["params"], strict=True):
+        assert optimiser.state[p]["master"][~kept].all() and not optimiser.state[p]["momentum_buffer"][~kept].any()
+
+
+@pytest.mark.parametrize("cls", [optim.AdamW, optim.Adafactor])
+def test_others_of_torch_keep_what_they_have(cls):
+    """Elementwise ones need no clearing; Adafactor's factored moments have no element of a weight."""
+    _, seen, optimiser = ramped(lambda params: cls(params, lr=0.01), returning="zero")
+    for (kept, _), p in zip(seen[-1], optimiser.param_groups[0]["params"], strict=True):
+        state = optimiser.state[p]
+        assert state["exp_avg"][~kept].any() if cls is optim.AdamW else state["row_var"].all()
+
+
 @pytest.mark.parametrize("returning", ["keep", "zero"])
 def test_an_optimiser_of_ones_own_is_told_by_returning(returning):
     weights, seen, _ = ramped(Average, returning=returning)
@@ -92,4 +139,4 @@ def test_step_sizes_are_no_momenta():
         optimiser.step()
     out = ~expand_mask(fxmask.masks(model)["0.weight"], (32, 32), (16, 16))
     state = optimiser.state[model[0].weight]
-    assert torch.equal(state["step_size"][out], torch.full_like(state["step_size"][out], 0.01)) and not state["prev"][out].any()
+    assert torch.equal(state["step_size"][out], torch.full_like(state["step_size"][out], 0.01))

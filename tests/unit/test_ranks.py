@@ -111,6 +111,16 @@ def test_zero_redundancy(mesh, returning):
     assert len(ends[0]) == 12 and all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+def test_zero_redundancy_within_ddp(mesh):
+    """Its steps are made in DDP's hooks, where no guard is."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = fxmask.apply(mlp(), ratio=0.6)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(UnsupportedError, match=r"overlap_with_ddp=True(.|\n)*leave overlap_with_ddp out"):
+        fxmask.guard(optimizer, model)
+
+
 @pytest.mark.parametrize("refresh", [1, 2])
 def test_the_step_that_makes_an_optimisers_state_is_no_step(mesh, refresh):
     model = sharded(mesh, refresh=refresh)
