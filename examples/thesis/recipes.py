@@ -21,6 +21,8 @@ TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
 TAUGHT = ("--teacher", "{runs}/final/dense-muon-seed{seed}")
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
+# tried with Muon on both sides
+CHANGES = {"lr0.02": ("--lr", "0.02"), "lr0.005": ("--lr", "0.005"), "wd0.1": ("--weight-decay", "0.1"), "smooth0": ("--smoothing", "0")}
 RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
@@ -28,6 +30,8 @@ TOKENS_WHOLE = ("--config", "ResMLP5 @ XChannel1 = masked 0.8125 (32, 32); XChan
 TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = masked 0.75 (32, 32); XChannel2 = masked 0.8125 (32, 32);")
 # as many as 16x16 at 50 % keeps (360 of 720), token mixing whole
 TOKENS_WHOLE_B16 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (16, 16);")
+# as many weights, chosen one by one: what blocks cost beside it is the price of their shape
+TOKENS_WHOLE_B1 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (1, 1);")
 # the same masks; a ratio of 0 lets inputs of token mixing be pruned
 BOTH = ("--config", "ResMLP5 @ XPatch = masked 0 (16, 16); XChannel = masked 0.5625 (16, 16);", "--activations", "0.5:4")
 LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
@@ -76,8 +80,10 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "dense-muon": ("--dense", *MUON),
     "b16-tokens-whole-muon": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *TAYLOR),
     "b32-tokens-whole-muon": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *TAYLOR),
-    "dense-muon-lr0.02": ("--dense", *MUON, "--lr", "0.02"),
-    "b16-tokens-whole-muon-lr0.02": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, "--lr", "0.02", *TAYLOR),
+    "b1-tokens-whole-taylor": (*TOKENS_WHOLE_B1, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
+    "b1-tokens-whole-muon": (*TOKENS_WHOLE_B1, *FREEZE, *HALF, *MUON, *TAYLOR),
+    **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in CHANGES.items()},
+    **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in CHANGES.items()},
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 
@@ -93,7 +99,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     "b32-tokens-whole-late": SEARCH["b32-tokens-whole-late"],
     "dense-activations50": SEARCH["dense-activations50-x16"],
     "dense-activations50-x4": SEARCH["dense-activations50-x4"],
-    **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
+    **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon", "b1-tokens-whole-muon")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
