@@ -28,6 +28,8 @@ RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regro
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
 TOKENS_WHOLE = ("--config", "ResMLP5 @ XChannel1 = masked 0.8125 (32, 32); XChannel2 = masked 0.875 (32, 32);")
 TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = masked 0.75 (32, 32); XChannel2 = masked 0.8125 (32, 32);")
+# the same blocks in the end, but the last one of each layer leaves before two thirds of the ramp, not with its last step
+TOKENS_WHOLE_EARLY = ("--config", "ResMLP5 @ XChannel1 = masked 0.86 (32, 32); XChannel2 = masked 0.92 (32, 32);")
 # as many as 16x16 at 50 % keeps (360 of 720), token mixing whole
 TOKENS_WHOLE_B16 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (16, 16);")
 # as many weights, chosen one by one: what blocks cost beside it is the price of their shape
@@ -80,6 +82,9 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "dense-muon": ("--dense", *MUON),
     "b16-tokens-whole-muon": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *TAYLOR),
     "b32-tokens-whole-muon": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *TAYLOR),
+    "b16-tokens-whole-late-muon": (*TOKENS_WHOLE_B16, *FREEZE, *LATE, *MUON, *TAYLOR),
+    "b32-tokens-whole-late-muon": (*TOKENS_WHOLE, *FREEZE, *LATE, *MUON, *TAYLOR),
+    "b32-tokens-whole-early-muon": (*TOKENS_WHOLE_EARLY, *FREEZE, *HALF, *MUON, *TAYLOR),
     "b1-tokens-whole-taylor": (*TOKENS_WHOLE_B1, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
     "b1-tokens-whole-muon": (*TOKENS_WHOLE_B1, *FREEZE, *HALF, *MUON, *TAYLOR),
     **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in CHANGES.items()},
