@@ -22,7 +22,8 @@ LR = ("--lr", "0.01")
 TAUGHT = ("--teacher", "{runs}/final/dense-muon-seed{seed}")
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 # tried with Muon on both sides
-CHANGES = {"lr0.02": ("--lr", "0.02"), "lr0.005": ("--lr", "0.005"), "wd0.1": ("--weight-decay", "0.1"), "smooth0": ("--smoothing", "0")}
+CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}
+CHANGES["smooth0"] = ("--smoothing", "0")
 RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
@@ -83,6 +84,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-muon": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *TAYLOR),
     "b32-tokens-whole-muon": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *TAYLOR),
     "b16-tokens-whole-late-muon": (*TOKENS_WHOLE_B16, *FREEZE, *LATE, *MUON, *TAYLOR),
+    "b16-tokens-whole-late-muon-wd0.1": (*TOKENS_WHOLE_B16, *FREEZE, *LATE, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     "b32-tokens-whole-late-muon": (*TOKENS_WHOLE, *FREEZE, *LATE, *MUON, *TAYLOR),
     "b32-tokens-whole-early-muon": (*TOKENS_WHOLE_EARLY, *FREEZE, *HALF, *MUON, *TAYLOR),
     "b1-tokens-whole-taylor": (*TOKENS_WHOLE_B1, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
