@@ -12,6 +12,11 @@ def masks(ratio: float, side: int) -> tuple[str, ...]:
     return ("--config", f"ResMLP5 @ XPatch = masked {ratio} ({side}, {side}); XChannel = masked {ratio} ({side}, {side});")
 
 
+def tokens_whole(side: int) -> tuple[str, ...]:
+    """Half of the weights of all three, token mixing whole, in square blocks; side 1 is weights one by one, beside which one sees what blocks cost."""
+    return ("--config", f"ResMLP5 @ XChannel = masked 0.5625 ({side}, {side});")
+
+
 ADAM, ADAMW = ("--opt", "adam"), ("--opt", "adamw")
 HALF = ("--schedule", "cubic:{half}")  # from dense to the ratio over the first half of the steps
 B32, B16 = masks(0.8, 32), masks(0.5, 16)
@@ -32,9 +37,7 @@ TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = 
 # the same blocks in the end, but the last one of each layer leaves before two thirds of the ramp, not with its last step
 TOKENS_WHOLE_EARLY = ("--config", "ResMLP5 @ XChannel1 = masked 0.86 (32, 32); XChannel2 = masked 0.92 (32, 32);")
 # as many as 16x16 at 50 % keeps (360 of 720), token mixing whole
-TOKENS_WHOLE_B16 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (16, 16);")
-# as many weights, chosen one by one: what blocks cost beside it is the price of their shape
-TOKENS_WHOLE_B1 = ("--config", "ResMLP5 @ XChannel = masked 0.5625 (1, 1);")
+TOKENS_WHOLE_B16 = tokens_whole(16)
 # the same masks; a ratio of 0 lets inputs of token mixing be pruned
 BOTH = ("--config", "ResMLP5 @ XPatch = masked 0 (16, 16); XChannel = masked 0.5625 (16, 16);", "--activations", "0.5:4")
 LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
@@ -87,8 +90,9 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-late-muon-wd0.1": (*TOKENS_WHOLE_B16, *FREEZE, *LATE, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     "b32-tokens-whole-late-muon": (*TOKENS_WHOLE, *FREEZE, *LATE, *MUON, *TAYLOR),
     "b32-tokens-whole-early-muon": (*TOKENS_WHOLE_EARLY, *FREEZE, *HALF, *MUON, *TAYLOR),
-    "b1-tokens-whole-taylor": (*TOKENS_WHOLE_B1, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
-    "b1-tokens-whole-muon": (*TOKENS_WHOLE_B1, *FREEZE, *HALF, *MUON, *TAYLOR),
+    "b16-tokens-whole-soft": (*TOKENS_WHOLE_B16, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR, "--soft"),
+    **{f"b{side}-tokens-whole-taylor": (*tokens_whole(side), *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR) for side in (8, 4, 1)},
+    "b1-tokens-whole-muon": (*tokens_whole(1), *FREEZE, *HALF, *MUON, *TAYLOR),
     **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in CHANGES.items()},
     **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in CHANGES.items()},
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
