@@ -40,7 +40,8 @@ class GuardHandle:
         self._pruned = pruned
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = guarded, followed, others
-        self._choice, self._returning, self._first, self._token = choice, returning, True, object()
+        self._choice, self._returning, self._token = choice, returning, object()
+        self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self._held = _count(optimizer)
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
@@ -105,9 +106,10 @@ class GuardHandle:
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
         else:
             before_step(optimizer, self._guarded, closure)
-        if self._first and not closure and any(g.mask is not None for g in self._guarded):
-            self._first = False
-            warn_of_dense_gradients(self._guarded)
+        if not closure and len(self._looked_at) < len(self._guarded):
+            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and state.masks_any(g.site)]
+            self._looked_at.update(id(g.site) for g in masked)
+            warn_of_dense_gradients(masked)
         return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
 
     @torch.compiler.disable

@@ -52,7 +52,7 @@ def _ran_unseen(site: Site, weight: Tensor) -> bool:
 
 
 def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
-    """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a first step alone."""
+    """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a layer's first masked step alone."""
     names = []
     for g in guarded:
         grad, config = g.weight.grad, g.site._fxmask_config

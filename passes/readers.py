@@ -6,8 +6,10 @@ methods and properties that it uses, and of what these extend by `super()`. What
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -19,6 +21,7 @@ from torch.fx import GraphModule
 FACTS = "dtype|device|shape|size|dim|ndim|numel|layout|requires_grad|is_cuda|is_meta|is_floating_point|element_size|stride|is_contiguous"
 WRITE = r"\s*(?:\.data)?\s*(?:\[[^\]]*\])?\s*(?:\.[a-z]\w*_\(|[-+*/]?=[^=])"
 READ = re.compile(rf"(?<!isinstance\()\bself\.([\w.]+)\.weight\b(?!\s*\.(?:{FACTS})\b)(?!{WRITE})(?!\s+is\b)")
+WRITTEN = re.compile(rf"\bself\.([\w.]+)\.weight\b{WRITE}")
 USE = re.compile(r"\bself\.(\w+)\b")
 
 
@@ -50,8 +53,13 @@ def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 @cache
 def _paths_read(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Paths p of `self.p.weight` that a class reads in its forward and in what this uses of the class."""
-    return tuple(dict.fromkeys(path for source in forward_sources(cls) for path in READ.findall(source)))
+    """Paths p of `self.p.weight` that a class reads in its forward and in what this uses of the class.
+
+    Not of a layer that it calls, too, and writes to: there the read is one of the Parameter, such as that of a norm to be kept.
+    """
+    source = "\n".join(forward_sources(cls))
+    written = {path for path in WRITTEN.findall(source) if re.search(rf"\bself\.{re.escape(path)}\(", source)}
+    return tuple(dict.fromkeys(path for path in READ.findall(source) if path not in written))
 
 
 def forward_sources(cls: type[nn.Module]) -> Iterator[str]:
@@ -79,9 +87,35 @@ def _sources(cls: type[nn.Module], name: str) -> Iterator[str]:
             source = inspect.getsource(inspect.unwrap(value))
         except (OSError, TypeError):  # typed in at a prompt, or made by exec
             continue
-        yield source
+        yield _said(source)
         if "super()" not in source:
             return
+
+
+class _Plain(ast.NodeTransformer):
+    """No docstrings, and `self` for what a method calls its first argument."""
+
+    def __init__(self, first: str) -> None:
+        self.first = first
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.Pass() if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name("self", node.ctx) if node.id == self.first else node
+
+
+def _said(source: str) -> str:
+    """What a method's code says, without its comments: `self.a[0].weight` as `self.a.0.weight`. As it is, where it is no method alone, such as a lambda."""
+    try:
+        (method,) = ast.parse(textwrap.dedent(source)).body
+    except (SyntaxError, ValueError):
+        return source
+    if not isinstance(method, ast.FunctionDef):
+        return source
+    first = [*method.args.posonlyargs, *method.args.args][:1]
+    code = ast.unparse(_Plain(first[0].arg if first else "self").visit(method))
+    return re.sub(r"(?<=\w)\[(\d+)\](?=\.weight\b|\()", r".\1", code)
 
 
 def _submodule(m: nn.Module, path: str) -> object:

@@ -317,6 +317,12 @@ def refuse_lost(site: Site) -> None:
         raise StateError(message(what, site._fxmask_name, "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them."))
 
 
+def masks_any(site: Site) -> bool:
+    """Whether the ratio of this step masks a block; a ramp begins with none, and a small layer may keep all. Reads no device."""
+    blocks = site._fxmask_grid[0] * site._fxmask_grid[1]
+    return not site._fxmask_is_dense and site._fxmask_config.keep_at(site._fxmask_step, blocks) < blocks
+
+
 def refuse_tracing(site: Site) -> None:
     """Raise UnsupportedError: a symbolic trace of a masked model."""
     what = "fx.symbolic_trace of a masked model would freeze its masks: expected a dense model."
@@ -328,7 +334,8 @@ def _nobody_counts(site: Site) -> None:
     fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
     fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
     if site.training:
-        what = "start, schedule, refresh > 1, phases and backward='rigl' count optimiser steps: expected a step source before training, got none."
+        what = "start, schedule, refresh > 1, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser steps:"
+        what += " expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))
     if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
         return

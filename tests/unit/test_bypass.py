@@ -1,6 +1,7 @@
 """Weights that are used past their masks: caught at the first optimiser step, before a second training step."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -231,3 +232,34 @@ class Facts(nn.Module):
 def test_facts_about_a_weight_are_no_reads():
     m = Facts()
     assert weight_readers(m) == {} and weight_readers(p := Plain()) == {id(p.inner): [p]}
+
+
+class Renamed(nn.Module):
+    """A tied decoder whose reader is hidden from the source."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        inner = self.inner
+        return F.linear(torch.relu(inner(x)), inner.weight.t())
+
+
+@pytest.mark.parametrize("how", [{"schedule": fxmask.Schedule("cubic", steps=4)}, {"start": 2}, {"start": 2, "refresh": 3}], ids=str)
+def test_second_reader_is_warned_of_at_the_first_step_that_masks(how):
+    """A ramp that begins dense must not use up the one look."""
+    torch.manual_seed(0)
+    m = fxmask.apply(Renamed(), ratio=0.75, **how)
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    told = []
+    for _ in range(8):
+        optimiser.zero_grad()
+        loss(m).backward()
+        with warnings.catch_warnings(record=True) as here:
+            warnings.simplefilter("always")
+            optimiser.step()
+        told.append(sum("have a gradient" in str(w.message) for w in here))
+    assert sum(told) == 1
+    assert told[0] == 0

@@ -9,6 +9,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import UnsupportedError
+from fxmask.passes.readers import weight_readers
 
 
 def attention():
@@ -93,3 +94,73 @@ def test_unmasked_needs_the_call():
     with pytest.raises(UnsupportedError, match=r"(?s)reads its weight and never calls it.*out_proj.*overrides=\{'out_proj': dict\(backward='ste'\)\}"):
         fxmask.apply(model, backward="unmasked")
     fxmask.apply(model, backward="unmasked", overrides={"out_proj": dict(backward="ste")})
+
+
+class Normed(nn.Module):
+    """Keeps the rows of its weight at norm 1, through the Parameter, before it calls the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        self.fc.weight.data = nn.functional.normalize(self.fc.weight.data, dim=1)
+        return self.fc(x)
+
+
+class NormedInPlace(Normed):
+    def forward(self, x):
+        with torch.no_grad():
+            self.fc.weight.copy_(nn.functional.normalize(self.fc.weight, dim=1))
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("kind", [Normed, NormedInPlace])
+def test_a_write_in_the_owners_forward_reaches_the_parameter(kind):
+    torch.manual_seed(0)
+    m = fxmask.apply(kind(), ratio=0.5)
+    m(torch.randn(2, 64))
+    assert torch.allclose(m.fc.weight.norm(dim=1), torch.ones(64), atol=1e-6)
+
+
+class OnlySaid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        """y = x @ self.fc.weight.t() + b"""
+        return self.fc(x)  # not self.fc.weight alone
+
+
+class OtherName(nn.Module):
+    def __init__(me):
+        super().__init__()
+        me.fc = nn.Linear(64, 64)
+
+    def forward(me, x):
+        return nn.functional.linear(x, me.fc.weight, me.fc.bias)
+
+
+class Indexed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.layers[0].weight) + nn.functional.linear(x, self.layers[1].weight)
+
+
+def test_words_are_no_reads():
+    """Docstrings and comments do not decide how a layer runs."""
+    assert not weight_readers(OnlySaid())
+
+
+@pytest.mark.parametrize("kind", [OtherName, Indexed])
+def test_reads_by_another_name_or_an_index_are_masked(kind):
+    torch.manual_seed(0)
+    dense = kind()
+    m = fxmask.apply(copy.deepcopy(dense), ratio=0.75)
+    expected, x = with_zeros(dense, list(fxmask.masks(m)), (16, 16), 0.75), torch.randn(3, 64)
+    assert torch.allclose(m(x), expected(x), atol=1e-6)
+    assert not torch.allclose(m(x), dense(x), atol=1e-2)
