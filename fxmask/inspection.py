@@ -33,7 +33,7 @@ from .report import Report
 from .sites import FINAL, REASONS, any_masked, required_sites, sites, values_of
 
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
-UNSEEN = "fxmask.apply has not seen it"
+UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
 
 
 @torch.no_grad()

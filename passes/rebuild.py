@@ -79,7 +79,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     groups: dict[object, list[int]] = {}
     for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
-        state.same_device(site, weight)
+        state.fits(site, weight)
         triton = not c.remembers and not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
         if triton and dispatch.triton_ops().groups(as_matrix(weight), c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)

@@ -189,7 +189,7 @@ def lists_of(site: Site, mask: Tensor) -> Tensor | None:
 def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
     """The mask of a weight, (N, K) as a matrix, as it is now: bool (NB, KB). `grow`, `anew`: see `passes.ranking.ranked`."""
     c = site._fxmask_config
-    same_device(site, weight)
+    fits(site, weight)
     if c.remembers:
         return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
@@ -204,11 +204,14 @@ def check_plain(site: Site, weight: Tensor) -> None:
         raise UnsupportedError(message(what, site._fxmask_name, "remove the parametrisation, or use a criterion of the weight alone for this layer."))
 
 
-def same_device(site: Site, weight: Tensor) -> None:
-    """Raise StateError where a layer was moved without its mask."""
+def fits(site: Site, weight: Tensor) -> None:
+    """Raise StateError where a layer was moved without its mask, or was given a weight of another size."""
     if site._fxmask_keep.device != weight.device:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
+    if matrix_shape(weight.shape) != site._fxmask_shape:
+        what = f"the weight has been replaced by one of another size: expected {site._fxmask_shape} as a matrix, got {tuple(weight.shape)}."
+        raise StateError(message(what, site._fxmask_name, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
 
 
 def current_mask(site: Site, weight: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
+from fxmask.errors import StateError
+from fxmask.inspection import UNSEEN
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 
@@ -37,7 +39,7 @@ def test_a_dropout_whose_linear_is_gone_says_so(configs: tuple[object, ...]) -> 
         m(X)
     report = fxmask.explain(m)
     rows = {r["name"]: r for r in report.rows}
-    assert rows["3"]["reason"] == "fxmask.apply has not seen it" and rows["3"]["dropout"] is None
+    assert rows["3"]["reason"] == UNSEEN and rows["3"]["dropout"] is None
     assert any("in the model no more: 2" in note for note in report.notes) and not any("next linear does" in note for note in report.notes)
     fxmask.restore(m)
     assert type(m[2]) is nn.Dropout and not torch.equal(m(X), m(X)) and "_fxmask_pair" not in m[2].__dict__
@@ -61,4 +63,13 @@ def test_a_called_dropout_drops_nothing_and_says_so() -> None:
 def test_a_replaced_pruned_layer_is_not_called_pruned() -> None:
     m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), fxmask.ActivationPruning(0.5, 16), exclude=())
     m[1] = nn.Linear(64, 10)
-    assert [r["reason"] for r in fxmask.explain(m).rows] == ["dense; its input is saved pruned", "fxmask.apply has not seen it"]
+    assert [r["reason"] for r in fxmask.explain(m).rows] == ["dense; its input is saved pruned", UNSEEN]
+
+
+@pytest.mark.parametrize("size", [128, 32])
+def test_a_weight_of_another_size_is_an_error(size):
+    """Its mask would keep as many blocks as before, which is another ratio."""
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64, bias=False)), ratio=0.5)
+    m[0].weight = nn.Parameter(torch.randn(size, 64))
+    with pytest.raises(StateError, match=r"(?s)expected \(64, 64\).*\(" + str(size) + r", 64\).*0\.weight"):
+        m(torch.randn(2, 64))

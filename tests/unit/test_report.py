@@ -10,6 +10,7 @@ from torch import fx
 
 import fxmask
 from fxmask.errors import ConfigError
+from fxmask.inspection import UNSEEN
 from fxmask.kernels.cpu import deciding
 
 
@@ -53,5 +54,5 @@ def test_it_prints_and_saves(form, tmp_path):
 
 def test_an_unmasked_model_says_so():
     report = fxmask.explain(mlp())
-    assert {r["reason"] for r in report.rows} == {"fxmask.apply has not seen it"}
+    assert {r["reason"] for r in report.rows} == {UNSEEN}
     assert not any(r["masked"] for r in report.rows)
