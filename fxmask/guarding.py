@@ -92,6 +92,10 @@ class GuardHandle:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
+            if isinstance(g.weight, nn.Parameter) and g.site.__dict__.get("_parameters", {}).get("weight", g.weight) is not g.weight:
+                what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
+                fix = "make the optimiser of the new Parameters, then call fxmask.guard again, and fxmask.refresh(model) where masks are cached."
+                raise StateError(message(what, g.name, fix))
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         if self.masked_step:

@@ -73,3 +73,22 @@ def test_a_weight_of_another_size_is_an_error(size):
     m[0].weight = nn.Parameter(torch.randn(size, 64))
     with pytest.raises(StateError, match=r"(?s)expected \(64, 64\).*\(" + str(size) + r", 64\).*0\.weight"):
         m(torch.randn(2, 64))
+
+
+def test_a_step_of_a_guard_whose_weight_was_replaced_is_an_error():
+    """It would leave the new Parameter's masked weights unprotected, and say that they are frozen."""
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5)
+    optimiser = torch.optim.AdamW(m.parameters(), lr=0.1)
+    handle = fxmask.guard(optimiser, m)
+    m[0].weight = nn.Parameter(torch.randn(64, 64))
+    optimiser.param_groups[0]["params"] = list(m.parameters())
+    m(X).sum().backward()
+    before = m[0].weight.detach().clone()
+    with pytest.raises(StateError, match=r"(?s)replaced since fxmask\.guard.*0\.weight"):
+        optimiser.step()
+    assert torch.equal(m[0].weight, before)
+    handle.remove()
+    fxmask.guard(optimiser, m)
+    optimiser.step()
+    mask = fxmask.kernels.grid.expand_mask(fxmask.masks(m)["0.weight"], (64, 64), (16, 16))
+    assert not torch.equal(m[0].weight[mask], before[mask])
