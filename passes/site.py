@@ -321,9 +321,9 @@ def refuse_lost(site: Site) -> None:
 
 
 def masks_any(site: Site) -> bool:
-    """Whether the ratio of this step masks a block; a ramp begins with none, and a small layer may keep all. Reads no device."""
-    blocks = site._fxmask_grid[0] * site._fxmask_grid[1]
-    return not site._fxmask_is_dense and site._fxmask_config.keep_at(site._fxmask_step, blocks) < blocks
+    """Whether the mask in force masks a block; a ramp begins with none, and a small layer may keep all. Reads no device."""
+    c, blocks = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1]
+    return not site._fxmask_is_dense and c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, blocks) < blocks
 
 
 def refuse_tracing(site: Site) -> None:

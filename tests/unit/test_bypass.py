@@ -234,23 +234,22 @@ def test_facts_about_a_weight_are_no_reads():
     assert weight_readers(m) == {} and weight_readers(p := Plain()) == {id(p.inner): [p]}
 
 
-class Renamed(nn.Module):
-    """A tied decoder whose reader is hidden from the source."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
+class TiedDecoder(Reader):
+    """Calls its Linear, and decodes by the same weight."""
 
     def forward(self, x):
         inner = self.inner
         return F.linear(torch.relu(inner(x)), inner.weight.t())
 
 
-@pytest.mark.parametrize("how", [{"schedule": fxmask.Schedule("cubic", steps=4)}, {"start": 2}, {"start": 2, "refresh": 3}], ids=str)
+RAMP = fxmask.Schedule("cubic", steps=4)
+
+
+@pytest.mark.parametrize("how", [{"schedule": RAMP}, {"start": 2}, {"start": 2, "refresh": 3}, {"schedule": RAMP, "refresh": 3}], ids=str)
 def test_second_reader_is_warned_of_at_the_first_step_that_masks(how):
     """A ramp that begins dense must not use up the one look."""
     torch.manual_seed(0)
-    m = fxmask.apply(Renamed(), ratio=0.75, **how)
+    m = fxmask.apply(TiedDecoder(), ratio=0.75, **how)
     optimiser = optim.SGD(m.parameters(), lr=0.1)
     fxmask.guard(optimiser, m)
     told = []

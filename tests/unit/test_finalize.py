@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations, prune
 
 import fxmask
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
-from fxmask.inspection import UNSEEN
+
+UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
 
 # torch says once in a process that a layout is young
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta:UserWarning")
