@@ -38,6 +38,9 @@ TOKENS_HALF = ("--config", "ResMLP5 @ XPatch = masked 0.5 (32, 32); XChannel1 = 
 TOKENS_WHOLE_EARLY = ("--config", "ResMLP5 @ XChannel1 = masked 0.86 (32, 32); XChannel2 = masked 0.92 (32, 32);")
 # as many as 16x16 at 50 % keeps (360 of 720), token mixing whole
 TOKENS_WHOLE_B16 = tokens_whole(16)
+# half of all weights again, shared out otherwise: more of the first channel linear than of the second; a part of token mixing's blocks left out, too
+FC1_DENSER = ("--config", "ResMLP5 @ XChannel1 = masked 0.5 (16, 16); XChannel2 = masked 0.625 (16, 16);")
+TOKENS_PART = ("--config", "ResMLP5 @ XPatch = masked 0.25 (16, 16); XChannel = masked 0.53125 (16, 16);")
 # the same masks; a ratio of 0 lets inputs of token mixing be pruned
 BOTH = ("--config", "ResMLP5 @ XPatch = masked 0 (16, 16); XChannel = masked 0.5625 (16, 16);", "--activations", "0.5:4")
 LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
@@ -95,6 +98,12 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b1-tokens-whole-muon": (*tokens_whole(1), *FREEZE, *HALF, *MUON, *TAYLOR),
     **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in CHANGES.items()},
     **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in CHANGES.items()},
+    # with Muon's better decay: masks that go on moving, and blocks shared out otherwise
+    "b16-tokens-whole-muon-wd0.1-ste": (*TOKENS_WHOLE_B16, *FREE, *HALF, *MUON, *CHANGES["wd0.1"], "--backward", "ste", *TAYLOR),
+    "b16-tokens-whole-muon-wd0.1-ramp-rigl": (*TOKENS_WHOLE_B16, *MUON, *CHANGES["wd0.1"], *RIGL, *HALF),
+    "b16-tokens-whole-muon-wd0.1-soft": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, "--soft"),
+    "b16-fc1-denser-muon-wd0.1": (*FC1_DENSER, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
+    "b16-tokens-part-muon-wd0.1": (*TOKENS_PART, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 
@@ -111,6 +120,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     "dense-activations50": SEARCH["dense-activations50-x16"],
     "dense-activations50-x4": SEARCH["dense-activations50-x4"],
     **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon", "b1-tokens-whole-muon")},
+    **{name: SEARCH[name] for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
