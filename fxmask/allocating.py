@@ -23,6 +23,7 @@ from .passes.conv import Kinds, find_layers, kinds_of
 from .passes.moves import work_of
 from .passes.phases import changes_any
 from .passes.work import Target
+from .sites import expect_module
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")
 
@@ -83,8 +84,7 @@ def allocate(
     Raises: ConfigError (a budget that cannot be met, no inputs, a layer that they do not reach); UnsupportedError for meta weights where scores are needed.
     Cost: one reading of the weights for `global`, `flop`, `byte`; for `flop` a forward on fake tensors, too.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"fxmask.allocate: expected an nn.Module, got {type(model).__name__}.")
+    expect_module(model, "fxmask.allocate")
     decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides)
     return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)
 

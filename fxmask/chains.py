@@ -16,7 +16,7 @@ from .kernels.grid import expand_mask
 from .nm_layers import any_nm
 from .passes.site import Site
 from .passes.weights import peek_weight
-from .sites import any_masked, values_of
+from .sites import any_masked, expect_module, values_of
 
 # the largest slope of each; GELU's is 1.1290, SiLU's 1.0999
 SLOPES: dict[type[nn.Module], float] = {
@@ -83,6 +83,7 @@ def chain_of(model: nn.Module, caller: str) -> tuple[list[nn.Module], list[Link]
 
     Raises: UnsupportedError for a model that is no such chain, and for weights without values.
     """
+    expect_module(model, caller)
     steps = list(_steps(model, "", caller))
     if steps and type(steps[-1][1]) in ENDS:
         steps.pop()

@@ -24,7 +24,7 @@ from .passes.find import find, graph_modules, resolve
 from .passes.site import Site
 from .passes.weight_mask import MASKED_LINEAR
 from .semi_structured import semi_structured
-from .sites import FINAL, required_sites, values_of
+from .sites import FINAL, expect_module, required_sites, values_of
 from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -53,6 +53,7 @@ def finalize(model: M, format: str = "dense") -> M:
     """
     if format not in FORMATS:
         raise ConfigError(f"finalize: expected format {', '.join(FORMATS)}, got {format!r}.")
+    expect_module(model, "fxmask.finalize")
     if any_nm(model):
         finalize_nm(model, format)
         return model

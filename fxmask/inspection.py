@@ -30,7 +30,7 @@ from .passes.pruning_schedule import words
 from .passes.site import Site
 from .pruning import pruned_layers
 from .report import Report
-from .sites import FINAL, REASONS, any_masked, required_sites, sites, values_of
+from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of
 
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
@@ -46,6 +46,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     so all ranks call this, and `explain`, together.
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
+    expect_module(model, "fxmask.masks")
     if FINAL in model.__dict__ and not any_masked(model):  # after fxmask.finalize there are none, and that is no mistake
         return {}
     nm = {f"{name}.weight".removeprefix("."): element_mask(m) for name, m in nm_layers(model) if has_values(name, m, "fxmask.masks")}
@@ -69,11 +70,12 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
             flip_rate, age_mean, age_max and never_kept of its last update.
     Raises: ConfigError for a `health` that is neither.
     """
+    expect_module(model, "fxmask.explain")
     if not isinstance(health, (bool, HealthLog)):
         raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
     masked = {name: (site, weight) for name, site, weight in sites(model)}
     reasons = _reasons(model)
-    rows, total, kept = [], 0, 0
+    rows = []
     nm = dict(nm_layers(model))
     found = _candidates(model, reasons)
     for c in found:
@@ -85,13 +87,14 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         else:
             rows.append({**_masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
     pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
-    for row in rows:
+    held: dict[int, tuple[int, int]] = {}  # a weight of two layers is one in memory, and whole where one of them is dense
+    for c, row in zip(found, rows, strict=True):
         row |= {"activations": pruned.get(row["name"]), "dropout": dropped.get(row["name"])}
         if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
             row["reason"] = UNSEEN  # another layer is in its place now
         row["name"] = row["name"] or "(the model itself)"
-        total += row.pop("elements")
-        kept += row.pop("kept") or 0
+        held[id(c.weight)] = row.pop("elements"), max(row.pop("kept") or 0, held.get(id(c.weight), (0, 0))[1])
+    total, kept = (sum(part) for part in zip(*held.values(), strict=True)) if held else (0, 0)
     products = [_row(c.name, c.weight, reasons[c.name]) for c in find_products(model) if c.name in reasons]
     for row in products:
         del row["elements"], row["kept"]

@@ -37,7 +37,7 @@ from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import Pruned, any_pruned, unprune
-from .sites import FINAL, REASONS, any_masked, mark_decided, sites
+from .sites import FINAL, REASONS, any_masked, expect_module, mark_decided, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
@@ -138,6 +138,7 @@ def restore(model: M) -> M:
 
     Raises: StateError where nothing is masked, UnsupportedError where a masked layer's class was changed since.
     """
+    expect_module(model, "fxmask.restore")
     inputs = any_pruned(model) or any_dropped(model)
     if not any_masked(model) and not inputs and not any_nm(model):
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
@@ -184,9 +185,8 @@ def _configs(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], opt
     return next((c for c in configs if isinstance(c, WeightMask)), None), next(iter(others), None)
 
 
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"fxmask.apply: expected an nn.Module, got {type(model).__name__}.")
+def _check_model(model: nn.Module) -> None:
+    expect_module(model, "fxmask.apply")
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     for name, m in model.named_modules():
         compiled = isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None

@@ -19,6 +19,7 @@ from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, m
 from .passes import ranks
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
+from .sites import expect_module
 from .swap import Swapped, masked_class
 
 
@@ -189,6 +190,7 @@ def freeze(model: nn.Module) -> None:
     fully_shard: weights are gathered, and a mask that is drawn is rank 0's.
     Raises: StateError without N:M masks, UnsupportedError for meta weights. Block masks are fixed by WeightMask(refresh=0).
     """
+    expect_module(model, "fxmask.freeze")
     found = list(nm_layers(model))
     if not found:
         what = "fxmask.freeze: this model has no N:M mask: expected one that fxmask.apply(model, fxmask.NMMask(...)) has changed."

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .kernels.errors import StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes import ranks
@@ -20,6 +20,14 @@ from .swap import MaskedLayer
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
 _decided = WeakTensorKeyDictionary()  # weights that apply has masked, or left dense
+
+
+def expect_module(model: object, caller: str) -> None:
+    """ConfigError for what is no model, before anything asks it for its modules."""
+    if not isinstance(model, nn.Module):
+        what = f"{caller}: expected an nn.Module, got {model.__name__ if isinstance(model, type) else type(model).__name__}"
+        fix = "make an instance of the class first." if isinstance(model, type) and issubclass(model, nn.Module) else ""
+        raise ConfigError(message(f"{what}, the class itself." if fix else f"{what}.", fix=fix))
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
@@ -42,6 +50,7 @@ def any_masked(model: nn.Module) -> bool:
 
 def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
     """The masks of a model; StateError where there are none, UnsupportedError where a wrapper has taken a weight's values or its shape."""
+    expect_module(model, caller)
     found = list(sites(model))
     if not found and any("_fxmask_nm" in m.__dict__ for m in model.modules()):
         what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone, which count no steps."

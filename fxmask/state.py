@@ -21,7 +21,7 @@ from .passes.optimiser import POLICIES
 from .passes.site import Site
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
-from .sites import any_masked, required_sites
+from .sites import any_masked, expect_module, required_sites
 
 FORMAT = 1
 HOW_RUN = ("impl",)  # settings that another machine may choose differently without changing what is computed
@@ -37,6 +37,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
     Raises: StateError without masks, and inside `fxmask.dense`.
     """
+    expect_module(model, "fxmask.state_dict")
     nm, pruning = nm_state(model), pruning_state(model)
     found = required_sites(model, "fxmask.state_dict") if any_masked(model) or not (nm or pruning) else []
     _not_dense(found, "fxmask.state_dict")
@@ -86,6 +87,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     Where a guard was in force, training raises until `fxmask.guard` is called again: hooks cannot be saved.
     Raises: StateError (nothing masked, inside `fxmask.dense`, not such a state, other weights, settings or shapes); then nothing has changed.
     """
+    expect_module(model, "fxmask.load_state_dict")
     found = required_sites(model, "fxmask.load_state_dict") if any_masked(model) or not (any_nm(model) or scheduled_layers(model)) else []
     _not_dense(found, "fxmask.load_state_dict")
     entries = _entries(saved)

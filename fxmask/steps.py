@@ -17,7 +17,7 @@ from .passes.pruning_schedule import advance
 from .passes.saliency import observe
 from .passes.site import Site
 from .pruning import scheduled_layers
-from .sites import any_masked, required_sites, values_of
+from .sites import any_masked, expect_module, required_sites, values_of
 
 
 def _not_inside_dense(model: nn.Module, caller: str) -> None:
@@ -38,6 +38,7 @@ def step(model: nn.Module, n: int = 1) -> None:
     """
     if type(n) is not int or n < 0:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
+    expect_module(model, "fxmask.step")
     pruned = scheduled_layers(model)
     if not any_masked(model) and (step_nm(model, n) or pruned):
         for _, m in pruned:
@@ -83,6 +84,7 @@ def refresh(model: nn.Module) -> None:
 
     Raises: StateError without masks or inside `fxmask.dense`, UnsupportedError for meta weights.
     """
+    expect_module(model, "fxmask.refresh")
     if refresh_nm(model) and not any_masked(model):
         return
     _not_inside_dense(model, "fxmask.refresh")

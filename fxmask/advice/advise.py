@@ -25,7 +25,7 @@ from ..passes.config import WeightMask
 from ..passes.find import find
 from ..passes.schedule import at_least
 from ..pruning import any_pruned
-from ..sites import any_masked
+from ..sites import any_masked, expect_module
 from ..steps import refresh as rebuild_all
 from .advice import Advice, advice_of
 from .layers import Layer, layers_of
@@ -119,8 +119,7 @@ def advise(
 
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"fxmask.advise: expected an nn.Module, got {type(model).__name__}.")
+    expect_module(model, "fxmask.advise")
     _check_model(model)
     if any_masked(model) or any_pruned(model) or any_dropped(model):
         fix = "fxmask.restore(model) first, or advise before apply."
