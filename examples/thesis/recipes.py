@@ -122,6 +122,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon", "b1-tokens-whole-muon")},
     **{name: SEARCH[name] for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
+    "b16-tokens-whole-muon-wd0.1-taught": (*SEARCH["b16-tokens-whole-muon-wd0.1"], "--teacher", "{runs}/final/dense-muon-wd0.1-seed{seed}"),
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 
