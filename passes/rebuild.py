@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import dispatch
+from ..kernels.errors import FxMaskWarning, message
 from ..kernels.grid import as_matrix
 from . import looks, phase_change, ranks
 from . import site as state
@@ -60,7 +62,7 @@ def rebuild(jobs: Sequence[Job]) -> None:
         else:  # inside fxmask.dense the mask waits until its end
             site._fxmask_saved = (mask, lists)
         site._fxmask_built = site._fxmask_step
-        site._fxmask_lost = False
+        site._fxmask_lost, site._fxmask_restored = False, None
 
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
@@ -98,11 +100,24 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
 
 def after_load(site: Site, weight: Tensor) -> None:
     """New weights were loaded: follow them to their device, and rewrite a cached mask."""
+    restored, loaded = held_mask(site), site._fxmask_restored
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         state.place_on(site, weight.device)
         site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
     if not weight.is_meta:
         rebuild([Job(site, weight, anew=True)])
+        mask = held_mask(site)
+        if loaded is not None and restored is not None and mask is not None and not torch.equal(mask, restored.to(mask.device)):
+            _warn_of_order(site, loaded)
+
+
+def _warn_of_order(site: Site, taken_back: list[str]) -> None:
+    """Once for all masks of a state."""
+    taken_back.append(site._fxmask_name)
+    if len(taken_back) == 1:
+        what = "weights were loaded after fxmask.load_state_dict, and the mask that it had brought was built anew from them: expected the weights first."
+        fix = "call model.load_state_dict first, then fxmask.load_state_dict, for all layers."
+        warnings.warn(message(what, site._fxmask_name, fix), FxMaskWarning, stacklevel=2)
 
 
 def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
@@ -121,6 +136,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             before, now = site._fxmask_step, site._fxmask_step + n
             site._fxmask_announced, site._fxmask_unguarded = True, False
             site._fxmask_step = now
+            site._fxmask_restored = None if n else site._fxmask_restored
             entered = phase_change.follow(site, taken=n > 0)
             c = site._fxmask_config
             if n and c.cached and now >= c.start and weight is not None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -120,3 +121,79 @@ def test_an_optimizer_built_before_apply_resumes():
     other.load_state_dict(state[1])
     train(fresh, other, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+# ---- the order of loads ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def saved_run(steps=3, **options):
+    """A run whose masks are older than its weights: (masked model, its weights, its masks' state)."""
+    model = fxmask.apply(mlp(), ratio=0.5, **options)
+    fxmask.step(model, 0)
+    for _ in range(steps):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn_like(p))
+        fxmask.step(model)
+    return model, copy.deepcopy(model.state_dict()), fxmask.state_dict(model)
+
+
+def warned_of_order(caught):
+    return [str(w.message) for w in caught if "expected the weights first" in str(w.message)]
+
+
+def loads(model, *states):
+    """The warnings of loading these in turn: of a pair (weights, masks) what is given."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for state in states:
+            (fxmask.load_state_dict if "masks" in state else nn.Module.load_state_dict)(model, state)
+    return warned_of_order(caught)
+
+
+def test_weights_behind_masks_warn_once_for_all_layers():
+    _, weights, masks = saved_run(refresh=0)
+    found = loads(fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0), masks, weights)
+    assert len(found) == 1 and "0.weight" in found[0] and "fix: call model.load_state_dict first" in found[0]
+
+
+def test_weights_before_masks_do_not_warn_and_keep_them():
+    model, weights, masks = saved_run(refresh=0)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    assert loads(fresh, weights, masks) == []
+    kept = fxmask.masks(model)
+    assert all(torch.equal(mask, kept[name]) for name, mask in fxmask.masks(fresh).items())
+
+
+def test_masks_that_the_weights_have_anyway_do_not_warn():
+    _, weights, masks = saved_run(refresh=1, criterion="fro")  # each forward builds them
+    assert loads(fxmask.apply(mlp(seed=9), ratio=0.5), masks, weights) == []
+    _, weights, masks = saved_run(refresh=3)  # the last step has built them from these weights
+    assert loads(fxmask.apply(mlp(seed=9), ratio=0.5, refresh=3), masks, weights) == []
+
+
+@pytest.mark.parametrize("between", [fxmask.step, fxmask.refresh])
+def test_weights_behind_a_step_or_a_refresh_do_not_warn(between):
+    _, weights, masks = saved_run(refresh=100)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
+    fresh.load_state_dict(weights)
+    fxmask.load_state_dict(fresh, masks)
+    between(fresh)
+    assert loads(fresh, mlp(seed=5).state_dict()) == []
+
+
+def test_copies_of_a_model_that_has_loaded_masks_warn_too():
+    _, weights, masks = saved_run(refresh=0)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    fxmask.load_state_dict(fresh, masks)
+    assert len(loads(copy.deepcopy(fresh), weights)) == 1
+    assert not any("restored" in key for key in fresh.state_dict())
+
+
+def test_a_graph_warns_too():
+    graph = lambda seed: fxmask.apply(torch.fx.symbolic_trace(mlp(seed=seed)), ratio=0.5, refresh=0)  # noqa: E731
+    model = graph(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    assert len(loads(graph(9), fxmask.state_dict(model), model.state_dict())) == 1
