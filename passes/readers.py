@@ -11,17 +11,15 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
 
-# a read that takes no values: the type, the place or the size of the weight; and a write in place, which is meant for the Parameter
-FACTS = "dtype|device|shape|size|dim|ndim|numel|layout|requires_grad|is_cuda|is_meta|is_floating_point|element_size|stride|is_contiguous"
-WRITE = r"\s*(?:\.data)?\s*(?:\[[^\]]*\])?\s*(?:\.[a-z]\w*_\(|[-+*/]?=[^=])"
-READ = re.compile(rf"(?<!isinstance\()\bself\.([\w.]+)\.weight\b(?!\s*\.(?:{FACTS})\b)(?!{WRITE})(?!\s+is\b)")
-WRITTEN = re.compile(rf"\bself\.([\w.]+)\.weight\b{WRITE}")
+from .said import Path, said
+
 USE = re.compile(r"\bself\.(\w+)\b")
 
 
@@ -43,7 +41,7 @@ def _read_by(m: nn.Module) -> list[object]:
     if isinstance(m, GraphModule):
         return []
     cls: Any = getattr(type(m), "_fxmask_base", type(m))
-    return [_submodule(m, path) for path in _paths_read(cls)]
+    return [read for path in _paths_read(cls) for read in _modules_at(m, path)]
 
 
 def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
@@ -52,14 +50,17 @@ def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 
 @cache
-def _paths_read(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Paths p of `self.p.weight` that a class reads in its forward and in what this uses of the class.
+def _paths_read(cls: type[nn.Module]) -> tuple[Path, ...]:
+    """Paths of the layers whose weight a class reads in its forward and in what this uses of the class.
 
-    Not of a layer that it calls, too, and writes to: there the read is one of the Parameter, such as that of a norm to be kept.
+    Not of a layer that it calls, too, or a part that holds it, and writes to: there the read is one of the Parameter, such as that of a norm to be kept.
     """
-    source = "\n".join(forward_sources(cls))
-    written = {path for path in WRITTEN.findall(source) if re.search(rf"\bself\.{re.escape(path)}\(", source)}
-    return tuple(dict.fromkeys(path for path in READ.findall(source) if path not in written))
+    reads, writes, calls = said(forward_sources(cls))
+    return tuple(p for p in reads if not any(_alike(p, w) for w in writes) or not any(c and _alike(p[: len(c)], c) for c in calls))
+
+
+def _alike(a: Path, b: Path) -> bool:
+    return len(a) == len(b) and all(fnmatchcase(x, y) or fnmatchcase(y, x) for x, y in zip(a, b, strict=True))
 
 
 def forward_sources(cls: type[nn.Module]) -> Iterator[str]:
@@ -106,7 +107,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def _said(source: str) -> str:
-    """What a method's code says, without its comments: `self.a[0].weight` as `self.a.0.weight`. As it is, where it is no method alone, such as a lambda."""
+    """A method's code without its comments, its first argument `self`. As it is, where it is no method alone, such as a lambda."""
     try:
         (method,) = ast.parse(textwrap.dedent(source)).body
     except (SyntaxError, ValueError):
@@ -114,12 +115,23 @@ def _said(source: str) -> str:
     if not isinstance(method, ast.FunctionDef):
         return source
     first = [*method.args.posonlyargs, *method.args.args][:1]
-    code = ast.unparse(_Plain(first[0].arg if first else "self").visit(method))
-    return re.sub(r"(?<=\w)\[(\d+)\](?=\.weight\b|\()", r".\1", code)
+    return ast.unparse(_Plain(first[0].arg if first else "self").visit(method))
 
 
-def _submodule(m: nn.Module, path: str) -> object:
+def _modules_at(m: nn.Module, path: Path) -> list[nn.Module]:
+    """The modules at a path, all children where it says "*"."""
+    found = [m]
+    for part in path:
+        found = [inner for outer in found for inner in _children(outer, part)]
+    return found
+
+
+def _children(m: nn.Module, part: str) -> list[nn.Module]:
+    if "*" in part:
+        return [inner for name, inner in m._modules.items() if inner is not None and fnmatchcase(name, part)]
+    if re.fullmatch(r"-\d+", part) and len(m._modules) >= -int(part):
+        part = [*m._modules][int(part)]
     try:
-        return m.get_submodule(path)
+        return [m.get_submodule(part)]
     except AttributeError:
-        return None
+        return []
