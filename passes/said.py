@@ -206,7 +206,8 @@ class _Walk(ast.NodeVisitor):
                 self.visit(part)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        self.hold(node.value)
+        stays = any(not isinstance(n, (ast.Name, ast.Tuple, ast.List, ast.Starred, ast.expr_context)) for t in node.targets for n in ast.walk(t))
+        self.visit(node.value) if stays else self.hold(node.value)  # in an attribute or a part of another tensor it is out of sight
         value = self.value(node.value)
         for target in node.targets:
             self.bind(target, value)
