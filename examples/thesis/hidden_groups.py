@@ -21,7 +21,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from thesis import checkpoint
-from thesis.accuracy import read_log
+from thesis.accuracy import read, read_log
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_hidden_groups.csv"
 COLUMNS = ("phase", "run", "layer", "groups", "alive", "gone", "half", "kept", "wasted")
@@ -78,10 +78,12 @@ def main(argv: list[str] | None = None) -> int:
     if not rows:
         print(f"hidden_groups.py: expected runs with checkpoints of cached masks in {args.runs}/PHASE/RUN-seedN, got none.\n  fix: --runs.", file=sys.stderr)
         return 2
+    there = {(r["phase"], r["run"]) for r in rows}
+    others = [r for r in read(args.csv) if (r["phase"], r["run"]) not in there]  # of runs in another folder, or on another machine
     with args.csv.open("w", newline="") as file:
         out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         out.writeheader()
-        out.writerows(rows)
+        out.writerows(sorted(others + rows, key=lambda r: (r["phase"], r["run"], r["layer"])))
     print(tabulate(shares(rows), headers="keys", floatfmt=".1f"))
     print(args.csv)
     return 0

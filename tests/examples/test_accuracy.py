@@ -134,6 +134,9 @@ def test_hidden_groups_of_masks(tmp_path, capsys):
     assert hidden_groups.main(["--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]) == 0
     assert [(r["run"], r["layer"], r["wasted"]) for r in plots.read_csv(tmp_path / "t.csv")] == [("masked-seed0", "blocks.0", "3")]
     assert "50.0" in capsys.readouterr().out  # percent of the blocks
+    (tmp_path / "runs" / "final" / "masked-seed0").rename(tmp_path / "runs" / "final" / "another-seed0")
+    assert hidden_groups.main(["--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]) == 0
+    assert [r["run"] for r in plots.read_csv(tmp_path / "t.csv")] == ["another-seed0", "masked-seed0"]  # the rows of other machines' runs stay
     assert hidden_groups.main(["--runs", str(tmp_path / "t.csv")]) == 2
 
 
