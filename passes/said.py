@@ -122,6 +122,10 @@ class _Walk(ast.NodeVisitor):
                 return self.elements(of)
             case ast.Call(func=ast.Attribute(value=owner, attr="items" | "named_children")):
                 return set(), _child(self.value(owner), "*")
+            case ast.Call(func=ast.Name(id="chain") | ast.Attribute(attr="chain"), args=of):
+                return set().union(*(flat(self.elements(part)) for part in of))
+            case ast.BinOp(left=a, op=ast.Add(), right=b):
+                return flat(self.elements(a)) | flat(self.elements(b))
         value = self.value(e)
         if not isinstance(value, tuple):
             return _child(value, "*")
@@ -252,6 +256,14 @@ class _Walk(ast.NodeVisitor):
             self.bind(node.target, value)
             self.branch(node.body, [])
         self.branch(node.orelse)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        self.branch([*node.body, *node.orelse], *(handler.body for handler in node.handlers))
+        self.branch(node.finalbody)
+
+    def visit_Match(self, node: ast.Match) -> None:
+        self.visit(node.subject)
+        self.branch(*([*([case.guard] if case.guard else []), *case.body] for case in node.cases), [])
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:

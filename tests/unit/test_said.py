@@ -1,6 +1,7 @@
 """Readers of a layer's weight, by whatever name their code calls it; and what is no read."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -281,6 +282,47 @@ class Cast(Held):
         return F.linear(x, w)
 
 
+class Added(Held):
+    """layers.0 layers.1 named.a named.b"""
+
+    def forward(self, x):
+        for layer in list(self.layers) + list(self.named.values()):
+            x = F.linear(x, layer.weight)
+        return x
+
+
+class InARow(Held):
+    """fc layers.0 layers.1"""
+
+    def forward(self, x):
+        for layer in itertools.chain([self.fc], self.layers):
+            x = F.linear(x, layer.weight)
+        return x
+
+
+class Matched(Held):
+    """fc fc1"""
+
+    def forward(self, x):
+        match x.ndim:
+            case 1:
+                lin = self.fc
+            case _:
+                lin = self.fc1
+        return F.linear(x, lin.weight)
+
+
+class Tried(Held):
+    """fc fc1"""
+
+    def forward(self, x):
+        try:
+            lin = self.fc
+        except RuntimeError:
+            lin = self.fc1
+        return F.linear(x, lin.weight)
+
+
 class Copied(Held):
     """fc fc1"""
 
@@ -293,6 +335,7 @@ class Copied(Held):
 
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
+READS += [Added, InARow, Matched, Tried]
 
 
 class Calls(Held):
