@@ -84,7 +84,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     """Take up a saved state: the next step is the one that the saved run would have made.
 
     Load the weights first: `model.load_state_dict`, then this, then the optimiser's. The model must be masked with the same settings (`impl` may differ).
-    Weights that are loaded later build the cached masks anew, with a warning where that changes one before its first step.
+    Weights that are loaded later build the cached masks anew; a warning says so where that changes one before its first step, unless others came before it.
     Where a guard was in force, training raises until `fxmask.guard` is called again: hooks cannot be saved.
     Raises: StateError (nothing masked, inside `fxmask.dense`, not such a state, other weights, settings or shapes); then nothing has changed.
     """
@@ -102,10 +102,15 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     check_pruning_state(model, saved.get("pruning", {}))
     load_nm_state(model, saved.get("nm", {}))
     load_pruning_state(model, saved.get("pruning", {}))
-    taken_back: list[str] = []  # of this state, by weights that come later
+    early: list[str] = []  # whose weights may be still to come
     for name, site, _ in found:
         _load(site, entries[name])
-        site._fxmask_restored = taken_back if entries[name]["mask"] is not None else None
+        if entries[name]["mask"] is not None and not site._fxmask_loaded:
+            early.append(name)
+            site._fxmask_restored = early
+        else:
+            site._fxmask_restored = None
+        site._fxmask_loaded = False
     state.sync(*(site for _, site, _ in found))
 
 

@@ -100,24 +100,25 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
 
 def after_load(site: Site, weight: Tensor) -> None:
     """New weights were loaded: follow them to their device, and rewrite a cached mask."""
-    restored, loaded = held_mask(site), site._fxmask_restored
+    before, restored = held_mask(site), site._fxmask_restored
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         state.place_on(site, weight.device)
         site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
     if not weight.is_meta:
+        site._fxmask_loaded = True
         rebuild([Job(site, weight, anew=True)])
         mask = held_mask(site)
-        if loaded is not None and restored is not None and mask is not None and not torch.equal(mask, restored.to(mask.device)):
-            _warn_of_order(site, loaded)
+        if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
+            _warn_of_order(site, restored)
 
 
-def _warn_of_order(site: Site, taken_back: list[str]) -> None:
-    """Once for all masks of a state."""
-    taken_back.append(site._fxmask_name)
-    if len(taken_back) == 1:
-        what = "weights were loaded after fxmask.load_state_dict, and the mask that it had brought was built anew from them: expected the weights first."
-        fix = "call model.load_state_dict first, then fxmask.load_state_dict, for all layers."
-        warnings.warn(message(what, site._fxmask_name, fix), FxMaskWarning, stacklevel=2)
+def _warn_of_order(site: Site, restored: list[str]) -> None:
+    """Once for all masks of a state: layers load one after the other, and the first one that loses its mask cannot know which of the others will."""
+    what = "weights were loaded after fxmask.load_state_dict, and masks that it brought are built anew from them: expected the weights first, then the masks."
+    names = ", ".join(restored[:3]) + (f" and {len(restored) - 3} more" if len(restored) > 3 else "")
+    fix = "load the weights first, then the masks: model.load_state_dict, then fxmask.load_state_dict, for all layers."
+    restored.clear()
+    warnings.warn(message(what, f"{site._fxmask_name}; masks had been brought for {names}", fix), FxMaskWarning, stacklevel=2)
 
 
 def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
@@ -136,7 +137,6 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             before, now = site._fxmask_step, site._fxmask_step + n
             site._fxmask_announced, site._fxmask_unguarded = True, False
             site._fxmask_step = now
-            site._fxmask_restored = None if n else site._fxmask_restored
             entered = phase_change.follow(site, taken=n > 0)
             c = site._fxmask_config
             if n and c.cached and now >= c.start and weight is not None:
@@ -146,6 +146,8 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
+        for site, _ in found if n else ():
+            site._fxmask_restored, site._fxmask_loaded = None, False
     except BaseException:  # a step that failed may be told again
         for site, step, announced, unguarded, remembered in past:
             phase_change.take_back(site, remembered)

@@ -52,7 +52,8 @@ class Site(nn.Module):
     _fxmask_guard: object | None  # token of the guard that counts the steps
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
-    _fxmask_restored: list[str] | None  # of a cached mask that a state brought and no step has used yet: the masks of that state that weights took back
+    _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
+    _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
     _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
     _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
@@ -119,7 +120,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_exchanges = site._fxmask_softening = False
+    site._fxmask_exchanges = site._fxmask_softening = site._fxmask_loaded = False
     check_plain(site, weight)
     site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
     place_on(site, weight.device)

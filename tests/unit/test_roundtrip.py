@@ -154,7 +154,23 @@ def loads(model, *states):
 def test_weights_behind_masks_warn_once_for_all_layers():
     _, weights, masks = saved_run(refresh=0)
     found = loads(fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0), masks, weights)
-    assert len(found) == 1 and "0.weight" in found[0] and "fix: call model.load_state_dict first" in found[0]
+    assert len(found) == 1 and "where: 0.weight; masks had been brought for 0.weight, 2.weight\n" in found[0]
+    assert "fix: load the weights first, then the masks: model.load_state_dict, then fxmask.load_state_dict" in found[0]
+
+
+def test_a_warning_of_order_names_three_masks_and_counts_the_rest():
+    deep = lambda: fxmask.apply(nn.Sequential(*(nn.Linear(64, 64) for _ in range(5))), ratio=0.5, refresh=0)  # noqa: E731
+    model = deep()
+    found = loads(deep(), fxmask.state_dict(model), deep().state_dict())
+    assert len(found) == 1 and "brought for 0.weight, 1.weight, 2.weight and 2 more\n" in found[0]
+
+
+def test_weights_of_one_layer_behind_masks_warn_of_that_one():
+    _, weights, masks = saved_run(refresh=0)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    fxmask.load_state_dict(fresh, masks)
+    found = loads(fresh[2], {name[2:]: w for name, w in weights.items() if name.startswith("2.")})
+    assert len(found) == 1 and "where: 2.weight; masks had been brought for 0.weight, 2.weight\n" in found[0]
 
 
 def test_weights_before_masks_do_not_warn_and_keep_them():
@@ -172,22 +188,63 @@ def test_masks_that_the_weights_have_anyway_do_not_warn():
     assert loads(fxmask.apply(mlp(seed=9), ratio=0.5, refresh=3), masks, weights) == []
 
 
+def test_both_in_order_a_second_time_do_not_warn():
+    _, weights, masks = saved_run(refresh=0)
+    other = fxmask.apply(mlp(seed=3), ratio=0.5, refresh=0)
+    others, theirs = mlp(seed=4).state_dict(), fxmask.state_dict(other)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    assert loads(fresh, weights, masks, others, theirs) == []
+    assert all(torch.equal(mask, theirs["masks"][name]["mask"]) for name, mask in fxmask.masks(fresh).items())
+    assert len(loads(fresh, masks, weights)) == 1  # and the wrong order is told then, too
+
+
 @pytest.mark.parametrize("between", [fxmask.step, fxmask.refresh])
 def test_weights_behind_a_step_or_a_refresh_do_not_warn(between):
-    _, weights, masks = saved_run(refresh=100)
+    _, _, masks = saved_run(refresh=100)
     fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
-    fresh.load_state_dict(weights)
     fxmask.load_state_dict(fresh, masks)
     between(fresh)
     assert loads(fresh, mlp(seed=5).state_dict()) == []
 
 
-def test_copies_of_a_model_that_has_loaded_masks_warn_too():
+def test_a_run_that_loaded_weights_and_stepped_warns_of_the_order_later():
+    _, weights, masks = saved_run(refresh=100)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
+    fresh.load_state_dict(mlp(seed=5).state_dict())
+    fxmask.step(fresh)
+    assert len(loads(fresh, masks, weights)) == 1
+
+
+def test_weights_behind_a_step_that_failed_warn(monkeypatch):
+    _, weights, masks = saved_run(refresh=100)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
+    fxmask.load_state_dict(fresh, masks)
+    with monkeypatch.context() as patched:
+        patched.setattr("fxmask.passes.looks.look", lambda found: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fxmask.step(fresh)
+    assert len(loads(fresh, weights)) == 1
+
+
+def test_weights_behind_masks_on_the_meta_device_warn():
+    _, weights, masks = saved_run(refresh=0)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0).to("meta")
+    fresh.load_state_dict(mlp().to("meta").state_dict(), assign=True)  # without values these do not come first
+    fxmask.load_state_dict(fresh, masks)
+    with pytest.warns(fxmask.FxMaskWarning, match="expected the weights first"):
+        fresh.load_state_dict(weights, assign=True)
+    assert fresh(torch.ones(3, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_copies_of_a_model_that_has_loaded_masks_warn_too(copier):
     _, weights, masks = saved_run(refresh=0)
     fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
     fxmask.load_state_dict(fresh, masks)
-    assert len(loads(copy.deepcopy(fresh), weights)) == 1
-    assert not any("restored" in key for key in fresh.state_dict())
+    keys = list(mlp().state_dict())
+    for model in (COPIERS[copier](fresh), fresh):  # a copy that has told it takes nothing from the model
+        assert list(model.state_dict()) == keys
+        assert len(loads(model, weights)) == 1
 
 
 def test_a_graph_warns_too():
