@@ -24,7 +24,7 @@ FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 
 TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
-TAUGHT = ("--teacher", "{runs}/final/dense-muon-seed{seed}")
+TAUGHT, TAUGHT_WD = (("--teacher", f"{{runs}}/final/{teacher}-seed{{seed}}") for teacher in ("dense-muon", "dense-muon-wd0.1"))
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 # tried with Muon on both sides
 CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}
@@ -98,6 +98,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b1-tokens-whole-muon": (*tokens_whole(1), *FREEZE, *HALF, *MUON, *TAYLOR),
     **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in CHANGES.items()},
     **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in CHANGES.items()},
+    "b32-tokens-whole-muon-wd0.1": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     # with Muon's better decay: masks that go on moving, and blocks shared out otherwise
     "b16-tokens-whole-muon-wd0.1-ste": (*TOKENS_WHOLE_B16, *FREE, *HALF, *MUON, *CHANGES["wd0.1"], "--backward", "ste", *TAYLOR),
     "b16-tokens-whole-muon-wd0.1-ramp-rigl": (*TOKENS_WHOLE_B16, *MUON, *CHANGES["wd0.1"], *RIGL, *HALF),
@@ -122,7 +123,8 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon", "b1-tokens-whole-muon")},
     **{name: SEARCH[name] for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
-    "b16-tokens-whole-muon-wd0.1-taught": (*SEARCH["b16-tokens-whole-muon-wd0.1"], "--teacher", "{runs}/final/dense-muon-wd0.1-seed{seed}"),
+    "b32-tokens-whole-muon-wd0.1": SEARCH["b32-tokens-whole-muon-wd0.1"],
+    **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1")},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 
