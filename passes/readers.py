@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from .said import Path, said
+from .naming import Path
+from .said import said
 
 USE = re.compile(r"\bself\.(\w+)\b")
 
