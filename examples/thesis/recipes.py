@@ -29,6 +29,7 @@ MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 # tried with Muon on both sides
 CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}
 CHANGES["smooth0"] = ("--smoothing", "0")
+MORE_STEPS = {f"wd0.1-batch{batch}": (*CHANGES["wd0.1"], "--batch", batch) for batch in ("64", "32")}
 RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
@@ -105,6 +106,8 @@ SEARCH: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-muon-wd0.1-soft": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, "--soft"),
     "b16-fc1-denser-muon-wd0.1": (*FC1_DENSER, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     "b16-tokens-part-muon-wd0.1": (*TOKENS_PART, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
+    **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in MORE_STEPS.items()},
+    **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in MORE_STEPS.items()},
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 
