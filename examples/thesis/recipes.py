@@ -30,6 +30,7 @@ MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}
 CHANGES["smooth0"] = ("--smoothing", "0")
 MORE_STEPS = {f"wd0.1-batch{batch}": (*CHANGES["wd0.1"], "--batch", batch) for batch in ("64", "32")}
+STILL = {"cover": ("--cover",), "hysteresis": ("--hysteresis", "0.2")}  # against blocks that change places without an effect
 RIGL = ("--backward", "rigl", "--dense-every", "50", "--refresh", "50", "--regrow", "gradient:0.3:{late}")
 
 # as many blocks as 32x32 at 80 % keeps in every layer (45 of 180: a ratio of 0.75 achieved), shared out otherwise
@@ -100,6 +101,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     **{f"dense-muon-{name}": ("--dense", *MUON, *change) for name, change in CHANGES.items()},
     **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in CHANGES.items()},
     "b32-tokens-whole-muon-wd0.1": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
+    **{f"b32-tokens-whole-muon-wd0.1-{name}": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *more) for name, more in STILL.items()},
     # with Muon's better decay: masks that go on moving, and blocks shared out otherwise
     "b16-tokens-whole-muon-wd0.1-ste": (*TOKENS_WHOLE_B16, *FREE, *HALF, *MUON, *CHANGES["wd0.1"], "--backward", "ste", *TAYLOR),
     "b16-tokens-whole-muon-wd0.1-ramp-rigl": (*TOKENS_WHOLE_B16, *MUON, *CHANGES["wd0.1"], *RIGL, *HALF),
