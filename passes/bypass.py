@@ -30,25 +30,40 @@ def warn_of_dense_readers(found: Iterable[tuple[str, Site, Tensor | None]]) -> N
         warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)
 
 
+def never_run(found: Iterable[tuple[str, Site, Tensor | None]]) -> list[str]:
+    """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
+    unseen = [(name, site, w.grad) for name, site, w in found if not site._fxmask_called and w is not None and w.is_leaf and w.grad is not None]
+    return [name for name, site, grad in unseen if state.traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
+
+
 def _ran_unseen(site: Site, weight: Tensor) -> bool:
     """Whether code that the compiler traced for a layer like this one has run it, by which nothing is noted: the gradient tells, where the mode lets it.
 
     Reads the device, once for such a layer.
     """
-    dtype, grad, c = state.traced_alike(site), weight.grad, site._fxmask_config
+    dtype, grad = state.traced_alike(site), weight.grad
     if dtype is None or grad is None:
         return False
     site._fxmask_seen = dtype
+    masked = _as_masked(site, grad) if _tells(site, grad) else True
+    if masked is None:  # a later step will tell
+        return True
+    site._fxmask_called = masked
+    return masked
+
+
+def _tells(site: Site, grad: Tensor) -> bool:
+    """Whether a gradient may be looked at, and shows by its blocks if a masked forward made it."""
+    c = site._fxmask_config
     tells = c.backward == "masked" and c.ties == "lowest" and grad.layout == torch.strided and not ranks.is_shard(grad)
-    if not tells or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
-        site._fxmask_called = True
-        return True
-    blocks = site._fxmask_grid[0] * site._fxmask_grid[1]
+    return tells and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _as_masked(site: Site, grad: Tensor) -> bool | None:
+    """Whether no more blocks have a gradient than the mask keeps; None where it keeps all."""
+    c, blocks = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1]
     keep = c.keep_at(site._fxmask_step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
-    if keep == blocks:  # a later step will tell
-        return True
-    site._fxmask_called = int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
-    return site._fxmask_called
+    return None if keep == blocks else int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
 
 
 def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:

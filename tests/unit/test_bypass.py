@@ -189,6 +189,19 @@ def test_a_reader_is_caught_beside_a_compiled_layer_like_it():
     torch._dynamo.reset()
 
 
+def test_explain_notes_a_reader_without_a_guard():
+    m = model(Reader())
+    assert not any("has not run" in note for note in fxmask.explain(m).notes)
+    loss(m).backward()
+    (note,) = [note for note in fxmask.explain(m).notes if "has not run" in note]
+    assert ": 2.inner.weight; it is older" in note
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    with pytest.warns(FxMaskWarning) as caught:
+        optimiser.step()
+    assert "has never run" in str(caught[0].message)  # the note has taken nothing from the warning
+
+
 def test_an_unused_layer_is_no_reader():
     m = model(Reader())
     m[2].forward = lambda x: x
