@@ -63,6 +63,7 @@ def apply(
     seed: int = 0,
     allocation: str | None = None,
     layers: Kinds = None,
+    **more: Any,
 ) -> M:
     """Mask the linears of a model, and its convolutions where `layers` says so, in place, and return it.
 
@@ -83,6 +84,7 @@ def apply(
             is a matrix (c_out, c_in * kh * kw), from which blocks are cut. Those with groups stay dense, as do convolutions that a traced graph calls as
             functions; inputs of convolutions are neither pruned nor dropped.
         allocation: None: `ratio` in every layer. `erk`, `global` or `byte`: a budget of 1 - ratio for all layers, see `fxmask.allocate`.
+        more: the other options of `WeightMask`, such as average=0.9.
 
     Raises: ConfigError, StateError, UnsupportedError; the model is then as it was.
     Cost: host work a layer; no forward runs. With `refresh` other than 1, one `block_index` a layer.
@@ -93,7 +95,7 @@ def apply(
         4
     """
     options = dict(backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
-    config, other = _configs(configs, ratio, block, options)
+    config, other = _configs(configs, ratio, block, options, more)
     kinds = kinds_of(layers, KINDS if isinstance(other, NMMask) else (nn.Linear,))
     if config is None and other is not None and not isinstance(other, NMMask) and kinds != (nn.Linear,):
         what = f"layers={layers!r} with {type(other).__name__} alone, which is for inputs of Linears."
@@ -159,11 +161,13 @@ def restore(model: M) -> M:
     return model
 
 
-def _configs(configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any]) -> tuple[WeightMask | None, Other | NMMask | None]:
+def _configs(
+    configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any], more: dict[str, Any]
+) -> tuple[WeightMask | None, Other | NMMask | None]:
     if not configs:
-        return WeightMask(ratio=ratio, block=block, **options), None
+        return WeightMask().replace({"ratio": ratio, "block": block, **options, **more}, "fxmask.apply"), None
     defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
-    given = [n for n, v in options.items() if v != defaults[n]]
+    given = [*more, *(n for n, v in options.items() if v != defaults[n])]
     given += ["ratio"] * (ratio is not DEFAULT_RATIO) + ["block"] * (block is not DEFAULT_BLOCK)
     if given:
         raise ConfigError(f"configs and {', '.join(sorted(given))}: expected options of the mask inside WeightMask(...), got both.")

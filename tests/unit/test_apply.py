@@ -237,6 +237,8 @@ WRONG = [
     (mlp, dict(schedule="cubic"), ConfigError, "expected fxmask.Schedule('cubic', steps=...)"),
     (mlp, dict(schedule=3), ConfigError, "schedule: expected None or a fxmask.Schedule"),
     (mlp, dict(seed="a"), ConfigError, "seed: expected an int"),
+    (mlp, dict(ration=0.1), ConfigError, "unknown option in fxmask.apply: expected some of ratio, block,"),
+    (mlp, dict(average=2), ConfigError, "average: expected"),
     (mlp, dict(overrides={"0": dict(ration=0.1)}), ConfigError, "unknown option in overrides['0']: expected some of ratio,"),
     (mlp, dict(overrides={"0": dict(ratio=2)}), ConfigError, "got 2"),
     (mlp, dict(overrides={"0": True}), ConfigError, "expected a dict of options or False, got True"),
@@ -266,9 +268,15 @@ def test_wrong_use_gets_a_clear_error_and_changes_nothing(make, options, error, 
     assert before is None or same_snapshot(before, snapshot(model))
 
 
+def test_every_option_of_a_weight_mask_is_one_of_apply():
+    given = dict(ratio=0.75, criterion="taylor", average=0.9, hysteresis=0.2, regrow=fxmask.Regrow("random", 0.3), cover=True, gain=True, ties="lowest")
+    model = fxmask.apply(mlp(), **given)
+    assert {name: getattr(model[0]._fxmask_config, name) for name in given} == given
+
+
 def test_configs_together_with_options():
     mask = fxmask.WeightMask(ratio=0.7)
-    for options in (dict(ratio=0.5), dict(ratio=0.7), dict(block=(8, 8)), dict(backward="ste")):
+    for options in (dict(ratio=0.5), dict(ratio=0.7), dict(block=(8, 8)), dict(backward="ste"), dict(average=0.9)):
         name = next(iter(options))
         with pytest.raises(ConfigError, match=f"configs and {name}: expected options of the mask inside WeightMask"):
             fxmask.apply(mlp(), mask, **options)
