@@ -165,7 +165,8 @@ def _configs(
     configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any], more: dict[str, Any]
 ) -> tuple[WeightMask | None, Other | NMMask | None]:
     if not configs:
-        return WeightMask().replace({"ratio": ratio, "block": block, **options, **more}, "fxmask.apply"), None
+        where = "fxmask.apply, besides include, exclude, overrides, allocation and layers"
+        return WeightMask().replace({"ratio": ratio, "block": block, **options, **more}, where), None
     defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
     given = [*more, *(n for n, v in options.items() if v != defaults[n])]
     given += ["ratio"] * (ratio is not DEFAULT_RATIO) + ["block"] * (block is not DEFAULT_BLOCK)
