@@ -1,4 +1,4 @@
-"""What PyTorch's own ops cost, in closed form: matmuls, convolutions, attention, and ops that only move data. `kernels.cost` has our kernels.
+"""What PyTorch's own ops cost, in closed form: matmuls, convolutions, attention, and ops that only move data. `matmul_cost` and its like have our kernels.
 
 The library's matmul kernels cannot be looked into. Their requested bytes are those of an output tile of `tile` (tokens, features) whose programs share nothing
 else, which a device's table entry gives (`fxmask.analysis.devices`): cluster multicast makes it larger than a program's own tile. Useful FLOP are exact.

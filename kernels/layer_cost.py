@@ -1,4 +1,4 @@
-"""What a masked layer costs by an implementation: the closed forms of `kernels.cost` and `kernels.dense_cost`, put together as the launchers do.
+"""What a masked layer costs by an implementation: the closed forms of the other `_cost` files, put together as the launchers do.
 
 One place for the analysis' tables, the benchmark's columns and the FLOP formulas that PyTorch's counter asks.
 """
@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import cost, dense_cost
+from . import dense_cost, mask_cost, matmul_cost, pruned_cost
 from .cost import Cost
 from .grid import expand_mask, grid_shape, kept_elements
 from .lists import STEP, STRIP, listed
@@ -28,8 +28,8 @@ def useful_flop(tokens: int, kept: Number) -> Number:
     return 2 * tokens * kept
 
 
-def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> cost.Lists:
-    """`kernels.cost.lists_of`, remembered for the masks that were asked for last."""
+def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> matmul_cost.Lists:
+    """`kernels.matmul_cost.lists_of`, remembered for the masks that were asked for last."""
     return _lists_of(_Same(mask), shape, block, transposed, strip)
 
 
@@ -47,8 +47,8 @@ class _Same:
 
 
 @lru_cache(maxsize=256)
-def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> cost.Lists:
-    return cost.lists_of(mask.t, shape, block, transposed, strip)
+def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> matmul_cost.Lists:
+    return matmul_cost.lists_of(mask.t, shape, block, transposed, strip)
 
 
 def by_lists(
@@ -57,18 +57,18 @@ def by_lists(
 ) -> Cost:  # fmt: skip
     """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the default tile and splits unless given. `shape` is W's (N, K).
 
-    inner: the input's tokens lie side by side (`kernels.strides`). whole: see `kernels.cost.sampled_matmul`.
+    inner: the input's tokens lie side by side (`kernels.strides`). whole: see `kernels.matmul_cost.sampled_matmul`.
     """
     item = dtype.itemsize
     tile = tile or candidates(dtype, block, op == "dx", tf32)[0]
     found = lists_of(mask, shape, block, op == "dx", tile.strip)
     if op != "dw":
-        return cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
+        return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
     lay = found.layout
     splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, TILE_FEATURES // lay.unit)))
-    total = cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES, whole=whole)
-    total += cost.zero_fill(shape, item)
-    return total if splits == 1 else total + cost.sum_splits(shape, block, found.kept, item, splits=splits)
+    total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES, whole=whole)
+    total += matmul_cost.zero_fill(shape, item)
+    return total if splits == 1 else total + matmul_cost.sum_splits(shape, block, found.kept, item, splits=splits)
 
 
 def drops(op: str, shape: tuple[int, int], block: tuple[int, int]) -> bool:
@@ -89,14 +89,14 @@ def dropped(
     found = lists_of(keep, (m, k), block, op == "dw", tile.strip)
     lay = found.layout
     if op == "forward":
-        made = cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, bias_m=True)
+        made = matmul_cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, bias_m=True)
         return made.renamed({"x": "w", "w": "x"})
     if op == "dx":
         return by_lists("dw", n, (m, k), keep, block, dtype, tf32=tf32, splits=splits, whole=True).renamed({"gy": "dy", "x": "w", "out": "dx"})
     splits = splits or splits_of(m, -(-n // tile.tokens) * lay.strips)
-    made = cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, predicated=True, splits=splits)
+    made = matmul_cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, predicated=True, splits=splits)
     made = made.renamed({"x": "dy", "w": "x", "y": "dw" if splits == 1 else "parts"})
-    return made if splits == 1 else made + cost.sum_splits((n, k), (1, 1), n * k, item, splits=splits, masked=False).renamed({"out": "dw"})
+    return made if splits == 1 else made + matmul_cost.sum_splits((n, k), (1, 1), n * k, item, splits=splits, masked=False).renamed({"out": "dw"})
 
 
 def masked_dense(op: str, tokens: int, shape: tuple[int, int], kept: int, itemsize: int, tile: tuple[int, int], *, bias: bool = False) -> Cost:
@@ -144,23 +144,23 @@ def dense(op: str, tokens: int, shape: tuple[int, int], itemsize: int, tile: tup
 def selection(blocks: int, triton: bool) -> Cost:
     """Choosing the kept blocks among their scores."""
     if not triton or blocks <= SELECT_MAX:
-        return cost.select(blocks)
-    total = cost.write_mask(blocks, CHUNK, ties_split=False)
+        return mask_cost.select(blocks)
+    total = mask_cost.write_mask(blocks, CHUNK, ties_split=False)
     for digit in range(3):
-        total += cost.histogram(blocks, digit, CHUNK)
+        total += mask_cost.histogram(blocks, digit, CHUNK)
     return total
 
 
 def block_index(shape: tuple[int, int], block: tuple[int, int], itemsize: int, triton: bool) -> Cost:
     """Scores and selection of one mask."""
     nb, kb = grid_shape(shape, block)
-    return cost.block_keys(shape, block, itemsize) + selection(nb * kb, triton)
+    return mask_cost.block_keys(shape, block, itemsize) + selection(nb * kb, triton)
 
 
 def strip_lists(shape: tuple[int, int], block: tuple[int, int]) -> Cost:
     """Lists of both directions and their order."""
     grid = grid_shape(shape, block)
-    return cost.strip_lists(grid, block) + cost.order(grid, block)
+    return mask_cost.strip_lists(grid, block) + mask_cost.order(grid, block)
 
 
 def pruned_dw(
@@ -179,18 +179,18 @@ def pruned_dw(
     splits = splits_of(entries // strips, tiles * strips)
     lists = None if gathered is None else lists_of(gathered, shape, block, True, features)
     kept = [] if gathered is None else kept_by_strip(gathered, shape, block, features)
-    total = cost.strip_rows(strips * tokens, entries, index_itemsize) + cost.pruned_matmul(
+    total = pruned_cost.strip_rows(strips * tokens, entries, index_itemsize) + pruned_cost.pruned_matmul(
         even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=min(STEP, tile_for(dtype, tf32).step), lists=lists, kept=kept
     )
     grid, sides, written = grid_shape(shape, block), (n, k), n * k
     if lists is not None:
         sides, written = block, lists.kept
-        total += cost.zero_fill(shape, item)
+        total += matmul_cost.zero_fill(shape, item)
         if not given or features != STRIP:
-            total += cost.strip_lists(grid, block, features) + cost.order(grid, block, features)
+            total += mask_cost.strip_lists(grid, block, features) + mask_cost.order(grid, block, features)
     if splits > 1:
-        total += cost.sum_splits(shape, sides, written, item, splits=splits)
-    return total if mask is None or gathered is not None else total + cost.mask_cast(shape, block, int(kept_elements(mask, shape, block)), item, item)
+        total += matmul_cost.sum_splits(shape, sides, written, item, splits=splits)
+    return total if mask is None or gathered is not None else total + mask_cost.mask_cast(shape, block, int(kept_elements(mask, shape, block)), item, item)
 
 
 def kept_by_strip(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], features: int) -> list[int]:

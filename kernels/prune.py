@@ -132,7 +132,7 @@ def strip_rows(index: Tensor, rows: int, strips: int) -> tuple[Tensor, Tensor, T
     """For each strip of a block's features which rows of the input hold a kept block of it, ascending, and where that lies among the values.
 
     index (B, kept): of samples of `rows` rows, none twice in one. Returns row (E) and slot (E), E = B * kept, strip after strip, those of strip s from
-    begins[s] on, and begins (strips + 1); all int32. No host sync, fixed shapes, no sort. Cost: `kernels.cost.strip_rows`.
+    begins[s] on, and begins (strips + 1); all int32. No host sync, fixed shapes, no sort. Cost: `kernels.pruned_cost.strip_rows`.
     """
     samples, kept = index.shape
     flat = index.long()

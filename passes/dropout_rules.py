@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels import cost, layer_cost
+from ..kernels import layer_cost, mask_cost
 from ..kernels.cost import Cost
 from ..kernels.lists import listed
 from ..kernels.triton.tiles import DRAWN
@@ -44,7 +44,7 @@ def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int],
 @rule("fxmask.drop_mask")
 def _mask(call: Call, t: Target) -> list[Work]:
     (mask,) = call.outputs
-    return [Work(call, phase_of(call), EXACT, cost.draw(mask.numel, DRAWN))]
+    return [Work(call, phase_of(call), EXACT, mask_cost.draw(mask.numel, DRAWN))]
 
 
 @rule("fxmask.dropped_linear")

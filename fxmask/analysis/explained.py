@@ -6,21 +6,21 @@ import inspect
 from typing import Any
 
 from ..errors import ConfigError
-from ..kernels import cost, dense_cost, layer_cost
+from ..kernels import dense_cost, layer_cost, mask_cost, matmul_cost
 from ..passes.work import Work
 from . import optimiser, roofline, tables, traffic
 from .devices import Device
 
 FORMULAS: dict[str, Any] = {
-    "fxmask.masked_linear": cost.list_matmul,
-    "fxmask.masked_linear_dx": cost.list_matmul,
-    "fxmask.masked_linear_dw": cost.sampled_matmul,
-    "fxmask.drop_mask": cost.draw,
-    "fxmask.dropped_linear": cost.list_matmul,
-    "fxmask.dropped_dx": cost.sampled_matmul,
-    "fxmask.dropped_dw": cost.list_matmul,
-    "fxmask.block_index": cost.block_keys,
-    "fxmask.strip_lists": cost.strip_lists,
+    "fxmask.masked_linear": matmul_cost.list_matmul,
+    "fxmask.masked_linear_dx": matmul_cost.list_matmul,
+    "fxmask.masked_linear_dw": matmul_cost.sampled_matmul,
+    "fxmask.drop_mask": mask_cost.draw,
+    "fxmask.dropped_linear": matmul_cost.list_matmul,
+    "fxmask.dropped_dx": matmul_cost.sampled_matmul,
+    "fxmask.dropped_dw": matmul_cost.list_matmul,
+    "fxmask.block_index": mask_cost.block_keys,
+    "fxmask.strip_lists": mask_cost.strip_lists,
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxmask
 from fxmask import BlockDropout
-from fxmask.kernels import cost, dropout, dropout_ops, layer_cost
+from fxmask.kernels import dropout, dropout_ops, layer_cost, mask_cost, matmul_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, kept_elements
 from fxmask.kernels.triton import dropped, tiles
 from fxmask.passes.record import typical_mask
@@ -88,7 +88,7 @@ def test_splits(shape, block, dtype, splits):
     entries, expected, keep = recorded("dw", shape, block, 0.5, dtype, False, "holes", splits)
     one, total = entries["list_matmul"], entries["sum_splits"]
     assert moved([one, total]) == expected.bytes_req and one.flop == expected.flop_issued
-    agrees(total, cost.sum_splits(shape[1:], (1, 1), shape[1] * shape[2], dtype.itemsize, splits=splits, masked=False))
+    agrees(total, matmul_cost.sum_splits(shape[1:], (1, 1), shape[1] * shape[2], dtype.itemsize, splits=splits, masked=False))
     assert (one.operands["y"].writes == 1).all() and not one.operands["w"].reads[~expand_mask(keep, (shape[0], shape[2]), block)].any()
 
 
@@ -96,7 +96,7 @@ def test_splits(shape, block, dtype, splits):
 def test_drawing(tokens):
     with recording() as launches:
         dropped.draw(tokens, 100, (16, 32), 0.5, torch.tensor(3))
-    made = cost.draw(-(-tokens // 16) * 4, tiles.DRAWN)
+    made = mask_cost.draw(-(-tokens // 16) * 4, tiles.DRAWN)
     assert bool(launches) == bool(tokens) == bool(made.bytes_req)
     for entry in launches:
         agrees(entry, made)
@@ -118,9 +118,9 @@ def test_the_table_of_an_analysis_is_the_trace_of_a_step(block, dtype, p, monkey
     assert [entry.kernel for entry in launches[:forward]] == ["strip_lists_kernel", "order_kernel", "list_matmul_kernel"]
     dx, dw = sorted(launches[forward:], key=lambda entry: entry.kernel, reverse=True)
     assert (dx.kernel, dw.kernel) == ("sampled_matmul_kernel", "list_matmul_kernel")
-    assert rows["fwd", "drop_mask"]["bytes_req"] == cost.draw(grid[0] * grid[1], tiles.DRAWN).bytes_req
+    assert rows["fwd", "drop_mask"]["bytes_req"] == mask_cost.draw(grid[0] * grid[1], tiles.DRAWN).bytes_req
     assert rows["fwd", "strip_lists"]["bytes_req"] == moved(launches[:2])
-    zeros = cost.zero_fill((tokens, k), dtype.itemsize).bytes_req
+    zeros = matmul_cost.zero_fill((tokens, k), dtype.itemsize).bytes_req
     for phase, op, entry, more in (("fwd", "linear", launches[2], 0), ("dX", "dx", dx, zeros), ("dW", "dw", dw, 0)):
         row = rows[phase, f"dropped_{op}"]
         assert row["bytes_req"] == moved([entry]) + more and row["flop_executed"] == entry.flop and row["impl"] == "triton"

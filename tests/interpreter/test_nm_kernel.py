@@ -10,7 +10,7 @@ from torch import nn
 import fxmask
 from fxmask import NMMask
 from fxmask.errors import FxMaskError
-from fxmask.kernels import cost
+from fxmask.kernels import mask_cost
 from fxmask.kernels import nm as plain
 from fxmask.kernels.triton import nm
 from fxmask.kernels.triton.device import LAUNCHES
@@ -41,7 +41,7 @@ def test_bits_and_bytes(n, m, dtype):
         assert torch.equal(mask, want) and (mask.view(11, -1, m).sum(2) == n).all()
         torch.testing.assert_close(product, torch.where(want, w, 0).to(out), rtol=0, atol=0, equal_nan=True)
         (entry,) = launches
-        expected, zero = cost.nm_mask(w.numel(), w.element_size(), product.element_size()), {"w": 0, "mask": 0, "out": 0}
+        expected, zero = mask_cost.nm_mask(w.numel(), w.element_size(), product.element_size()), {"w": 0, "mask": 0, "out": 0}
         assert {k: o.bytes_read for k, o in entry.operands.items()} == {k: o.distinct_read for k, o in entry.operands.items()} == zero | expected.reads
         assert {k: o.bytes_written for k, o in entry.operands.items()} == {k: o.distinct_written for k, o in entry.operands.items()} == zero | expected.writes
 
@@ -88,7 +88,7 @@ def test_compiled_analysed_saved_and_explained():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), model(x))
     rows = [r for r in fxmask.analyze(model, x).tables["nodes"] if r["op"] == "fxmask.nm_magnitude"]
-    assert [r["bytes_req"] for r in rows] == [cost.nm_mask(24 * 32, 4, 4).bytes_req]
+    assert [r["bytes_req"] for r in rows] == [mask_cost.nm_mask(24 * 32, 4, 4).bytes_req]
     assert "in one pass" in fxmask.explain(model).rows[0]["why"]
     twin = fxmask.apply(nn.Sequential(nn.Linear(32, 24)), NMMask(1, 4))
     fxmask.load_state_dict(twin, fxmask.state_dict(model))  # another impl is no other setting

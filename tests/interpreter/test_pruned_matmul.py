@@ -1,4 +1,4 @@
-"""dW from pruned inputs by the kernel: against float64, its bits, autograd, and its bytes as `kernels.cost` and `fxmask.analyze` count them."""
+"""dW from pruned inputs by the kernel: against float64, its bits, autograd, and its bytes as `kernels.pruned_cost` and `fxmask.analyze` count them."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import nn
 import fxmask
 from fxmask import ActivationPruning, WeightMask
 from fxmask.errors import UnsupportedError
-from fxmask.kernels import cost, layer_cost, lists, prune, prune_ops, reference
+from fxmask.kernels import layer_cost, lists, matmul_cost, prune, prune_ops, pruned_cost, reference
 from fxmask.kernels.grid import expand_mask, grid_shape
 from fxmask.kernels.triton import prune_launch
 from fxmask.kernels.triton.device import LAUNCHES
@@ -113,9 +113,9 @@ def check_bytes(launches, case, gy, values, index, shape, mask):
     splits = entry.grid[1]
     assert splits == (case[7] or 1)
     gathered = mask is not None and prune_launch.listed(mask_block)
-    found = cost.lists_of(mask, (n, k), mask_block, True, block) if gathered else None
+    found = matmul_cost.lists_of(mask, (n, k), mask_block, True, block) if gathered else None
     kept = layer_cost.kept_by_strip(mask, (n, k), mask_block, block) if gathered else []
-    expected = cost.pruned_matmul(
+    expected = pruned_cost.pruned_matmul(
         entries, len(row.unique()), (n, k), block, dtype.itemsize, splits=splits, tile_tokens=entry.scalars["BT"], lists=found, kept=kept
     )
     zero = dict.fromkeys(entry.operands, 0)
@@ -130,7 +130,7 @@ def check_bytes(launches, case, gy, values, index, shape, mask):
     assert len(sums) == (splits > 1)
     for e in sums:
         written = found.kept if gathered else n * k
-        added = cost.sum_splits((n, k), mask_block if gathered else (n, k), written, dtype.itemsize, splits=splits)
+        added = matmul_cost.sum_splits((n, k), mask_block if gathered else (n, k), written, dtype.itemsize, splits=splits)
         assert sum(o.bytes_read for o in e.operands.values()) == sum(added.reads.values())
         assert sum(o.bytes_written for o in e.operands.values()) == sum(added.writes.values())
 
@@ -254,7 +254,7 @@ def test_the_table_of_an_analysis_is_the_trace(masks, tokens):
         y.backward(torch.ones_like(y))
     by_us = sum(o.bytes_read + o.bytes_written for e in launches if not e.kernel.startswith("list_matmul") for o in e.operands.values())
     rows, strips = tokens[0] * tokens[1], k // features
-    by_torch = cost.strip_rows(strips * rows, strips * rows // 2, 2).bytes_req + (cost.zero_fill((n, k), 2).bytes_req if gathers else 0)
+    by_torch = pruned_cost.strip_rows(strips * rows, strips * rows // 2, 2).bytes_req + (matmul_cost.zero_fill((n, k), 2).bytes_req if gathers else 0)
     assert row["bytes_req"] == by_us + by_torch
     kernels = {e.kernel for e in launches}
     assert ("sum_splits_kernel" in kernels) == (tokens == (8, 520)) and "pruned_matmul_kernel" in kernels and ("strip_lists_kernel" in kernels) == gathers

@@ -1,4 +1,4 @@
-"""The bytes and FLOP that the kernels move and issue, recorded, are those of `kernels.cost`, operand by operand and byte for byte."""
+"""The bytes and FLOP that the kernels move and issue, recorded, are those of `matmul_cost` and `mask_cost`, operand by operand and byte for byte."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from triton.runtime.errors import InterpreterError
 
 import fxmask
-from fxmask.kernels import cost
+from fxmask.kernels import cost, mask_cost, matmul_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count, kept_elements
 from fxmask.kernels.strides import tokens_inner
 from fxmask.kernels.triton import launch, refresh, tiles
@@ -74,8 +74,8 @@ def agrees(entry, expected, also_reads=()):
 
 
 def lists_agree(entries, grid, block, strip):
-    agrees(entries["strip_lists"], cost.strip_lists(grid, block, strip))
-    agrees(entries["order"], cost.order(grid, block, strip))
+    agrees(entries["strip_lists"], mask_cost.strip_lists(grid, block, strip))
+    agrees(entries["order"], mask_cost.order(grid, block, strip))
 
 
 @case
@@ -90,8 +90,8 @@ def check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed, t
     x, bias = make(m, n if transposed else k, dtype, extra), make(1, n, dtype, "")[0] if has_bias and not transposed else None
     entries = recorded(launch.list_matmul, x, w, bias, mask, block, transposed, tile=tile)
     tile = tile or tiles.tile_for(dtype)
-    lists = cost.lists_of(mask, (n, k), block, transposed, tile.strip)
-    expected = cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None)
+    lists = matmul_cost.lists_of(mask, (n, k), block, transposed, tile.strip)
+    expected = matmul_cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None)
     lists_agree(entries, mask.shape, block, tile.strip)
     kept = expand_mask(mask, (n, k), block)
     assert expected.flop_useful == 2 * m * int(kept.sum())
@@ -117,9 +117,9 @@ def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, ti
     entries = recorded(launch.sampled_matmul, gy, x, mask, block, torch.zeros(n, k, dtype=dtype) if accumulate else None, splits, tile=tile)
     entry = entries["sampled_matmul"]
     strip = (tile or tiles.tile_for(dtype)).strip
-    lists = cost.lists_of(mask, (n, k), block, False, strip)
+    lists = matmul_cost.lists_of(mask, (n, k), block, False, strip)
     constants = entry.scalars
-    expected = cost.sampled_matmul(
+    expected = matmul_cost.sampled_matmul(
         lists, m, dtype.itemsize, splits=splits, tile_tokens=constants["BT"], tile_features=constants["UNIT_W"] * constants["Q"], accumulate=accumulate
     )
     lists_agree(entries, mask.shape, block, strip)
@@ -130,7 +130,7 @@ def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, ti
     assert ("sum_splits" in entries) == (splits > 1)
     if splits > 1:
         total = entries["sum_splits"]
-        agrees(total, cost.sum_splits((n, k), block, int(kept.sum()), dtype.itemsize, splits=splits, accumulate=accumulate))
+        agrees(total, matmul_cost.sum_splits((n, k), block, int(kept.sum()), dtype.itemsize, splits=splits, accumulate=accumulate))
         assert torch.equal(total.operands["out"].writes, kept.long())
 
 
@@ -139,7 +139,7 @@ def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, ti
 def test_mask_cast(shape, block, ratio, extra, source, target):
     mask, w = make_mask(shape[1:], block, ratio, extra), make(*shape[1:], source, extra)
     entry = recorded(launch.mask_cast, w, mask, block, target)["mask_cast"]
-    agrees(entry, cost.mask_cast(shape[1:], block, int(kept_elements(mask, shape[1:], block)), source.itemsize, target.itemsize))
+    agrees(entry, mask_cost.mask_cast(shape[1:], block, int(kept_elements(mask, shape[1:], block)), source.itemsize, target.itemsize))
     assert torch.equal(entry.operands["w"].reads, expand_mask(mask, shape[1:], block).long()), "a masked element of W was loaded"
 
 
@@ -148,9 +148,9 @@ def test_metadata(shape, block, ratio, dtype, has_bias, extra):
     _, n, k = shape
     nb, kb = grid_shape((n, k), block)
     w = make(n, k, dtype, extra)
-    agrees(recorded(refresh.block_keys, w, block)["block_keys"], cost.block_keys((n, k), block, dtype.itemsize))
+    agrees(recorded(refresh.block_keys, w, block)["block_keys"], mask_cost.block_keys((n, k), block, dtype.itemsize))
     keys, keep = torch.arange(nb * kb, dtype=torch.int32).reshape(nb, kb), torch.tensor(keep_count(nb * kb, ratio))
-    agrees(recorded(refresh.select, keys, keep)["select"], cost.select(nb * kb))
+    agrees(recorded(refresh.select, keys, keep)["select"], mask_cost.select(nb * kb))
 
 
 @pytest.mark.parametrize("tile", [tiles.Tile(32, 64, 32, 4, 2), tiles.Tile(16, 256, 64, 4, 2)], ids=["strip-below-a-block", "strip-of-16-blocks"])
@@ -170,10 +170,10 @@ def test_token_mixing(shape, block, transposed):
     mask, w = make_mask((n, k), block, 0.6, ""), make(n, k, FP16, "")
     x = make(b * (n if transposed else k), c, FP16, "").reshape(b, -1, c).transpose(1, 2)
     assert tokens_inner(x)
-    lists, tile = cost.lists_of(mask, (n, k), block, transposed), tiles.tile_for(FP16)
+    lists, tile = matmul_cost.lists_of(mask, (n, k), block, transposed), tiles.tile_for(FP16)
     entry = recorded(launch.list_matmul, x, w, None, mask, block, transposed)["list_matmul"]
     assert entry.operands["x"].tensor.data_ptr() == x.data_ptr()
-    expected = cost.list_matmul(lists, b * c, 2, tile_tokens=tile.tokens, predicated=True)
+    expected = matmul_cost.list_matmul(lists, b * c, 2, tile_tokens=tile.tokens, predicated=True)
     agrees(entry, expected, also_reads=("entries", "x") if lists.layout.unit < tile.step else ("entries",))
 
 
@@ -181,11 +181,11 @@ def test_token_mixing_dw():
     b, c, n, k, block = 3, 24, 160, 128, (32, 32)
     mask = make_mask((n, k), block, 0.6, "")
     gy, x = (make(b * f, c, FP16, "").reshape(b, f, c).transpose(1, 2) for f in (n, k))
-    lists = cost.lists_of(mask, (n, k), block, False)
+    lists = matmul_cost.lists_of(mask, (n, k), block, False)
     for g, t in ((gy, x), (gy.contiguous(), x), (gy, x.contiguous())):
         entry = recorded(launch.sampled_matmul, g, t, mask, block)["sampled_matmul"]
         assert entry.operands["gy"].tensor.data_ptr() == g.data_ptr() and entry.operands["x"].tensor.data_ptr() == t.data_ptr()
-        agrees(entry, cost.sampled_matmul(lists, b * c, 2, tile_tokens=entry.scalars["BT"]), also_reads=("gy", "x"))
+        agrees(entry, matmul_cost.sampled_matmul(lists, b * c, 2, tile_tokens=entry.scalars["BT"]), also_reads=("gy", "x"))
 
 
 @pytest.mark.parametrize("kind", ["distinct", "ties"])
@@ -197,18 +197,18 @@ def test_selection_of_many_blocks(monkeypatch, kind):
         refresh.select(keys, torch.tensor(3000))
     assert [entry.kernel for entry in launches] == ["histogram_kernel"] * 3 + ["write_mask_kernel"]
     for digit, entry in enumerate(launches[:3]):
-        expected = cost.histogram(n, digit, chunk)
+        expected = mask_cost.histogram(n, digit, chunk)
         read, written = ({name: getattr(o, f"bytes_{what}") for name, o in entry.operands.items()} for what in ("read", "written"))
         assert read == expected.reads and written == {"key": 0, "keep": 0} | expected.writes
-    agrees(launches[3], cost.write_mask(n, chunk, kind == "ties"))
+    agrees(launches[3], mask_cost.write_mask(n, chunk, kind == "ties"))
 
 
 def test_costs_add_up_by_operand():
-    a, b = cost.select(10), cost.mask_cast((4, 6), (2, 2), 8, 4, 2)
+    a, b = mask_cost.select(10), mask_cost.mask_cast((4, 6), (2, 2), 8, 4, 2)
     both = sum([a, b], cost.Cost())
     assert both.reads == {"key": 40, "keep": 8, "w": 32, "mask": 24} and both.writes == {"mask": 10, "out": 48}
     assert both.bytes_req == a.bytes_req + b.bytes_req and both.bytes_min == both.bytes_req - 24 + 6
-    assert cost.zero_fill((4, 6), 2).bytes_req == 48
+    assert matmul_cost.zero_fill((4, 6), 2).bytes_req == 48
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def test_the_recorder_sees_a_stray_access():
 def test_in_place_is_read_by_the_first_name_and_written_by_the_last():
     w, mask = torch.randn(4, 6), torch.tensor([[True, False]])
     entry = recorded(launch.mask_cast, w, mask, (4, 3), FP32, w)["mask_cast"]
-    agrees(entry, cost.mask_cast((4, 6), (4, 3), 12, 4, 4))
+    agrees(entry, mask_cost.mask_cast((4, 6), (4, 3), 12, 4, 4))
     assert (w[:, 3:] == 0).all() and (w[:, :3] != 0).all()
 
 
@@ -276,7 +276,7 @@ def test_the_table_of_an_analysis_is_the_trace_of_a_step(block, dtype, layout):
     assert rows["fwd", "strip_lists"]["bytes_req"] == moved([found["strip_lists"], found["order"]])
     assert rows["fwd", "masked_linear"]["bytes_req"] == moved([found["forward"]])
     assert rows["dX", "masked_linear_dx"]["bytes_req"] == moved([dx])
-    zeros = cost.zero_fill((n, k), dtype.itemsize).bytes_req  # torch's, no launch of ours
+    zeros = matmul_cost.zero_fill((n, k), dtype.itemsize).bytes_req  # torch's, no launch of ours
     assert rows["dW", "masked_linear_dw"]["bytes_req"] == moved([dw]) + zeros
     for phase, op, entry in (("fwd", "masked_linear", found["forward"]), ("dX", "masked_linear_dx", dx), ("dW", "masked_linear_dw", dw)):
         assert rows[phase, op]["flop_executed"] == entry.flop

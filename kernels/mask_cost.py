@@ -1,0 +1,78 @@
+"""What the Triton kernels cost that make masks, their lists and masked copies; the counts and symbols are those of `cost`."""
+
+from __future__ import annotations
+
+from .cost import BINS, INDEX, Cost, cdiv
+from .grid import grid_shape
+from .lists import STRIP, pair
+
+
+def mask_cast(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int, out_itemsize: int) -> Cost:
+    """W∘M in another dtype. Requested B: w b kept, mask N K, out b' N K written. Compulsory: the mask once, NB KB."""
+    (nb, kb), (n, k) = grid_shape(shape, block), shape
+    reads, out = {"w": itemsize * kept, "mask": n * k}, {"out": out_itemsize * n * k}
+    return Cost(reads=reads, writes=out, reads_min=reads | {"mask": nb * kb}, writes_min=dict(out))
+
+
+def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) -> Cost:
+    """Scores. Requested and compulsory B: w b N K, key 4 NB KB written."""
+    nb, kb = grid_shape(shape, block)
+    reads, keys = {"w": itemsize * shape[0] * shape[1]}, {"key": INDEX * nb * kb}
+    return Cost(reads=reads, writes=keys, reads_min=dict(reads), writes_min=dict(keys))
+
+
+def select(blocks: int, keep_itemsize: int = 8) -> Cost:
+    """Selection among `blocks` keys by one program. Requested and compulsory B: key 4 blocks, keep one scalar, mask blocks written."""
+    reads, mask = {"key": INDEX * blocks, "keep": keep_itemsize * min(blocks, 1)}, {"mask": blocks}
+    return Cost(reads=reads, writes=mask, reads_min=dict(reads), writes_min=dict(mask))
+
+
+def histogram(blocks: int, digit: int, chunk: int, keep_itemsize: int = 8) -> Cost:
+    """One histogram of the selection above 16,384 blocks, ⌈blocks / chunk⌉ programs, each adding 2,048 bins, and reading those of the digits before.
+
+    Requested B   key 4 blocks; keep one scalar and bins 8,192 (digit + 1) a program read, 8,192 a program written
+    """
+    programs = cdiv(blocks, chunk)
+    reads = {"key": INDEX * blocks, "keep": keep_itemsize * programs, "bins": INDEX * BINS * programs * (digit + 1)}
+    least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": INDEX * BINS * (digit + 1)}
+    return Cost(reads=reads, writes={"bins": INDEX * BINS * programs}, reads_min=least, writes_min={"bins": INDEX * BINS})
+
+
+def write_mask(blocks: int, chunk: int, ties_split: bool, keep_itemsize: int = 8) -> Cost:
+    """The mask of that selection. Where not all blocks that tie at the threshold are kept (`ties_split`), a program also reads the keys before its own."""
+    programs = cdiv(blocks, chunk)
+    before = chunk * programs * (programs - 1) // 2 if ties_split else 0
+    reads = {"key": INDEX * (blocks + before), "keep": keep_itemsize * programs, "bins": 3 * INDEX * BINS * programs}
+    least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": 3 * INDEX * BINS}
+    return Cost(reads=reads, writes={"mask": blocks}, reads_min=least, writes_min={"mask": blocks})
+
+
+def draw(blocks: int, chunk: int) -> Cost:
+    """Block dropout's mask, ⌈blocks / chunk⌉ programs. Requested B: seed 8 a program, mask blocks written; compulsory: the seed once."""
+    mask = {"mask": blocks}
+    return Cost(reads={"seed": 8 * cdiv(blocks, chunk)}, writes=mask, reads_min={"seed": 8 * min(blocks, 1)}, writes_min=dict(mask))
+
+
+def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
+    """Entries and counts of both directions; the same for every mask, since lists have full capacity.
+
+    Requested B   mask: units * rows, or units * S where a block is wider than a strip, of each direction; lists 4 S (capacity + 1) written
+    Compulsory B  the mask once, NB KB
+    """
+    both = pair(grid, block, strip)
+    lists = {"lists": INDEX * sum(lay.strips * (lay.capacity + 1) for lay in both)}
+    reads = {"mask": sum(lay.units * max(lay.rows, lay.strips) for lay in both)}
+    return Cost(reads=reads, writes=lists, reads_min={"mask": grid[0] * grid[1]}, writes_min=dict(lists))
+
+
+def order(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
+    """The order of the strips of both directions, one program a strip. Requested B: counts 4 S (S + 1), order 4 S written; compulsory 4 S each."""
+    strips = [lay.strips for lay in pair(grid, block, strip)]
+    ranks = {"lists": INDEX * sum(strips)}
+    return Cost(reads={"lists": INDEX * sum(s * (s + 1) for s in strips)}, writes=ranks, reads_min=dict(ranks), writes_min=dict(ranks))
+
+
+def nm_mask(elements: int, itemsize: int, out_itemsize: int) -> Cost:
+    """An N:M mask by magnitude and W∘M of it. Requested and compulsory B: w b elements; mask elements and out b' elements written."""
+    reads, writes = {"w": itemsize * elements}, {"mask": elements, "out": out_itemsize * elements}
+    return Cost(reads=reads, writes=writes, reads_min=dict(reads), writes_min=dict(writes))
