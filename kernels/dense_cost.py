@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from math import prod
 
-from .cost import Cost
+from .cost import Cost, cdiv
 
 Tile = tuple[int, int]
 ATTENTION_TILE = 128  # rows of Q that a program of a fused attention keeps, reading K and V past it (Dao et al., arXiv:2205.14135)
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def matmul(
@@ -29,9 +25,9 @@ def matmul(
     Requested B   first ⌈n/BN⌉ b m k; second ⌈m/BM⌉ b n k; output b m n
     Compulsory B  b m k + b n k, b m n written; `least` names operands that have fewer distinct bytes, as an expanded one
     """
-    bm, bn = min(tile[0], _cdiv(m, 16) * 16 or 16), min(tile[1], _cdiv(n, 16) * 16 or 16)
+    bm, bn = min(tile[0], cdiv(m, 16) * 16 or 16), min(tile[1], cdiv(n, 16) * 16 or 16)
     x, w, y = names
-    tiles_m, tiles_n, live = _cdiv(m, bm), _cdiv(n, bn), min(1, m * n)
+    tiles_m, tiles_n, live = cdiv(m, bm), cdiv(n, bn), min(1, m * n)
     reads = {x: itemsize * batch * m * k * tiles_n, w: itemsize * batch * n * k * tiles_m}
     reads_min = {x: itemsize * batch * m * k * live, w: itemsize * batch * n * k * live} | (least or {})
     out = {y: itemsize * batch * m * n}
@@ -66,7 +62,7 @@ def attention(batch: int, heads: int, q: int, kv: int, d: int, dv: int, itemsize
     kv_heads = kv_heads or heads
     qb, ob = itemsize * batch * heads * q * d, itemsize * batch * heads * q * dv
     kb, vb = itemsize * batch * kv_heads * kv * d, itemsize * batch * kv_heads * kv * dv
-    passes = _cdiv(q, ATTENTION_TILE) * (heads // kv_heads)
+    passes = cdiv(q, ATTENTION_TILE) * (heads // kv_heads)
     flop = 2 * batch * heads * q * kv * (d + dv)
     least = {"q": qb, "k": kb, "v": vb} | ({"saved": extra} if extra else {})
     reads = least | {"k": kb * passes, "v": vb * passes}
@@ -82,7 +78,7 @@ def attention_backward(batch: int, heads: int, q: int, kv: int, d: int, dv: int,
     kv_heads = kv_heads or heads
     qb, ob = itemsize * batch * heads * q * d, itemsize * batch * heads * q * dv
     kb, vb = itemsize * batch * kv_heads * kv * d, itemsize * batch * kv_heads * kv * dv
-    passes = _cdiv(kv, ATTENTION_TILE)
+    passes = cdiv(kv, ATTENTION_TILE)
     product = 2 * batch * heads * q * kv
     least = {"dy": ob, "q": qb, "k": kb, "v": vb, "y": ob} | ({"saved": extra} if extra else {})
     reads = least | {"dy": ob * passes, "q": qb * passes}

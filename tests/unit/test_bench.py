@@ -179,9 +179,9 @@ def test_costs_count_the_launched_splits(shape, block, monkeypatch):
 
     launch = pytest.importorskip("triton") and triton_ops().launch
     (m, n, k), grids, counted = cells.parse_shape(shape), {}, []
-    real = costs.layer_cost.cost.sampled_matmul
+    real = costs.layer_cost.matmul_cost.sampled_matmul
     monkeypatch.setattr(launch.device, "launch", lambda kernel, grid, like, *a, **c: grids.update({kernel.fn.__name__: grid}))
-    monkeypatch.setattr(costs.layer_cost.cost, "sampled_matmul", lambda *a, **c: counted.append((a[0].layout, c)) or real(*a, **c))
+    monkeypatch.setattr(costs.layer_cost.matmul_cost, "sampled_matmul", lambda *a, **c: counted.append((a[0].layout, c)) or real(*a, **c))
     i = inputs.make_inputs(cells.Cell("dw", "backward", 8, n, k, "bf16", (block, block), 0.8, "random", 0, "fxmask_triton"), CPU)
     i.cell = cells.replace(i.cell, M=m)  # the tensors need not be as long
     costs.cost_of(i)
