@@ -7,7 +7,7 @@
 | providers, torch_sparse | the implementations that are compared |
 | gate | no time for a wrong result |
 | clock | timing on CUDA and on a CPU |
-| costs | FLOP and bytes of a cell, from `kernels.cost` |
+| costs | FLOP and bytes of a cell, from `kernels.layer_cost` |
 | provenance | versions, commit, clocks |
 | table | a csv: columns, appending, resuming |
 | session, driver | what runs share; one run over the cells |
