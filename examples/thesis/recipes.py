@@ -128,7 +128,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon", "b1-tokens-whole-muon")},
     **{name: SEARCH[name] for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
-    "b32-tokens-whole-muon-wd0.1": SEARCH["b32-tokens-whole-muon-wd0.1"],
+    **{name: SEARCH[name] for name in ("b32-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1-hysteresis")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1")},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
