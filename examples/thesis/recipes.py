@@ -102,6 +102,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     **{f"b16-tokens-whole-muon-{name}": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *change, *TAYLOR) for name, change in CHANGES.items()},
     "b32-tokens-whole-muon-wd0.1": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR),
     **{f"b32-tokens-whole-muon-wd0.1-{name}": (*TOKENS_WHOLE, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *more) for name, more in STILL.items()},
+    "b16-tokens-whole-muon-wd0.1-hysteresis": (*TOKENS_WHOLE_B16, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *STILL["hysteresis"]),
     # with Muon's better decay: masks that go on moving, and blocks shared out otherwise
     "b16-tokens-whole-muon-wd0.1-ste": (*TOKENS_WHOLE_B16, *FREE, *HALF, *MUON, *CHANGES["wd0.1"], "--backward", "ste", *TAYLOR),
     "b16-tokens-whole-muon-wd0.1-ramp-rigl": (*TOKENS_WHOLE_B16, *MUON, *CHANGES["wd0.1"], *RIGL, *HALF),
