@@ -1,0 +1,121 @@
+"""Averaged and other copies of a masked model: whose masks they have, and who counts their steps."""
+
+import copy
+import io
+
+import pytest
+import torch
+from sample_models import best_blocks, mlp
+from torch import optim
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from unit.state_runs import CUBIC, FORMS, masked, same
+
+import fxmask
+from fxmask.errors import StateError
+
+
+def averaged(config, form="module", steps=8, early=False):
+    """A run with `ste`, whose masks move a lot, and its EMA, made before or after the guard."""
+    model = masked(form, backward="ste", **{k: v for k, v in config.items() if k != "backward"})
+    optimiser = optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
+    make = lambda: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # noqa: E731
+    ema = make() if early else None
+    fxmask.guard(optimiser, model)
+    ema = ema or make()
+    mean = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for i in range(steps):
+        torch.manual_seed(i)
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+        ema.update_parameters(model)
+        if i == 0:
+            mean = {n: p.detach().clone() for n, p in model.named_parameters()}
+        else:
+            mean = {n: torch.lerp(mean[n], p.detach(), 0.1) for n, p in model.named_parameters()}
+    for n, p in ema.module.named_parameters():
+        torch.testing.assert_close(p, mean[n])
+    return model, ema
+
+
+def best(ema, ratio=0.6):
+    return {n: best_blocks(ema.get_parameter(n), (16, 16), ratio) for n in fxmask.masks(ema)}
+
+
+@FORMS
+@pytest.mark.parametrize("early", [False, True], ids=["after-guard", "before-guard"])
+def test_an_average_has_the_masks_of_its_own_weights(form, early):
+    model, ema = averaged({}, form, early=early)
+    own, theirs = fxmask.masks(ema), {f"module.{n}": m for n, m in fxmask.masks(model).items()}
+    assert same(own, best(ema)) and not same(own, theirs)
+    dense, x = mlp(), torch.randn(3, 64)
+    dense.load_state_dict(ema.module.state_dict())
+    for name, mask in own.items():
+        w = dense.get_parameter(name.removeprefix("module."))
+        w.data.mul_(mask.repeat_interleave(16, 0).repeat_interleave(16, 1)[: w.shape[0], : w.shape[1]])
+    assert torch.equal(ema(x), dense(x))  # no guard and no step source asked for
+    assert {r["masked_weights"] for r in fxmask.explain(ema).rows if r["masked"]} == {"left to the optimiser (no guard)"}
+
+
+@FORMS
+@pytest.mark.parametrize("refresh", [0, 2])
+def test_cached_masks_of_an_average_are_those_of_its_making_until_they_are_refreshed(form, refresh):
+    """An average tells nobody that it writes its weights: call fxmask.refresh before it is evaluated."""
+    model, ema = averaged(dict(refresh=refresh), form)
+    first = {f"module.{n}": m for n, m in fxmask.masks(masked(form)).items()}
+    assert same(fxmask.masks(ema), first) and not same(best(ema), first)
+    ema.eval()(torch.randn(2, 64))
+    fxmask.refresh(ema)
+    assert same(fxmask.masks(ema), best(ema))
+    fxmask.load_state_dict(ema.module, fxmask.state_dict(model))  # or the masks and the step of the run
+    assert same(fxmask.masks(ema.module), fxmask.masks(model))
+    assert {r["step"] for r in fxmask.explain(ema).rows if r["masked"]} == {8}
+    ema.eval()(torch.randn(2, 64))
+
+
+def test_an_average_may_be_stepped_as_the_model_is():
+    model = masked(refresh=2, schedule=CUBIC, backward="ste")
+    optimiser = optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
+    fxmask.guard(optimiser, model)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for i in range(10):
+        torch.manual_seed(i)
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+        ema.update_parameters(model)
+        fxmask.step(ema.module)
+        assert [int(m.sum()) for m in fxmask.masks(ema).values()] == [int(m.sum()) for m in fxmask.masks(model).values()]
+    assert same(fxmask.masks(ema), best(ema)) and not same(list(fxmask.masks(ema).values()), list(fxmask.masks(model).values()))
+
+
+@FORMS
+@pytest.mark.parametrize("config", [dict(schedule=CUBIC), dict(start=3)], ids=["schedule", "start"])
+@pytest.mark.parametrize(
+    "early",
+    [False, True],
+    ids=["after-guard", "before-guard"],
+)
+def test_an_average_whose_steps_nobody_counts_says_that_it_is_not_masked(form, config, early):
+    model, ema = averaged(config, form, steps=12, early=early)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"a masked model is evaluated at ratio 0\.\d+, not 0\.6"):
+        ema.eval()(torch.randn(2, 64))
+    fxmask.load_state_dict(ema.module, fxmask.state_dict(model))
+    ema(torch.randn(2, 64))
+    assert same(fxmask.masks(ema), best(ema))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: torch.load(io.BytesIO(_pickled(m)), weights_only=False)], ids=["deepcopy", "torch.save"])
+def test_a_copy_of_a_guarded_model_asks_for_a_step_source(copier):
+    model = masked(refresh=2)
+    optimiser = optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model)
+    twin = copier(model)
+    twin.eval()(torch.randn(2, 64))
+    with pytest.raises(StateError, match=r"call fxmask\.guard\(optimizer, model\)"):
+        twin.train()(torch.randn(2, 64))
+
+
+def _pickled(model):
+    torch.save(model, buffer := io.BytesIO())
+    return buffer.getvalue()

@@ -1,0 +1,102 @@
+"""A resumed run whose guard or whose state was forgotten: training asks for it before it begins."""
+
+import copy
+
+import pytest
+import torch
+from sample_models import best_blocks
+from torch import nn, optim
+from unit.state_runs import CUT, EACH, FORMS, checkpoint, masked, run, same, take_up, through_a_file, train
+
+import fxmask
+from fxmask.errors import StateError
+
+
+def interrupted(form, config):
+    r = run(form, config)
+    r.go()
+    train(r, 0, CUT, traced=False)
+    return r, through_a_file(checkpoint(r))
+
+
+@FORMS
+@EACH
+def test_a_forgotten_guard(form, config):
+    _, saved = interrupted(form, config)
+    fresh = run(form, config, 99)
+    take_up(fresh, saved)
+    x = torch.randn(2, 64)
+    match = r"(?s)the state that was loaded had a guard, and this process has none.*0\.weight.*call fxmask\.guard\(optimizer, model\) again"
+    with pytest.raises(StateError, match=match):
+        fresh.model(x)
+    fresh.model.eval()(x)
+    with pytest.raises(StateError, match=r"fxmask\.guard"):
+        fresh.model.train()(x)
+    other = copy.deepcopy(fresh.model)
+    with pytest.raises(StateError, match=r"fxmask\.guard"):
+        other(x)
+    fresh.go()
+    fresh.model(x)
+    fxmask.step(other, 0)
+    other(x)
+    assert {r["step"] for r in fxmask.explain(other).rows if r["masked"]} == {CUT}
+
+
+def test_a_forgotten_guard_survives_another_save():
+    """A state that is loaded and saved again, with no guard in between, still asks for it."""
+    _, saved = interrupted("module", "refresh-1")
+    fresh = run("module", "refresh-1")
+    take_up(fresh, saved)
+    again = run("module", "refresh-1")
+    take_up(again, through_a_file(checkpoint(fresh)))
+    with pytest.raises(StateError, match=r"fxmask\.guard"):
+        again.model(torch.randn(2, 64))
+
+
+def test_a_forgotten_guard_of_weights_that_other_parameters_make():
+    make = lambda: fxmask.apply(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))), ratio=0.5, refresh=2)  # noqa: E731
+    model, fresh = make(), make()
+    optimiser = optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model)
+    fxmask.load_state_dict(fresh, fxmask.state_dict(model))
+    with pytest.raises(StateError, match=r"fxmask\.guard"):
+        fresh(torch.randn(2, 64))
+
+
+def test_a_state_from_before_the_guard_does_not_take_the_guard_off():
+    model = masked(refresh=2)
+    state, optimiser = fxmask.state_dict(model), optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model)
+    fxmask.load_state_dict(model, state)
+    model(torch.randn(2, 64))
+
+
+@FORMS
+@pytest.mark.parametrize("config", ["refresh-2-cubic", "refresh-3-start-4", "rigl"])
+def test_without_the_state_training_asks_for_steps(form, config):
+    """Weights and optimiser alone: the count of steps is lost, and training asks for one before it begins."""
+    _, saved = interrupted(form, config)
+    fresh = run(form, config, 99)
+    fresh.model.load_state_dict(saved["model"])
+    fresh.optimiser.load_state_dict(saved["optimiser"])
+    with pytest.raises(StateError, match=r"(?s)expected a step source before training, got none.*0\.weight.*call fxmask\.guard"):
+        fresh.model(torch.randn(2, 64))
+    fresh.go()
+    assert {r["step"] for r in fxmask.explain(fresh.model).rows if r["masked"]} == {0}  # from the beginning
+    fresh.model(torch.randn(2, 64))
+
+
+def test_without_the_state_a_mask_that_is_kept_is_another_one():
+    """refresh=0: the mask of the loaded weights takes the place of the one that the run had."""
+    r, saved = interrupted("module", "refresh-0")
+    fresh = run("module", "refresh-0", 99)
+    fresh.model.load_state_dict(saved["model"])
+    assert same(fxmask.masks(fresh.model), {n: best_blocks(fresh.model.get_parameter(n), (16, 16), 0.6) for n in fxmask.masks(r.model)})
+    assert not same(fxmask.masks(fresh.model), fxmask.masks(r.model))
+    fxmask.load_state_dict(fresh.model, saved["masks"])
+    assert same(fxmask.masks(fresh.model), fxmask.masks(r.model))
+
+
+def test_without_the_state_the_message_names_it():
+    with pytest.raises(StateError, match=r"(?s)expected a step source.*fxmask\.load_state_dict"):
+        masked(refresh=2)(torch.randn(2, 64))
