@@ -1,5 +1,7 @@
 """Models for the tests of `fxmask.analyze`, and their FLOP as PyTorch counts them, or as they are counted by hand."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from resmlp import PRESETS, ResMLP
@@ -174,3 +176,13 @@ def masked(name, **options):
 
 def analyze(model, *inputs, **options):
     return fxmask.analyze(model, inputs, **{"device": "h100-sxm", **options})
+
+
+def both(model, *inputs, **kwargs):
+    """(forward, backward) as PyTorch counts them."""
+    forward = pytorch_count(model, *inputs, backward=False, **kwargs)
+    return forward, pytorch_count(model, *inputs, **kwargs) - forward
+
+
+def mlp(*sizes):
+    return nn.Sequential(*(m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.GELU())))

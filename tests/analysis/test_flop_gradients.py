@@ -1,0 +1,148 @@
+"""FLOP of the backward: which gradients there are, what is computed again, and what is called or shared more than once."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from analysis.counted import analyze as count
+from analysis.counted import both, mlp, totals
+from torch import nn
+from torch.utils import checkpoint
+
+
+def test_the_first_layer_has_no_dx():
+    model, x = mlp(16, 32, 8), torch.randn(5, 16)
+    first, second = 2 * 5 * 16 * 32, 2 * 5 * 32 * 8
+    s = count(model, x).summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (first + second, second, first + second)
+    s = count(model, x.requires_grad_()).summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (first + second,) * 3
+
+
+def test_a_frozen_layer_has_no_dw():
+    model, x = mlp(16, 32, 24, 8), torch.randn(5, 16)
+    one, two, three = (2 * 5 * a * b for a, b in ((16, 32), (32, 24), (24, 8)))
+    model[2].requires_grad_(False)
+    s = count(model, x).summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (one + two + three, two + three, one + three)
+    assert not [r for r in count(model, x).tables["nodes"] if r["module"] == "2" and r["phase"] in ("dW", "db", "opt")]
+    model[0].requires_grad_(False)  # now nobody asks for the gradient behind the third layer
+    s = count(model, x).summary["flop"]
+    assert (s["bwd_dx"], s["bwd_dw"]) == (0, three)
+    assert totals(count(model, x))[1] == both(model.to("meta"), x.to("meta"))[1]
+
+
+def test_nothing_is_trained():
+    model = mlp(16, 32, 8).requires_grad_(False)
+    report = count(model, torch.randn(5, 16))
+    assert totals(report)[1] == 0 and {r["phase"] for r in report.tables["nodes"]} == {"fwd"}
+    assert any("forward only" in n for n in report.notes)
+
+
+def test_a_part_under_no_grad():
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.head = mlp(16, 32), nn.Linear(32, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.frozen(x)
+            return self.head(x)
+
+    s = count(M(), torch.randn(5, 16)).summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (2 * 5 * 32 * (16 + 8), 0, 2 * 5 * 32 * 8)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_callers_mode_does_not_matter(around):
+    model, x = mlp(16, 32, 8), torch.randn(5, 16)
+    expected = count(model, x).summary["flop"]
+    with around():
+        assert count(model, x).summary["flop"] == expected
+        assert torch.is_grad_enabled() == (around is torch.enable_grad) and torch.is_inference_mode_enabled() == (around is torch.inference_mode)
+
+
+class Twice(nn.Module):
+    """One layer, called twice; another that shares its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(24, 24), nn.Linear(24, 24, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(self.a(x)))
+
+
+def test_a_layer_called_twice_and_a_tied_weight():
+    report = count(Twice(), torch.randn(5, 24))
+    one = 2 * 5 * 24 * 24
+    s = report.summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (3 * one, 2 * one, 3 * one)
+    assert report.summary["params"] == 24 * 24 + 24
+    rows = {r["module"]: r for r in report.tables["modules"]}
+    assert rows["a"]["calls"] == 2 and rows["b"]["calls"] == 1
+    assert rows["a"]["flop"] == 5 * one and rows["b"]["flop"] == 3 * one  # no dX in a's first call
+    assert len([r for r in report.tables["nodes"] if r["phase"] == "opt"]) == 2
+    names = {r["node"] for r in report.tables["nodes"] if r["phase"] == "fwd"}
+    assert len(names) == 3  # every call has a name of its own
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_recomputes(reentrant):
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.body, self.last = nn.Linear(16, 16), mlp(16, 40, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.last(checkpoint.checkpoint(self.body, self.first(x), use_reentrant=reentrant))
+
+    model, x = M(), torch.randn(5, 16)
+    body, first, last = 2 * 2 * 5 * 16 * 40, 2 * 5 * 16 * 16, 2 * 5 * 16 * 8
+    report = count(model, x)
+    s = report.summary["flop"]
+    assert (s["fwd"], s["bwd_dx"], s["bwd_dw"], s["total"] - s["fwd"]) == (body + first + last, body + last, body + first + last, totals(report)[1])
+    # the second of the two matmuls is not needed again: nothing behind it is saved but what the first half makes; PyTorch's own early stop says so
+    assert s["recompute"] == (body if reentrant else both(copy.deepcopy(model).to("meta"), x.to("meta"))[1] - s["bwd_dx"] - s["bwd_dw"])
+    assert s["recompute"] in (body // 2, body)
+    rows = [r for r in report.tables["nodes"] if r["phase"] == "recompute" and r["flop"]]
+    assert rows and all(r["module"].startswith("body") for r in rows)
+    with pytest.warns(UserWarning, match="None of the inputs") if reentrant else nullcontext():  # as without an analysis
+        assert "recompute" not in {r["phase"] for r in count(model, x, phases=("fwd",)).tables["nodes"]}
+    dense = copy.deepcopy(model)
+    dense.forward = lambda x: dense.last(dense.body(dense.first(x)))
+    saved = [r.tables["footprint"][-1]["saved_activations"] for r in (report, count(dense, x))]
+    assert saved[0] < saved[1]
+
+
+def test_gradients_of_gradients():
+    """A model that differentiates inside its forward, as learned forces do: the counts are those of the ops that run."""
+
+    class M(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp(4, 32, 1)
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            energy = self.net(x).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    seen = []
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                a, b = args[-2:]
+                seen.append(2 * a.shape[0] * a.shape[1] * b.shape[1])
+            return out
+
+    model, x = M(), torch.randn(6, 4)
+    with Products():
+        y = model(x)
+        y.backward(torch.ones_like(y))
+    assert totals(count(model, x))[2] == sum(seen)
