@@ -1,4 +1,4 @@
-"""`fxmask.analyze` leaves everything as it was, whatever the model does and however it ends; and it takes models and inputs in every form."""
+"""`fxmask.analyze` leaves everything as it was, whatever the model does and however it ends."""
 
 import copy
 import random
@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from analysis.counted import SMALL, kept_of, on_meta
-from torch import fx, nn
+from analysis.counted import SMALL, analyze, kept_of
+from analysis.unchanged import Net, unchanged
+from torch import nn
 
 import fxmask
 from fxmask.errors import UnsupportedError
-
-
-def analyze(model, *inputs, **options):
-    return fxmask.analyze(model, inputs, **{"device": "h100-sxm", **options})
-
 
 WRITTEN = torch.zeros(2)  # of the program, not of the model
 
@@ -61,54 +57,6 @@ class Messy(nn.Module):
         if self.fails:
             raise RuntimeError("the model breaks")
         return self.out(F.dropout(x, 0.5))
-
-
-def state_of(model):
-    """Everything that could have changed, in a form that compares."""
-    modules = {}
-    for name, m in model.named_modules():
-        plain = {k: id(v) for k, v in m.__dict__.items()}
-        tables = {t: list(m.__dict__[t].items()) for t in m.__dict__ if isinstance(m.__dict__[t], dict)}
-        modules[name] = (type(m), m.training, plain, {t: [(k, id(v)) for k, v in items] for t, items in tables.items()})
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    grads = {n: (id(p.grad), None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()}
-    values = {n: (id(t), t._version, t.is_meta or t.clone(), t.requires_grad) for n, t in tensors.items()}
-    return modules, values, grads, [(k, t if t.is_meta else t.clone()) for k, t in model.state_dict().items()]
-
-
-def assert_same(a, b):
-    assert a[0] == b[0]
-    assert a[1].keys() == b[1].keys() and a[2].keys() == b[2].keys()
-    for name in a[1]:
-        (*x, values_x, rx), (*y, values_y, ry) = a[1][name], b[1][name]
-        assert x == y and rx == ry, name
-        assert values_x is True or torch.equal(values_x, values_y), name
-    for name in a[2]:
-        assert a[2][name][0] == b[2][name][0] and (a[2][name][1] is None or torch.equal(a[2][name][1], b[2][name][1])), name
-    assert [k for k, _ in a[3]] == [k for k, _ in b[3]]
-    assert all(x.is_meta or torch.equal(x, y) for (_, x), (_, y) in zip(a[3], b[3], strict=True))
-
-
-def drawn():
-    """NumPy's random state."""
-    _, key, position, *_ = np.random.get_state()
-    return key.tolist(), position
-
-
-def unchanged(model, run):
-    """Run something and look: the model, the random states, the modes, the switches of the backends."""
-    before = state_of(model)
-    states = random.getstate(), torch.get_rng_state(), drawn()
-    modes = lambda: (  # noqa: E731
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_num_threads(),
-        torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled(), torch.backends.cudnn.enabled,
-        torch.utils._python_dispatch._len_torch_dispatch_stack(), torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    found = modes()
-    run()
-    assert_same(before, state_of(model))
-    assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1]) and drawn() == states[2]
-    assert modes() == found
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -263,191 +211,3 @@ def test_hooks_run_and_stay():
     x = torch.randn(3, 4)
     unchanged(model, lambda: analyze(model, x))
     assert seen == [(1, 4)] and analyze(model, torch.randn(3, 4)).summary["flop"]["fwd"] == 2 * (16 + 8)
-
-
-# ---- inputs and models in every form -----------------------------------------------------------------------------------------------------------------------
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 24), nn.Linear(8, 24)
-
-    def forward(self, x, y, *, scale=1.0, extra=None):
-        z = self.a(x) * scale + self.b(y)
-        return {"z": z, "more": (z + extra["t"],)} if extra is not None else z
-
-
-def test_forms_of_inputs():
-    model, x, y, t = Pair(), torch.randn(3, 16), torch.randn(3, 8), torch.randn(24)
-    expected = 2 * 3 * 24 * (16 + 8)
-    forms = [
-        ((x, y), {}), ([x, y], {}), ({"x": x, "y": y}, {}), ((x,), {"kwargs": {"y": y}}), ({"x": x}, {"kwargs": {"y": y}}),
-        ((x, y), {"kwargs": {"scale": 2.0, "extra": {"t": t}}}), ((), {"kwargs": {"x": x, "y": y}}),
-        ((x.to("meta"), y.to("meta")), {}), ((x, y.to("meta")), {}),
-    ]  # fmt: skip
-    for inputs, options in forms:
-        report = fxmask.analyze(model, inputs, device="h100-sxm", **options)
-        assert report.summary["flop"]["fwd"] == expected, inputs
-        assert report.meta["inputs"][:2] == ["3x16:float32", "3x8:float32"]
-    assert fxmask.analyze(nn.Linear(16, 4), x, device="h100-sxm").summary["flop"]["fwd"] == 2 * 3 * 64
-    assert x.grad is None and not x.requires_grad
-
-
-def test_meta_models():
-    make, x = SMALL["gpt"]
-    real = analyze(make(), x)
-    for model, tokens in ((on_meta(make), x), (on_meta(make), x.to("meta")), (make(), x.to("meta"))):
-        unchanged(model, lambda model=model, tokens=tokens: analyze(model, tokens))
-        assert analyze(model, tokens).tables["nodes"] == real.tables["nodes"]
-
-
-def test_meta_constants():
-    """Made under torch.device("meta"), a plain tensor attribute has no values either."""
-
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.scale, self.index = nn.Linear(8, 8), torch.ones(8), torch.arange(4)
-
-        def forward(self, x):
-            return self.fc(x[self.index]) * self.scale
-
-    model, x = on_meta(M), torch.randn(5, 8)
-    unchanged(model, lambda: analyze(model, x))
-    assert analyze(model, x).summary["flop"]["fwd"] == 2 * 4 * 64
-
-
-def test_buffers_make_constants():
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-            self.register_buffer("mean", torch.zeros(8))
-            self.register_buffer("scratch", torch.zeros(8), persistent=False)
-
-        def forward(self, x):
-            return self.fc((x - self.mean) / (self.scratch.exp() + 1))
-
-    report = analyze(M(), torch.randn(5, 8))
-    assert report.tables["footprint"][-1]["buffers"] == 2 * 32
-    assert report.tables["footprint"][-1]["saved_activations"] == 4 * 40  # fc's input alone
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(70, 96), nn.Linear(96, 40)
-        self.body = nn.Sequential(nn.Linear(40, 40), nn.ReLU())
-
-    def forward(self, x):
-        return self.body(self.fc2(F.gelu(self.fc1(x))))
-
-
-@pytest.fixture(params=["symbolic", "exported", "unlifted", "dynamo", "compiled", "compiled in place", "data parallel"])
-def form(request):
-    """A model as others give it: (of the model, what analyze says of it)."""
-
-    def run(model, x, **options):
-        if request.param == "symbolic":
-            return analyze(fx.symbolic_trace(model), x, **options)
-        if request.param == "exported":
-            return analyze(torch.export.export(model, (x,)), x, **options)
-        if request.param == "unlifted":
-            return analyze(torch.export.export(model, (x,)).module(), x, **options)
-        if request.param == "compiled":
-            return analyze(torch.compile(model), x, **options)
-        if request.param == "compiled in place":
-            model.compile()
-            return analyze(model, x, **options)
-        if request.param == "data parallel":
-            return analyze(nn.DataParallel(model), x, **options)
-        found = []
-
-        def backend(gm, inputs):
-            found.append((fxmask.analyze(gm, inputs, device="h100-sxm", **options), [n.name for n in gm.graph.nodes]))
-            return gm.forward
-
-        torch._dynamo.reset()
-        torch.compile(model, backend=backend)(x)
-        assert len(found) == 1
-        return found[0][0]
-
-    run.kind = request.param
-    return run
-
-
-def of_modules(report):
-    return {r["module"]: tuple(r[c] for c in ("params", "params_kept", "flop", "flop_dense", "bytes_min")) for r in report.tables["modules"]}
-
-
-def test_models_in_every_form(form):
-    model, x = Net(), torch.randn(6, 70)
-    plain = analyze(model, x)
-    before = state_of(model)
-    report = form(model, x)
-    after = state_of(model)
-    assert_same(({}, *before[1:]), ({}, *after[1:]))
-    assert before[0] == after[0] or form.kind in ("dynamo", "compiled", "compiled in place")  # the compiler's own attributes
-    for quantity in ("params", "flop", "flop_executed", "bytes_min", "bytes_req", "mac", "weights_loaded"):
-        assert report.summary[quantity] == plain.summary[quantity], quantity
-    assert [r["total"] for r in report.tables["footprint"] if r["module"] == "(total)"] == [plain.tables["footprint"][-1]["total"]]
-    ours, theirs = of_modules(plain), of_modules(report)
-    assert list(theirs) == list(ours) == ["(model)", "fc1", "fc2", "body", "body.0", "body.1"] or form.kind == "symbolic"
-    assert {n: v for n, v in ours.items() if v[0]} == {n: v for n, v in theirs.items() if v[0]}
-
-
-def test_masked_models_in_every_form(form):
-    torch.manual_seed(0)
-    model, x = fxmask.apply(Net(), ratio=0.5, block=(16, 16)), torch.randn(6, 70)
-    if form.kind == "symbolic":
-        with pytest.raises(fxmask.FxMaskError, match="symbolic_trace of a masked model"):
-            form(model, x)
-        return
-    plain, report = analyze(model, x), form(model, x)
-    assert plain.summary["flop"]["fwd"] < plain.summary["flop_dense"]["fwd"]
-    for quantity in ("flop", "flop_dense", "params_kept", "weights_loaded"):
-        assert report.summary[quantity] == plain.summary[quantity], quantity
-    assert report.summary["flop"]["fwd"] == 2 * 6 * sum(k for k, _ in kept_of(model, (16, 16)).values())
-
-
-@pytest.mark.parametrize("trace", ["symbolic", "exported"])
-@pytest.mark.parametrize("options", [{}, {"refresh": 3}], ids=["built", "cached"])
-def test_masked_graphs(trace, options):
-    """fxmask.apply on a graph: the kept count, and the nodes' own names."""
-    torch.manual_seed(0)
-    model, x = Net(), torch.randn(6, 70)
-    gm = fx.symbolic_trace(model) if trace == "symbolic" else torch.export.export(model, (x,)).module()
-    gm = fxmask.apply(gm, ratio=0.5, block=(16, 32), **options)
-    if options:
-        fxmask.step(gm, 0)
-    code = gm.code
-    unchanged(gm, lambda: analyze(gm, x))
-    assert gm.code == code
-    report = analyze(gm, x)
-    kept = kept_of(gm, (16, 32))
-    assert len(kept) == 3 and report.summary["flop"]["fwd"] == 2 * 6 * sum(k for k, _ in kept.values()) < report.summary["flop_dense"]["fwd"]
-    nodes = {n.name for n in gm.graph.nodes}
-    named = {r["node"] for r in report.tables["nodes"] if r["phase"] in ("fwd", "dX", "dW")}
-    assert named and named <= nodes
-    products = {r["node"] for r in report.tables["nodes"] if r["op"] == "fxmask.masked_linear"}
-    assert products == {n.name for n in gm.graph.nodes if n.target is torch.ops.fxmask.masked_linear.default or n.target is torch.ops.fxmask.masked_linear}
-
-
-def test_names_of_nodes():
-    model, x = Net(), torch.randn(6, 70)
-    gm = torch.export.export(model, (x,)).module()
-    rows = analyze(gm, x).tables["nodes"]
-    assert {r["node"] for r in rows if r["flop"]} == {n.name for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default}
-    assert {r["module"] for r in rows if r["flop"]} == {"fc1", "fc2", "body.0"}
-    plain = analyze(model, x).tables["nodes"]
-    assert {r["node"] for r in plain if r["flop"]} == {"fc1:addmm", "fc2:addmm", "body.0:addmm"}
-    assert "fc2:addmm" in {r["node"] for r in plain if r["phase"] == "dW"}
-
-
-def test_under_autocast():
-    model, x = Net(), torch.randn(6, 70)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        report = analyze(model, x)
-    assert {r["dtype_in"] for r in report.tables["nodes"] if r["m"]} == {"bfloat16"}
-    assert report.summary["flop"] == analyze(model, x).summary["flop"]
