@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchvision_shim import import_torchvision  # examples/ is on the path, see pyproject.toml
 
-os.environ.setdefault("FXMASK_TUNE", "0")  # what a measurement chooses differs from run to run; tests/unit/test_tune.py switches it on
+os.environ.setdefault("FXMASK_TUNE", "0")  # what a measurement chooses differs from run to run; tests/unit/tuned.py switches it on
 
 
 @pytest.fixture(scope="session")

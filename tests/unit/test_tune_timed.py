@@ -1,0 +1,145 @@
+"""When the measured tune times what: busy machines, its budget, samples of large layers, and cases that are too small."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+import torch
+from unit.tuned import BLOCK, MASK, REAL, W, X, a_table, forward  # noqa: F401  (a_table is a fixture)
+
+from fxmask.kernels import ops, tune
+from fxmask.kernels.cpu import chosen, deciding
+from fxmask.kernels.cpu.plans import BY_NAME, Case, plans
+
+
+def later(monkeypatch, seconds):
+    """As if so much time had passed."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + seconds)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["on disk", "in memory"])
+def test_a_machine_that_stays_busy_is_asked_less_and_less_often(table, kept, monkeypatch):
+    """Never for good, and never every minute."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
+    if not kept:
+        monkeypatch.setattr(tune, "load", lambda key, names: None)
+        monkeypatch.setattr(tune, "store", lambda key, choice: None)
+    forward()
+    for repeats in range(1, 5):
+        later(monkeypatch, tune.AGAIN * 2 ** (repeats - 1) - 5)
+        forward()
+        assert len(table.measured) == repeats
+        later(monkeypatch, 10)
+        forward()
+        assert len(table.measured) == repeats + 1 and [c.tries for c in deciding.decisions.values()] == [repeats]
+    if kept:  # another process goes on from there
+        table.fresh()
+        forward()
+        assert not table.measured and [c.tries for c in deciding.decisions.values()] == [4]
+
+
+def test_another_thread_at_work_makes_a_machine_busy_and_is_not_timed(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(time, "process_time", lambda: 2 * time.perf_counter())
+    assert REAL({"a": lambda: None}, 1, 0.01).busy and not REAL({"a": lambda: None}, 2, 0.01).busy
+    stop = threading.Event()
+    other = threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(stop.is_set, True)])
+    other.start()
+    try:
+        sleeping = REAL({"a": lambda: time.sleep(0.05)}, 1, 0.0)
+    finally:
+        stop.set()
+        other.join()
+    assert sleeping.times["a"] < 0.01  # the process's own time has the other thread's in it
+
+
+@pytest.mark.parametrize("cause", ["load", "waiting"])
+def test_a_tune_on_a_busy_machine_is_repeated(table, cause, monkeypatch):
+    with monkeypatch.context() as m:
+        m.setattr(os, "getloadavg", lambda: (1e3 * (cause == "load"), 0.0, 0.0))
+        m.setattr(time, "process_time", lambda: (1.0 if cause == "load" else 0.5) * time.perf_counter())
+        forward()
+    assert [c.busy for c in deciding.decisions.values()] == [True] and json.loads(table.files()[0].read_text())["busy"] is True
+    forward()
+    assert len(table.measured) == 1  # not at once
+    later(monkeypatch, tune.AGAIN + 1)
+    forward()
+    assert len(table.measured) == 2 and [c.busy for c in deciding.decisions.values()] == [False]
+    forward()
+    table.fresh()
+    forward()
+    assert not table.measured and json.loads(table.files()[0].read_text())["busy"] is False
+
+
+def test_the_budget_is_held_and_the_fastest_wins():
+    calls = []
+
+    def candidate(name, seconds):
+        return lambda: (calls.append(name), time.sleep(seconds))
+
+    begin = time.perf_counter()
+    choice = REAL({"slow": candidate("slow", 0.02), "fast": candidate("fast", 0.002)}, 2, 0.1)
+    assert 0.1 <= time.perf_counter() - begin < 0.3 + 10 * 0.022
+    assert choice.name == "fast" and 0.002 <= choice.times["fast"] < choice.times["slow"] and choice.times["slow"] >= 0.02
+    assert 2 <= calls.count("slow") == calls.count("fast") <= 6
+    assert {tuple(calls[i : i + 2]) for i in range(0, len(calls), 2)} == {("slow", "fast"), ("fast", "slow")}  # in turns, in either order
+    calls.clear()
+    REAL({"slow": candidate("slow", 0.02)}, 2, 0.01)
+    assert len(calls) == tune.LEAST == 2  # one to warm up, and one that counts
+    calls.clear()
+    REAL({"slow": candidate("slow", 0.02)}, 2, 0.06)
+    assert len(calls) == tune.TURNS  # within thrice the budget
+
+
+@pytest.mark.parametrize("op", ["forward", "dx", "dw", "backward"])
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("forced", [True, False])
+def test_large_layers_are_timed_on_few_tokens(op, threads, forced):
+    """By our own closed forms a tune takes its time and no more, but for layers whose few tokens take as long; small ones get all their tokens."""
+    for features in (64, 1024, 4096, 16384):
+        case = Case(op, 25088, (features, features), (64, 64), 0.5, torch.float32)
+        names = [*map(str, plans(case)), *(() if forced else ("masked_dense",))]
+        n = deciding.sample(case, names, threads)
+        took = tune.TURNS * sum(deciding.seconds(BY_NAME[p], case._replace(tokens=n)) for p in names) / threads
+        assert 256 * threads <= n <= deciding.SAMPLE and (n == 256 * threads or took <= 1.1 * tune.OVER * tune.BUDGET)
+        assert n == deciding.SAMPLE or features > 1024
+    assert deciding.sample(case._replace(tokens=100), names, threads) == 100
+
+
+def test_a_tune_runs_over_the_sample_alone(table, monkeypatch):
+    monkeypatch.setattr(deciding, "sample", lambda case, names, threads: 257)
+    seen, real = [], chosen.implementation.masked_linear
+    monkeypatch.setattr(chosen.implementation, "masked_linear", lambda x, *rest: (seen.append(len(x)), real(x, *rest))[1])
+    forward("cpu")
+    assert set(seen[:-1]) == {257} and seen[-1] == 600 and [c.tokens for c in deciding.decisions.values()] == [257]
+    assert json.loads(table.files()[0].read_text())["tokens"] == 257
+
+
+@pytest.mark.parametrize(("share", "wins"), [(0.97, "rows-512"), (0.99, "masked_dense")])
+def test_a_plan_has_to_beat_masked_dense_by_a_margin(table, monkeypatch, share, wins):
+    times = {"rows-512": share, "masked_dense": 1.0}
+    monkeypatch.setattr(tune, "measure", lambda candidates, threads: tune.Choice("rows-512", "measured", times))
+    forward("auto")
+    assert [c.name for c in deciding.decisions.values()] == [wins]
+
+
+def test_small_cases_are_never_timed(table, monkeypatch):
+    monkeypatch.setattr(deciding, "SMALL", 1e-3)
+    forward("auto")
+    forward("cpu")
+    assert not table.measured and table.files() == []
+    case = Case("forward", 600, (48, 64), BLOCK, float(MASK.double().mean()), torch.float32)
+    small, strips = (deciding.of(case, forced) for forced in (False, True))
+    assert (small.name, small.why, strips.name in BY_NAME, strips.why) == ("masked_dense", "too small to gain", True, "estimated")
+    assert "masked_dense" in small.times and list(deciding.decisions.values()) == [strips]
+
+
+def test_an_empty_batch_decides_nothing(table, monkeypatch):
+    monkeypatch.setattr(deciding, "SMALL", 1e-3)
+    for impl in ("auto", "cpu"):
+        assert ops.linear(X[:0], W, None, MASK, BLOCK, "masked", None, impl).shape == (0, 48)
+    assert not deciding.small and not deciding.decisions
