@@ -1,4 +1,4 @@
-"""What those stages of the GPU run measure: their cells and tiles, what a cell costs, and the probes compiled for GPUs."""
+"""The stages of the GPU run that have a csv of their own: what they measure, their cells and tiles, and their kernels compiled for GPUs."""
 
 from pathlib import Path
 from types import SimpleNamespace

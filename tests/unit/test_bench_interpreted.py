@@ -1,4 +1,4 @@
-"""Those stages of the GPU run in Triton's interpreter: what they write, and that wrong kernels are found."""
+"""The stages of the GPU run that have a csv of their own: their bodies in Triton's interpreter, and that wrong kernels are found."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The machinery of those stages of the GPU run that have a csv of their own, on the CPU."""
+"""The stages of the GPU run that have a csv of their own: their machinery, on the CPU."""
 
 import time
 from typing import NamedTuple
