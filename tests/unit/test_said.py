@@ -1,337 +1,36 @@
 """Readers of a layer's weight, by whatever name their code calls it; and what is no read."""
 
 import inspect
-import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from unit.reads_by_name import (
+    Annotated,
+    Branched,
+    Cast,
+    Chained,
+    Chosen,
+    Copied,
+    Got,
+    GotByName,
+    Held,
+    InMethod,
+    Inner,
+    Matched,
+    Named,
+    Submodule,
+    Tried,
+    Turned,
+    Unpacked,
+    Walrus,
+    WeightNamed,
+    WeightsUnpacked,
+)
+from unit.reads_in_loops import Added, Comprehended, Counted, Enumerated, InARow, Items, Key, Last, Listed, Looped, Pairs, Sliced, Some, Values, Zipped
 
 import fxmask
 from fxmask.passes.readers import weight_readers
-
-
-class Held(nn.Module):
-    """Five layers; which a subclass reads its docstring says, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.fc1, self.fc2 = (nn.Linear(32, 32) for _ in range(3))
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
-        self.named = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2))
-
-    def help(self, x, w):
-        return F.linear(x, w)
-
-
-class Named(Held):
-    """fc"""
-
-    def forward(self, x):
-        lin = self.fc
-        return F.linear(x, lin.weight, lin.bias)
-
-
-class WeightNamed(Held):
-    """fc"""
-
-    def forward(self, x):
-        w = self.fc.weight
-        return x @ w.t()
-
-
-class Unpacked(Held):
-    """fc1 fc2"""
-
-    def forward(self, x):
-        a, b = self.fc1, self.fc2
-        return F.linear(F.linear(x, a.weight), b.weight)
-
-
-class WeightsUnpacked(Held):
-    """fc1"""
-
-    def forward(self, x):
-        w, b = self.fc1.weight, self.fc1.bias
-        return self.help(x, w) + b
-
-
-class Walrus(Held):
-    """fc"""
-
-    def forward(self, x):
-        if (lin := self.fc) is not None:
-            x = F.linear(x, lin.weight)
-        return x
-
-
-class Chained(Held):
-    """blocks.0.0"""
-
-    def forward(self, x):
-        block = self.blocks[0]
-        lin = block[0]
-        return F.linear(x, lin.weight)
-
-
-class Annotated(Held):
-    """fc"""
-
-    def forward(self, x):
-        lin: nn.Linear = self.fc
-        return F.linear(x, lin.weight)
-
-
-class Chosen(Held):
-    """fc1 fc2"""
-
-    def forward(self, x):
-        lin = self.fc1 if x.sum() > 0 else self.fc2
-        return F.linear(x, lin.weight)
-
-
-class Branched(Held):
-    """fc1 fc2"""
-
-    def forward(self, x):
-        if x.sum() > 0:
-            lin = self.fc1
-        else:
-            lin = self.fc2
-        return F.linear(x, lin.weight)
-
-
-class Last(Held):
-    """layers.1"""
-
-    def forward(self, x):
-        return F.linear(self.layers[0](x), self.layers[-1].weight)
-
-
-class Key(Held):
-    """named.a"""
-
-    def forward(self, x):
-        return F.linear(x, self.named["a"].weight)
-
-
-class Counted(Held):
-    """layers.0 layers.1"""
-
-    def forward(self, x):
-        for i in range(2):
-            x = F.linear(x, self.layers[i].weight)
-        return x
-
-
-class Looped(Held):
-    """layers.0 layers.1"""
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class Enumerated(Held):
-    """layers.0 layers.1"""
-
-    def forward(self, x):
-        for i, layer in enumerate(reversed(self.layers)):
-            x = F.linear(x, layer.weight) * i
-        return x
-
-
-class Zipped(Held):
-    """layers.0 layers.1"""
-
-    def forward(self, x):
-        for scale, layer in zip((1, 2), self.layers, strict=True):
-            x = F.linear(x, layer.weight) * scale
-        return x
-
-
-class Sliced(Held):
-    """layers.0 layers.1"""
-
-    def forward(self, x):
-        for layer in self.layers[:1]:
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class Values(Held):
-    """named.a named.b"""
-
-    def forward(self, x):
-        for layer in self.named.values():
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class Items(Held):
-    """named.a named.b"""
-
-    def forward(self, x):
-        for _, layer in self.named.items():  # noqa: PERF102
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class Some(Held):
-    """fc fc2"""
-
-    def forward(self, x):
-        for layer in (self.fc, self.fc2):
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class Pairs(Held):
-    """fc1"""
-
-    def forward(self, x):
-        for read, called in [(self.fc1, self.fc2)]:
-            x = called(F.linear(x, read.weight))
-        return x
-
-
-class Comprehended(Held):
-    """layers.0 layers.1"""
-
-    def forward(self, x):
-        return F.linear(x, sum(layer.weight for layer in self.layers))
-
-
-class Listed(Held):
-    """blocks.0.0 blocks.1.0"""
-
-    def forward(self, x):
-        firsts = [block[0] for block in self.blocks]
-        weights = [lin.weight for lin in firsts]
-        for w in weights:
-            x = F.linear(x, w)
-        return x
-
-
-class Got(Held):
-    """fc"""
-
-    def forward(self, x):
-        return F.linear(x, getattr(self.fc, "weight"))  # noqa: B009
-
-
-class GotByName(Held):
-    """fc1 fc2"""
-
-    def forward(self, x):
-        for i in (1, 2):
-            x = F.linear(x, getattr(self, f"fc{i}").weight)
-        return x
-
-
-class Submodule(Held):
-    """blocks.0.0"""
-
-    def forward(self, x):
-        return F.linear(x, self.get_submodule("blocks.0.0").weight)
-
-
-class Inner(Held):
-    """fc"""
-
-    def forward(self, x):
-        lin = self.fc
-
-        def run(y):
-            return F.linear(y, lin.weight)
-
-        return run(x)
-
-
-class InMethod(Held):
-    """fc"""
-
-    def forward(self, x):
-        return self._run(x)
-
-    def _run(this, x):
-        lin = this.fc
-        return F.linear(x, lin.weight)
-
-
-class Turned(Held):
-    """fc1"""
-
-    def forward(self, x):
-        lin = None
-        for _ in range(2):
-            if lin is not None:
-                x = F.linear(x, lin.weight)
-            lin = self.fc1
-        return x
-
-
-class Cast(Held):
-    """fc"""
-
-    def forward(self, x):
-        w = self.fc.weight.to(x.dtype)
-        return F.linear(x, w)
-
-
-class Added(Held):
-    """layers.0 layers.1 named.a named.b"""
-
-    def forward(self, x):
-        for layer in list(self.layers) + list(self.named.values()):
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class InARow(Held):
-    """fc layers.0 layers.1"""
-
-    def forward(self, x):
-        for layer in itertools.chain([self.fc], self.layers):
-            x = F.linear(x, layer.weight)
-        return x
-
-
-class Matched(Held):
-    """fc fc1"""
-
-    def forward(self, x):
-        match x.ndim:
-            case 1:
-                lin = self.fc
-            case _:
-                lin = self.fc1
-        return F.linear(x, lin.weight)
-
-
-class Tried(Held):
-    """fc fc1"""
-
-    def forward(self, x):
-        try:
-            lin = self.fc
-        except RuntimeError:
-            lin = self.fc1
-        return F.linear(x, lin.weight)
-
-
-class Copied(Held):
-    """fc fc1"""
-
-    def forward(self, x):
-        new = torch.zeros(64, 32)
-        new[:32] = self.fc.weight.data
-        self.kept = self.fc1.weight
-        return F.linear(x, new[:32]) + F.linear(x, self.kept)
-
 
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
