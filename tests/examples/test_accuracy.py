@@ -28,7 +28,8 @@ EVERY = {**recipes.SEARCH, **recipes.FINAL, **recipes.ISOFLOP}
 @pytest.mark.parametrize("name", list(EVERY))
 def test_every_recipe_is_a_command_and_ends_its_ramp_in_time(name):
     args = program.arguments(["--data", "cifar10", "--epochs", "20", *recipes.COMMON, *recipes.arguments_of(name, 20)])
-    assert (args.epochs, args.batch, args.mix_prob) == (20, 128, 0)
+    batch = int(name.rpartition("-batch")[2]) if "-batch" in name else 128
+    assert (args.epochs, args.batch, args.mix_prob) == (20, batch, 0)
     assert args.dense == (args.config is None) == name.startswith("dense")
     schedule, start = common.schedule(args.schedule, 352), round(args.masks_from * 352)
     assert (start <= 10 * 352) if schedule is None else schedule.ratio_at(10 * 352 - start, 0.8) == 0.8, "the final ratio holds for the last half of the steps"
