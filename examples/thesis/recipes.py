@@ -25,6 +25,7 @@ FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
 TAUGHT, TAUGHT_WD = (("--teacher", f"{{runs}}/final/{teacher}-seed{{seed}}") for teacher in ("dense-muon", "dense-muon-wd0.1"))
+BF16 = ("--amp", "bf16")
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 # tried with Muon on both sides
 CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}
@@ -131,6 +132,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
     **{name: SEARCH[name] for name in ("b32-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1-hysteresis")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1")},
+    "dense-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], *BF16),
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 

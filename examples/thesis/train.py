@@ -37,10 +37,11 @@ import fxmask
 from thesis import checkpoint, lock
 from thesis.masked_model import CRITERIA, MODELS, build
 from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Recipe, guard, optimiser, scheduler
-from thesis.teacher import Teacher
+from thesis.teacher import Teacher, watched
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
 FLOP_EVERY = 25  # steps
+LATER = {"amp": "none", "from_teacher": False, "teach_blocks": 0.0}  # options that older checkpoints do not know
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device", "no_figures")  # may change from one start of a run to the next
 
 
@@ -70,6 +71,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--expansion", type=int, help="hidden over outer width instead of the preset's")
     p.add_argument("--teacher", metavar="DIR", help="learn from the logits of this dense run, too; same --data, --seed and --holdout")
     p.add_argument("--teach", metavar="SHARE[:TEMPERATURE]", default="0.7:2", help="of the loss; default %(default)s")
+    p.add_argument("--teach-blocks", metavar="WEIGHT", type=float, default=0.0, help="learn what the teacher's blocks give, too; added to the loss")
+    p.add_argument("--from-teacher", action="store_true", help="begin with the teacher's weights")
+    p.add_argument("--amp", choices=("none", "bf16"), default="none", help="bf16: autocast; weights and masks stay float32")
     p.add_argument("--holdout", type=int, default=0, metavar="N", help="keep N training images from training, and judge by them")
     p.add_argument("--read-test", action="store_true", help="with --holdout: judge the last epoch on the test images")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
@@ -90,6 +94,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
+    if not args.teacher and (args.from_teacher or args.teach_blocks):
+        p.error("--from-teacher and --teach-blocks: expected a --teacher, got none")
     if args.dense and args.config:
         p.error("--dense has no masks: leave out --config")
     return args
@@ -115,6 +121,8 @@ class Run:
         sizes = preset_of(args), self.data.channels, self.data.classes, self.data.steps
         self.teacher = Teacher(args, *sizes) if args.teacher else None
         self.model = build(args, *sizes)
+        if self.teacher:
+            self.teacher.meet(self.model, args.from_teacher)
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
@@ -130,7 +138,8 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """What must not change when a run goes on."""
-        return {k: v for k, v in vars(self.args).items() if k not in HOW_RUN and (k != "teach" or self.args.teacher)}
+        known = {k: v for k, v in vars(self.args).items() if k not in HOW_RUN and (k != "teach" or self.args.teacher)}
+        return {k: v for k, v in known.items() if k not in LATER or v != LATER[k]}
 
     def save(self) -> None:
         """A checkpoint that `torch.load(weights_only=True)` opens; `model` is a plain state_dict."""
@@ -158,6 +167,10 @@ class Run:
         """The epoch's sums so far; waits for the device."""
         return {name: float(value) for name, value in self.sums.items()}
 
+    def autocast(self) -> torch.autocast:
+        """Where forwards run."""
+        return torch.autocast(torch.device(self.args.device).type, torch.bfloat16, enabled=self.args.amp == "bf16")
+
     def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         """One optimiser step. All that is random in it hangs on the seed and the step, so that a resumed run draws the same."""
         device = self.args.device
@@ -165,9 +178,13 @@ class Run:
         mixed, targets = self.mixing(images, labels)
         self.tracker.before_step()
         mixed = mixed.to(device)
-        logits = self.model(mixed)
+        with self.autocast():
+            logits, blocks = watched(self.model, mixed)
+        logits = logits.float()
         loss = F.cross_entropy(logits, targets.to(device), label_smoothing=self.recipe.smoothing)
-        loss = self.teacher.loss(mixed, logits, loss) if self.teacher else loss
+        if self.teacher:
+            with self.autocast():
+                loss = self.teacher.loss(mixed, logits, blocks, loss)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()  # the guard's hooks count it
@@ -205,7 +222,8 @@ class Run:
         """The epoch's csv row and line."""
         began, sums = time.perf_counter(), self.read_sums()
         scores = {"train_loss": sums["loss"] / sums["n"], "train_acc": 100 * sums["right"] / sums["n"]}
-        scores |= common.evaluate(self.model, (self.data.held or self.data.test)(), self.args.device)
+        with self.autocast():
+            scores |= common.evaluate(self.model, (self.data.held or self.data.test)(), self.args.device)
         loaded, whole = self.loaded()
         row = {"epoch": epoch, **scores, "ratio_achieved": 1 - loaded / whole, "flips": self.tracker.take_flips()}
         row |= {"lr": self.scheduler.get_last_lr()[0], "flop": sums["flop"], "loaded": sums["loaded"], "seconds": sums["seconds"] + time.perf_counter() - began}
@@ -238,7 +256,8 @@ def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
         blocks.write(epoch)
         r.save()
     if args.read_test and r.step == args.epochs * r.data.steps:
-        scores = common.evaluate(r.model, r.data.test(), args.device)
+        with r.autocast():
+            scores = common.evaluate(r.model, r.data.test(), args.device)
         (args.out / "test.json").write_text(json.dumps(scores) + "\n")
         print("test images: " + "  ".join(f"{k} {v:.6g}" for k, v in scores.items()))
     for path in (log_path, *(() if args.no_figures else plot_run(args.out))):

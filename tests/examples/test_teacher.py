@@ -8,6 +8,9 @@ import pytest
 import torch
 from thesis import train as program
 from thesis.recipes import arguments_of
+from thesis.teacher import watched
+
+import fxmask
 
 SHORT = ("--threads", "1", "--data", "digits", "--batch", "128", "--epochs", "2", "--warmup", "1", "--cooldown", "0", "--masks-from", "0", "--no-figures")
 
@@ -29,8 +32,47 @@ def test_loss_by_hand(dense, tmp_path):
     images, logits, hard = torch.rand(5, 1, 8, 8), torch.randn(5, 10), torch.tensor(2.0)
     wanted = (teacher.model(images) / 4).softmax(-1)
     divergence = (wanted * (wanted.log() - (logits / 4).softmax(-1).log())).sum(-1).mean()
-    assert torch.allclose(teacher.loss(images, logits, hard), 0.7 * hard + 0.3 * 16 * divergence, atol=1e-5)
-    assert torch.allclose(teacher.loss(images, teacher.model(images), hard), 0.7 * hard, atol=1e-6)
+    assert torch.allclose(teacher.loss(images, logits, [], hard), 0.7 * hard + 0.3 * 16 * divergence, atol=1e-5)
+    assert torch.allclose(teacher.loss(images, teacher.model(images), [], hard), 0.7 * hard, atol=1e-6)
+
+
+def test_loss_of_blocks_by_hand(dense, tmp_path):
+    """A pupil whose blocks give twice what the teacher's give is off by the whole of it; one that gives the same, by nothing; the logits' part stays."""
+    teacher = pupil(dense, tmp_path / "pupil", "--teach-blocks", "0.25").teacher
+    images, hard = torch.rand(5, 1, 8, 8), torch.tensor(2.0)
+    logits, given = watched(teacher.model, images)
+    assert [t.shape for t in given] == [(5, 64, 32)] * 2 and not any(block._forward_hooks for block in teacher.model.blocks)
+    for factors, far in (((1, 1), 0.0), ((2, 2), 1.0), ((1, 3), 2.0), ((0, 1), 0.5)):
+        loss = teacher.loss(images, logits, [f * t for f, t in zip(factors, given, strict=True)], hard)
+        assert torch.allclose(loss, 0.3 * hard + 0.25 * far, atol=1e-5), factors
+
+
+def test_a_pupil_begins_with_the_teachers_weights(dense, tmp_path):
+    """To the bit, masked or dense, and without the option with its own; masks follow the weights that came."""
+    saved = torch.load(dense / "checkpoint.pt", weights_only=True)["model"]
+    for more in ((), ("--dense",)):
+        begun, own = (pupil(dense, tmp_path / "pupil", *more, *how).model.state_dict() for how in (("--from-teacher",), ()))
+        assert all(torch.equal(saved[name], begun[name]) for name in saved)
+        assert not any(torch.equal(saved[name], own[name]) for name in saved if name.endswith("fc1.weight"))
+    run = pupil(dense, tmp_path / "pupil", "--from-teacher")
+    (name, mask), *_ = fxmask.masks(run.model).items()
+    scores = saved[name].unfold(0, 16, 16).unfold(1, 16, 16).square().sum((2, 3))
+    assert set(scores[mask].tolist()) == set(scores.flatten().topk(int(mask.sum())).values.tolist())
+
+
+def test_autocast_trains_in_bfloat16_and_keeps_float32_weights(tmp_path):
+    seen = []
+    run = program.Run(program.arguments([*SHORT, "--amp", "bf16", "--out", str(tmp_path)]))
+    run.model.blocks[0].fc1.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    run.train_step(*next(iter(run.data.train(1))))
+    assert seen == [torch.bfloat16] and {p.dtype for p in run.model.parameters()} == {torch.float32}
+    assert run.settings()["amp"] == "bf16"
+
+
+def test_checkpoints_of_before_these_options_go_on(tmp_path):
+    """Their settings do not have them."""
+    settings = program.Run(program.arguments([*SHORT, "--out", str(tmp_path)])).settings()
+    assert not {"amp", "from_teacher", "teach_blocks", "teach"} & settings.keys() and settings["teacher"] is None
 
 
 def test_the_teacher_is_the_run_that_ended(dense, tmp_path):
@@ -42,12 +84,12 @@ def test_the_teacher_is_the_run_that_ended(dense, tmp_path):
     after = run.teacher.model.state_dict()
     assert all(torch.equal(saved[n], before[n]) and torch.equal(before[n], after[n]) for n in saved) and not run.teacher.model.training
     mixed = torch.rand(4, 1, 8, 8)
-    assert not run.teacher.loss(mixed, torch.randn(4, 10), torch.tensor(1.0)).requires_grad  # neither its weights nor anything else of it
+    assert not run.teacher.loss(mixed, torch.randn(4, 10), [], torch.tensor(1.0)).requires_grad  # neither its weights nor anything else of it
 
 
 def test_a_stopped_pupil_goes_on(dense, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    options = [*SHORT, "--teacher", str(dense), "--opt", "muon"]
+    options = [*SHORT, "--teacher", str(dense), "--opt", "muon", "--teach-blocks", "0.5", "--from-teacher", "--amp", "bf16"]
     assert program.main([*options, "--out", str(whole)]) == 0
     assert program.main([*options, "--out", str(broken), "--stop", "1"]) == 0
     assert program.main([*options, "--out", str(broken)]) == 0
@@ -68,10 +110,18 @@ def test_wrong_use(dense, tmp_path, capsys):
         (tmp_path / "nothing", (), "no run at all"),
         (dense, ("--teach", "2:1"), "--teach: expected a share of 0 to 1"),
         (dense, ("--teach", "half"), "--teach: expected a share of 0 to 1"),
+        (dense, ("--teach-blocks", "-1"), "--teach-blocks: expected a weight of 0 or more, got -1.0"),
+        (dense, ("--teach-blocks", "nan"), "--teach-blocks: expected a weight of 0 or more, got nan"),
+        (dense, ("--from-teacher", "--dim", "48"), "--from-teacher, --teach-blocks: expected a teacher of the pupil's shape, got embed.weight (32, 1)"),
+        (dense, ("--teach-blocks", "1", "--dim", "48"), "expected a teacher of the pupil's shape, got embed.weight (32, 1), the pupil has (48, 1)"),
     ):
         assert program.main([*SHORT, "--teacher", str(teacher), *more, "--out", str(tmp_path / "pupil")]) == 2
         assert got in capsys.readouterr().err
     assert not (tmp_path / "pupil").exists()
+    for alone in (("--from-teacher",), ("--teach-blocks", "1")):
+        with pytest.raises(SystemExit):
+            program.arguments([*SHORT, *alone])
+        assert "expected a --teacher, got none" in capsys.readouterr().err
 
 
 def test_a_recipe_names_the_teacher_of_its_seed():
