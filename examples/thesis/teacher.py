@@ -1,7 +1,8 @@
 """`--teacher DIR`: a second target for every image, the logits of a dense run that has ended (G. Hinton, O. Vinyals, J. Dean, 2015, arXiv:1503.02531).
 
-`--teach-blocks` adds a third, what its blocks give (A. Romero et al., 2015, arXiv:1412.6550), for a pupil of its width and depth; `--from-teacher` gives the pupil
-its weights to begin with. The teacher sees what the pupil sees, augmented alike. Its forward counts among the run's FLOPs; its own training does not: add that run's.
+`--teach-blocks` adds a third, what its blocks give (A. Romero et al., 2015, arXiv:1412.6550), for a pupil of its width and depth; `--from-teacher` gives the
+pupil its weights to begin with. The teacher sees what the pupil sees, augmented alike. Its forward counts among the run's FLOPs; its own training does not:
+add that run's.
 """
 
 from __future__ import annotations
