@@ -26,6 +26,8 @@ TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
 TAUGHT, TAUGHT_WD = (("--teacher", f"{{runs}}/final/{teacher}-seed{{seed}}") for teacher in ("dense-muon", "dense-muon-wd0.1"))
 BF16 = ("--amp", "bf16")
+# 20 epochs more of a dense run that has ended, which goes on teaching
+FROM_TEACHER = ("--teacher", "{runs}/final/dense-muon-wd0.1-bf16-seed{seed}", "--from-teacher", "--lr", "0.005", *BF16)
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 # tried with Muon on both sides
 CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}
@@ -115,6 +117,7 @@ SEARCH: dict[str, tuple[str, ...]] = {
     **{f"dense-activations50-x{b}": ("--dense", *ADAMW, *LR, "--activations", f"0.5:{b}") for b in (16, 8, 4)},
 }
 
+WITH_DECAY = tuple(f"{kind}-muon-wd0.1" for kind in ("dense", "b16-tokens-whole", "b32-tokens-whole"))
 FINAL: dict[str, tuple[str, ...]] = {
     "dense-adamw-lr0.01": SEARCH["dense-adamw-lr0.01"],
     "b32-literal": SEARCH["b32-literal"],
@@ -131,8 +134,9 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{name: SEARCH[name] for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
     **{name: SEARCH[name] for name in ("b32-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1-hysteresis")},
-    **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in ("dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1")},
+    **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in WITH_DECAY},
     "dense-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], *BF16),
+    **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 
