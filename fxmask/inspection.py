@@ -21,7 +21,7 @@ from .nm_layers import any_nm, element_mask, has_values, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
 from .passes import site as state
-from .passes.bypass import never_run
+from .passes.bypass import first_of, never_run
 from .passes.config import WeightMask
 from .passes.conv import KINDS, find_layers
 from .passes.find import Candidate, find
@@ -110,7 +110,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
     notes = notes if any(r["masked"] for r in rows) else []
     if idle := never_run(sites(model)):
-        notes.append(f"Have a gradient, and their masked forward has not run: {', '.join(idle)}; it is older than the masks, or something reads .weight whole.")
+        why = "it is older than the masks, or made inside fxmask.dense, or something reads .weight whole"
+        notes.append(f"Have a gradient, and their masked forward has not run: {first_of(idle)}; {why}.")
     resting, lost = resting_dropouts(model)
     if resting:
         notes.append(f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing.")
@@ -235,5 +236,3 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         elements=elements,
     )
     return row
-
-

@@ -15,25 +15,46 @@ from . import site as state
 from .optimiser import Guarded
 from .site import Site
 
+Found = Iterable[tuple[str, Site, Tensor | None]]
 
-def warn_of_dense_readers(found: Iterable[tuple[str, Site, Tensor | None]]) -> None:
+
+def warn_of_dense_readers(found: Found) -> None:
     """FxMaskWarning, once a layer, where a weight has a gradient though its masked forward has never run: whoever made the gradient read `.weight`."""
-    suspects = [(name, site, w) for name, site, w in found if not site._fxmask_called and w is not None and w.is_leaf and w.grad is not None]
-    bypassed = [(name, site) for name, site, w in suspects if not _ran_unseen(site, w)]
+    bypassed = [(name, site) for name, site, w in _suspects(found) if not site._fxmask_told and not _ran_unseen(site, w)]
     if bypassed:
         for _, site in bypassed:
-            site._fxmask_called = True
-        names = [name for name, _ in bypassed]
-        where = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            site._fxmask_told = True
         what = "a masked layer trains and its masked forward has never run: something reads its .weight directly, and is dense."
         fix = "fxmask.apply(..., overrides={layer: {'read': 'weight'}}) if a module that holds the layer reads it in its forward; or exclude it."
-        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)
+        warnings.warn(message(what, first_of([name for name, _ in bypassed]), fix), FxMaskWarning, stacklevel=4)
 
 
-def never_run(found: Iterable[tuple[str, Site, Tensor | None]]) -> list[str]:
+def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
-    unseen = [(name, site, w.grad) for name, site, w in found if not site._fxmask_called and w is not None and w.is_leaf and w.grad is not None]
+    unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
     return [name for name, site, grad in unseen if state.traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
+
+
+def first_of(names: list[str]) -> str:
+    """Names for a message, five at most."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
+    """Trained weights that have a gradient, though no layer that holds them has run its masked forward."""
+    known = [(name, site, w) for name, site, w in found if w is not None]
+    ran = {id(w) for _, site, w in known if site._fxmask_called}
+    return [(name, site, w) for name, site, w in known if id(w) not in ran and w.is_leaf and w.requires_grad and w.grad is not None]
+
+
+def _is_zero(grad: Tensor) -> bool:
+    """Whether a gradient is one of buffers that nothing has written to; False where it may not be looked at."""
+    return _readable(grad) and not bool(grad.any())
+
+
+def _readable(grad: Tensor) -> bool:
+    """Whether the device may be asked for the gradient's values, and this rank has them all."""
+    return not grad.is_meta and grad.layout == torch.strided and not ranks.is_shard(grad) and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _ran_unseen(site: Site, weight: Tensor) -> bool:
@@ -55,14 +76,14 @@ def _ran_unseen(site: Site, weight: Tensor) -> bool:
 def _tells(site: Site, grad: Tensor) -> bool:
     """Whether a gradient may be looked at, and shows by its blocks if a masked forward made it."""
     c = site._fxmask_config
-    tells = c.backward == "masked" and c.ties == "lowest" and grad.layout == torch.strided and not ranks.is_shard(grad)
-    return tells and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+    return c.backward == "masked" and c.ties == "lowest" and _readable(grad)
 
 
 def _as_masked(site: Site, grad: Tensor) -> bool | None:
-    """Whether no more blocks have a gradient than the mask keeps; None where it keeps all."""
-    c, blocks = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1]
-    keep = c.keep_at(site._fxmask_step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
+    """Whether no more blocks have a gradient than the mask keeps, or kept at the last rebuild when the gradient may have been made; None where that is all."""
+    c, blocks, step = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1], site._fxmask_step
+    keep = c.keep_at(step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
+    keep = max(keep, c.keep_at(max(0, step - max(1, c.refresh)), blocks))
     return None if keep == blocks else int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
 
 
@@ -79,6 +100,6 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
         if bool((masked & (ranks.part(grad) != 0)).any()):
             names.append(g.name)
     if names:
-        what = f"masked blocks of {', '.join(names[:5])} have a gradient, which backward='masked' gives them none of."
+        what = f"masked blocks of {first_of(names)} have a gradient, which backward='masked' gives them none of."
         why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), or the backward ran inside fxmask.dense."
         warnings.warn(f"{what} {why}", FxMaskWarning, stacklevel=3)

@@ -45,6 +45,7 @@ class Site(nn.Module):
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_called: bool  # a forward has used the mask
+    _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_is_dense: bool  # inside fxmask.dense
     _fxmask_policy: str | None  # of the guard that is in force
@@ -120,7 +121,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_exchanges = site._fxmask_softening = site._fxmask_loaded = False
+    site._fxmask_exchanges = site._fxmask_softening = site._fxmask_loaded = site._fxmask_told = False
     check_plain(site, weight)
     site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
     place_on(site, weight.device)
@@ -270,20 +271,25 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
-        torch._dynamo.comptime.comptime(_note_traced)
+        torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
     return current_mask(site, weight)
 
 
 def _note_traced(frame: Any) -> None:
     """Note that a forward uses the mask, at the moment when the compiler traces it; an export is none. (Inside the trace torch 2.11 calls all of it export.)"""
-    if torch.compiler.is_exporting():
-        return
     site = frame.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
-    site._fxmask_called, site._fxmask_seen = True, frame.get_local("weight").as_fake().dtype
-    _TRACED[_likeness(site)] = site._fxmask_seen
+    dtype = frame.get_local("weight").as_fake().dtype
+    _TRACED[_likeness(site)] = dtype
+    if not torch.compiler.is_exporting():
+        site._fxmask_called, site._fxmask_seen = True, dtype
 
 
-_TRACED: dict[object, torch.dtype] = {}  # what the compiler has traced: layers that are alike share its code, and are not traced again
+def _note_exported(site: Site, weight: Tensor) -> None:
+    """The same for an export that runs the code as Python: what comes of it can train these weights."""
+    _TRACED[_likeness(site)] = weight.dtype
+
+
+_TRACED: dict[object, torch.dtype] = {}  # what was traced: layers that are alike share the compiler's code, and are not traced again; exports run elsewhere
 
 
 def _likeness(site: Site) -> object:
@@ -292,7 +298,7 @@ def _likeness(site: Site) -> object:
 
 
 def traced_alike(site: Site) -> torch.dtype | None:
-    """The dtype of the weight in a layer like this one that the compiler has traced, whose code may run this one, too; None where there was none."""
+    """The dtype of the weight in a layer like this one that was compiled or exported, by which this one may run, too; None where there was none."""
     return _TRACED.get(_likeness(site))
 
 

@@ -8,27 +8,11 @@ import torch
 from sample_models import mlp
 from torch import fx, nn, optim
 from torch.nn import functional as F
+from unit.dense_readers import Calls, Reader, layer_of, loss, model
 
 import fxmask
 from fxmask.errors import FxMaskWarning
 from fxmask.passes.readers import weight_readers
-
-
-def layer_of(owner):
-    """Whose layer this is, no method's code says."""
-    return owner.inner
-
-
-class Reader(nn.Module):
-    """Somebody's layer that fxmask has never heard of: it never calls its Linear, and its source does not say whose weight it reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, x):
-        inner = layer_of(self)
-        return torch.addmm(inner.bias, x, inner.weight.t())
 
 
 class Both(Reader):
@@ -47,15 +31,6 @@ class Plain(Reader):
 
     def mix(self, x):
         return F.linear(x, weight=self.inner.weight, bias=self.inner.bias)
-
-
-def model(layer):
-    torch.manual_seed(0)
-    return fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), layer), ratio=0.5)
-
-
-def loss(m):
-    return m(torch.randn(4, 64)).square().mean()
 
 
 def test_reader_is_caught_by_the_guard():
@@ -137,17 +112,6 @@ def test_no_false_alarm(form):
             closure()
         optimiser.step(closure if form == "lbfgs" else None)
     assert fxmask.explain(m).rows[0]["step"] == 3
-
-
-class Calls(nn.Module):
-    """Calls its layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return F.gelu(self.inner(x))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")  # Dynamo, of any tensor

@@ -1,0 +1,137 @@
+"""What `explain` notes of gradients that no masked forward made, and what it must not suspect."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+from unit.dense_readers import Calls, Reader, loss, model
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+
+
+def noted(m):
+    """The names in the note, none without it."""
+    notes = [note for note in fxmask.explain(m).notes if "has not run" in note]
+    return notes[0].split(": ")[1].split(";")[0] if notes else None
+
+
+@pytest.fixture(autouse=True)
+def nothing_traced(monkeypatch):
+    """What other tests have compiled says nothing here."""
+    monkeypatch.setattr(fxmask.passes.site, "_TRACED", {})
+    yield
+    torch._dynamo.reset()
+
+
+def blocks(**options):
+    """Layers alike, each compiled by itself: the first one's code runs all of them."""
+    torch.manual_seed(0)
+    m = fxmask.apply(nn.Sequential(*(Calls() for _ in range(4))), **options)
+    for part in m:
+        part.compile(backend="eager")
+    return m
+
+
+def test_a_layer_that_was_warned_of_is_still_noted():
+    """The optimiser's warning comes once; the layer stays dense."""
+    m = model(Reader())
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    for step in range(3):
+        optimiser.zero_grad()
+        loss(m).backward()
+        assert noted(m) == "2.inner.weight"
+        if step == 0:
+            with pytest.warns(FxMaskWarning) as told:
+                optimiser.step()
+            assert any("never run" in str(w.message) for w in told)
+        else:
+            optimiser.step()  # warnings are errors here
+        assert noted(m) == "2.inner.weight"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_that_trains_is_masked(strict):
+    """Its Parameters are the model's, whose own forward runs no more."""
+    m = model(Calls())
+    program = torch.export.export(m, (torch.randn(4, 64),), strict=strict).module()
+    loss(program).backward()
+    assert noted(m) is None and m[0].weight.grad is not None
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    optimiser.step()  # warnings are errors here
+
+
+def test_a_reader_beside_an_export_is_noted():
+    m = fxmask.apply(nn.Sequential(Calls(), Reader()), ratio=0.5)
+    torch.export.export(m[0], (torch.randn(4, 64),))
+    loss(m).backward()
+    assert noted(m) == "1.inner.weight"
+
+
+RAMPS = {
+    "ramp": {"schedule": fxmask.Schedule("cubic", steps=40)},
+    "start": {"start": 2},
+    "seldom": {"schedule": fxmask.Schedule("linear", steps=8), "refresh": 2},
+}
+compiled = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at what the layers hand on
+
+
+@compiled
+@pytest.mark.parametrize("how", RAMPS.values(), ids=RAMPS)
+def test_gradients_of_before_the_ramps_step_are_no_readers(how):
+    m = blocks(ratio=0.75, **how)
+    optimiser = optim.SGD(m.parameters(), lr=0.01)
+    fxmask.guard(optimiser, m)
+    for _ in range(12):
+        optimiser.zero_grad()
+        loss(m).backward()
+        assert noted(m) is None
+        optimiser.step()
+        assert noted(m) is None
+
+
+@compiled
+def test_a_model_on_meta():
+    m = blocks(ratio=0.75)
+    loss(m).backward()
+    assert noted(m.to("meta")) is None
+
+
+def test_buffers_of_zeros_are_no_gradients():
+    m = model(Calls())
+    for p in m.parameters():
+        p.grad = torch.zeros_like(p)
+    assert noted(m) is None
+    m = model(Reader())
+    loss(m).backward()
+    optim.SGD(m.parameters(), lr=0.1).zero_grad(set_to_none=False)
+    assert noted(m) is None
+
+
+def test_frozen_weights_with_an_old_gradient():
+    m = copy.deepcopy(model(Reader()))
+    loss(m).backward()
+    m[2].inner.weight.requires_grad_(False)
+    assert noted(m) is None
+
+
+def test_a_layer_that_is_tied_to_one_that_runs():
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    m[1].weight = m[0].weight
+    fxmask.apply(m, ratio=0.5)
+    loss(m[0]).backward()
+    assert noted(m) is None
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    optimiser.step()  # warnings are errors here
+
+
+def test_the_note_names_five_at_most():
+    torch.manual_seed(0)
+    m = fxmask.apply(nn.Sequential(*(Reader() for _ in range(7))), ratio=0.5)
+    loss(m).backward()
+    assert noted(m) == ", ".join(f"{i}.inner.weight" for i in range(5)) + " and 2 more"
