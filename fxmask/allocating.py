@@ -85,7 +85,7 @@ def allocate(
     Cost: one reading of the weights for `global`, `flop`, `byte`; for `flop` a forward on fake tensors, too.
     """
     expect_module(model, "fxmask.allocate")
-    decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides)
+    decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides, model)
     return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)
 
 

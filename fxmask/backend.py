@@ -154,7 +154,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
     told = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
-    decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told)
+    decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told, None)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
     for _, config in chosen:
         _refuse_steps(config)

@@ -62,11 +62,12 @@ def finalize(model: M, format: str = "dense") -> M:
     for name, site, weight in found:
         _check(name, site, weight, format, users)
     early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
-    early += [f"{name}, whose masked blocks still count" for name, site, _ in found if site._fxmask_softening]
+    early += [f"{name}, whose masked blocks still count by a factor and become zeros" for name, site, _ in found if site._fxmask_softening]
     if early:
         what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
         warnings.warn(message(what, "", "train on, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict."), FxMaskWarning, 2)
     kept = masks(model)
+    _check_shared(found, kept)
     made: dict[int, Tensor] = {}  # by the weight: layers that share one share what becomes of it
     for name, site, weight in found:
         if id(weight) not in made:
@@ -108,7 +109,7 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
     weight = values_of(name, weight, "fxmask.finalize")
     if not isinstance(weight, nn.Parameter):
         what = f"fxmask.finalize writes into Parameters, and this weight is computed (a {type(weight).__name__}, by a parametrisation or a pruning)."
-        raise UnsupportedError(message(what, name, "remove that first: torch.nn.utils.parametrize.remove_parametrizations, or torch.nn.utils.prune.remove."))
+        raise UnsupportedError(message(what, name, _how_to_remove(site)))
     if is_traceable_wrapper_subclass(weight):
         what = f"fxmask.finalize needs whole weights, and this one is a {type(weight).__name__}."
         raise UnsupportedError(message(what, name, "load the gathered state_dict into a masked model that is not sharded, and finalize that."))
@@ -124,6 +125,26 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
     if format != "dense" and site._fxmask_config.read == "weight":
         what = f"format={format!r} needs the call of the layer, and its owner reads the weight instead."
         raise UnsupportedError(message(what, name, "use format='dense'."))
+
+
+def _how_to_remove(site: Site) -> str:
+    """What to do about a weight that is computed. PyTorch takes a parametrisation from the class that it made, and not from one that was swapped for that."""
+    if isinstance(getattr(getattr(site, "_fxmask_base", None), "weight", None), property):
+        again = "fxmask.restore, torch.nn.utils.parametrize.remove_parametrizations, fxmask.apply with the same options"
+        return f"{again}; where masks are more than their weights, fxmask.load_state_dict of what fxmask.state_dict gave before."
+    return "remove that first: torch.nn.utils.parametrize.remove_parametrizations, or torch.nn.utils.prune.remove."
+
+
+def _check_shared(found: list[tuple[str, Site, Tensor | None]], kept: dict[str, Tensor]) -> None:
+    """Raise StateError where layers that share a weight mask it in two ways: it can have the zeros of one."""
+    first: dict[int, tuple[str, Site]] = {}
+    for name, site, weight in found:
+        other, its = first.setdefault(id(weight), (name, site))
+        same = its._fxmask_config.block == site._fxmask_config.block and torch.equal(kept[other], kept[name])
+        if not same:
+            what = f"one weight is masked twice, differently, by {other} and {name}: expected the same mask from all layers that share it."
+            fix = "tie layers before fxmask.apply; or untie these, by a Parameter of its own for one of them."
+            raise StateError(message(what, name, fix))
 
 
 def _unmasked_users(model: nn.Module) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -75,9 +76,9 @@ def apply(
         configs: a WeightMask, an ActivationPruning or a BlockDropout, or a WeightMask with one of the others; layers that both select have both. Or an
             NMMask, alone, which takes Linears and Conv2ds of an nn.Module.
         model: any nn.Module, or a GraphModule of `fx.symbolic_trace` or `torch.export.export(...).module()`.
-        include, exclude: a glob, a `re:` pattern, a module type, a callable (module, name) -> bool, or a sequence of those, against module names. By default
-            all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty `exclude` adds to these, `exclude=()` switches them
-            off, an exact name in `include` lifts them.
+        include, exclude: a glob, a `re:` pattern, a module type (the layer's own, or that of a module around it), a callable (module, name) -> bool, or a
+            sequence of those, against module names. By default all linears but: a weight tied to an Embedding, min(out, in) < 16, a LoRA factor. A non-empty
+            `exclude` adds to these, `exclude=()` switches them off, an exact name in `include` lifts them.
         overrides: {pattern: dict of the config's options, or False}; the last match wins. Beside a WeightMask the options of the others are
             {"activations": dict of them, or False}, {"dropout": dict of them, or False}.
         layers: nn.Linear, nn.Conv2d or both in a tuple: what is masked of what the patterns select; by default Linears (of an NMMask both). A Conv2d's weight
@@ -109,7 +110,7 @@ def apply(
         return apply_nm(model, other, include, exclude, overrides, kinds)
     check_inputs(model, alone=config is None)
     told = overrides if other is None else mask_overrides(overrides, other, config is None)
-    decisions = choose([*find_layers(model, kinds), *wanted_products(model, other)], config or WeightMask(), include, exclude, told)
+    decisions = choose([*find_layers(model, kinds), *wanted_products(model, other)], config or WeightMask(), include, exclude, told, model)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
@@ -170,11 +171,18 @@ def _configs(
     defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
     given = [*more, *(n for n, v in options.items() if v != defaults[n])]
     given += ["ratio"] * (ratio is not DEFAULT_RATIO) + ["block"] * (block is not DEFAULT_BLOCK)
-    if given:
-        raise ConfigError(f"configs and {', '.join(sorted(given))}: expected options of the mask inside WeightMask(...), got both.")
     for c in configs:
         if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
             raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
+    if given:
+        known = {c: [f.name for f in dataclasses.fields(c)] for c in (WeightMask, *(type(c) for c in configs if not isinstance(c, WeightMask)))}
+        homes = {name: [c.__name__ for c, fields in known.items() if name in fields] for name in sorted(given)}
+        lost = [name for name, classes in homes.items() if not classes]
+        if lost:
+            each = "; ".join(f"{c.__name__}: {', '.join(fields)}" for c, fields in known.items())
+            raise ConfigError(f"unknown option beside configs: expected options inside of them ({each}), got {', '.join(map(repr, lost))}.")
+        inside = sorted({c for classes in homes.values() for c in classes})
+        raise ConfigError(f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both.")
     if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
         kinds = " and ".join(type(c).__name__ for c in configs)
         fix = "give one of them, and overrides= for layers that differ."

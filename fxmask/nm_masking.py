@@ -34,7 +34,7 @@ def apply_nm(
     for name, gm in graph_modules(model):
         what = "an N:M mask in a traced graph: expected nn.Linear and nn.Conv2d modules."
         raise UnsupportedError(message(what, name or type(gm).__name__, "call fxmask.apply on the nn.Module instead of its trace; torch.compile that."))
-    decisions = choose(find_nm(model, kinds), WeightMask(), include, exclude, mask_overrides(overrides, config, True))
+    decisions = choose(find_nm(model, kinds), WeightMask(), include, exclude, mask_overrides(overrides, config, True), model)
     chosen = _selected(decisions, config, overrides)
     _check(chosen)
     try:

@@ -14,7 +14,7 @@ from torch import nn
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import matrix_shape
 from .config import WeightMask
-from .find import Candidate
+from .find import Candidate, surround
 from .phases import IN_NODES, changes_any, in_turn
 
 Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
@@ -33,7 +33,7 @@ class Decision:
 
 
 def matches(pattern: Pattern, c: Candidate) -> bool:
-    """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear.
+    """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear; a type does by its own or by that of a module around it.
 
     A linear whose weight the graph computes goes by its module's name, and exactly by that of its call, which is its name in `explain`.
     A linear call in a graph that no module makes is shown to callables as an nn.Linear of its shape, on the meta device.
@@ -43,7 +43,7 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
             return re.search(pattern[3:], c.name) is not None
         return pattern in (c.name, c.call) or fnmatch.fnmatchcase(c.name, pattern)
     if isinstance(pattern, type):
-        return issubclass(pattern, nn.Module) and pattern in c.types
+        return issubclass(pattern, nn.Module) and (pattern in c.types or pattern in c.inside)
     return bool(pattern(c.module, c.name))
 
 
@@ -63,8 +63,11 @@ def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
     return listed
 
 
-def choose(found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None) -> list[Decision]:
-    """Decide for every linear. Raises before anything is changed; warns of patterns that match nothing."""
+def choose(
+    found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None, model: nn.Module | None
+) -> list[Decision]:
+    """Decide for every linear of a model; None: of a compiler's graphs. Raises before anything is changed; warns of patterns that match nothing."""
+    surround(found, model)
     included, excluded = as_patterns("include", include), as_patterns("exclude", exclude)
     defaults = exclude is None or bool(excluded)  # exclude=() switches the default exclusions off
     changes = _check_overrides(overrides)

@@ -47,6 +47,7 @@ class Candidate:
     weight_path: str | None = None
     weight_node: Node | None = None  # in a Dynamo graph, where the weight is an input
     types: tuple[type, ...] = ()
+    inside: frozenset[type] = frozenset()  # types of the modules that hold it, see `surround`
     problem: str = ""  # why it cannot be masked at all; an error if it is selected
     skip: str = ""  # why it is left dense, with a warning; read='weight' lifts it
     quiet: bool = False  # what no user takes for a Linear: skipped without a warning
@@ -98,6 +99,16 @@ def find(model: nn.Module) -> list[Candidate]:
     for c in found:
         c.tied_embedding = id(c.weight) in embeddings
     return found
+
+
+def surround(found: list[Candidate], model: nn.Module | None) -> None:
+    """Note for every candidate what modules hold it: by its path in the model, and by what the trace recorded of its calls."""
+    paths = {} if model is None else {name: type(m).__mro__ for name, m in model.named_modules(remove_duplicate=False)}
+    for c in found:
+        parts = c.name.split(".")
+        around = [paths.get(".".join(parts[:i]), ()) for i in range(len(parts))]
+        around += [types for node in c.nodes for _, types in recorded_stack(node)]
+        c.inside = frozenset(t for types in around for t in types)
 
 
 def _behind_inputs(gm: GraphModule) -> Iterator[tuple[str, Tensor]]:
@@ -266,17 +277,23 @@ def input_arg(node: Node) -> Any:
 
 def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
     """Path and classes of the module that made a call, as far as the trace recorded them."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    if not stack:
-        return "", ()
-    path, cls = stack[-1]
+    stack = recorded_stack(node)
+    return stack[-1] if stack else ("", ())
+
+
+def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
+    """Path and classes of each module that a call was made in, the outermost first."""
+    return [(path.removeprefix("L['self']").lstrip("."), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+
+
+def _classes(cls: Any) -> tuple[type, ...]:
     if isinstance(cls, str):  # torch.export keeps the class by name
         module, _, leaf = cls.rpartition(".")
         try:
             cls = getattr(importlib.import_module(module), leaf)
         except (ImportError, AttributeError, ValueError):
             cls = None
-    return path.removeprefix("L['self']").lstrip("."), cls.__mro__ if isinstance(cls, type) else ()
+    return cls.__mro__ if isinstance(cls, type) else ()
 
 
 def resolve(gm: nn.Module, path: str) -> Any:

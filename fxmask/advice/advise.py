@@ -91,7 +91,7 @@ def advise(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode(False), torch.enable_grad():
         args, named = tree_map(_own, (args, named))
         own = _copy(model)
-        decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None)
+        decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None, own)
         layers = layers_of(own, decisions, args, named)
         if not any(not layer.why for layer in layers):
             raise _nothing_to_time(layers, [f"{d.candidate.name}: {d.reason}" for d in decisions if d.config is None])

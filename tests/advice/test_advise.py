@@ -23,7 +23,7 @@ SMALL = {"seconds": 3.0, "blocks": [32], "ratios": [0.5]}
 
 
 def seen(model: nn.Module, *args, include=None) -> list:
-    decisions = choose(find(model), fxmask.WeightMask(ratio=0.5, block=(16, 16)), include, None, None)
+    decisions = choose(find(model), fxmask.WeightMask(ratio=0.5, block=(16, 16)), include, None, None, model)
     return layers_of(model, decisions, args, {})
 
 

@@ -280,6 +280,15 @@ def test_configs_together_with_options():
         name = next(iter(options))
         with pytest.raises(ConfigError, match=f"configs and {name}: expected options of the mask inside WeightMask"):
             fxmask.apply(mlp(), mask, **options)
+    beside = {
+        (fxmask.ActivationPruning(0.5), "affine"): "configs and affine: expected options of the mask inside ActivationPruning(...), got both",
+        (fxmask.ActivationPruning(0.5), "ratio"): "inside ActivationPruning(...) or WeightMask(...), got both",
+        (fxmask.NMMask(2, 4), "method"): "unknown option beside configs: expected options inside of them (WeightMask: ratio, ",
+        (mask, "raito"): "got 'raito'.",
+    }
+    for (config, name), text in beside.items():
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            fxmask.apply(mlp(), config, **{name: 0.8})
     with pytest.raises(ConfigError, match="expected one WeightMask, got 2"):
         fxmask.apply(mlp(), mask, mask)
     with pytest.raises(ConfigError, match=r"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got 0\.5"):
