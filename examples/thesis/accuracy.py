@@ -169,8 +169,11 @@ def main(argv: list[str] | None = None) -> int:
             write(args.runs, args.csv)
             return code
 
+        todo = list(jobs(args.phase, args.epochs or epochs, tuple(args.seeds or seeds), args.only, args.runs))
+        taught = [job for job in todo if "--teacher" in job[2]]  # after their teachers
         with ThreadPoolExecutor(args.at_once) as pool:
-            failed = sum(map(bool, pool.map(one, list(jobs(args.phase, args.epochs or epochs, tuple(args.seeds or seeds), args.only, args.runs)))))
+            for part in ([job for job in todo if job not in taught], taught):
+                failed += sum(map(bool, pool.map(one, part)))
     print(f"{write(args.runs, args.csv)} runs in {args.csv}")
     return 1 if failed else 0
 

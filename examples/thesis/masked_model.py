@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import train as common
 from resmlp import PRESETS, ResMLP
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxmask
@@ -29,12 +29,19 @@ def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:
     return fxmask.Regrow(by, float(fraction), common.steps(until[0], per_epoch) if until else None)
 
 
-def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int) -> nn.Module:
-    """The model that the command line asks for, with its masks; `args.dense` is set where it has none. `steps`: an epoch's."""
+def preset_of(args: argparse.Namespace) -> str:
+    """The model's name among the presets."""
+    return args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
+
+
+def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int, begin: Mapping[str, Tensor] | None = None) -> nn.Module:
+    """The model that the command line asks for, with its masks; `args.dense` is set where it has none. `steps`: an epoch's; `begin`: weights, before masks."""
     thesis, preset = parse(args.config) if args.config else None, PRESETS[name]
     sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
     torch.manual_seed(args.seed)
     model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
+    if begin is not None:
+        begin_with(model, begin)
     default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
     masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
     if args.allocation and "overrides" in masks:
@@ -50,6 +57,16 @@ def build(args: argparse.Namespace, name: str, channels: int, classes: int, step
     names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
     configs = [fxmask.WeightMask(**masks, **options), *([inputs] if inputs else [])]
     return fxmask.apply(model, *configs, **names, allocation=args.allocation)
+
+
+def begin_with(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load another model's weights, before masks and gains are made of them. FxMaskError where its shape is another."""
+    theirs, ours = ({name: tuple(t.shape) for name, t in state.items()} for state in (weights, model.state_dict()))
+    differ = [name for name in theirs | ours if theirs.get(name) != ours.get(name)]
+    if differ:
+        got = f"{differ[0]} {theirs.get(differ[0], 'missing')}, the pupil has {ours.get(differ[0], 'none')}"
+        raise fxmask.FxMaskError(f"--from-teacher: expected a teacher of the pupil's shape, got {got}.")
+    model.load_state_dict(weights)
 
 
 def shared(overrides: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,8 @@ add that run's.
 from __future__ import annotations
 
 import argparse
+import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thesis import checkpoint
-from thesis.masked_model import build
+from thesis.masked_model import build, preset_of
 
 SAME = ("data", "seed", "holdout")  # or it has learnt what is held out from the pupil
 
@@ -35,37 +37,37 @@ def watched(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
 class Teacher:
     """A frozen dense model. `teach`, "0.7:2": the teacher's share of the loss, and the temperature of both sides' softmax."""
 
-    def __init__(self, args: argparse.Namespace, preset: str, channels: int, classes: int, steps: int) -> None:
+    def __init__(self, args: argparse.Namespace, channels: int, classes: int) -> None:
         folder = Path(args.teacher)
         try:
             self.share, self.temperature = map(float, args.teach.split(":") if ":" in args.teach else (args.teach, 1))
         except ValueError:
             self.share, self.temperature = -1.0, 0.0
-        if not (0 <= self.share <= 1 and self.temperature > 0):
+        if not (0 <= self.share <= 1 and 0 < self.temperature < inf):
             raise checkpoint.CheckpointError(f"--teach: expected a share of 0 to 1 and a temperature above 0, got {args.teach!r}.")
         self.blocks = args.teach_blocks
-        if not 0 <= self.blocks < float("inf"):
+        if not 0 <= self.blocks < inf:
             raise checkpoint.CheckpointError(f"--teach-blocks: expected a weight of 0 or more, got {self.blocks}.")
         state = checkpoint.load(folder) or {}
         theirs: dict[str, Any] = state.get("settings", {})
         wrong = [f"{key} {theirs.get(key)!r}, the pupil has {getattr(args, key)!r}" for key in SAME if theirs.get(key) != getattr(args, key)]
         wrong += [] if theirs.get("dense") else ["masks, or no run at all"]
-        if wrong or state["progress"]["step"] != theirs["epochs"] * steps:
-            got = "; ".join(wrong) or f"{state['progress']['step']} of {theirs['epochs'] * steps} steps"
+        run = folder / "run.json"
+        steps = json.loads(run.read_text())["steps"] if run.exists() else 0  # an epoch's, of the teacher's batches
+        if wrong or not steps or state["progress"]["step"] != theirs["epochs"] * steps:
+            got = "; ".join(wrong) or f"{state['progress']['step']} of {theirs['epochs'] * steps or 'an unknown number of'} steps"
             raise checkpoint.CheckpointError(f"--teacher {folder}: expected a dense run that has ended, on the same images, got {got}.")
-        self.model = build(argparse.Namespace(**{**vars(args), **theirs}), preset, channels, classes, steps)
+        its = argparse.Namespace(**{**vars(args), **theirs})
+        self.model = build(its, preset_of(its), channels, classes, steps)
         self.model.load_state_dict(state["model"])
         self.model.eval()
 
-    def meet(self, pupil: nn.Module, begin: bool) -> None:
-        """Give the pupil the teacher's weights where it shall `begin` with them. Raises CheckpointError for one of another shape where that matters."""
-        theirs, ours = ({name: tuple(t.shape) for name, t in model.state_dict().items()} for model in (self.model, pupil))
-        differ = [name for name in theirs | ours if theirs.get(name) != ours.get(name)]
-        if differ and (begin or self.blocks):
-            what = f"{differ[0]} {theirs.get(differ[0], 'missing')}, the pupil has {ours.get(differ[0], 'none')}"
-            raise checkpoint.CheckpointError(f"--from-teacher, --teach-blocks: expected a teacher of the pupil's shape, got {what}.")
-        if begin:
-            pupil.load_state_dict(self.model.state_dict())
+    def meet(self, pupil: nn.Module) -> None:
+        """Raise CheckpointError where the pupil shall learn what the teacher's blocks give and its own give something else."""
+        shapes = [(m.config.depth, m.config.tokens, m.config.dim) for m in (self.model, pupil)]  # type: ignore[union-attr]
+        if self.blocks and shapes[0] != shapes[1]:
+            what = f"expected a teacher with the pupil's (depth, tokens, width) {shapes[1]}, got {shapes[0]}"
+            raise checkpoint.CheckpointError(f"--teach-blocks: {what}.")
 
     def loss(self, images: Tensor, logits: Tensor, blocks: list[Tensor], hard: Tensor) -> Tensor:
         """Part of the loss on the labels, part of the divergence from the teacher, times the square of the temperature; and how far the blocks are off.

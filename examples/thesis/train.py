@@ -35,7 +35,7 @@ from tracking import ActiveBlocks, CsvLog, MaskTracker, keep_epochs
 
 import fxmask
 from thesis import checkpoint, lock
-from thesis.masked_model import CRITERIA, MODELS, build
+from thesis.masked_model import CRITERIA, MODELS, build, preset_of
 from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Recipe, guard, optimiser, scheduler
 from thesis.teacher import Teacher, watched
 
@@ -101,11 +101,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def preset_of(args: argparse.Namespace) -> str:
-    """The model's name among the presets."""
-    return args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
-
-
 def data_of(args: argparse.Namespace) -> Data:
     """The run's images, on its device where they fit into memory."""
     image, how = PRESETS[preset_of(args)].image, {"seed": args.seed, "workers": args.workers, "holdout": args.holdout, "device": args.device}
@@ -118,11 +113,12 @@ class Run:
     def __init__(self, args: argparse.Namespace, data: Data | None = None) -> None:
         self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         self.data = data or data_of(args)
-        sizes = preset_of(args), self.data.channels, self.data.classes, self.data.steps
+        sizes = self.data.channels, self.data.classes
         self.teacher = Teacher(args, *sizes) if args.teacher else None
-        self.model = build(args, *sizes)
+        begin = self.teacher.model.state_dict() if self.teacher and args.from_teacher else None
+        self.model = build(args, preset_of(args), *sizes, self.data.steps, begin)
         if self.teacher:
-            self.teacher.meet(self.model, args.from_teacher)
+            self.teacher.meet(self.model)
         self.optimiser = optimiser(self.model.parameters(), self.recipe)
         self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
@@ -153,7 +149,7 @@ class Run:
         state = None if self.args.fresh else checkpoint.load(self.args.out)
         if state is None:
             return False
-        checkpoint.same_settings(state["settings"], self.settings(), self.args.out)
+        checkpoint.same_settings({**LATER, **state["settings"]}, {**LATER, **self.settings()}, self.args.out)
         self.model.load_state_dict(state["model"])
         if not self.args.dense:
             fxmask.load_state_dict(self.model, state["masks"])

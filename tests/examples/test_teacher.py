@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from thesis import accuracy, checkpoint
 from thesis import train as program
 from thesis.recipes import arguments_of
 from thesis.teacher import watched
@@ -60,6 +62,36 @@ def test_a_pupil_begins_with_the_teachers_weights(dense, tmp_path):
     assert set(scores[mask].tolist()) == set(scores.flatten().topk(int(mask.sum())).values.tolist())
 
 
+def test_a_gain_is_of_the_weights_that_a_pupil_begins_with(dense, tmp_path):
+    """Masks, and what they make of weights, come after the teacher's."""
+    plain, gained = (pupil(dense, tmp_path / "pupil", "--from-teacher", *how).model for how in ((), ("--gain",)))
+    for (name, mask), other in zip(fxmask.masks(plain).items(), fxmask.masks(gained).values(), strict=True):
+        w, g = plain.get_parameter(name), gained.get_parameter(name)
+        assert torch.equal(mask, other) and g[:16, :16][mask[0, 0].expand(16, 16)].norm() >= w[:16, :16][mask[0, 0].expand(16, 16)].norm()
+        kept = mask.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        assert torch.allclose((g * kept).norm(), w.norm(), rtol=1e-4)
+
+
+def test_a_teacher_of_other_batches_and_other_hidden_layers(dense, tmp_path):
+    """Its own steps say whether it has ended; its blocks give the same shapes."""
+    small = tmp_path / "small"
+    options = [*SHORT, "--batch", "64", "--dense", "--out", str(small)]
+    assert program.main([*options, "--stop", "1"]) == 0
+    with pytest.raises(checkpoint.CheckpointError, match="got 23 of 46 steps"):
+        pupil(small, tmp_path / "pupil")
+    assert program.main(options) == 0
+    assert pupil(small, tmp_path / "pupil", "--expansion", "2", "--teach-blocks", "1").teacher is not None
+
+
+def test_teachers_run_before_their_pupils(tmp_path, monkeypatch):
+    """Whatever is free earlier: a pupil is refused while its teacher trains."""
+    begun = []
+    monkeypatch.setattr(accuracy.subprocess, "run", lambda words, **_: begun.append(words) or subprocess.CompletedProcess(words, 0))
+    only = ["dense-muon-wd0.1-bf16", "dense-muon-wd0.1-bf16-from-teacher", "b16-tokens-whole-muon-wd0.1-bf16-from-teacher"]
+    assert accuracy.main(["final", "--data", "digits", "--runs", str(tmp_path), "--csv", str(tmp_path / "t.csv"), "--only", *only]) == 0
+    assert ["--teacher" in words for words in begun] == [False, False, True, True, True, True]
+
+
 def test_autocast_trains_in_bfloat16_and_keeps_float32_weights(tmp_path):
     seen = []
     run = program.Run(program.arguments([*SHORT, "--amp", "bf16", "--out", str(tmp_path)]))
@@ -112,8 +144,10 @@ def test_wrong_use(dense, tmp_path, capsys):
         (dense, ("--teach", "half"), "--teach: expected a share of 0 to 1"),
         (dense, ("--teach-blocks", "-1"), "--teach-blocks: expected a weight of 0 or more, got -1.0"),
         (dense, ("--teach-blocks", "nan"), "--teach-blocks: expected a weight of 0 or more, got nan"),
-        (dense, ("--from-teacher", "--dim", "48"), "--from-teacher, --teach-blocks: expected a teacher of the pupil's shape, got embed.weight (32, 1)"),
-        (dense, ("--teach-blocks", "1", "--dim", "48"), "expected a teacher of the pupil's shape, got embed.weight (32, 1), the pupil has (48, 1)"),
+        (dense, ("--teach", "0.7:inf"), "--teach: expected a share of 0 to 1 and a temperature above 0"),
+        (dense, ("--from-teacher", "--dim", "48"), "--from-teacher: expected a teacher of the pupil's shape, got embed.weight (32, 1), the pupil has (48, 1)"),
+        (dense, ("--from-teacher", "--model", "cifar"), "--from-teacher: expected a teacher of the pupil's shape"),
+        (dense, ("--teach-blocks", "1", "--dim", "48"), "expected a teacher with the pupil's (depth, tokens, width) (2, 64, 48), got (2, 64, 32)"),
     ):
         assert program.main([*SHORT, "--teacher", str(teacher), *more, "--out", str(tmp_path / "pupil")]) == 2
         assert got in capsys.readouterr().err
