@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from sample_models import mlp
+from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import fxmask
 
@@ -34,3 +37,23 @@ def test_the_recipe_for_a_run_from_scratch():
     assert {row["step"] for row in rows} == {steps} and all(row["achieved_ratio"] >= 0.5 for row in rows)
     held = {id(p) for o in (names["muon"], names["adamw"]) for g in o.param_groups for p in g["params"]}
     assert held == {id(p) for p in model.parameters()}
+
+
+@pytest.mark.parametrize("how", [{"schedule": fxmask.Schedule("cubic", 10)}, {"refresh": 5}, {"schedule": fxmask.Schedule("cubic", 10), "refresh": 5}], ids=str)
+def test_an_average_takes_the_runs_masks(how):
+    """As the page on training says it: the average is the dense copy with the run's masks, and its batch norms can be updated."""
+    (code,) = re.findall(r"```python\n(fxmask\.load_state_dict\(ema.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)), ratio=0.5, **how)
+    ema, optimiser = AveragedModel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model)
+    for _ in range(15):
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+        ema.update_parameters(model)
+    exec(code, {"fxmask": fxmask, "ema": ema, "model": model})
+    update_bn([torch.randn(8, 64)], ema)
+    assert all(mask.float().mean() == 0.5 for mask in fxmask.masks(ema).values())
+    if how.get("refresh"):
+        assert all(torch.equal(a, b) for a, b in zip(fxmask.masks(ema.module).values(), fxmask.masks(model).values(), strict=True))
