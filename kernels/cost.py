@@ -10,8 +10,8 @@ Four counts that must not be confused, all exact integers:
 | compulsory bytes (`reads_min`, `writes_min`) | every byte that the result depends on, or that is part of it, once: the least that any schedule moves |
 
 Only products count as FLOP. Operands are named like the kernels' parameters. Symbols of those files: b bytes an element of the floating operands, M tokens,
-T = ⌈M / BM⌉ token tiles; `across` and `along` are the features on the strip axis and on the reduction axis: out and in for the forward and dW, in and out for dX;
-s a strip, S their number, c_s its entries, U features an entry, f_s = Σ over its entries of the features that exist (fewer than U at a ragged edge); a step
+T = ⌈M / BM⌉ token tiles; `across` and `along` are the features on the strip axis and on the reduction axis: out and in for the forward and dW, in and out for
+dX; s a strip, S their number, c_s its entries, U features an entry, f_s = Σ over its entries of the features that exist (fewer than U at a ragged edge); a step
 takes STEP features: P = STEP / U entries, or U / STEP steps take one.
 """
 
