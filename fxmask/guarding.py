@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .kernels.errors import ConfigError, StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .passes import elementwise, phases, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
 from .passes import site as state
-from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
+from .passes.bypass import first_of, warn_of_dense_gradients, warn_of_dense_readers
+from .passes.find import graph_modules, resolve
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, reset_returned
 from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .pruning import scheduled_layers
-from .sites import required_sites, values_of
+from .sites import decided_by_apply, required_sites, sites, values_of
 from .swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
@@ -29,18 +33,20 @@ Named = tuple[str, Site, torch.Tensor]
 class GuardHandle:
     """What `guard` gives: `policies` {parameter's name: policy}, `masked_step` as it was asked for, and `remove()`.
 
-    A context manager, too. It ends with its optimiser, and with `restore`.
+    A context manager, too. It ends with its optimiser, and with `restore`: masks of a later `apply` want a guard of their own, and a step without it warns.
     """
 
     def __init__(
         self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str, masked_step: bool | str,
-        pruned: list[nn.Module],
+        pruned: list[nn.Module], model: nn.Module,
     ) -> None:  # fmt: skip
         self._hooks: list[Any] = []
         self._pruned = pruned
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = guarded, followed, others
         self._choice, self._returning, self._token = choice, returning, object()
+        self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
+        self._model = weakref.ref(model)  # the optimiser must not keep it
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self._held = _count(optimizer)
@@ -61,7 +67,7 @@ class GuardHandle:
     @property
     def policies(self) -> dict[str, str]:
         """What happens to the masked part of each weight."""
-        return {g.name: g.policy for g in self._guarded}
+        return {g.name: g.policy for g in self._guarded if self._is_ours(g.site)}
 
     def _is_ours(self, site: Site) -> bool:
         return site.__dict__.get("_fxmask_guard") is self._token  # neither restored since nor masked anew
@@ -80,14 +86,36 @@ class GuardHandle:
         self._guarded, self._followed = self._guarded + guarded, self._followed + followed
         self._take(guarded, followed)
 
+    def _let_go(self) -> None:
+        """Leave alone what was restored."""
+        ours = [g for g in self._guarded if self._is_ours(g.site)]
+        if len(ours) < len(self._guarded):
+            self._lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
+        self._guarded = ours
+        self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
+
+    def _warn_of_new_masks(self, optimizer: Optimizer) -> None:
+        """FxMaskWarning, once, where layers that were restored are masked anew and nobody guards them: the guard went with the masks that it was made for."""
+        if not any(decided_by_apply(w) for _, _, w in self._lost):  # a dense model
+            return
+        model = self._model()
+        found = self._lost if model is None else sites(model)
+        bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
+        self._lost = []
+        if bare:
+            what = "a guard ended with fxmask.restore, and its model is masked anew: expected a new guard, got none. Masked weights move, steps do not count."
+            fix = "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant."
+            warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
+
     @torch.compiler.disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
             return None
         self._under_way = None  # what a step that raised has left
-        self._guarded = [g for g in self._guarded if self._is_ours(g.site)]
-        self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
+        self._let_go()
         self._adopt(optimizer)
+        if self._lost:
+            self._warn_of_new_masks(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
@@ -98,7 +126,8 @@ class GuardHandle:
                 raise StateError(message(what, g.name, fix))
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if self.masked_step:
+        masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
+        if masked_step:
             elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
         for g in self._guarded:
             if closure and g.site._fxmask_config.needs_grad:
@@ -106,7 +135,7 @@ class GuardHandle:
                 raise UnsupportedError(message(what, g.name, "use a criterion of the weight alone, without regrow by gradient."))
         for g in self._guarded:
             observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}), getattr(optimizer, "grad_scale", None))
-        if self.masked_step:
+        if masked_step:
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
         else:
             before_step(optimizer, self._guarded, closure)
@@ -190,7 +219,8 @@ def guard(
         masked_weights: `freeze`: masked elements and their momenta keep their bits. `decay`: masked elements are multiplied by 1 - lr * weight_decay of their
             group and nothing else; momenta are the optimiser's. `free`: whatever the optimiser does, as in the thesis; a decay that is coupled into an adaptive
             step then drives masked weights to zero. `auto`: freeze for backward="masked" and for "rigl" with regrow, free for the others, which live on
-            moving masked weights; phases that change the mode change it. Under a soft mask masked weights learn until the ramp's end.
+            moving masked weights; phases that change the mode change it. Under a soft mask masked weights learn until the ramp's end. A weight that other
+            parameters make (weight_norm, pruning, a graph) moves with these: `auto` warns of it where it would freeze, and guards the others.
         returning: momenta of a block that comes back: `keep` (as they are: under freeze those of the day it left) or `zero`. Under `regrow` always zero.
             Under freeze Muon's momenta are zero while masked, whatever is asked for, because they would turn the kept blocks. `zero` does the same for
             an optimiser that is not torch.optim's: for one whose step of an element reads others, and whose state lies as the weight does. One that keeps
@@ -247,7 +277,38 @@ def guard(
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
     free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
     pruned = [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
-    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step, pruned)
+    if masked_weights == "auto":
+        _warn_of_made_weights(optimizer, model, found)
+    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step, pruned, model)
+
+
+def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
+    """FxMaskWarning where `auto` would freeze a weight that is no Parameter, and the optimiser moves what it is made of."""
+    made = [(name, site) for name, site, w in found if not isinstance(w, nn.Parameter) and any(map(may_freeze, phases.in_turn(site._fxmask_given)))]
+    left = [name for name, site in made if any(p.requires_grad and group_of(optimizer, p) is not None for p in _makers(model, site))]
+    if left:
+        what = "weights that other parameters make (by a parametrisation, a pruning or a graph) cannot be guarded: the optimiser moves what they are computed"
+        what += " from, and their masked weights with it."
+        fix = "remove that before fxmask.apply (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or exclude the layer; "
+        warnings.warn(message(what, first_of(left), fix + "masked_weights='free' says that it is meant."), FxMaskWarning, stacklevel=3)
+
+
+def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
+    """The parameters that a weight is computed from: those of its layer but the bias, or those that its graph reads for it."""
+    if isinstance(site, MaskedLayer):
+        yield from (p for name, p in site.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
+        return
+    for _, gm in graph_modules(model):
+        todo, seen = [n for n in gm.graph.nodes if n.op == "call_module" and gm.get_submodule(str(n.target)) is site], set()
+        while todo:
+            for node in todo.pop().all_input_nodes:
+                if node in seen:
+                    continue
+                seen.add(node)
+                todo.append(node)
+                if node.op in ("get_attr", "call_module"):
+                    maker = resolve(gm, str(node.target))
+                    yield from [maker] if isinstance(maker, nn.Parameter) else maker.parameters() if node.op == "call_module" else ()
 
 
 def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:

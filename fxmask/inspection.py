@@ -156,8 +156,9 @@ def _row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
     return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel()}
 
 
-def _policy(site: Site) -> str:
-    policy = site._fxmask_policy or "left to the optimiser (no guard)"
+def _policy(site: Site, weight: Tensor | None) -> str:
+    why = "no guard" if site._fxmask_guard is None or isinstance(weight, nn.Parameter) else "other parameters make this weight"
+    policy = site._fxmask_policy or f"left to the optimiser ({why})"
     return f"{policy}, from step {site._fxmask_config.softened_from}; free till then" if site._fxmask_softening and policy in ("freeze", "decay") else policy
 
 
@@ -226,7 +227,7 @@ def _masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         final_ratio=site._fxmask_given.final_ratio,
         achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
         backward=c.backward,
-        masked_weights=_policy(site),
+        masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
         **_implementation(site, weight, mask),
         step=site._fxmask_step,

@@ -293,7 +293,8 @@ def test_a_weight_that_other_parameters_make():
     optimiser = optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match=r"(?s)a weight that other parameters make.*0.weight"):
         fxmask.guard(optimiser, model, "freeze")
-    handle = fxmask.guard(optimiser, model)
+    with pytest.warns(fxmask.FxMaskWarning, match="(?s)weights that other parameters make.*0.weight"):
+        handle = fxmask.guard(optimiser, model)
     assert list(handle.policies) == ["1.weight"]
     train(model, optimiser, 2)
     assert [r["step"] for r in fxmask.explain(model).rows] == [2, 2]

@@ -57,7 +57,8 @@ def test_a_forgotten_guard_of_weights_that_other_parameters_make():
     make = lambda: fxmask.apply(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))), ratio=0.5, refresh=2)  # noqa: E731
     model, fresh = make(), make()
     optimiser = optim.SGD(model.parameters(), lr=0.1)
-    fxmask.guard(optimiser, model)
+    with pytest.warns(fxmask.FxMaskWarning, match="weights that other parameters make"):
+        fxmask.guard(optimiser, model)
     fxmask.load_state_dict(fresh, fxmask.state_dict(model))
     with pytest.raises(StateError, match=r"fxmask\.guard"):
         fresh(torch.randn(2, 64))
