@@ -225,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
+    for figure in ("accuracy.png", "active_blocks.png"):
+        (args.out / figure).unlink(missing_ok=True)  # of an earlier run, whose csv files are written anew
     facts = {"parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__, "threads": torch.get_num_threads()}
     (args.out / "run.json").write_text(json.dumps({**vars(args), **facts}, indent=1, default=str) + "\n")
     tracker = MaskTracker(model)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import explain_command
 from .advice import command as advice
 from .analysis import command as analysis
 from .bench import command
@@ -24,7 +25,7 @@ def env(_: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="fxmask", description="Block-sparse masks for PyTorch models: analyse, measure, and say what is installed.")
+    p = argparse.ArgumentParser(prog="fxmask", description="Block-sparse masks for PyTorch models: analyse, explain, measure, and say what is installed.")
     sub = p.add_subparsers(dest="command", required=True)
     bench = sub.add_parser("bench", help="time the masked linear against dense, masked-dense and torch's block-sparse kernels")
     command.add_options(bench)
@@ -32,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     tables = sub.add_parser("analyze", help="FLOP and memory movement of a model, layer by layer, dense or masked, without a GPU")
     analysis.add_options(tables)
     tables.set_defaults(run=analysis.main)
+    rows = sub.add_parser("explain", help="what becomes of every linear of a model: masked or not, why, target and achieved ratio")
+    explain_command.add_options(rows)
+    rows.set_defaults(run=explain_command.main)
     advise = sub.add_parser("advise", help="which block and ratio pay for a model on this machine, from times of its layers")
     advice.add_options(advise)
     advise.set_defaults(run=advice.main)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import csv
+import errno
+import math
+import os
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .analysis.report import cannot_write
 from .errors import ConfigError, FxMaskWarning, StateError
 from .health_signs import signs
 from .kernels.errors import message
-from .kernels.grid import grid_shape
+from .kernels.grid import grid_shape, plain_int
 from .passes import ranks
 from .passes import site as state
 from .passes.phases import in_turn
@@ -48,18 +54,24 @@ class HealthLog:
     """
 
     def __init__(self, model: nn.Module, path: str | Path | None = None, still: int = STILL) -> None:
-        if type(still) is not int or still < 1:
+        known = plain_int(still)
+        if known is None or known < 1:
             raise ConfigError(f"HealthLog: still counts updates: expected an int of at least 1, got {still!r}.")
-        self.model, self.path, self.still = model, None if path is None else Path(path), still
+        self.model, self.path, self.still = model, None if path is None else Path(path), known
         self.updates, self.rows = 0, list[dict[str, Any]]()
         self.activity: dict[str, Tensor] = {}
         self._last: dict[str, dict[str, Any]] = {}
         self._said: set[tuple[str, str]] = set()
         required_sites(model, "fxmask.HealthLog")
+        if self.path is not None:
+            with _written(self.path):
+                os.stat(os.path.join(self.path.parent, "."))  # now, and not after the first epoch
+                if self.path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, f"{self.path.name} is a folder there")
 
     @torch.no_grad()
     def update(self) -> Report:
-        """Look at the masks as the next forward will use them; append rows, warn where a layer has died or a mask stands still."""
+        """Look at the masks as the next forward will use them; append rows, warn where a layer has died, a mask stands still or a weight is not finite."""
         if not self.updates and self.path is not None and self.path.exists() and self.path.stat().st_size:
             what = f"HealthLog: {self.path} holds the rows of another run: expected a new file, or a log that goes on by load_state_dict."
             raise StateError(message(what, fix="name another path, or load the state of the log that has written it."))
@@ -71,10 +83,9 @@ class HealthLog:
             rows.append(self._row(name, site, ranks.whole(w), mask))
         self.rows += rows
         if self.path is not None:
-            new = not self.path.exists() or not self.path.stat().st_size
-            with self.path.open("a", newline="") as file:
+            with _written(self.path), self.path.open("a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS)
-                if new:
+                if not self.path.stat().st_size:
                     writer.writeheader()
                 writer.writerows(rows)
         return self.report()
@@ -88,7 +99,7 @@ class HealthLog:
         active = self.activity[name]
         active += mask
         config, block = site._fxmask_config, site._fxmask_config.block
-        now, total = signs(w, mask, block)
+        now, held, total = signs(w, mask, block)
         constant = int(mask.sum()) == int(last["mask"].sum())
         last["quiet"] = last["quiet"] + 1 if constant and not flips and self.updates > last["since"] else 0
         last["mask"] = mask
@@ -107,7 +118,7 @@ class HealthLog:
             "never_kept": float((active == 0).double().mean()),
             **now,
         }
-        self._warn(name, config.refresh != 0 and row["kept"] < row["blocks"], last["quiet"], row, total)
+        self._warn(name, config.refresh != 0 and row["kept"] < row["blocks"], last["quiet"], held, total)
         return row
 
     def _since_blocks(self, name: str, mask: Tensor, block: tuple[int, int]) -> dict[str, Any]:
@@ -119,16 +130,20 @@ class HealthLog:
             self.activity[name] = zeros.clone()
         return last
 
-    def _warn(self, name: str, moves: bool, quiet: int, row: dict[str, Any], total: float) -> None:
+    def _warn(self, name: str, moves: bool, quiet: int, held: float, total: float) -> None:
         if moves and quiet >= self.still and ("still", name) not in self._said:
             self._said.add(("still", name))
             what = f"the mask of {name} has stopped moving: no block changed place in {quiet} updates, though it is built anew."
             warnings.warn(f"{what} Masks by magnitude let go of nothing once masked weights rest; a ramp of the ratio, backward='ste' or 'rigl', or cover=True "
                           "are ways out; refresh=0 keeps it on purpose.", FxMaskWarning, stacklevel=4)  # fmt: skip
-        dead = not total > 0 or not row["kept_norm_fraction"] > 0
-        if dead and ("dead", name) not in self._said:
+        if not math.isfinite(total) and ("finite", name) not in self._said:
+            self._said.add(("finite", name))
+            what = f"the weight {name} is not finite: expected a finite sum of squares, got {total}"
+            where = "in masked blocks alone" if math.isfinite(held) else "in kept blocks, so that the layer's output is not finite either"
+            warnings.warn(f"{what}, {where}. Go back to a checkpoint from before it.", FxMaskWarning, stacklevel=4)
+        if not held and ("dead", name) not in self._said:
             self._said.add(("dead", name))
-            what = f"the layer of {name} has died: its kept blocks hold {row['kept_norm_fraction']:.2g} of the weight's norm."
+            what = f"the layer of {name} has died: its kept blocks hold 0 of the weight's norm."
             warnings.warn(f"{what} Its output is its bias alone.", FxMaskWarning, stacklevel=4)
 
     def report(self) -> Report:
@@ -163,7 +178,7 @@ class HealthLog:
         with self.path.open(newline="") as file:
             rows = [r for r in csv.DictReader(file) if (r["update"] or "").isdigit() and int(r["update"]) <= self.updates and r[COLUMNS[-1]] is not None]
         new = self.path.with_name(self.path.name + ".new")
-        with new.open("w", newline="") as file:
+        with _written(self.path), new.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
@@ -175,12 +190,22 @@ class HealthLog:
 
         return curves(self.rows, path)
 
-    def heatmap(self, path: str | Path, names: list[str] | None = None) -> Path:
-        """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025)."""
+    def heatmap(self, path: str | Path, names: str | Sequence[str] | None = None) -> Path:
+        """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025); `names`: of some weights, or of one."""
         from .health_plots import heatmaps
 
+        names = [names] if isinstance(names, str) else names
         unknown = [n for n in names or [] if n not in self.activity]
         if unknown or not self.activity:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
         seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}
         return heatmaps({n: self.activity[n] / updates for n, updates in seen.items()}, path)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """ConfigError where a file cannot be written."""
+    try:
+        yield
+    except OSError as e:
+        raise cannot_write(path.parent, e) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,15 +14,15 @@ HISTORY = ("flip_rate", "age_mean", "age_max", "never_kept")
 
 
 @torch.no_grad()
-def signs(w: Tensor, mask: Tensor, block: tuple[int, int]) -> tuple[dict[str, float], float]:
-    """({kept_norm_fraction: |W∘M|^2 / |W|^2, dead_rows and dead_cols: shares of output and input features without a kept block}, |W|^2).
+def signs(w: Tensor, mask: Tensor, block: tuple[int, int]) -> tuple[dict[str, float], float, float]:
+    """({kept_norm_fraction: |W∘M|^2 / |W|^2, dead_rows and dead_cols: shares of output and input features without a kept block}, |W∘M|^2, |W|^2).
 
-    w: (N, K) as a matrix; mask: bool (NB, KB). In float64, with a host sync.
+    w: (N, K) as a matrix; mask: bool (NB, KB). In float64, with a host sync. Of a weight that is not finite the fraction is NaN.
     """
     w = as_matrix(w)
     kept = expand_mask(mask.to(w.device), w.shape, block)
     square = w.double().square()
-    total = float(square.sum())
+    held, total = float(torch.where(kept, square, 0).sum()), float(square.sum())
     rows, cols = (1 - float(kept.any(axis).double().mean()) for axis in (1, 0))
-    share = float(torch.where(kept, square, 0).sum()) / total if total > 0 else 0.0
-    return {"kept_norm_fraction": share, "dead_rows": rows, "dead_cols": cols}, total
+    share = (held / total if total else 0.0) if math.isfinite(total) else math.nan
+    return {"kept_norm_fraction": share, "dead_rows": rows, "dead_cols": cols}, held, total

@@ -175,8 +175,8 @@ def _configs(
         if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
             raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
     if given:
-        kinds: list[Any] = [WeightMask, *(type(c) for c in configs if not isinstance(c, WeightMask))]
-        known = {kind: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
+        there: list[Any] = [WeightMask, *(type(c) for c in configs if not isinstance(c, WeightMask))]
+        known = {c: [f.name for f in dataclasses.fields(c)] for c in there}
         homes = {name: [c.__name__ for c, fields in known.items() if name in fields] for name in sorted(given)}
         lost = [name for name, classes in homes.items() if not classes]
         if lost:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .kernels.errors import ConfigError, StateError, message
+from .kernels.grid import plain_int
 from .nm_masking import refresh_nm, step_nm
 from .passes import rebuild
 from .passes import site as state
@@ -36,8 +37,10 @@ def step(model: nn.Module, n: int = 1) -> None:
     never ran.
     Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.
     """
-    if type(n) is not int or n < 0:
+    taken = plain_int(n)
+    if taken is None or taken < 0:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
+    n = taken
     expect_module(model, "fxmask.step")
     pruned = scheduled_layers(model)
     if not any_masked(model) and (step_nm(model, n) or pruned):

@@ -5,8 +5,10 @@ Everything here is integer arithmetic on shapes, or views of tensors; no score, 
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +19,20 @@ from .errors import ConfigError, ShapeError
 RATIO_UNIT = 10**9  # ratios are read as the nearest multiple of 1 / RATIO_UNIT, so that 0.1 + 0.2 means 0.3
 
 
+def plain_int(value: Any) -> int | None:
+    """`value` as a plain int, where `__index__` says that it is one, as NumPy's are; None for bools and all else."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # RuntimeError: of a tensor without values
+        return None
+
+
 def check_block(block: object, axes: str = "(out_features, in_features)") -> tuple[int, int]:
     """Return `block` as (rows, cols), which `axes` names in the message; raise ConfigError unless it is two positive ints below 2^31."""
-    if isinstance(block, (tuple, list)) and len(block) == 2 and not any(isinstance(b, bool) for b in block):
-        rows, cols = (b.__index__() if hasattr(b, "__index__") else 0 for b in block)
+    if isinstance(block, (tuple, list)) and len(block) == 2:
+        rows, cols = (plain_int(b) or 0 for b in block)
         if 0 < rows < 2**31 and 0 < cols < 2**31:
             return rows, cols
     raise ConfigError(f"block must be two positive ints {axes}: expected e.g. (16, 16), got {block!r}.")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import ConfigError
-from .grid import RATIO_UNIT, ratio_units
+from .grid import RATIO_UNIT, plain_int, ratio_units
 
 
 def dropped_count(n_blocks: int, ratio: float) -> int:
@@ -31,8 +31,9 @@ def dropped_count(n_blocks: int, ratio: float) -> int:
 
 def check_width(block: object) -> int:
     """The features of a block; ConfigError unless it is a positive int."""
-    if isinstance(block, int) and not isinstance(block, bool) and 0 < block < 2**31:
-        return block
+    width = plain_int(block)
+    if width is not None and 0 < width < 2**31:
+        return width
     raise ConfigError(f"block of pruned activations, in features: expected a positive int, got {block!r}.")
 
 

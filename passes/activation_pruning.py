@@ -66,7 +66,7 @@ class ActivationPruning(Options):
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
-        check_width(self.block)
+        object.__setattr__(self, "block", check_width(self.block))
         if isinstance(self.noise, bool) or not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 64:
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
         if type(self.affine) is not bool:
@@ -75,9 +75,8 @@ class ActivationPruning(Options):
         check_available(self.impl)
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             raise ConfigError(f"schedule of pruned activations: expected None or a fxmask.Schedule, got {self.schedule!r}.")
-        at_least("start", self.start, 0)
-        if type(self.stages) is not int or self.stages < 1:
-            raise ConfigError(f"stages counts the jumps of a scheduled ratio: expected an int of at least 1, got {self.stages!r}.")
+        object.__setattr__(self, "start", at_least("start", self.start, 0))
+        object.__setattr__(self, "stages", at_least("stages", self.stages, 1, "the jumps of a scheduled ratio"))
         if self.schedule is None and self.stages != 4:
             raise ConfigError(f"stages are those of a schedule: expected schedule=fxmask.Schedule(...) with stages={self.stages}, got none.")
 

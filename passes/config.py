@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError, UnsupportedError
-from ..kernels.grid import check_block, keep_count, ratio_units
+from ..kernels.grid import check_block, keep_count, plain_int, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
@@ -89,11 +89,12 @@ class WeightMask(Options):
         one_of("read", self.read, ("call", "weight"))
         one_of("impl", self.impl, IMPLEMENTATIONS)
         check_available(self.impl)
-        at_least("refresh", self.refresh, 0)
-        at_least("start", self.start, 0)
-        at_least("dense_every", self.dense_every, 1)
-        if type(self.seed) is not int:
+        for name, low in (("refresh", 0), ("start", 0), ("dense_every", 1)):
+            object.__setattr__(self, name, at_least(name, getattr(self, name), low))
+        seed = plain_int(self.seed)
+        if seed is None:
             raise ConfigError(f"seed: expected an int, got {self.seed!r}.")
+        object.__setattr__(self, "seed", seed)
         if type(self.cover) is not bool or (self.cover and self.ties != "lowest"):
             raise ConfigError(f"cover: expected a bool, and ties='lowest' with True, got {self.cover!r} with ties={self.ties!r}.")
         if self.cover and self.impl == "triton":

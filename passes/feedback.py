@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..kernels.errors import ConfigError
-from ..kernels.grid import RATIO_UNIT, keep_count, ratio_units
+from ..kernels.grid import RATIO_UNIT, keep_count, plain_int, ratio_units
 from .schedule import at_least, one_of
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ class Feedback:
 
     def __post_init__(self) -> None:
         one_of("measure", self.measure, MEASURES)
-        if self.measure == "loss" and (type(self.every) is not int or self.every < 1):
-            raise ConfigError(f"Feedback.every counts reports of the loss: expected an int of at least 1, got {self.every!r}.")
-        at_least("Feedback.every", self.every, 1)
+        counts = "reports of the loss" if self.measure == "loss" else "optimiser steps"
+        object.__setattr__(self, "every", at_least("Feedback.every", self.every, 1, counts))
         for name in ("initial", "change", *(["stop"] if self.stop is not None else [])):
             try:
                 ratio_units(getattr(self, name))
@@ -77,8 +76,10 @@ class Feedback:
     def _check_goal(self) -> None:
         goal = self.goal
         if self.measure == "bytes":
-            if type(goal) is not int or goal < 1:
+            budget = plain_int(goal)
+            if budget is None or budget < 1:
                 raise ConfigError(f"Feedback.goal of 'bytes' is a budget: expected a number of bytes, an int of at least 1, got {goal!r}.")
+            object.__setattr__(self, "goal", budget)
             return
         if self.measure == "flip_rate" and (not is_number(goal) or not 0 < goal <= 1):  # type: ignore[operator]
             raise ConfigError(f"Feedback.goal of 'flip_rate' is a share of the blocks: expected a number in (0, 1], got {goal!r}.")

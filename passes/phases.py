@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from ..kernels.errors import ConfigError, UnsupportedError
+from ..kernels.grid import plain_int
 
 if TYPE_CHECKING:
     from .config import WeightMask
@@ -53,12 +54,15 @@ def _pairs(given: Any) -> list[tuple[int, dict[str, Any]]]:
         pairs = [(step, dict(changes)) for step, changes in (given.items() if isinstance(given, Mapping) else given)]
     except (TypeError, ValueError):
         raise ConfigError(f"{FORM}, got {given!r}.") from None
+    found: dict[int, dict[str, Any]] = {}
     for step, changes in pairs:
-        if type(step) is not int or step < 1 or not all(isinstance(k, str) for k in changes):
+        n = plain_int(step)
+        if n is None or n < 1 or not all(isinstance(k, str) for k in changes):
             raise ConfigError(f"{FORM}, steps of at least 1 (the options of the mask itself are those of step 0), got {step!r}: {changes!r}.")
-    if len({step for step, _ in pairs}) < len(pairs):
+        found[n] = changes
+    if len(found) < len(pairs):
         raise ConfigError(f"{FORM}, each step once, got {given!r}.")
-    return sorted(pairs, key=lambda p: p[0])
+    return sorted(found.items())
 
 
 def _with(config: WeightMask, step: int, changes: Mapping[str, Any]) -> WeightMask:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from ..kernels.errors import ConfigError
+from ..kernels.grid import plain_int
 
 GROWTH = ("gradient", "random")
 
@@ -37,8 +38,11 @@ class Regrow:
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction < 1:
             raise ConfigError(f"Regrow.fraction is the share of kept blocks that are exchanged: expected a number in (0, 1), got {self.fraction!r}.")
         object.__setattr__(self, "fraction", float(self.fraction))
-        if self.until is not None and (type(self.until) is not int or self.until < 1):
-            raise ConfigError(f"Regrow.until counts optimiser steps: expected None or an int of at least 1, got {self.until!r}.")
+        if self.until is not None:
+            until = plain_int(self.until)
+            if until is None or until < 1:
+                raise ConfigError(f"Regrow.until counts optimiser steps: expected None or an int of at least 1, got {self.until!r}.")
+            object.__setattr__(self, "until", until)
 
     def exchanged(self, step: int, kept: int) -> int:
         """Blocks exchanged `step` steps after the start, of `kept` ones; at least one stays."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from ..kernels.errors import ConfigError
-from ..kernels.grid import ratio_units
+from ..kernels.grid import plain_int, ratio_units
 
 SCHEDULES = ("constant", "linear", "cubic", "cosine", "exponential", "cyclic")
 
@@ -17,10 +17,12 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
 
 
-def at_least(name: str, value: object, low: int) -> None:
-    """Raise ConfigError unless `value` is an int of at least `low`."""
-    if type(value) is not int or value < low:
-        raise ConfigError(f"{name} counts optimiser steps: expected an int of at least {low}, got {value!r}.")
+def at_least(name: str, value: object, low: int, counts: str = "optimiser steps") -> int:
+    """`value` as a plain int, which can be saved; ConfigError unless it is one of at least `low`."""
+    n = plain_int(value)
+    if n is None or n < low:
+        raise ConfigError(f"{name} counts {counts}: expected an int of at least {low}, got {value!r}.")
+    return n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +59,14 @@ class Schedule:
 
     def __post_init__(self) -> None:
         one_of("schedule", self.kind, SCHEDULES)
-        at_least("Schedule.steps", self.steps, 1)
-        at_least("Schedule.warmup", self.warmup, 0)
-        at_least("Schedule.cooldown", self.cooldown, 0)
+        for name, low in (("steps", 1), ("warmup", 0), ("cooldown", 0)):
+            object.__setattr__(self, name, at_least(f"Schedule.{name}", getattr(self, name), low))
         ratio_units(self.initial)
         object.__setattr__(self, "initial", float(self.initial))  # numpy's numbers could not be saved
         if self.warmup + self.cooldown >= self.steps:
             got = f"warmup={self.warmup} + cooldown={self.cooldown} of steps={self.steps}"
             raise ConfigError(f"a schedule without a ramp: expected warmup + cooldown below steps, got {got}; raise steps, which counts all three.")
-        if type(self.cycles) is not int or self.cycles < 1:
-            raise ConfigError(f"Schedule.cycles counts the ramps of a cyclic schedule: expected an int of at least 1, got {self.cycles!r}.")
+        object.__setattr__(self, "cycles", at_least("Schedule.cycles", self.cycles, 1, "the ramps of a cyclic schedule"))
         if self.cycles > self.ramp:
             raise ConfigError(f"Schedule.cycles: expected at most one for each of the {self.ramp} steps of the ramp, got {self.cycles}; raise steps.")
         if self.cycles > 1 and self.kind != "cyclic":

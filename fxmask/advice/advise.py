@@ -82,6 +82,7 @@ def advise(
     """
     begin, load = time.perf_counter(), load_average()
     cells = _check(model, target, ratios, blocks, refresh, seconds, optimizer)
+    refresh = int(refresh)  # NumPy's could not be saved
     args, named = arguments(inputs, kwargs)
     device = device_of(model, [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)])
     blocks_of = BLOCKS[device.type] if blocks is None else blocks

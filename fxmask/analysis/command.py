@@ -6,11 +6,17 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from ..dropping import any_dropped
 from ..errors import ConfigError
 from ..masking import apply
+from ..nm_layers import any_nm
+from ..pruning import any_pruned
+from ..sites import any_masked
 from . import devices, models, optimiser, plots
 from .report import SUFFIX, TABLES, Analysis
 from .run import IMPLS, analyze
@@ -21,9 +27,7 @@ FORMATS = tuple(SUFFIX)
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("model", help="timm:resmlp_12_224, torchvision:vit_b_16, or package.module:callable")
     p.add_argument("--input", action="append", required=True, metavar="SHAPE", help="1x3x224x224 or 2x128:int64; once for each argument of the model")
-    p.add_argument("--ratio", type=float, default=None, help="mask the linears with this share of masked blocks")
-    p.add_argument("--block", default="16x16", metavar="OUTxIN", help="block of the masks (16x16)")
-    p.add_argument("--backward", default="masked", help="masked, ste, unmasked or rigl")
+    add_mask_options(p)
     p.add_argument("--impl", choices=IMPLS, default=None, help="count masked layers as these kernels")
     p.add_argument("--device", default=None, help=f"{', '.join(devices.DEVICES)}, or cpu (measured)")
     p.add_argument("--dtype", default=None, help="count floating tensors as bfloat16, float16, ...")
@@ -41,15 +45,38 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--plot", action="store_true", help="roofline.png and traffic.png in DIR (needs matplotlib)")
 
 
+def add_mask_options(p: argparse.ArgumentParser) -> None:
+    """What `masked` reads."""
+    p.add_argument("--ratio", type=float, default=None, help="mask the linears with this share of masked blocks")
+    p.add_argument("--block", default=None, metavar="OUTxIN", help="block of the masks (16x16)")
+    p.add_argument("--backward", default=None, help="masked (the default), ste, unmasked or rigl")
+
+
+def check_mask_options(a: argparse.Namespace, options: tuple[str, ...] = (), unless: str = "") -> None:
+    """ConfigError for an option that masks would have, where no ratio asks for them."""
+    given = [f"--{name.replace('_', '-')}" for name in ("block", "backward", *options) if getattr(a, name)]
+    if given and a.ratio is None:
+        raise ConfigError(f"{', '.join(given)}: needs --ratio, which asks for masks: expected one in [0, 1){unless}, got none; add --ratio 0.5.")
+
+
+def masked(model: nn.Module, a: argparse.Namespace, **options: Any) -> None:
+    """Apply the masks that were asked for."""
+    if a.ratio is not None:
+        apply(model, ratio=a.ratio, block=models.make_block(a.block or "16x16"), backward=a.backward or "masked", **options)
+
+
 def main(a: argparse.Namespace) -> int:
     """Build, mask, analyse, print or write."""
     if a.plot and a.out is None:
         raise ConfigError("--plot writes into a folder: expected -o DIR, got none.")
+    check_mask_options(a, ("compare",))
     dtype = getattr(torch, a.dtype, None) if a.dtype else None
     if a.dtype and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"--dtype: expected a floating dtype of torch, such as bfloat16, got {a.dtype!r}.")
     inputs = tuple(models.make_input(s) for s in a.input)
     model = models.load(a.model).train(not a.eval)
+    if not any(has(model) for has in (any_masked, any_nm, any_pruned, any_dropped)):
+        check_mask_options(a, ("impl", "masked_step"), ", or a model that has masks")
 
     def run() -> Analysis:
         with _progress(a.model) as tick:
@@ -62,7 +89,7 @@ def main(a: argparse.Namespace) -> int:
     plain = run() if a.compare or a.ratio is None else None
     report = plain
     if a.ratio is not None:
-        apply(model, ratio=a.ratio, block=models.make_block(a.block), backward=a.backward)
+        masked(model, a)
         report = run()
     assert report is not None
     said = _said(a, report, plain)  # before anything is written: what cannot be said leaves no files

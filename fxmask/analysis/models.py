@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from ..kernels.errors import message
 EXPECTED = "expected timm:NAME, torchvision:NAME or package.module:CALLABLE"
 
 
-def load(spec: str) -> nn.Module:
+def load(spec: str, meta: bool = True) -> nn.Module:
     """The model of `timm:resmlp_12_224`, `torchvision:vit_b_16` or `module:callable` (a function without arguments, or a class, that gives a module).
 
-    It is made on the meta device, without memory and without weights' values, where it can be; otherwise as it is. ConfigError for a spec that names nothing.
+    It is made on the meta device, without memory and without weights' values, where it can be; otherwise, and with `meta=False`, as it is. ConfigError for a
+    spec that names nothing.
     """
     source, colon, name = spec.partition(":")
     if not colon or not source or not name:
@@ -26,14 +28,14 @@ def load(spec: str) -> nn.Module:
     make = {"timm": _timm, "torchvision": _torchvision}.get(source, _own)
     build = make(source, name, spec)
     try:
-        with torch.device("meta"):
+        with torch.device("meta") if meta else nullcontext():
             model = build()
     except Exception:  # code that reads values while it builds, as .item() and .tolist() do
         try:
             model = build()
         except Exception as e:
             what = f"model: {spec!r} cannot be built: {type(e).__name__}: {e}"
-            raise ConfigError(message(what, spec, "build it yourself and give fxmask.analyze the result.")) from e
+            raise ConfigError(message(what, spec, "build it yourself and give the result to fxmask's function, such as fxmask.analyze.")) from e
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected {spec!r} to give an nn.Module, got {type(model).__name__}.")
     return model

@@ -173,6 +173,12 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
+def cannot_write(folder: Path, e: OSError) -> ConfigError:
+    """What to raise where a folder takes no files."""
+    what = f"the output folder cannot be written: {e.strerror or e}."
+    return ConfigError(message(what, str(folder), "name a folder that you may write to."))
+
+
 def _write(files: dict[str, str], folder: Path) -> None:
     """All files or none: written into a folder beside, then moved; folders that were made for them go again."""
     new = [p for p in (folder, *folder.parents) if not p.exists()]
@@ -181,8 +187,7 @@ def _write(files: dict[str, str], folder: Path) -> None:
         beside = Path(tempfile.mkdtemp(prefix=".fxmask-", dir=folder))
     except OSError as e:
         _remove(new)
-        what = f"the output folder cannot be written: {e.strerror or e}."
-        raise ConfigError(message(what, str(folder), "name a folder that you may write to.")) from None
+        raise cannot_write(folder, e) from None
     done = False
     try:
         for name, content in files.items():

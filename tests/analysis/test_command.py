@@ -38,6 +38,10 @@ def nothing():
 def breaks():
     raise RuntimeError("no such luck")
 
+def masked():
+    import fxmask
+    return fxmask.apply(net(), ratio=0.5)
+
 class Reads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -158,6 +162,12 @@ REFUSED = {
     "optimizer": ([f"{SPEC}:net", "--input", "7x64", "--optimizer", "adamm"], r"optimizer: expected one of adamw"),
     "steps": ([f"{SPEC}:net", "--input", "7x64", "--steps", "-3"], r"steps: expected a number of steps"),
     "explain": ([f"{SPEC}:net", "--input", "7x64", "--explain", "fc9"], r"no node or module 'fc9' in this analysis"),
+    "compare without ratio": ([f"{SPEC}:net", "--input", "7x64", "--compare"], r"^fxmask: --compare: needs --ratio, .* got none; add --ratio 0.5.\n$"),
+    "compare, masked": ([f"{SPEC}:masked", "--input", "7x64", "--compare"], r"--compare: needs --ratio, which asks for masks: expected one in \[0, 1\), got"),
+    "block without ratio": ([f"{SPEC}:net", "--input", "7x64", "--block", "16"], r"^fxmask: --block: needs --ratio, .* got none; add --ratio 0.5.\n$"),
+    "unread block": ([f"{SPEC}:net", "--input", "7x64", "--block", "16by", "--backward", "ste"], r"--block, --backward: needs --ratio"),
+    "impl without ratio": ([f"{SPEC}:net", "--input", "7x64", "--impl", "triton"], r"--impl: needs --ratio, .* or a model that has masks, got none"),
+    "step without ratio": ([f"{SPEC}:net", "--input", "7x64", "--masked-step"], r"--masked-step: needs --ratio"),
     "plot nowhere": ([f"{SPEC}:net", "--input", "7x64", "--plot"], r"--plot writes into a folder: expected -o DIR"),
 }
 
@@ -224,3 +234,57 @@ def test_progress_is_for_terminals(capsys, monkeypatch):
             tick(ops)
     err = capsys.readouterr().err
     assert "model: 200 ops" in err and err.endswith("\x1b[K")
+
+
+def test_a_model_that_has_masks_needs_no_ratio(capsys):
+    code, out, _ = run(capsys, f"{SPEC}:masked", "--input", "7x64", "--impl", "reference", "--masked-step", "--format", "json")
+    assert code == 0 and {r["impl"] for r in json.loads(out)["tables"]["nodes"] if r["nnzb"] and r["m"]} == {"masked_dense"}
+
+
+def explain(capsys, *args):
+    code = main(["explain", *map(str, args)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_explain_prints_what_the_function_says(capsys):
+    code, out, err = explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--block", "16")
+    assert code == 0 and not err and not os.listdir(".")
+    assert out == f"{fxmask.explain(fxmask.apply(net(), ratio=0.5, block=(16, 16)))}\n"
+    assert "achieved_ratio" in out, "it has the model's weights"
+    assert explain(capsys, f"{SPEC}:masked")[1] == out
+    assert explain(capsys, f"{SPEC}:net")[1] == f"{fxmask.explain(net())}\n"
+
+
+def test_explain_options_reach_apply(capsys):
+    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--block", "32x16", "--backward", "ste", "--impl", "reference", "--format", "json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and [(r["target_ratio"], r["block"], r["backward"], r["impl"]) for r in rows] == [(0.75, "32x16", "ste", "reference")] * 2
+    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--format", "csv")
+    assert code == 0 and [r["name"] for r in csv.DictReader(out.splitlines())] == ["0", "2"]
+
+
+def test_explain_writes_files(capsys, tmp_path):
+    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "a" / "b")
+    assert code == 0 and out.startswith("fxmask.explain\n")
+    assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"explain.csv", "explain.json", "explain.md"}
+    assert explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "rows.csv")[:2] == (0, out)
+    assert (tmp_path / "rows.csv").read_text() == (tmp_path / "a" / "b" / "explain.csv").read_text()
+
+
+def test_explain_says_what_it_cannot_do(capsys, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for args, text in (
+        ((f"{SPEC}:net", "--block", "16", "--impl", "reference"), "--block, --impl: needs --ratio, which asks for masks"),
+        ((f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "file" / "below"), "the output folder cannot be written: Not a directory."),
+        ((f"{SPEC}:masked", "--ratio", "0.5"), "is masked already"),
+        ((f"{SPEC}:breaks",), "'spec_models:breaks' cannot be built: RuntimeError: no such luck"),
+    ):
+        code, out, err = explain(capsys, *args)
+        assert code == 2 and not out and err.startswith("fxmask: ") and text in err
+
+
+def test_the_help_names_explain(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "what becomes of every linear of a model" in " ".join(capsys.readouterr().out.split())

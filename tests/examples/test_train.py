@@ -79,6 +79,13 @@ def test_dense_run_has_no_masks(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"log.csv", "run.json", "accuracy.png"}
 
 
+def test_nothing_of_an_earlier_run_stays(tmp_path):
+    run(tmp_path, "--epochs", "1", "--batch", "500")
+    assert (tmp_path / "active_blocks.png").exists()
+    run(tmp_path, "--epochs", "1", "--dense", "--batch", "500")
+    assert {p.name for p in tmp_path.iterdir()} == {"log.csv", "run.json", "accuracy.png"}
+
+
 def test_start_and_schedule_count_steps(tmp_path):
     options = ("--epochs", "4", "--batch", "500", "--ratio", "0.8", "--start", "1ep", "--schedule", "linear:2ep")
     achieved = [float(row["ratio_achieved"]) for row in run(tmp_path, *options)]
