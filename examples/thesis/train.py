@@ -175,7 +175,7 @@ class Run:
         self.tracker.before_step()
         mixed = mixed.to(device)
         with self.autocast():
-            logits, blocks = watched(self.model, mixed)
+            logits, blocks = watched(self.model, mixed) if self.teacher else (self.model(mixed), [])
         logits = logits.float()
         loss = F.cross_entropy(logits, targets.to(device), label_smoothing=self.recipe.smoothing)
         if self.teacher:
