@@ -19,7 +19,7 @@ from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
 from fxmask.passes.choose import choose
 from fxmask.passes.find import find
 
-SMALL = {"seconds": 3.0, "blocks": [32], "ratios": [0.5]}
+SMALL = {"seconds": 6.0, "blocks": [32], "ratios": [0.5]}
 
 
 def seen(model: nn.Module, *args, include=None) -> list:
@@ -153,7 +153,7 @@ def trying(monkeypatch, dense, masked, saved, **options):
 
     monkeypatch.setattr(module, "plans", plans)
     model = nn.Sequential(nn.Linear(64, 64))
-    return fxmask.advise(model, torch.randn(8, 64), seconds=5.0, blocks=[32], ratios=list(saved), refresh=0, **options)
+    return fxmask.advise(model, torch.randn(8, 64), seconds=10.0, blocks=[32], ratios=list(saved), refresh=0, **options)
 
 
 def test_the_dense_step_is_that_of_both_times(monkeypatch):
@@ -237,7 +237,7 @@ def paying(monkeypatch, **options):
     monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {"dense": 2.0, "masked": 1.0} if len(steps) > 1 else {"dense": 2.0})
     monkeypatch.setattr("fxmask.advice.plan.PAYS", 0.0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    return fxmask.advise(model, torch.randn(8, 64), target=0.01, **{**SMALL, **options})
+    return fxmask.advise(model, torch.randn(8, 64), target=0.01, **{**SMALL, "seconds": 10.0, **options})
 
 
 def test_the_printed_calls_are_those_that_were_timed(monkeypatch):
