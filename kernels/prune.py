@@ -26,6 +26,8 @@ def dropped_count(n_blocks: int, ratio: float) -> int:
     """round(n * ratio), halves to even, exact: the blocks of a sample that are dropped, never all."""
     exact = n_blocks * ratio_units(ratio)  # in units; integers alone, so that a compiler can trace a number of blocks that it does not know
     rounded = (2 * exact + RATIO_UNIT - 1 + exact // RATIO_UNIT % 2) // (2 * RATIO_UNIT)
+    if isinstance(n_blocks, int):  # Dynamo takes here what it calls an int, and knows min and max; PyTorch 2.11's refuses sym_min of constants
+        return max(0, min(n_blocks - 1, rounded))
     return torch.sym_max(0, torch.sym_min(n_blocks - 1, rounded))
 
 

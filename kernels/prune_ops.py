@@ -236,6 +236,12 @@ def _counts(x: Tensor, block: int, ratio: float) -> tuple[bool, int, int, int]:
     return turned, b, n, n - prune.dropped_count(n, ratio)
 
 
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    """Whether a type of device knows autocast; PyTorch 2.11's Dynamo cannot look into that."""
+    return torch.amp.is_autocast_available(kind)
+
+
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, block: int, ratio: float, noise: float = 0.0, mask: Tensor | None = None,
     blocks: tuple[int, int] = (1, 1), backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
@@ -247,6 +253,6 @@ def linear(
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     kept, turned, drawn = planned
     kind = x.device.type
-    wide = x.is_floating_point() and x.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    wide = x.is_floating_point() and x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
     cast = x.to(torch.get_autocast_dtype(kind)) if wide else x  # once for both ops
     return pruned_linear(cast, w, bias, *shared(x, cast, block, kept, turned, drawn), turned, mask, *blocks, backward, dense, impl, lists, dw_impl)

@@ -26,6 +26,7 @@ TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
 TAUGHT, TAUGHT_WD = (("--teacher", f"{{runs}}/final/{teacher}-seed{{seed}}") for teacher in ("dense-muon", "dense-muon-wd0.1"))
 BF16 = ("--amp", "bf16")
+WIDE_TEACHER = ("--teacher", "{runs}/final/dense-d96-muon-wd0.1-bf16-seed0", *BF16)  # half as wide again; the same one for every seed
 # 20 epochs more of a dense run that has ended, which goes on teaching
 FROM_TEACHER = ("--teacher", "{runs}/final/dense-muon-wd0.1-bf16-seed{seed}", "--from-teacher", "--lr", "0.005", *BF16)
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
@@ -137,6 +138,8 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in WITH_DECAY},
     "dense-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], *BF16),
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
+    "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
+    **{f"{name}-bf16-taught-d96": (*SEARCH[name], *WIDE_TEACHER) for name in WITH_DECAY},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
 }
 

@@ -135,7 +135,6 @@ def test_wrong_use(dense, tmp_path, capsys):
     assert program.main([*SHORT, "--dense", "--stop", "1", "--out", str(unfinished)]) == 0
     capsys.readouterr()
     for teacher, more, got in (
-        (dense, ("--seed", "1"), "got seed 0, the pupil has 1"),
         (dense, ("--holdout", "10"), "got holdout 0, the pupil has 10"),
         (masked, (), "got masks, or no run at all"),
         (unfinished, (), "got 12 of 24 steps"),
@@ -158,9 +157,17 @@ def test_wrong_use(dense, tmp_path, capsys):
         assert "expected a --teacher, got none" in capsys.readouterr().err
 
 
+def test_a_teacher_of_another_seed_and_width(dense, tmp_path):
+    """The held-out images are the same of every seed."""
+    options = [*SHORT, "--teacher", str(dense), "--seed", "1", "--dim", "48", "--stop", "1", "--out", str(tmp_path / "pupil")]
+    assert program.main(options) == 0
+
+
 def test_a_recipe_names_the_teacher_of_its_seed():
     words = arguments_of("b16-tokens-whole-muon-taught", 20, 1, Path("here"))
     assert words[words.index("--teacher") + 1] == "here/final/dense-muon-seed1"
+    words = arguments_of("b16-tokens-whole-muon-wd0.1-bf16-taught-d96", 20, 1, Path("here"))
+    assert words[words.index("--teacher") + 1] == "here/final/dense-d96-muon-wd0.1-bf16-seed0"  # one wide teacher for all
 
 
 def test_teach_alone_is_no_setting():
