@@ -10,6 +10,8 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
+from .bits import bits_as
+
 PAIRED = (2, 4, 8)  # m of the kernel, which compares every two of a group in registers
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,20 +30,12 @@ def transposable_patterns() -> Tensor:
     return torch.tensor(kept, dtype=torch.bool, device="cpu").reshape(-1, 16)
 
 
-def _ordered(size: Tensor) -> Tensor:
-    """Numbers that order as magnitudes do, NaN above Inf."""
-    try:
-        return size.view(_BITS[size.element_size()])
-    except RuntimeError:  # vmap of PyTorch 2.11 has no rule for it; the largest of float64 stand for Inf and NaN
-        return size.double().nan_to_num(nan=1.7e308, posinf=1.6e308)
-
-
 def magnitude_mask(w: Tensor, n: int, m: int) -> Tensor:
     """(rows, K) bool: the n largest |w| of every group of m, exactly n; ties to the lowest index. NaN counts as larger than Inf, so that it is kept.
 
     Bit patterns are compared, which order as magnitudes do and leave no NaN to be compared. Cost: m passes over w.
     """
-    key = _ordered(w.detach().abs().reshape(-1, m).contiguous())
+    key = bits_as(w.detach().abs().reshape(-1, m).contiguous(), _BITS[w.element_size()])
     place = torch.arange(m, device=w.device)
     better = torch.zeros_like(key, dtype=torch.int16)
     for j in range(m):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .bits import bits_as
 from .errors import ConfigError
 from .grid import to_blocks
 
@@ -42,7 +43,7 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     elif criterion == "l1":
         keys = _sum_keys(clean, squared=False)
     elif criterion == "linf":
-        keys = clean.abs().amax(-1).view(torch.int32)  # the bits of non-negative floats sort like the floats
+        keys = bits_as(clean.abs().amax(-1), torch.int32)  # the bits of non-negative floats sort like the floats
     elif criterion == "spectral":
         keys = _spectral_keys(clean.unflatten(-1, (-1, min(block[1], max(1, w.shape[1])))))
     elif criterion == "random":
@@ -101,7 +102,7 @@ def _spectral_keys(b: Tensor) -> Tensor:
     The weight is scaled as a whole: its magnitude does not matter, but blocks 2^126 times smaller than the largest element count as zero.
     """
     u, _ = _scale(b, (0, 1, 2, 3))
-    return torch.linalg.matrix_norm(u, ord=2).clamp(min=0).view(torch.int32)
+    return bits_as(torch.linalg.matrix_norm(u, ord=2).clamp(min=0), torch.int32)
 
 
 def mix(h: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..kernels.bits import bits_as
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import as_matrix, to_blocks
 from ..kernels.score import CRITERIA, block_keys, sum_of_keys
@@ -38,9 +39,9 @@ def norms(w: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
     """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
     keys = block_keys(as_matrix(w), block, criterion)
     if criterion == "linf":
-        return keys.view(torch.float32)
+        return bits_as(keys, torch.float32)
     if criterion == "spectral":  # of the weight as scaled by a power of two
-        return torch.ldexp(keys.view(torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)
+        return torch.ldexp(bits_as(keys, torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)
     sums = sum_of_keys(keys)
     return (sums.sqrt() if criterion == "fro" else sums).float()
 

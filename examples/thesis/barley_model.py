@@ -97,7 +97,7 @@ def pruned_bsr(a: Tensor, block: int, sparsity: Fraction) -> Tensor:
     kept = torch.ones_like(scores, dtype=torch.bool).index_fill_(0, dropped, False).view(blocks.shape[:2])
     crow = F.pad(kept.sum(1).cumsum(0), (1, 0))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta|Sparse invariant checks")  # the second of PyTorch 2.11
         return torch.sparse_bsr_tensor(crow, kept.nonzero()[:, 1], blocks[kept][:, None, :], a.shape, check_invariants=True)
 
 
