@@ -19,6 +19,7 @@ def tokens_whole(side: int) -> tuple[str, ...]:
 
 ADAM, ADAMW = ("--opt", "adam"), ("--opt", "adamw")
 HALF = ("--schedule", "cubic:{half}")  # from dense to the ratio over the first half of the steps
+FIFTH = ("--schedule", "cubic:{fifth}")
 B32, B16 = masks(0.8, 32), masks(0.5, 16)
 FREEZE, FREE = ("--guard", "freeze"), ("--guard", "free")
 
@@ -138,6 +139,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in WITH_DECAY},
     "dense-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], *BF16),
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
+    "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
     **{f"{name}-bf16-taught-d96": (*SEARCH[name], *WIDE_TEACHER) for name in WITH_DECAY},
     "b16-activations50-x4": (*BOTH, *ADAMW, *FREEZE, *HALF, *LR, *TAYLOR),
@@ -181,7 +183,7 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
 
 def arguments_of(name: str, epochs: int, seed: int = 0, runs: Path = Path("runs/accuracy")) -> list[str]:
     """The arguments of a recipe for a run of so many epochs; where it has a teacher, that of its seed, among these runs."""
-    lengths = {"half": f"{epochs / 2:g}ep", "late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
+    lengths = {"half": f"{epochs / 2:g}ep", "fifth": f"{epochs / 5:g}ep", "late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
     lengths |= {"most": f"{epochs * 0.45:.6g}", "rest": f"{epochs * 0.05:.6g}ep"}
     lengths |= {"seed": str(seed), "runs": str(runs)}
     return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]
