@@ -183,7 +183,8 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
 
 def arguments_of(name: str, epochs: int, seed: int = 0, runs: Path = Path("runs/accuracy")) -> list[str]:
     """The arguments of a recipe for a run of so many epochs; where it has a teacher, that of its seed, among these runs."""
-    lengths = {"half": f"{epochs / 2:g}ep", "fifth": f"{epochs / 5:g}ep", "late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
+    lengths = {"half": f"{epochs / 2:g}ep", "fifth": f"{epochs / 5:g}ep"}
+    lengths |= {"late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
     lengths |= {"most": f"{epochs * 0.45:.6g}", "rest": f"{epochs * 0.05:.6g}ep"}
     lengths |= {"seed": str(seed), "runs": str(runs)}
     return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]
