@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels import nm, nm_permute
 from ..kernels.dispatch import check_available
 from ..kernels.errors import ConfigError, UnsupportedError
+from ..kernels.grid import plain_int
 from .options import Options
 from .schedule import one_of
 
@@ -73,6 +74,10 @@ class NMMask(Options):
     impl: str = "auto"
 
     def __post_init__(self) -> None:
+        for name in ("n", "m", "passes", "tau_steps"):
+            number = plain_int(getattr(self, name))
+            if number is not None:  # NumPy's are taken, too
+                object.__setattr__(self, name, number)
         if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
             raise ConfigError(f"n, m: expected ints with 1 <= n < m <= {LARGEST}, n of m kept, got n={self.n!r}, m={self.m!r}.")
         for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):

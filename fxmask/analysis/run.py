@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
+from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.capture import Recording, arguments, capture
 from ..passes.moves import work_of
@@ -76,6 +77,7 @@ def analyze(
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
     _check(phases, impl, memory_model, dtype, steps)
+    steps = plain_int(steps)
     if masked_step is not None and type(masked_step) is not bool:
         raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
     optimiser.states_of(optimizer if "opt" in phases else None)
@@ -118,7 +120,7 @@ def _check(phases: Sequence[str], impl: str | None, memory_model: str, dtype: to
         raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype: expected a floating dtype, such as torch.bfloat16, or None, got {dtype!r}.")
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+    if steps is not None and (plain_int(steps) is None or steps < 0):
         raise ConfigError(f"steps: expected a number of steps or None, got {steps!r}.")
 
 

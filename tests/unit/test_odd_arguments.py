@@ -42,6 +42,8 @@ CONFIGS = {
     "bytes": lambda i: fxmask.WeightMask(schedule=fxmask.Feedback("bytes", every=i(5), goal=i(200))),
     "pruning": lambda i: fxmask.ActivationPruning(block=i(16), start=i(2), stages=i(5), schedule=fxmask.Schedule("linear", i(10))),
     "dropout": lambda i: fxmask.BlockDropout(0.5, block=(i(64), i(32))),
+    "groups": lambda i: fxmask.NMMask(i(1), i(4), "learned", tau_from=1.0, tau_steps=i(9)),
+    "permuted groups": lambda i: fxmask.NMMask(i(2), i(4), "permuted", passes=i(3)),
 }
 
 
@@ -57,6 +59,8 @@ WRONG = {
     "start": (lambda v: fxmask.WeightMask(start=v), "start counts optimiser steps: expected an int of at least 0, got"),
     "dense_every": (lambda v: fxmask.WeightMask(dense_every=v), "dense_every counts optimiser steps: expected an int of at least 1, got"),
     "seed": (lambda v: fxmask.WeightMask(seed=v), "seed: expected an int, got"),
+    "groups": (lambda v: fxmask.NMMask(v, 4), "n, m: expected ints with 1 <= n < m <= "),
+    "analyze": (lambda v: fxmask.analyze(mlp(), torch.zeros(2, 64), steps=v), "steps: expected a number of steps or None, got"),
     "block": (lambda v: fxmask.WeightMask(block=(16, v)), "block must be two positive ints"),
     "steps": (lambda v: fxmask.Schedule("cubic", v), "Schedule.steps counts optimiser steps: expected an int of at least 1, got"),
     "cycles": (lambda v: fxmask.Schedule("cyclic", 10, cycles=v), "Schedule.cycles counts the ramps of a cyclic schedule: expected an int of at least 1, got"),
