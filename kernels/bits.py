@@ -9,6 +9,8 @@ from torch import Tensor
 
 
 class _Bits(torch.autograd.Function):
+    """`view(dtype)` with a rule for vmap of its own: bits do not depend on the batch."""
+
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.view(dtype)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from thesis import checkpoint
 from thesis.masked_model import build, preset_of
 
-SAME = ("data", "holdout")  # or it has learnt what is held out from the pupil; of every seed the same images are
+SAME = ("data", "holdout")  # or it has learnt what is held out from the pupil, which is the same for all seeds
 
 
 def watched(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Tensor]]:
