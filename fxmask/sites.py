@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
@@ -19,7 +18,7 @@ from .swap import MaskedLayer
 
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
-_decided = WeakTensorKeyDictionary()  # weights that apply has masked, or left dense
+_DECIDED = "_fxmask_decided"  # on weights that apply has masked, or left dense; a weak reference to one would stop torch.utils.swap_tensors
 
 
 def expect_module(model: object, caller: str) -> None:
@@ -95,11 +94,11 @@ def mark_decided(weights: Iterable[Tensor], decided: bool) -> None:
     """Note that `apply` has decided about these weights, or has no more to say of them."""
     for w in weights:
         if decided:
-            _decided[w] = True
+            setattr(w, _DECIDED, True)
         else:
-            _decided.pop(w, None)
+            w.__dict__.pop(_DECIDED, None)
 
 
 def decided_by_apply(w: Tensor) -> bool:
     """Whether `apply` has masked a weight or left it dense, so that nobody else may decide anew."""
-    return w in _decided
+    return hasattr(w, _DECIDED)
