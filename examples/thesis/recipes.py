@@ -137,7 +137,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT) for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon")},
     **{name: SEARCH[name] for name in ("b32-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1-hysteresis")},
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in WITH_DECAY},
-    "dense-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], *BF16),
+    **{f"{name}-bf16": (*SEARCH[name], *BF16) for name in WITH_DECAY},  # with --epochs 34 the 16x16 mask takes the FLOP of 20 dense epochs
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
     "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
