@@ -18,7 +18,7 @@ from .swap import MaskedLayer
 
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
-_DECIDED = "_fxmask_decided"  # on weights that apply has masked, or left dense; a weak reference to one would stop torch.utils.swap_tensors
+_DECIDED = "_fxmask_decided"  # an attribute of weights that apply has masked, or left dense; weak references to them would stop torch.utils.swap_tensors
 
 
 def expect_module(model: object, caller: str) -> None:

@@ -48,9 +48,10 @@ TOKENS_WHOLE_B16 = tokens_whole(16)
 # half of all weights again, shared out otherwise: more of the first channel linear than of the second; a part of token mixing's blocks left out, too
 FC1_DENSER = ("--config", "ResMLP5 @ XChannel1 = masked 0.5 (16, 16); XChannel2 = masked 0.625 (16, 16);")
 TOKENS_PART = ("--config", "ResMLP5 @ XPatch = masked 0.25 (16, 16); XChannel = masked 0.53125 (16, 16);")
-D128_HALF = ("--dim", "128", "--config", "ResMLP5 @ XChannel = masked 0.515625 (16, 16);")
 # the same masks; a ratio of 0 lets inputs of token mixing be pruned
 BOTH = ("--config", "ResMLP5 @ XPatch = masked 0 (16, 16); XChannel = masked 0.5625 (16, 16);", "--activations", "0.5:4")
+# twice the thesis' width: half of all weights, token mixing whole
+D128_HALF = ("--dim", "128", "--config", "ResMLP5 @ XChannel = masked 0.515625 (16, 16);")
 LATE = ("--masks-from", "{third}", "--schedule", "cubic:{sixth}")  # dense for a third of the steps, at the ratio by half
 LAST = ("--masks-from", "{most}", "--schedule", "cubic:{rest}")  # dense for 0.45 of the steps, at the ratio by half
 GLOBAL = ("--allocation", "global")
@@ -142,7 +143,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
     "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
-    # twice as wide, half of all weights in 16x16 blocks left, token mixing whole: as much work as dense-d96
+    # twice as wide; masked, ramp included, it takes the FLOP of dense-d96
     "dense-d128-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "128", *BF16),
     "b16-tokens-whole-d128-muon-wd0.1-bf16": (*D128_HALF, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),
     **{f"{name}-bf16-taught-d96": (*SEARCH[name], *WIDE_TEACHER) for name in WITH_DECAY},

@@ -33,6 +33,11 @@ def masked_model() -> nn.Sequential:
     return fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), ratio=0.5, block=(16, 16))
 
 
+def left_out(model: nn.Module) -> Tensor:
+    """Elements of the masked weight that its mask leaves out."""
+    return ~fxmask.masks(model)["0.weight"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+
 def steps(model: nn.Module, optimiser: torch.optim.Optimizer, x: Tensor, n: int = 2) -> None:
     """So many steps on one batch."""
     for _ in range(n):
@@ -62,8 +67,7 @@ def test_swapped_between_steps_guard_and_optimiser_keep_their_weights() -> None:
     fxmask.guard(optimiser, model)
     steps(model, optimiser, x)
     weight = model[0].weight
-    masked = fxmask.masks(model)["0.weight"].logical_not().repeat_interleave(16, 0).repeat_interleave(16, 1)
-    before = weight.detach().clone()
+    masked, before = left_out(model), weight.detach().clone()
     optimiser.zero_grad()
     with converting("swap"):
         model.to(torch.float64)
@@ -73,7 +77,7 @@ def test_swapped_between_steps_guard_and_optimiser_keep_their_weights() -> None:
     assert model[0].weight is weight
     assert weight.dtype == torch.float64
     assert not torch.equal(weight, before.double())
-    held = ~fxmask.masks(model)["0.weight"].repeat_interleave(16, 0).repeat_interleave(16, 1) & masked
+    held = left_out(model) & masked
     assert held.any()
     assert torch.equal(weight[held], before.double()[held])
 
