@@ -23,11 +23,19 @@ from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .pruning import scheduled_layers
-from .sites import decided_by_apply, required_sites, sites, values_of
+from .sites import decided_by_apply, required_sites, sites, times_applied, values_of
 from .swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
 Named = tuple[str, Site, torch.Tensor]
+_AGAIN = (
+    "a guard ended with fxmask.restore, and its model is masked anew",
+    "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
+)
+_NEWLY = (
+    "layers were masked after fxmask.guard, which does not hold them",
+    "call remove() on its handle, then fxmask.guard(optimizer, model) again.",
+)
 
 
 class GuardHandle:
@@ -49,7 +57,7 @@ class GuardHandle:
         self._model = weakref.ref(model)  # the optimiser must not keep it
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
-        self._held = _count(optimizer)
+        self._held, self._applied = _count(optimizer), times_applied()
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if masked_step:  # whoever looks after a step sees weights that have moved
             optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
@@ -95,16 +103,18 @@ class GuardHandle:
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
 
     def _warn_of_new_masks(self, optimizer: Optimizer) -> None:
-        """FxMaskWarning, once, where layers that were restored are masked anew and nobody guards them: the guard went with the masks that it was made for."""
-        if not any(decided_by_apply(w) for _, _, w in self._lost):  # a dense model
+        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
+        again, newly = any(decided_by_apply(w) for _, _, w in self._lost), self._applied != times_applied()
+        if not (again or newly):  # what was restored is dense
             return
+        self._applied = times_applied()
         model = self._model()
         found = self._lost if model is None else sites(model)
         bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
-        self._lost = []
+        self._lost = [] if again else self._lost
         if bare:
-            what = "a guard ended with fxmask.restore, and its model is masked anew: expected a new guard, got none. Masked weights move, steps do not count."
-            fix = "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant."
+            what, fix = _AGAIN if again else _NEWLY
+            what += ": expected a new guard, got none. Masked weights move, steps do not count."
             warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
 
     @torch.compiler.disable
@@ -114,7 +124,7 @@ class GuardHandle:
         self._under_way = None  # what a step that raised has left
         self._let_go()
         self._adopt(optimizer)
-        if self._lost:
+        if self._lost or self._applied != times_applied():
             self._warn_of_new_masks(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:

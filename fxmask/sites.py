@@ -19,6 +19,7 @@ from .swap import MaskedLayer
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
 _DECIDED = "_fxmask_decided"  # an attribute of weights that apply has masked, or left dense; weak references to them would stop torch.utils.swap_tensors
+_times_applied = 0
 
 
 def expect_module(model: object, caller: str) -> None:
@@ -89,9 +90,10 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
 
 
 
-
 def mark_decided(weights: Iterable[Tensor], decided: bool) -> None:
     """Note that `apply` has decided about these weights, or has no more to say of them."""
+    global _times_applied
+    _times_applied += decided
     for w in weights:
         if decided:
             setattr(w, _DECIDED, True)
@@ -102,3 +104,8 @@ def mark_decided(weights: Iterable[Tensor], decided: bool) -> None:
 def decided_by_apply(w: Tensor) -> bool:
     """Whether `apply` has masked a weight or left it dense, so that nobody else may decide anew."""
     return hasattr(w, _DECIDED)
+
+
+def times_applied() -> int:
+    """How often `apply` has masked weights in this process: whoever guards some knows without a walk that there can be no others since."""
+    return _times_applied

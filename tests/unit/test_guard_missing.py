@@ -282,3 +282,39 @@ def test_ordinary_steps_look_for_nothing(monkeypatch):
     monkeypatch.setattr("fxmask.guarding.sites", asked)
     monkeypatch.setattr("fxmask.guarding.decided_by_apply", asked)
     train(model, optimiser, 2)
+
+
+LATE = "layers were masked after fxmask.guard, which does not hold them: expected a new guard, got none. Masked weights move, steps do not count."
+
+
+@pytest.mark.parametrize("options", [{}, dict(masked_step=True), dict(masked_weights="free")], ids=["freeze", "masked_step", "free"])
+def test_layers_masked_after_the_guard(options):
+    """One warning, at the first step that would move their masked weights; the layers of before are guarded all along."""
+    model = net()
+    optimiser = adamw(fxmask.apply(model, ratio=0.5, include="0"))
+    handle = fxmask.guard(optimiser, model, **options)
+    train(model, optimiser)
+    fxmask.apply(model, ratio=0.8, include=["2", "4"])
+    with pytest.warns(FxMaskWarning, match=LATE) as caught:
+        train(model, optimiser)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "where: 2.weight, 4.weight\n" in str(caught[0].message)
+    train(model, optimiser)  # once
+    assert handle.policies.keys() == {"0.weight"}
+    handle.remove()
+    assert fxmask.guard(optimiser, model, **options).policies.keys() == {"0.weight", "2.weight", "4.weight"}
+    train(model, optimiser)
+
+
+def test_layers_masked_after_the_guard_that_concern_it_not():
+    """Another model; weights of another optimiser; layers with a guard of their own."""
+    model = net()
+    fxmask.apply(model, ratio=0.5, include="0")
+    optimiser = optim.SGD([p for p in model.parameters() if p is not model[2].weight], 0.1)
+    fxmask.guard(optimiser, model)
+    fxmask.apply(net(), ratio=0.5)
+    fxmask.apply(model, ratio=0.8, include="2")
+    train(model, optimiser)
+    part = fxmask.apply(nn.Sequential(model[4]), ratio=0.8)
+    fxmask.guard(optimiser, part)
+    train(model, optimiser, 2)
