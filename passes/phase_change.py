@@ -49,14 +49,14 @@ def follow(site: Site, taken: bool = True) -> Entered:
 
 
 def _make_tensors(site: Site, same_blocks: bool) -> None:
-    """The tensors that the configuration in force wants; those that go on keep their values."""
+    """The tensors that the configuration in force wants; those that go on keep their values, but for the factor of a soft mask, which is the step's."""
     before = {name: getattr(site, f"_fxmask_{name}") for name in state.STATE}
     saved, device = site._fxmask_saved, site._fxmask_keep.device
     site._fxmask_grid = grid_shape(site._fxmask_shape, site._fxmask_config.block)
     state.place_on(site, device)
     site._fxmask_saved = None
     for name, t in before.items():
-        if t is not None and getattr(site, f"_fxmask_{name}") is not None and (same_blocks or name == "flips"):
+        if t is not None and name != "scale" and getattr(site, f"_fxmask_{name}") is not None and (same_blocks or name == "flips"):
             setattr(site, f"_fxmask_{name}", t)
     site._fxmask_looked = before["looked"] if same_blocks else None
     if site._fxmask_is_dense and site._fxmask_mask is not None:  # what the end of fxmask.dense brings back; a new mask is put there

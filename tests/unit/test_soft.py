@@ -64,6 +64,30 @@ def test_values_and_gradients_are_the_formula_at_every_step(backward, refresh):
             assert not moved.any()
 
 
+@pytest.mark.parametrize("change", [dict(refresh=2), dict(criterion="l1"), dict(block=(8, 8)), dict(backward="ste")], ids=str)
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_the_factor_follows_the_step_where_a_phase_begins_on_the_ramp(change, refresh):
+    """In the run, and in one that takes up its state."""
+    phases = {5: change}
+    model = soft(refresh=refresh, phases=phases)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimizer, model)
+    x = torch.randn(8, 64)
+    for step in range(START + STEPS):
+        resumed = soft(refresh=refresh, phases=phases)
+        resumed.load_state_dict(model.state_dict())
+        fxmask.load_state_dict(resumed, fxmask.state_dict(model))
+        fxmask.step(resumed, 0)
+        w, block = model[0].weight.detach(), change.get("block", (16, 16)) if step >= 5 else (16, 16)
+        kept = expand_mask(fxmask.masks(model)["0.weight"], w.shape, block)
+        expected = F.linear(x, torch.where(kept, w, scale_at(step) * w), model[0].bias)
+        for m in (model, resumed):
+            torch.testing.assert_close(m(x), expected)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
 def test_a_ramp_recompiles_once_at_its_end():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
