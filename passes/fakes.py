@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels.errors import UnsupportedError, message
-from . import ranks
+from . import pruning_schedule, ranks
 from . import site as state
 from .record import typical_mask
 from .site import Site
@@ -63,6 +63,8 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
     for m in root.modules():
         if isinstance(m, Site):
             _prepare(m)
+        if pruning_schedule.is_scheduled(m) and not pruning_schedule.is_announced(m):  # a look counts the ratio of now
+            pruning_schedule.advance(m, 0)
         if "_fxmask_nm_lost" in m.__dict__:
             m.__dict__["_fxmask_nm_lost"] = False  # an N:M mask without values will do
     return parameters, buffers

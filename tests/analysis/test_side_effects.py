@@ -13,7 +13,7 @@ from analysis.unchanged import Net, unchanged
 from torch import nn
 
 import fxmask
-from fxmask.errors import UnsupportedError
+from fxmask.errors import StateError, UnsupportedError
 
 WRITTEN = torch.zeros(2)  # of the program, not of the model
 
@@ -201,6 +201,22 @@ def test_cached_masks_count_as_they_are_now(how):
         fxmask.step(model)
     assert (shares[0] > shares[1] > shares[3]) == (how == "schedule")
     assert (shares[0] == 2 * 5 * (70 * 90 + 90 * 40)) == (how == "schedule")
+
+
+@pytest.mark.parametrize("beside", [(), (fxmask.WeightMask(block=(16, 16)),)], ids=["alone", "masked"])
+def test_a_schedule_of_pruned_inputs_that_nobody_counts_yet(beside):
+    """It counts as at step 0, as masks do, and training asks for a step source as before."""
+    pruning = fxmask.ActivationPruning(ratio=0.75, block=16, schedule=fxmask.Schedule("linear", steps=4, initial=0.5))
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), *beside, pruning), torch.randn(4, 64)
+    unchanged(model, lambda: analyze(model, x))
+    early = analyze(model, x).summary["flop"]
+    with pytest.raises(StateError, match="nobody tells them"):
+        model(x)
+    fxmask.step(model, 0)
+    assert analyze(model, x).summary["flop"] == early
+    fxmask.step(model, 4)
+    late = analyze(model, x).summary["flop"]
+    assert late["bwd_dw"] < early["bwd_dw"] and late["fwd"] == early["fwd"]
 
 
 def test_hooks_run_and_stay():
