@@ -23,7 +23,6 @@ from fxmask.sites import sites
 pytestmark = pytest.mark.filterwarnings("ignore::fxmask.errors.FxMaskWarning")
 
 
-
 def without_conflicts(drawn):
     """Those of the options that go together, from the first on."""
     found = {}
