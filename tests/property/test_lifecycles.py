@@ -4,7 +4,6 @@ Whatever came before, a model computes W∘M of its masks, a run that takes up a
 """
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from saved_states import same, through_a_file
 from torch import fx, nn, optim
 
 import fxmask
@@ -274,19 +274,6 @@ def train(model, optimizer, x):
     y = model.train()(x)
     (y.square().mean() + y.mean()).backward()
     optimizer.step()
-
-
-def through_a_file(state):
-    torch.save(state, buffer := io.BytesIO())
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
 
 
 class GraphLives(Lives):

@@ -1,6 +1,5 @@
 """Masks whose ratio a feedback drives, for the tests of feedback."""
 
-import io
 
 import pytest
 import torch
@@ -45,16 +44,3 @@ def told(model, losses):
         fxmask.feedback(model, loss)
         fxmask.step(model)
     return [*found, ratios(model)[0]]
-
-
-def through_a_file(state):
-    torch.save(state, buffer := io.BytesIO())
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b

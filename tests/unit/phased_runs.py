@@ -1,6 +1,5 @@
 """Runs whose masks change by phases, for the tests of phases."""
 
-import io
 
 import pytest
 import torch
@@ -43,16 +42,3 @@ def train(model, optimiser, first, last, call=None):
         momenta = [t.clone() for s in optimiser.state.values() for t in s.values()]
         trace.append((loss.item(), fxmask.masks(model), [p.detach().clone() for p in model.parameters()], momenta))
     return trace
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
-
-
-def through_a_file(state):
-    torch.save(state, buffer := io.BytesIO())
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)

@@ -1,7 +1,6 @@
 """Runs that are stopped and taken up again, for the tests of states."""
 
 import copy
-import io
 from types import SimpleNamespace
 
 import pytest
@@ -30,22 +29,6 @@ CUT, LAST = 5, 12
 def masked(form="module", weights=0, overrides=None, **options):
     model = mlp(weights) if form == "module" else fx.symbolic_trace(mlp(weights))
     return fxmask.apply(model, fxmask.WeightMask(**{"ratio": 0.6, **options}), overrides=overrides)
-
-
-def through_a_file(state):
-    torch.save(state, buffer := io.BytesIO())
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
-def same(a, b):
-    """Equal bit for bit, however deep."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def run(form, config, weights=0, masked_weights="auto", returning="keep"):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from sample_models import Computed, mlp
-from unit.feedback_masks import FLIPS, LOSS, kept, masked, one_thread, same, told  # noqa: F401  (one_thread is a fixture)
+from saved_states import same
+from unit.feedback_masks import FLIPS, LOSS, kept, masked, one_thread, told  # noqa: F401  (one_thread is a fixture)
 
 import fxmask
 from fxmask import backend

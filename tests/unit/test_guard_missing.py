@@ -306,7 +306,7 @@ def test_layers_masked_after_the_guard(options):
     train(model, optimiser)
 
 
-def test_layers_masked_after_the_guard_that_concern_it_not():
+def test_masks_after_the_guard_that_are_none_of_its_concern():
     """Another model; weights of another optimiser; layers with a guard of their own."""
     model = net()
     fxmask.apply(model, ratio=0.5, include="0")

@@ -6,10 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 from sample_models import Attention, Computed, best_blocks, mlp
+from saved_states import same
 from torch import optim
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import symbolic_trace
-from unit.phased_runs import LAST, PHASES, config, one_thread, run, same, train  # noqa: F401  (one_thread is a fixture)
+from unit.phased_runs import LAST, PHASES, config, one_thread, run, train  # noqa: F401  (one_thread is a fixture)
 
 import fxmask
 from fxmask.errors import UnsupportedError

@@ -6,7 +6,8 @@ import io
 import pytest
 import torch
 from sample_models import best_blocks, mlp
-from unit.phased_runs import LAST, config, one_thread, run, same, through_a_file, train  # noqa: F401  (one_thread is a fixture)
+from saved_states import same, through_a_file
+from unit.phased_runs import LAST, config, one_thread, run, train  # noqa: F401  (one_thread is a fixture)
 
 import fxmask
 from fxmask.errors import StateError

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sample_models import best_blocks, mlp
+from saved_states import same, through_a_file
 from torch import nn, optim
 from torch.optim.lr_scheduler import StepLR
-from unit.state_runs import CONFIGS, CUT, EACH, FORMS, LAST, checkpoint, masked, run, same, snapshot, take_up, through_a_file, train
+from unit.state_runs import CONFIGS, CUT, EACH, FORMS, LAST, checkpoint, masked, run, snapshot, take_up, train
 
 import fxmask
 from fxmask.errors import StateError

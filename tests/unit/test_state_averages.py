@@ -6,9 +6,10 @@ import io
 import pytest
 import torch
 from sample_models import best_blocks, mlp
+from saved_states import same
 from torch import optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from unit.state_runs import CUBIC, FORMS, masked, same
+from unit.state_runs import CUBIC, FORMS, masked
 
 import fxmask
 from fxmask.errors import StateError

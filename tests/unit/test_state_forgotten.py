@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from sample_models import best_blocks
+from saved_states import same, through_a_file
 from torch import nn, optim
-from unit.state_runs import CUT, EACH, FORMS, checkpoint, masked, run, same, take_up, through_a_file, train
+from unit.state_runs import CUT, EACH, FORMS, checkpoint, masked, run, take_up, train
 
 import fxmask
 from fxmask.errors import StateError

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 from sample_models import mlp
+from saved_states import same, through_a_file
 from torch import nn, optim
-from unit.state_runs import CUBIC, FORMS, checkpoint, masked, run, same, snapshot, stepped, take_up, through_a_file, train
+from unit.state_runs import CUBIC, FORMS, checkpoint, masked, run, snapshot, stepped, take_up, train
 
 import fxmask
 from fxmask.errors import StateError
