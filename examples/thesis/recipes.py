@@ -143,6 +143,9 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
     "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
+    # as many FLOP as half of the 16x16 blocks, ramp included (0.97 and 0.95 of them): a narrower model, and one of fewer hidden units
+    "dense-d48-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "48", *BF16),
+    "dense-e2-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--expansion", "2", *BF16),
     # twice as wide; masked, ramp included, its layers take the FLOP of dense-d96, and with Muon, which steps whole matrices, 6 % more
     "dense-d128-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "128", *BF16),
     "b16-tokens-whole-d128-muon-wd0.1-bf16": (*D128_HALF, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),
@@ -162,7 +165,7 @@ GROW = (*RIGL, "--cover")
 PART = ("--schedule", "cubic:{half},initial=0.5", *TAYLOR)  # from half of the blocks on
 # accuracy at equal cost: dense widths draw the frontier, wider masked models lie beside it
 ISOFLOP: dict[str, tuple[str, ...]] = {
-    **{f"dense-d{dim}": ("--dense", *ADAMW, *LR, "--dim", str(dim)) for dim in (64, 32, 48, 24, 96, 16)},
+    **{f"dense-d{dim}": ("--dense", *ADAMW, *LR, "--dim", str(dim)) for dim in (64, 32, 48, 24, 96, 16, 128)},
     "d128-b16-75-static": wide(128, 0.75, 16, "--lr", "0.005", *STATIC),
     "d128-b16-75-static-channels": wide(128, 0.75, 16, "--lr", "0.005", *STATIC, tokens=False),
     "d128-b16-75-rigl-channels": wide(128, 0.75, 16, "--lr", "0.005", *GROW, tokens=False),
@@ -180,6 +183,9 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d128-b8-80-ramp-channels": wide(128, 0.8, 8, *LR, *HALF, *TAYLOR, tokens=False),
     "d96-b32-70-ramp-channels": wide(96, 0.7, 32, *LR, *HALF, *TAYLOR, tokens=False),
     "d128-b64-75-ramp-channels": wide(128, 0.75, 64, *LR, *HALF, *TAYLOR, tokens=False),
+    # the ends of the range: nine tenths of the blocks, and half of the largest ones
+    **{f"d128-b{side}-90-ramp-channels": wide(128, 0.9, side, *LR, *HALF, *TAYLOR, tokens=False) for side in (32, 16)},
+    "d128-b64-50-ramp-channels": wide(128, 0.5, 64, *LR, *HALF, *TAYLOR, tokens=False),
     **{f"d{dim}-b8-50-ramp-channels": wide(dim, 0.5, 8, *LR, *HALF, *TAYLOR, tokens=False) for dim in (64, 48, 32)},
     # what a ramp leaves of the hidden layers, dense from the first step: fewer hidden units; no part of the frontier, but judged by it
     **{f"dense-d{dim}-e{e}": ("--dense", *ADAMW, *LR, "--dim", str(dim), "--expansion", str(e)) for dim, e in ((64, 2), (96, 2), (96, 1))},

@@ -15,7 +15,7 @@ import plots
 import pytest
 import torch
 import train as common
-from thesis import accuracy, checkpoint, combination, hidden_groups, isoflop, masked_model, recipes, stability
+from thesis import accuracy, checkpoint, combination, gaps, hidden_groups, isoflop, masked_model, recipes, stability
 from thesis import train as program
 
 import fxmask
@@ -35,6 +35,31 @@ def test_every_recipe_is_a_command_and_ends_its_ramp_in_time(name):
     assert (start <= 10 * 352) if schedule is None else schedule.ratio_at(10 * 352 - start, 0.8) == 0.8, "the final ratio holds for the last half of the steps"
     regrow = masked_model.regrow(args.regrow, 352)
     assert regrow is None or regrow.until <= 20 * 352
+
+
+@pytest.mark.parametrize("run", sorted({run.partition("@")[0] for _, *pair in gaps.EQUAL + gaps.OTHER for run in pair}))
+def test_prices_are_of_runs_that_there_are(run):
+    assert run in recipes.FINAL
+
+
+def test_a_price_pairs_runs_of_one_seed_and_length():
+    def row(run, seed, epochs, test, held, phase="final"):
+        numbers = {"test_top1": test, "held_top1": held, "train_tflop": "20" if run == "mask" else "40"}
+        return {"phase": phase, "run": run, "seed": seed, "epochs": epochs, **numbers}
+
+    rows = [
+        row("mask", "0", "20", "70.5", "71"), row("mask", "1", "20", "69", "70"), row("mask", "1", "34", "72", "72"), row("dense", "1", "20", "71.25", "70"),
+        row("dense", "2", "20", "75", "75"), row("dense", "0", "20", "1", "1", phase="isoflop"),
+    ]  # fmt: skip
+    equal, longer, none = gaps.differences(rows, (("a", "mask", "dense"), ("b", "mask@34", "dense"), ("c", "mask@34", "dense@34")))
+    assert equal == {"terms": "a", "seeds": "1", "test": "-2.25", "held-out": "+0.00", "FLOP": "0.50"}
+    assert (longer["seeds"], longer["test"]) == ("1", "+0.75")
+    assert none == {"terms": "c", "seeds": "missing", "test": "", "held-out": "", "FLOP": ""}
+
+
+def test_prices_of_no_runs_are_an_error(tmp_path, capsys):
+    assert gaps.main(["--csv", str(tmp_path / "none.csv")]) == 2
+    assert "expected rows of phase final" in capsys.readouterr().err
 
 
 def finished(folder: Path, epochs: int = 2, rows: int = 2, **facts) -> None:

@@ -1,0 +1,82 @@
+"""What masks cost, on which terms: differences between runs of one seed, read from the table that accuracy.py writes.
+
+    python examples/thesis/gaps.py
+
+A difference is mask minus dense in points of top-1, so a price is negative. Runs that the table lacks are said to be missing, and no seed stands for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from thesis.accuracy import RESULTS, read
+
+BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
+# terms, masked run, dense run; "@34": of 34 epochs, where the others are of 20
+EQUAL = (
+    ("16x16, AdamW", "b16-tokens-whole-taylor", "dense-adamw-lr0.01"),
+    ("16x16, Muon", "b16-tokens-whole-muon", "dense-muon"),
+    ("16x16, Muon with decay 0.1", MASK16, BEST),
+    ("16x16, the same in bfloat16", f"{MASK16}-bf16", f"{BEST}-bf16"),
+    ("16x16, the same for 34 epochs", f"{MASK16}-bf16@34", f"{BEST}-bf16@34"),
+    ("16x16, both taught by that dense run", f"{MASK16}-taught", f"{BEST}-taught"),
+    ("16x16, both taught by a wider one", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16-taught-d96"),
+    ("16x16, both go on from that dense run", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16-from-teacher"),
+    ("32x32, AdamW", "b32-tokens-whole-taylor", "dense-adamw-lr0.01"),
+    ("32x32, Muon", "b32-tokens-whole-muon", "dense-muon"),
+    ("32x32, Muon with decay 0.1", MASK32, BEST),
+    ("32x32, both taught by that dense run", f"{MASK32}-taught", f"{BEST}-taught"),
+)
+OTHER = (
+    ("16x16, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
+    ("16x16, as many FLOP: a narrower dense model", f"{MASK16}-bf16", "dense-d48-muon-wd0.1-bf16"),
+    ("16x16, as many FLOP: half of the hidden units", f"{MASK16}-bf16", "dense-e2-muon-wd0.1-bf16"),
+    ("16x16, twice as wide, beside dense half as wide again", "b16-tokens-whole-d128-muon-wd0.1-bf16", "dense-d96-muon-wd0.1-bf16"),
+    ("16x16, taught by a dense run, beside that run", f"{MASK16}-taught", BEST),
+    ("16x16, goes on from a dense run, beside that run", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16"),
+    ("16x16, taught by a wider one, beside dense untaught", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16"),
+    ("32x32, taught by a dense run, beside that run", f"{MASK32}-taught", BEST),
+)
+
+
+def differences(rows: list[dict[str, str]], pairs: tuple[tuple[str, str, str], ...]) -> list[dict[str, Any]]:
+    """One row a pair: mask minus dense of every seed that both have, by test and by held-out images, and the masked run's FLOP over the dense one's."""
+    final = {(r["run"], r["epochs"], r["seed"]): r for r in rows if r["phase"] == "final"}
+
+    def of(run: str, seed: str) -> dict[str, str] | None:
+        name, _, epochs = run.partition("@")
+        return final.get((name, epochs or "20", seed))
+
+    table = []
+    for terms, masked, dense in pairs:
+        found = [(a, b) for seed in sorted({seed for _, _, seed in final}) if (a := of(masked, seed)) and (b := of(dense, seed))]
+        row: dict[str, Any] = {"terms": terms, "seeds": ", ".join(a["seed"] for a, _ in found) or "missing"}
+        for column, title in (("test_top1", "test"), ("held_top1", "held-out")):
+            row[title] = ", ".join(f"{float(a[column]) - float(b[column]):+.2f}" for a, b in found)
+        row["FLOP"] = f"{float(found[0][0]['train_tflop']) / float(found[0][1]['train_tflop']):.2f}" if found else ""
+        table.append(row)
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--csv", type=Path, default=RESULTS)
+    args = p.parse_args(argv)
+    rows = read(args.csv)
+    if not rows:
+        print(f"gaps.py: expected rows of phase final in {args.csv}, got none.\n  fix: run accuracy.py final first.", file=sys.stderr)
+        return 2
+    for title, pairs in (("both sides get the same", EQUAL), ("they do not", OTHER)):
+        print(f"\n{title}: points of top-1, mask minus dense\n" + tabulate(differences(rows, pairs), headers="keys", disable_numparse=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
