@@ -142,6 +142,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-bf16": (*SEARCH[name], *BF16) for name in WITH_DECAY},  # with --epochs 34 the 16x16 mask takes the FLOP of 20 dense epochs
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
     "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
+    "b16-tokens-whole-muon-wd0.1-bf16-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
     # as many FLOP as half of the 16x16 blocks, ramp included (0.97 and 0.95 of them): a narrower model, and one of fewer hidden units
     "dense-d48-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "48", *BF16),
