@@ -36,6 +36,7 @@ EQUAL = (
 )
 OTHER = (
     ("16x16, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
+    ("16x16, AdamW, as many FLOP: half of the hidden units", "b16-tokens-whole-taylor", "dense-e2-adamw-lr0.01"),
     ("16x16, as many FLOP: a narrower dense model", f"{MASK16}-bf16", "dense-d48-muon-wd0.1-bf16"),
     ("16x16, as many FLOP: half of the hidden units", f"{MASK16}-bf16", "dense-e2-muon-wd0.1-bf16"),
     ("16x16, twice as wide, beside dense half as wide again", "b16-tokens-whole-d128-muon-wd0.1-bf16", "dense-d96-muon-wd0.1-bf16"),

@@ -87,17 +87,18 @@ def verdicts(found: list[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
 def figure(found: list[dict[str, Any]]) -> Figure:
     """Accuracy against training FLOP, and where it was measured against the time of a step."""
     costs = [("tflop", "training TFLOP, ramp included")] + [("step_ms", "step at the final ratio, ms")] * any("step_ms" in p for p in found)
-    colours = {p["run"]: f"C{i}" for i, p in enumerate(p for p in found if not p["dense"])}
+    # ten colours, then the next marker
+    looks = {p["run"]: {"color": f"C{i % 10}", "marker": "sD^v"[i // 10 % 4]} for i, p in enumerate(p for p in found if not p["dense"])}
     picture = new_figure(6.0 * len(costs), 4.2)
     for axes, (cost, label) in zip(picture.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
         dense = sorted((p for p in found if p["dense"] and cost in p), key=lambda p: p[cost])
         axes.errorbar([p[cost] for p in dense], [p["accuracy"] for p in dense], [p["spread"] / 2 for p in dense], marker="o", color="black", label="dense")
         for p in (p for p in found if not p["dense"] and cost in p):
-            axes.errorbar([p[cost]], [p["accuracy"]], [p["spread"] / 2], marker="s", linestyle="", label=p["run"], color=colours[p["run"]])
+            axes.errorbar([p[cost]], [p["accuracy"]], [p["spread"] / 2], linestyle="", label=p["run"], **looks[p["run"]])
         axes.set(xscale="log", xlabel=label, ylabel="top-1 on the test images, %")
         axes.minorticks_off()
         axes.set_xticks([p[cost] for p in dense], [f"{p[cost]:.3g}" for p in dense])
-        axes.legend(fontsize=6, loc="upper left")
+        axes.legend(fontsize=6, loc="lower right")
     return picture
 
 

@@ -147,6 +147,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     # as many FLOP as half of the 16x16 blocks, ramp included (0.97 and 0.95 of them): a narrower model, and one of fewer hidden units
     "dense-d48-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "48", *BF16),
     "dense-e2-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--expansion", "2", *BF16),
+    "dense-e2-adamw-lr0.01": (*SEARCH["dense-adamw-lr0.01"], "--expansion", "2"),  # the same beside AdamW's masks
     # twice as wide; masked, ramp included, its layers take the FLOP of dense-d96, and with Muon, which steps whole matrices, 6 % more
     "dense-d128-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "128", *BF16),
     "b16-tokens-whole-d128-muon-wd0.1-bf16": (*D128_HALF, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),
