@@ -24,21 +24,21 @@ EQUAL = (
     ("16x16, AdamW", "b16-tokens-whole-taylor", "dense-adamw-lr0.01"),
     ("16x16, Muon", "b16-tokens-whole-muon", "dense-muon"),
     ("16x16, Muon with decay 0.1", MASK16, BEST),
-    ("16x16, the same in bfloat16", f"{MASK16}-bf16", f"{BEST}-bf16"),
-    ("16x16, the same for 34 epochs", f"{MASK16}-bf16@34", f"{BEST}-bf16@34"),
-    ("16x16, both taught by that dense run", f"{MASK16}-taught", f"{BEST}-taught"),
-    ("16x16, both taught by a wider one", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16-taught-d96"),
-    ("16x16, both go on from that dense run", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16-from-teacher"),
+    ("16x16, Muon with decay 0.1, bfloat16", f"{MASK16}-bf16", f"{BEST}-bf16"),
+    ("16x16, Muon with decay 0.1, bfloat16, 34 epochs", f"{MASK16}-bf16@34", f"{BEST}-bf16@34"),
+    ("16x16, both taught by a dense run of their width", f"{MASK16}-taught", f"{BEST}-taught"),
+    ("16x16, both taught by a wider dense run", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16-taught-d96"),
+    ("16x16, both go on from a dense run, which teaches", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16-from-teacher"),
     ("32x32, AdamW", "b32-tokens-whole-taylor", "dense-adamw-lr0.01"),
     ("32x32, Muon", "b32-tokens-whole-muon", "dense-muon"),
     ("32x32, Muon with decay 0.1", MASK32, BEST),
-    ("32x32, both taught by that dense run", f"{MASK32}-taught", f"{BEST}-taught"),
+    ("32x32, both taught by a dense run of their width", f"{MASK32}-taught", f"{BEST}-taught"),
 )
 OTHER = (
-    ("16x16, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
+    ("16x16, Muon, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
     ("16x16, AdamW, as many FLOP: half of the hidden units", "b16-tokens-whole-taylor", "dense-e2-adamw-lr0.01"),
-    ("16x16, as many FLOP: a narrower dense model", f"{MASK16}-bf16", "dense-d48-muon-wd0.1-bf16"),
-    ("16x16, as many FLOP: half of the hidden units", f"{MASK16}-bf16", "dense-e2-muon-wd0.1-bf16"),
+    ("16x16, Muon, as many FLOP: a narrower dense model", f"{MASK16}-bf16", "dense-d48-muon-wd0.1-bf16"),
+    ("16x16, Muon, as many FLOP: half of the hidden units", f"{MASK16}-bf16", "dense-e2-muon-wd0.1-bf16"),
     ("16x16, twice as wide, beside dense half as wide again", "b16-tokens-whole-d128-muon-wd0.1-bf16", "dense-d96-muon-wd0.1-bf16"),
     ("16x16, taught by a dense run, beside that run", f"{MASK16}-taught", BEST),
     ("16x16, goes on from a dense run, beside that run", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16"),
@@ -48,16 +48,16 @@ OTHER = (
 
 
 def differences(rows: list[dict[str, str]], pairs: tuple[tuple[str, str, str], ...]) -> list[dict[str, Any]]:
-    """One row a pair: mask minus dense of every seed that both have, by test and by held-out images, and the masked run's FLOP over the dense one's."""
-    final = {(r["run"], r["epochs"], r["seed"]): r for r in rows if r["phase"] == "final"}
+    """One row a pair, of `rows` of phase final: mask minus dense of every seed that both have, by test and by held-out images; FLOP over dense."""
+    runs = {(r["run"], r["epochs"], r["seed"]): r for r in rows}
 
     def of(run: str, seed: str) -> dict[str, str] | None:
         name, _, epochs = run.partition("@")
-        return final.get((name, epochs or "20", seed))
+        return runs.get((name, epochs or "20", seed))
 
     table = []
     for terms, masked, dense in pairs:
-        found = [(a, b) for seed in sorted({seed for _, _, seed in final}) if (a := of(masked, seed)) and (b := of(dense, seed))]
+        found = [(a, b) for seed in sorted({seed for _, _, seed in runs}) if (a := of(masked, seed)) and (b := of(dense, seed))]
         row: dict[str, Any] = {"terms": terms, "seeds": ", ".join(a["seed"] for a, _ in found) or "missing"}
         for column, title in (("test_top1", "test"), ("held_top1", "held-out")):
             row[title] = ", ".join(f"{float(a[column]) - float(b[column]):+.2f}" for a, b in found)
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--csv", type=Path, default=RESULTS)
     args = p.parse_args(argv)
-    rows = read(args.csv)
+    rows = [r for r in read(args.csv) if r["phase"] == "final"]
     if not rows:
         print(f"gaps.py: expected rows of phase final in {args.csv}, got none.\n  fix: run accuracy.py final first.", file=sys.stderr)
         return 2

@@ -144,7 +144,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
     "b16-tokens-whole-muon-wd0.1-bf16-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),
-    # as many FLOP as half of the 16x16 blocks, ramp included (0.97 and 0.95 of them): a narrower model, and one of fewer hidden units
+    # as many FLOP as half of the 16x16 blocks, ramp included (1.00 and 0.96 of them): a narrower model, and one of fewer hidden units
     "dense-d48-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "48", *BF16),
     "dense-e2-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--expansion", "2", *BF16),
     "dense-e2-adamw-lr0.01": (*SEARCH["dense-adamw-lr0.01"], "--expansion", "2"),  # the same beside AdamW's masks
@@ -185,7 +185,7 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     "d128-b8-80-ramp-channels": wide(128, 0.8, 8, *LR, *HALF, *TAYLOR, tokens=False),
     "d96-b32-70-ramp-channels": wide(96, 0.7, 32, *LR, *HALF, *TAYLOR, tokens=False),
     "d128-b64-75-ramp-channels": wide(128, 0.75, 64, *LR, *HALF, *TAYLOR, tokens=False),
-    # the ends of the range: nine tenths of the blocks, and half of the largest ones
+    # the ends of the range: nine tenths of the blocks masked, and half of the largest ones
     **{f"d128-b{side}-90-ramp-channels": wide(128, 0.9, side, *LR, *HALF, *TAYLOR, tokens=False) for side in (32, 16)},
     "d128-b64-50-ramp-channels": wide(128, 0.5, 64, *LR, *HALF, *TAYLOR, tokens=False),
     **{f"d{dim}-b8-50-ramp-channels": wide(dim, 0.5, 8, *LR, *HALF, *TAYLOR, tokens=False) for dim in (64, 48, 32)},

@@ -1,6 +1,5 @@
 """Masks whose ratio a feedback drives, for the tests of feedback."""
 
-
 import pytest
 import torch
 from sample_models import mlp

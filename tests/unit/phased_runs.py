@@ -1,6 +1,5 @@
 """Runs whose masks change by phases, for the tests of phases."""
 
-
 import pytest
 import torch
 from sample_models import mlp, noisy_step
