@@ -56,6 +56,7 @@ class MaskedLinear(MaskedLayer):
             state.refuse_tracing(self)
         dropping: BlockDropout | None = self.__dict__.get("_fxmask_dropping")
         ran(self)
+        state.check_input(self, input, weight)
         input = input if dropping is None else dropping.drop(input, self.training)
         mask = state.forward_mask(self, weight)
         prune: ActivationPruning | None = self.__dict__.get("_fxmask_pruning")

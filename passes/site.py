@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..kernels import ops
 from ..kernels.dispatch import runs_triton
-from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
+from ..kernels.errors import FxMaskWarning, ShapeError, StateError, UnsupportedError, message
 from ..kernels.grid import as_matrix, grid_shape, matrix_shape
 from . import feedback, phases, ranks
 from .config import WeightMask
@@ -273,6 +273,13 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
     return current_mask(site, weight)
+
+
+def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
+    """Raise ShapeError where an eager forward's last axis is not the layer's: ops know its shape, not its name. The compiler shows the line of the model."""
+    if not torch.compiler.is_compiling() and weight.dim() == 2 and x.shape[-1:] != weight.shape[-1:]:
+        what = f"last axis of x: expected {weight.shape[-1]}, got shape {tuple(x.shape)}."
+        raise ShapeError(message(what, site._fxmask_name, "give the layer what it took before it was masked, (..., in_features)."))
 
 
 def _note_traced(frame: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxmask
-from fxmask.errors import ConfigError, FxMaskWarning
+from fxmask.errors import ConfigError, FxMaskWarning, ShapeError
 
 KINDS = (np.int64, np.int32, np.uint8, torch.tensor)
 
@@ -174,3 +174,19 @@ def test_one_name_is_one_layer(tmp_path, monkeypatch):
     assert shown == [["2.weight"], ["2.weight"], ["0.weight", "2.weight"]]
     with pytest.raises(ConfigError, match=r"expected names among 0.weight, 2.weight, got \['weight'\]"):
         log.heatmap("x.png", names="weight")
+
+
+@pytest.mark.parametrize("beside", [None, fxmask.BlockDropout(0.5), fxmask.ActivationPruning(0.5, 16)])
+def test_an_input_of_another_width_is_told_with_the_layer(beside):
+    model = fxmask.apply(mlp(), fxmask.WeightMask(0.5), *([] if beside is None else [beside]))
+    with pytest.raises(ShapeError, match=r"last axis of x: expected 96, got shape \(5, 64\).\n  where: 2.weight\n  fix: "):
+        model[2](torch.randn(5, 64))
+    with pytest.raises(ShapeError, match=r"where: 0.weight"):
+        model(torch.tensor(1.0))
+
+
+def test_an_input_of_another_width_of_a_soft_mask_is_told_with_the_layer():
+    model = fxmask.apply(mlp(), fxmask.WeightMask(0.5, soft=True, schedule=fxmask.Schedule("linear", 10)))
+    fxmask.step(model, 3)
+    with pytest.raises(ShapeError, match=r"where: 2.weight"):
+        model[2](torch.randn(5, 64))
