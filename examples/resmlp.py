@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class ResMLPConfig:
-    """Shape of a ResMLP. `image` and `patch` are side lengths in pixels; `layerscale` is the start value of the residual gains."""
+    """Shape of a ResMLP. `image` and `patch` are side lengths in pixels; `layerscale` is the start value of the residual gains; `hidden`: units between the
+    channel linears, expansion * dim where it is None."""
 
     image: int = 32
     channels: int = 3
@@ -31,6 +32,7 @@ class ResMLPConfig:
     classes: int = 10
     layerscale: float = 0.1
     drop_path: float = 0.0
+    hidden: int | None = None
 
     def __post_init__(self) -> None:
         if self.image % self.patch:
@@ -90,8 +92,9 @@ class Block(nn.Module):
         self.patch_mix = nn.Linear(c.tokens, c.tokens)
         self.gain1 = nn.Parameter(torch.full((c.dim,), c.layerscale))
         self.norm2 = Affine(c.dim)
-        self.fc1 = nn.Linear(c.dim, c.expansion * c.dim)
-        self.fc2 = nn.Linear(c.expansion * c.dim, c.dim)
+        hidden = c.hidden or c.expansion * c.dim
+        self.fc1 = nn.Linear(c.dim, hidden)
+        self.fc2 = nn.Linear(hidden, c.dim)
         self.gain2 = nn.Parameter(torch.full((c.dim,), c.layerscale))
         self.drop_path = DropPath(c.drop_path) if c.drop_path else nn.Identity()
 

@@ -37,7 +37,7 @@ def preset_of(args: argparse.Namespace) -> str:
 def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int, begin: Mapping[str, Tensor] | None = None) -> nn.Module:
     """The model that the command line asks for, with its masks; `args.dense` is set where it has none. `steps`: an epoch's; `begin`: weights, before masks."""
     thesis, preset = parse(args.config) if args.config else None, PRESETS[name]
-    sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion)) if value}
+    sizes = {key: value for key, value in (("dim", args.dim), ("expansion", args.expansion), ("hidden", args.hidden)) if value}
     torch.manual_seed(args.seed)
     model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
     if begin is not None:

@@ -148,6 +148,9 @@ FINAL: dict[str, tuple[str, ...]] = {
     "dense-d48-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "48", *BF16),
     "dense-e2-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--expansion", "2", *BF16),
     "dense-e2-adamw-lr0.01": (*SEARCH["dense-adamw-lr0.01"], "--expansion", "2"),  # the same beside AdamW's masks
+    # the channel linears' weights that half of the 16x16 blocks has left when the ramp has ended: 280 of 640 blocks, as 112 of 256 hidden units have
+    "dense-h112-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--hidden", "112", *BF16),
+    "dense-h112-adamw-lr0.01": (*SEARCH["dense-adamw-lr0.01"], "--hidden", "112"),
     # twice as wide; masked, ramp included, its layers take the FLOP of dense-d96, and with Muon, which steps whole matrices, 6 % more
     "dense-d128-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "128", *BF16),
     "b16-tokens-whole-d128-muon-wd0.1-bf16": (*D128_HALF, *FREEZE, *HALF, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),

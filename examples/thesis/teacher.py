@@ -57,7 +57,7 @@ class Teacher:
         if wrong or not steps or state["progress"]["step"] != theirs["epochs"] * steps:
             got = "; ".join(wrong) or f"{state['progress']['step']} of {theirs['epochs'] * steps or 'an unknown number of'} steps"
             raise checkpoint.CheckpointError(f"--teacher {folder}: expected a dense run that has ended, on the same images, got {got}.")
-        its = argparse.Namespace(**{**vars(args), **theirs})
+        its = argparse.Namespace(**{**vars(args), "hidden": None, **theirs})  # older runs know no --hidden
         self.model = build(its, preset_of(its), channels, classes, steps)
         self.model.load_state_dict(state["model"])
         self.model.eval()

@@ -41,7 +41,7 @@ from thesis.teacher import Teacher, watched
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
 FLOP_EVERY = 25  # steps
-LATER = {"amp": "none", "from_teacher": False, "teach_blocks": 0.0}  # options that older checkpoints do not know
+LATER = {"amp": "none", "from_teacher": False, "teach_blocks": 0.0, "hidden": None}  # options that older checkpoints do not know
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device", "no_figures")  # may change from one start of a run to the next
 
 
@@ -69,6 +69,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--activations", metavar="RATIO[:BLOCK]", help="prune what the blocks' linears save for the backward, such as 0.5:16; with --dense, too")
     p.add_argument("--dim", type=int, help="width of the model instead of the preset's")
     p.add_argument("--expansion", type=int, help="hidden over outer width instead of the preset's")
+    p.add_argument("--hidden", type=int, help="hidden units of the channel linears, whatever the expansion")
     p.add_argument("--teacher", metavar="DIR", help="learn from the logits of this dense run, too; same --data, --seed and --holdout")
     p.add_argument("--teach", metavar="SHARE[:TEMPERATURE]", default="0.7:2", help="of the loss; default %(default)s")
     p.add_argument("--teach-blocks", metavar="WEIGHT", type=float, default=0.0, help="learn what the teacher's blocks give, too; added to the loss")
