@@ -42,6 +42,11 @@ def test_cifar_maskable_weights():
     assert sum(model.get_parameter(n).numel() for n in names) == 184_320
 
 
+def test_hidden_units_whatever_the_expansion():
+    block = ResMLP(replace(PRESETS["cifar"], hidden=112)).blocks[4]
+    assert block.fc1.weight.shape == (112, 64) and block.fc2.weight.shape == (64, 112)
+
+
 def test_layerscale_starts_by_depth():
     assert [PRESETS[n].layerscale for n in ("s12", "s24", "s36", "b24")] == [1e-4, 1e-5, 1e-6, 1e-6]
     model = ResMLP(PRESETS["cifar"])

@@ -121,6 +121,7 @@ WRONG = [
     ({"fixed": {**FIXED, "num_classes": 100}}, r"fixed.num_classes: expected 10, that of the data set digits, got 100"),
     ({"fixed": {**FIXED, "patch_size": 4}}, r"fixed.patch_size: expected 1, that of the model digits, got 4"),
     ({"fixed": {**FIXED, "pretrained_classes": 1000}}, r"fixed.pretrained_classes: expected none, got '1000': every run begins with random weights"),
+    ({"train": {"hidden": 48}}, r"train: expected keys among .*got 'hidden'"),
     ({"train": {"cover": "maybe"}}, r"train.cover: expected true or false, got 'maybe'"),
     ({"meta": {"mode": "random"}}, r"meta.mode: expected grid, got 'random'"),
     ({"meta": {"run": "cloud"}}, r"meta.run: expected local or slurm, got 'cloud'"),

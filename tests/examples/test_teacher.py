@@ -80,7 +80,9 @@ def test_a_teacher_of_other_batches_and_other_hidden_layers(dense, tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="got 23 of 46 steps"):
         pupil(small, tmp_path / "pupil")
     assert program.main(options) == 0
-    assert pupil(small, tmp_path / "pupil", "--expansion", "2", "--teach-blocks", "1").teacher is not None
+    for option, size, hidden in (("--expansion", "2", 64), ("--hidden", "48", 48)):
+        run = pupil(small, tmp_path / "pupil", option, size, "--teach-blocks", "1")
+        assert [model.blocks[0].fc1.out_features for model in (run.teacher.model, run.model)] == [128, hidden]
 
 
 def test_teachers_run_before_their_pupils(tmp_path, monkeypatch):
