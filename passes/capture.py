@@ -26,6 +26,7 @@ from .site import Site
 from .untouched import plain_ops, unchanged
 
 LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
+CHANGED = {"_fxmask_config", "_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}  # attributes of layers whose forward is another now
 WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
 
 
@@ -49,6 +50,7 @@ class Recording:
     inputs: list[Tensor]
     modules: dict[str, str]  # name -> class
     sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
+    changed: set[str] = field(default_factory=set)  # layers whose forward is another now: masked, pruned, dropped
     executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
     typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
     uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept
@@ -139,10 +141,12 @@ def capture(
     trained = {name for name, p in parameters.items() if faked(p).grad is not None}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
+    changed = {name for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
     if gm is not None:
         executions[""] = 1  # an interpreter runs it, no call of the module
         kinds = _traced_kinds(gm) | kinds
-    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, executions, recorder.typical, recorder.uncounted, ran, trained, dtype)
+    drawn, unknown = recorder.typical, recorder.uncounted
+    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, changed, executions, drawn, unknown, ran, trained, dtype)
 
 
 def _dense_now(site: Site) -> bool:
@@ -169,6 +173,16 @@ def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
             break
         model = inner
     return model if isinstance(model, fx.GraphModule) else None, model
+
+
+def backend_of(model: Any) -> str:
+    """The name of the backend that `torch.compile` was given by name for this model; empty for Inductor, and where there is none."""
+    context = getattr(model, "dynamo_ctx", None)
+    if context is None:
+        return ""
+    from torch._dynamo.eval_frame import innermost_backend  # of a model that is compiled, so that the compiler is there already
+
+    return str(getattr(innermost_backend(context.callback), "compiler_name", ""))
 
 
 def _placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:

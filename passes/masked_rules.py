@@ -69,12 +69,17 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
 def _linear(call: Call, t: Target) -> list[Work]:
     a = call.named
     x, w = a["x"], a["w"]
-    found = [masked_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)]
-    block = (a["block_rows"], a["block_cols"])
-    if found[0].impl == "triton" and a["lists"] is None and a["mask"].weight:  # the kernels would make lists of a mask that is not cached
-        cost = layer_cost.strip_lists(w.shape, block)
-        found.append(Work(call, found[0].phase, EXACT, cost, block=block, weight=w.weight, launches=2, name="fxmask.strip_lists"))
-    return found
+    work = masked_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)
+    return [work, *lists_of(call, work, a)]
+
+
+def lists_of(call: Call, forward: Work, a: dict[str, Any]) -> list[Work]:
+    """The lists that kernels would make in a forward, of a mask that is not cached."""
+    if forward.impl != "triton" or a["lists"] is not None or not a["mask"].weight:
+        return []
+    w, block = a["w"], (a["block_rows"], a["block_cols"])
+    cost = layer_cost.strip_lists(w.shape, block)
+    return [Work(call, forward.phase, EXACT, cost, block=block, weight=w.weight, launches=2, name="fxmask.strip_lists")]
 
 
 @rule("fxmask.masked_linear_dx")

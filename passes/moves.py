@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -10,6 +12,9 @@ from ..kernels.cost import Cost
 from .known_ops import GATHERS, KNOWN, NOTHING, OVERWRITES
 from .record import Call, Place
 from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
+
+
+LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")
 
 
 def _is_known(call: Call) -> bool:
@@ -39,21 +44,22 @@ def work_of(call: Call, target: Target) -> list[Work]:
 def _sums_bias(call: Call) -> bool:
     """Whether a sum in the backward is that of a bias: its forward multiplies, or adds a parameter to something."""
     assert call.forward is not None
-    return call.forward.op in ("aten.addmm", "aten.baddbmm", "aten.add", "aten.add_", "fxmask.masked_linear", "aten._addmm_activation")
+    return call.forward.op in ("aten.addmm", "aten.baddbmm", "aten.add", "aten.add_", "aten._addmm_activation", *LINEARS)
 
 
 def stream_of(call: Call) -> Cost:
     reads: dict[str, int] = {}
     writes: dict[str, int] = {}
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-    mutated = _mutated(call)
+    seen: dict[int, dict[tuple[Any, ...], Place]] = {}  # by storage
+    written_to = _mutated(call)
+    mutated, overwritten = {p.storage for p in written_to}, {p.view for p in written_to} if call.op in OVERWRITES else set()
     out_bytes = sum(p.bytes for p in call.outputs)
     for p in call.inputs:
-        key = (p.storage, p.shape, p.stride)
-        if key in seen or (p.storage in mutated and call.op in OVERWRITES):
+        others = seen.setdefault(p.storage, {})
+        if p.view in others or p.view in overwritten:
             continue
-        seen.add(key)
-        size = p.bytes
+        size = min(p.bytes, _span([*others.values(), p]) - sum(q.bytes for q in others.values()))  # slices that overlap; never more than lies between their ends
+        others[p.view] = p
         if call.op in GATHERS and p is call.inputs[0]:
             size = min(size, out_bytes)
         name = _input_name(call, p)
@@ -73,12 +79,17 @@ def stream_of(call: Call) -> Cost:
     return dense_cost.stream(reads, writes)
 
 
-def _mutated(call: Call) -> set[int]:
+def _span(views: list[Place]) -> int:
+    """Bytes between the ends of views of one storage."""
+    return max(p.offset + p.span for p in views) - min(p.offset for p in views)
+
+
+def _mutated(call: Call) -> list[Place]:
     schema = getattr(call.func, "_schema", None)
     if schema is None or not schema.is_mutable:
-        return set()
+        return []
     written = [call.named.get(a.name) for a in schema.arguments if a.is_write]
-    return {p.storage for p in tree_leaves(written) if isinstance(p, Place)}
+    return [p for p in tree_leaves(written) if isinstance(p, Place)]
 
 
 def _input_name(call: Call, p: Place) -> str:

@@ -8,7 +8,7 @@ from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import kept_elements
 from ..kernels.lists import LISTED
-from .masked_rules import ROLES, implementation, mask_of, masked_work
+from .masked_rules import ROLES, implementation, lists_of, mask_of, masked_work
 from .record import Call, Place
 from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
 
@@ -19,7 +19,8 @@ def _linear(call: Call, t: Target) -> list[Work]:
     x, w = a["x"], a["w"]
     (n, k), bias = w.shape, a["bias"] is not None
     if a["mask"] is not None:
-        return [masked_work("forward", call, t, a, x, w.shape, w.weight, bias)]
+        work = masked_work("forward", call, t, a, x, w.shape, w.weight, bias)
+        return [work, *lists_of(call, work, a)]
     cost = layer_cost.dense("forward", x.tokens, (n, k), x.dtype.itemsize, t.tile, bias=bias)
     return [Work(call, phase_of(call), EXACT, cost, x.tokens, n, k, 1, x.dtype, elements=n * k, weight=w.weight)]
 

@@ -49,14 +49,27 @@ class Place:
     whole: bool = False  # it is that parameter itself, or a view of it
     mask: Mask | None = field(default=None, compare=False, repr=False)  # of a mask, and of a weight that was multiplied by one
     neutral: bool = False  # a constant: neither a weight nor computed from the model's inputs
+    offset: int = 0  # bytes from the storage's begin
 
     @property
     def bytes(self) -> int:
-        """Distinct bytes: an axis that is only expanded counts once."""
+        """Distinct bytes: an axis that is only expanded counts once, and windows that overlap do, where nothing lies between them."""
         n = self.dtype.itemsize
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
-        return n
+        return min(n, self.span)
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        if 0 in self.shape:
+            return 0
+        return self.dtype.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)))
+
+    @property
+    def view(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """What tells it from other views of its storage."""
+        return self.storage, self.offset, self.shape, self.stride
 
     @property
     def numel(self) -> int:
@@ -160,7 +173,8 @@ class Recorder(TorchDispatchMode):
             mask = Mask(t, self.blocks.get(key)) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
         if not isinstance(t, FakeTensor) and t.requires_grad and t.is_leaf:
             self.leaves.setdefault(id(t), (t, t.grad))
-        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral)
+        offset = int(t.storage_offset()) * t.dtype.itemsize
+        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -210,16 +224,16 @@ class Recorder(TorchDispatchMode):
             self._by_seq[call.seq] = call
         inputs = call.inputs
         names = {n for p in inputs for n in p.weight.split("+") if n}
-        made = self._mask_of(func, args, kwargs)
+        made = self._mask_of(func, args, kwargs) or _either(call)
         others = [p for p in inputs if not p.weight and not p.neutral] if made is None else []
         mask = made or next((p.mask for p in inputs if p.mask is not None), None)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 key = t.untyped_storage()._cdata
-                if others or (backward and not recomputed and key not in {p.storage for p in inputs}):
+                if others or (backward and not recomputed and made is None and key not in {p.storage for p in inputs}):
                     self.neutral.discard(key)
                     self._derived.pop(key, None)
-                elif backward and not recomputed:
+                elif backward and not recomputed and made is None:
                     pass  # a view of what it was
                 elif key not in self.real and names:
                     name = "+".join(sorted(names))
@@ -249,8 +263,8 @@ class Recorder(TorchDispatchMode):
         real = self.real.get(w.untyped_storage()._cdata, self._copies.get(w.untyped_storage()._cdata))
         with _disable_current_modes(), torch.no_grad():
             if real is not None and _is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and _is_real(keep):
-                scalars = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2]))
-                values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8])  # by any impl, all give the same bits
+                scalars, cover = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
+                values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover)  # by any impl, all give the same bits
                 return Mask(values.cpu(), (args[3], args[4]))
             grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
             name = self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0]
@@ -268,6 +282,18 @@ class Recorder(TorchDispatchMode):
                     self.frames.setdefault(id(frame), (frame, name))
                     found = found or (".".join(p for p in (name, self.stack if isinstance(m, torch.fx.GraphModule) else "") if p), type(m).__name__)
         return found or (self.stack, "")
+
+
+def _either(call: Call) -> Mask | None:
+    """The values of a mask with the flag of `rigl`: the blocks whose gradient a backward wants."""
+    if call.op != "aten.bitwise_or":
+        return None
+    masks = [p.mask for p in call.inputs]
+    known = [m for m in masks if m is not None]
+    if len(known) != 2 or sorted(m.values.dim() for m in known) != [0, 2]:
+        return None
+    with _disable_current_modes():
+        return Mask(known[0].values | known[1].values, next((m.block for m in known if m.block is not None), None))
 
 
 def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:

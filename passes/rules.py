@@ -42,6 +42,8 @@ def _product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[W
     phase, out = phase_of(call), call.outputs[0]
     names = _names(call, phase, a, b)
     least = {names[i]: p.bytes for i, p in enumerate((a, b)) if p.bytes < p.numel * p.dtype.itemsize}
+    if (a.storage, a.offset, a.span, a.numel) == (b.storage, b.offset, b.span, b.numel):  # x x^T: the same bytes
+        least[names[1]] = 0
     cost = dense_cost.matmul(m, n, k, a.dtype.itemsize, t.tile, batch=batch, names=names, bias=bias, least=least)
     work = Work(call, phase, EXACT, cost, m, n, k, batch, a.dtype, widths=_widths(names, a, b, out))
     weight = b if b.weight else a

@@ -39,6 +39,7 @@ class Work:
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)  # operand -> bytes of a run, bytes between rows
     launches: int = 1
     name: str = ""  # of the op, where it is not the call's
+    extra: bool = False  # a dense step has no such op: it makes a mask, applies one, or packs what is saved
 
     @property
     def op(self) -> str:
@@ -57,6 +58,18 @@ class Target:
     tile: tuple[int, int] = (128, 128)  # (tokens, features) of a dense matmul's output tile
     impl: str = ""  # of masked layers; empty: as each layer says, and triton for auto
     elementwise: bool = False  # count one FLOP for each element that an op without products computes
+
+
+EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask")
+
+
+def is_extra(work: Work, changed: set[str]) -> bool:
+    """Whether a dense step has no such op. `changed`: names of the masked, pruned and dropped layers, whose own work is a product and a bias' sum alone."""
+    call = work.call
+    if work.op in EXTRA or call is None:
+        return work.op in EXTRA
+    masks = any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+    return work.dense is None and not work.m and work.phase != "db" and (masks or call.module in changed)
 
 
 Rule = Callable[[Call, Target], list[Work]]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..kernels.lists import listed, packed_length
 from ..passes.capture import Recording
 from ..passes.work import Work
@@ -12,7 +15,7 @@ from ..passes.work import Work
 KINDS = ("weights", "buffers", "metadata", "saved_activations", "gradients", "optimizer_state")
 
 
-def rows(recording: Recording, works: list[Work]) -> list[dict[str, Any]]:
+def rows(recording: Recording, works: list[Work], forward: list[Work]) -> list[dict[str, Any]]:
     """T5: a row for each module that holds something itself, one for the input, one for the largest tensor that an op makes (workspace), and the total.
 
     saved_activations: storages that autograd holds for the backward, each once, without parameters, buffers and the model's inputs. metadata: masks and strip
@@ -44,17 +47,22 @@ def rows(recording: Recording, works: list[Work]) -> list[dict[str, Any]]:
             if site._fxmask_config.impl == "triton" and listed(site._fxmask_config.block):
                 add(module, "metadata", 4 * packed_length(grid, site._fxmask_config.block))
     naive: Counter[str] = Counter()
-    for w in works:
-        if w.phase == "fwd" and w.kept is not None and w.dtype is not None:
-            naive[w.call.module if w.call else ""] += w.elements * (1 + w.dtype.itemsize)
+    copied = {(w.call.module if w.call else "", w.weight): w for w in forward if w.kept is not None and w.dtype is not None}  # however often it is called
+    for (module, _), w in copied.items():
+        naive[module] += w.elements * (1 + (w.dtype or torch.float32).itemsize)
     found: list[dict[str, Any]] = []
     for module, kinds in held.items():
         found.append({"module": module or "(model)", **{k: kinds[k] for k in KINDS}, "total": sum(kinds.values()), "naive_mask": naive[module]})
-    size = sum(recording.size(t) for t in recording.inputs)
+    size = sum({t.untyped_storage()._cdata: _held(recording, t) for t in recording.inputs}.values())
     found.append({"module": "(input)", **dict.fromkeys(KINDS, 0), "input": size, "total": size, "naive_mask": 0})
-    largest = max((sum(p.bytes for p in w.call.outputs) for w in works if w.call and not w.call.is_view), default=0)
+    largest = max((p.bytes for w in works if w.call and not w.call.is_view for p in w.call.outputs), default=0)
     found.append({"module": "(workspace)", **dict.fromkeys(KINDS, 0), "workspace": largest, "total": largest, "naive_mask": 0})
     columns = (*KINDS, "input", "workspace", "total", "naive_mask")
     found = [{"module": r["module"], **{c: r.get(c, 0) for c in columns}} for r in found]
     found.append({"module": "(total)", **{c: sum(r[c] for r in found) for c in columns}})
     return found
+
+
+def _held(recording: Recording, t: Tensor) -> int:
+    """Bytes of an input's storage, which an expanded one, or another that is a view of it, does not enlarge."""
+    return recording.size(t) * (t.untyped_storage().nbytes() // t.itemsize) // t.numel() if t.numel() else 0

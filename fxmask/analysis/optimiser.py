@@ -27,7 +27,8 @@ def states_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
         name = type(optimizer).__name__.lower()
         if name == "sgd" and any(g.get("momentum") for g in optimizer.param_groups):
             name = "sgd_momentum"
-        extra = int(any(g.get("amsgrad") for g in optimizer.param_groups)) + int(name == "rmsprop" and any(g.get("momentum") for g in optimizer.param_groups))
+        options = ("amsgrad", "momentum", "centered") if name == "rmsprop" else ("amsgrad",)
+        extra = sum(any(g.get(option) for g in optimizer.param_groups) for option in options)
     else:
         name, extra = str(optimizer).lower(), 0
     if name not in STATES:

@@ -38,12 +38,9 @@ def seconds(work: Work, device: Device, tf32: bool = False) -> float:
     return max(bounds(work, device, tf32).values())
 
 
-MASKING = ("fxmask.block_index", "fxmask.strip_lists")  # ops that a dense step does not have
-
-
 def dense_seconds(work: Work, device: Device, tf32: bool = False) -> float:
-    """The largest bound of what a dense step does instead of this op."""
-    return 0.0 if work.op in MASKING else seconds(dense_of(work), device, tf32)
+    """The largest bound of what a dense step does instead of this op: nothing instead of one that is `extra`."""
+    return 0.0 if work.extra else seconds(dense_of(work), device, tf32)
 
 
 def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
 from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
-from ..passes.capture import Recording, arguments, capture
+from ..passes.capture import Recording, arguments, backend_of, capture
 from ..passes.moves import work_of
-from ..passes.work import Target, Work
+from ..passes.work import Target, Work, is_extra
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .dynamics import cut_off, said_of
@@ -91,16 +91,19 @@ def analyze(
         works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
     wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
+    for w in works:
+        w.extra = is_extra(w, recording.changed)
+    forward = [w for w in works if w.phase == "fwd"]  # knows the masks, whatever is asked for
     works = [w for w in works if w.phase in wanted]
     rows, shares = tables.coverage(works, recording)
     if strict and rows:
         ops = ", ".join(f"{r['op']} ({r['count']}x, {r['example_shapes']})" for r in rows)
         raise _unknown(ops, rows[0]["op"])
-    report = _report(model, recording, works, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
+    report = _report(model, recording, works, forward, target_device, optimizer if "opt" in phases else None, steps, impl, rows, shares)
     if dtype is not None:
         report.title += f", counted in {str(dtype).removeprefix('torch.')}"
     if memory_model == "thesis":
-        report.tables["thesis"] = thesis_table.rows(works, recording, steps)
+        report.tables["thesis"] = thesis_table.rows(forward, recording, steps)
     report.notes += said_of(recording.sites.values(), fading)
     return report
 
@@ -133,21 +136,22 @@ def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any
 
 
 def _report(
-    model: Any, recording: Recording, works: list[Work], device: devices.Device, optimizer: Any, steps: int | None, impl: str | None,
+    model: Any, recording: Recording, works: list[Work], forward: list[Work], device: devices.Device, optimizer: Any, steps: int | None, impl: str | None,
     unknown: list[dict[str, Any]], shares: dict[str, float],
 ) -> Analysis:  # fmt: skip
     names = tables.node_names(recording.calls)
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    summary = totals.summary(works, recording, device, tf32, steps)
+    kept = tables.kept_parameters(forward, recording)
+    summary = totals.summary(works, kept, recording, device, tf32, steps)
     summary |= {"coverage": shares, **optimiser.summary(optimizer), **optimiser.saved(works)}
     shapes = [f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in recording.inputs]
     found = {
         "summary": summary_rows(summary),
-        "modules": tables.modules(works, recording),
+        "modules": tables.modules(works, kept, recording),
         "nodes": tables.nodes(works, names),
         "traffic": tables.traffic_rows(works, names, device),
         "roofline": tables.roofline_rows(works, names, device, tf32),
-        "footprint": footprint.rows(recording, works),
+        "footprint": footprint.rows(recording, works, forward),
         "coverage": unknown,
     }
     where = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -158,7 +162,7 @@ def _report(
         "inputs": shapes,
         "optimizer": summary["optimizer"],
         "impl": impl or "as each layer says",
-        "mask_hash": _hash(works),
+        "mask_hash": _hash(forward),
         "analysed_device": device.name,
         "peaks": device.peak_flops,
         "dram_bytes_s": device.dram_bytes_s,
@@ -183,6 +187,11 @@ def _report(
             "impl='auto' is counted as the kernels that skip blocks; until a recorded run shows them faster, auto multiplies by W∘M on CUDA, "
             "which impl='reference' counts."
         )
+    if backend_of(model) == "fxmask":
+        notes.append(
+            "The model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: it is counted as it is without them; "
+            "analyse fxmask.apply(model, ...) with the backend's options."
+        )
     title = f"fxmask.analyze: {type(model).__name__}, inputs {', '.join(shapes)}, on {device.name}"
     return Analysis(title, found, notes, summary, meta, lambda node: explain(node, works, names, device, tf32))
 
@@ -200,10 +209,10 @@ def summary_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _hash(works: list[Work]) -> str:
+def _hash(forward: list[Work]) -> str:
     h = hashlib.sha256()
-    for w in works:
-        if w.phase == "fwd" and w.call is not None and w.kept is not None:
+    for w in forward:
+        if w.call is not None and w.kept is not None:
             for p in w.call.inputs:
                 if p.mask is not None:
                     h.update(p.mask.values.numpy().tobytes())

@@ -23,9 +23,8 @@ def by_phase(works: list[Work], count: Callable[[Work], int]) -> dict[str, int]:
     return {n: found[n] for n in NAMES.values() if n in always or found[n]} | {"total": sum(found.values())}
 
 
-def summary(works: list[Work], recording: Recording, device: Device, tf32: bool, steps: int | None) -> dict[str, Any]:
-    """T6, nested: FLOP, bytes and times of a step, parameters, and with `steps` the totals of a run."""
-    kept = tables.kept_parameters(works, recording)
+def summary(works: list[Work], kept: dict[str, int], recording: Recording, device: Device, tf32: bool, steps: int | None) -> dict[str, Any]:
+    """T6, nested: FLOP, bytes and times of a step, parameters (`kept`: see `kept_parameters`), and with `steps` the totals of a run."""
     params = sum(p.numel() for p in recording.parameters.values())
     useful, dense = by_phase(works, lambda w: w.cost.flop_useful), by_phase(works, lambda w: w.flop_dense)
     moved = by_phase(works, lambda w: w.cost.bytes_min)

@@ -111,8 +111,8 @@ def roofline_rows(works: list[Work], names: dict[int, str], device: Device, tf32
     return [_key(w, names) | {"flop": w.cost.flop_useful} | roofline.row(w, device, tf32) for w in works if w.status != FREE]
 
 
-def modules(works: list[Work], recording: Recording) -> list[dict[str, Any]]:
-    """T2: a row for each module, with all that is below it; the first row is the model."""
+def modules(works: list[Work], kept: dict[str, int], recording: Recording) -> list[dict[str, Any]]:
+    """T2: a row for each module, with all that is below it; the first row is the model. `kept`: see `kept_parameters`."""
     flop: Counter[str] = Counter()
     dense: Counter[str] = Counter()
     moved: Counter[str] = Counter()
@@ -121,7 +121,6 @@ def modules(works: list[Work], recording: Recording) -> list[dict[str, Any]]:
             flop[name] += w.cost.flop_useful
             dense[name] += w.flop_dense
             moved[name] += w.cost.bytes_min
-    kept = kept_parameters(works, recording)
     rows = []
     for name, kind in recording.modules.items():
         inside = [n for n in recording.parameters if not name or n.startswith(f"{name}.")]
@@ -152,11 +151,11 @@ def _ancestors(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
-def kept_parameters(works: list[Work], recording: Recording) -> dict[str, int]:
+def kept_parameters(forward: list[Work], recording: Recording) -> dict[str, int]:
     """Elements of every parameter that a forward uses: those of kept blocks, all of one that is not masked."""
     kept = {name: p.numel() for name, p in recording.parameters.items()}
-    for w in works:
-        if w.phase == "fwd" and w.kept is not None and w.weight in kept:
+    for w in forward:
+        if w.kept is not None and w.weight in kept:
             kept[w.weight] = w.kept
     return kept
 

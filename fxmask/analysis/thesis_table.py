@@ -12,12 +12,12 @@ from .thesis import GIB, VARIANTS, Movement, kept_bytes, tensor_bytes
 DERIVED = "derived: the source leaves open the lines of a kept block and the number of batches"
 
 
-def rows(works: list[Work], recording: Recording, steps: int | None, itemsize: int = 4) -> list[dict[str, Any]]:
+def rows(forward: list[Work], recording: Recording, steps: int | None, itemsize: int = 4) -> list[dict[str, Any]]:
     """A row for each variant, and one with activations of every token: bytes of one forward of a batch in lines of 128 bytes, and GiB of `steps` of them.
 
     What a linear reads and writes counts once a sample in the thesis' model; the first linear reads the whole sample. Biases of masked layers are left out.
     """
-    linears = [w for w in works if w.phase == "fwd" and w.weight and w.m and w.call is not None]
+    linears = [w for w in forward if w.weight and w.m and w.call is not None]
     samples = recording.inputs[0].shape[0] if recording.inputs and recording.inputs[0].dim() else 1
     features, by_token = _activations(linears, recording, samples)
     masked = {w.weight: w for w in linears if w.kept is not None}
