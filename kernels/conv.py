@@ -51,6 +51,8 @@ def in_format_of(made: Tensor, weight: Tensor) -> Tensor:
     """W∘M with the strides of its weight, by which PyTorch chooses those of the result. Under function transforms as it is."""
     if made.stride() == weight.stride() or operands.is_transformed("auto"):
         return made
+    if is_channels_last(weight):
+        return made.clone(memory_format=torch.channels_last)  # a copy into a tensor would have no derivative in an export that was decomposed
     return torch.empty_like(weight).copy_(made)
 
 
@@ -100,7 +102,7 @@ def patchwise(
     last = is_channels_last(images) or is_channels_last(w)
     tokens, (rows, cols) = patches(images, (w.shape[2], w.shape[3]), stride)
     y = ops.linear(tokens, as_matrix(w), bias, mask, block, backward, dense, impl, lists)
-    y = y.reshape(len(images), rows, cols, w.shape[0]).permute(0, 3, 1, 2)  # one image, too, has the stride by which PyTorch tells its memory format
+    y = y.reshape(images.shape[0], rows, cols, w.shape[0]).permute(0, 3, 1, 2)  # one image, too, has the stride by which PyTorch tells its memory format
     y = y.contiguous(memory_format=torch.channels_last if last and not operands.is_transformed("auto") else torch.contiguous_format)
     return y if x.dim() == 4 else y[0]
 

@@ -35,5 +35,5 @@ def conv2d(x: Tensor, m: nn.Conv2d, weight: Tensor | None = None, product: Produ
     size = [(n - d * (k - 1) - 1) // s + 1 for n, k, d, s in zip(padded.shape[2:], m.kernel_size, m.dilation, m.stride, strict=True)]
     patches = F.unfold(padded, m.kernel_size, m.dilation, 0, m.stride).transpose(1, 2)
     y = product(patches, matrix.flatten(1) if matrix.dim() == 4 else matrix, m.bias)
-    y = y.transpose(1, 2).reshape(len(batch), m.out_channels, *size)
+    y = y.transpose(1, 2).reshape(batch.shape[0], m.out_channels, *size)
     return y if x.dim() == 4 else y.squeeze(0)

@@ -59,3 +59,6 @@ NOTHING = _aten("""
 """)
 GATHERS = _aten("embedding index index_select gather _unsafe_index")  # read what they give of their first operand
 OVERWRITES = _aten("copy_ fill_ zero_ bernoulli_ uniform_ normal_ exponential_ random_")  # write an argument without reading it
+SUMS = _aten("index_add_ scatter_add_ scatter_reduce_")  # add to what is there
+ELEMENTS = _aten("scatter_ scatter_add_ scatter_reduce_")  # an element of the first argument for each of the index
+SCATTERS = SUMS | ELEMENTS | _aten("index_put_ index_copy_ index_fill_")  # write parts of their first argument

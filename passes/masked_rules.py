@@ -61,7 +61,7 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
     phase = phase_of(call) if op == "forward" else PHASE[op]
     return Work(
         call, phase, EXACT, cost, m, nn, kk, 1, dtype, plain, block, int(mask.sum()), kept, n * k, weight, "dense" if whole else impl, widths,
-        launches=1 + (impl == "masked_dense"), name=f"fxmask.masked_linear_{op}" if op != "forward" else "",
+        launches=1 if whole else 1 + (impl != "triton"), name=f"fxmask.masked_linear_{op}" if op != "forward" else "",
     )  # fmt: skip
 
 

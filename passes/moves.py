@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -9,10 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
-from .known_ops import GATHERS, KNOWN, NOTHING, OVERWRITES
+from .known_ops import ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, SUMS
 from .record import Call, Place
 from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
-
 
 LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")
 
@@ -54,11 +54,17 @@ def stream_of(call: Call) -> Cost:
     written_to = _mutated(call)
     mutated, overwritten = {p.storage for p in written_to}, {p.view for p in written_to} if call.op in OVERWRITES else set()
     out_bytes = sum(p.bytes for p in call.outputs)
+    part = _scattered(call)
     for p in call.inputs:
+        if part is not None and p is call.inputs[0]:
+            if call.op in SUMS or call.named.get("accumulate"):
+                reads[_input_name(call, p)] = part
+            continue
         others = seen.setdefault(p.storage, {})
         if p.view in others or p.view in overwritten:
             continue
-        size = min(p.bytes, _span([*others.values(), p]) - sum(q.bytes for q in others.values()))  # slices that overlap; never more than lies between their ends
+        between = _span([*others.values(), p]) - sum(q.bytes for q in others.values())
+        size = min(p.bytes, between)  # of slices that overlap no more than lies between their ends
         others[p.view] = p
         if call.op in GATHERS and p is call.inputs[0]:
             size = min(size, out_bytes)
@@ -71,12 +77,27 @@ def stream_of(call: Call) -> Cost:
             continue
         written.add(p.storage)
         name = "y" if not call.backward or call.recomputed else "dw" if phase_of(call) == "dW" else "dx"
-        writes[name] = writes.get(name, 0) + p.bytes
+        writes[name] = writes.get(name, 0) + (p.bytes if part is None else part)
     for p in call.inputs:
         if p.storage in mutated and p.storage not in written:
             written.add(p.storage)
-            writes["y"] = writes.get("y", 0) + p.bytes
+            writes["y"] = writes.get("y", 0) + (p.bytes if part is None else part)
     return dense_cost.stream(reads, writes)
+
+
+def _scattered(call: Call) -> int | None:
+    """Bytes of its first argument that an op writes into at some places; None for one that writes all of it, or as much as values say."""
+    a = call.named
+    if call.op not in SCATTERS:
+        return None
+    p, index = call.inputs[0], a.get("index", a.get("indices"))
+    if isinstance(index, Place):  # along one axis, or an element for each of its elements
+        n = index.numel if call.op in ELEMENTS else index.numel * p.numel // max(1, p.shape[a["dim"]] if p.shape else 1)
+    elif index and all(isinstance(i, Place) and i.dtype != torch.bool for i in index):
+        n = max(i.numel for i in index) * prod(p.shape[len(index) :])
+    else:
+        return None
+    return min(p.bytes, n * p.dtype.itemsize)
 
 
 def _span(views: list[Place]) -> int:

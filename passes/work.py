@@ -47,8 +47,8 @@ class Work:
 
     @property
     def flop_dense(self) -> int:
-        """FLOP of the dense layer: more than `cost.flop_useful` where a mask leaves something out."""
-        return (self.dense or self.cost).flop_useful
+        """FLOP of the dense layer: more than `cost.flop_useful` where a mask leaves something out, none of what a dense step does not have."""
+        return 0 if self.extra else (self.dense or self.cost).flop_useful
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,11 @@ def is_extra(work: Work, changed: set[str]) -> bool:
     call = work.call
     if work.op in EXTRA or call is None:
         return work.op in EXTRA
+    inside = call.module in changed
+    if work.m:  # N:M masks of weights alone
+        return inside and all(p.weight or p.neutral for p in call.inputs)
     masks = any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
-    return work.dense is None and not work.m and work.phase != "db" and (masks or call.module in changed)
+    return work.dense is None and work.phase != "db" and (masks or inside)
 
 
 Rule = Callable[[Call, Target], list[Work]]
@@ -88,11 +91,12 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def phase_of(call: Call) -> str:
-    """The part of a step that an op is of: in a backward, dW where its forward reads a weight and the op itself does not, dX otherwise."""
+    """The part of a step that an op is of: in a backward, dW where its forward reads a weight and the op itself reads none, but for its mask; dX otherwise."""
     if call.recomputed:
         return "recompute"
     if not call.backward:
         return "fwd"
     if call.forward is None:  # a sum of gradients that meet, or their accumulation
         return "dX"
-    return "dW" if call.forward.weights and not call.weights else "dX"
+    reads = any(p.weight and p.dtype != torch.bool for p in call.inputs)
+    return "dW" if call.forward.weights and not reads else "dX"

@@ -62,7 +62,11 @@ def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, floa
         parts = ", ".join(f"{v:.1f} % of {n.removesuffix('_pct')}" for n, v in covered.items())
         said.append(f"Totals are lower bounds (>=): covered are {parts}; table coverage names the ops, register_cost adds one.")
     masked = [w for w in works if w.dense is not None and w.phase != "opt"]
-    return said + (_of_masked(masked, works, device, tf32) if masked else ["No layer is masked: dense and useful FLOP agree."])
+    if masked:
+        return said + _of_masked(masked, works, device, tf32)
+    if any(w.extra for w in works):
+        return [*said, "Masks leave out no FLOP here: layers multiply by W∘M densely, and what makes it is work that a dense step does not have."]
+    return [*said, "No layer is masked: dense and useful FLOP agree."]
 
 
 def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool) -> list[str]:
@@ -98,9 +102,10 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
         said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
     elif flop and issued > 1.5 * flop:
         blocks = ", ".join(f"{a}x{b}" for a, b in sorted({w.block for w in masked if w.block}))
+        which = f"any of their blocks ({blocks})" if blocks else "anything in them"
         said.append(
             f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: tensor cores take whole tiles, 128 tokens by 128 features in "
-            f"steps of 64, wherever any of their blocks ({blocks}) is kept."
+            f"steps of 64, wherever {which} is kept."
         )
     return said
 

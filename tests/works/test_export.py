@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from sample_models import mlp
+from torch import nn
 from works.twin import MODELS, check, elements, near, pair, results, slow_but, some
 
 import fxmask
@@ -60,6 +61,29 @@ def test_eval_and_any_batch(name):
         for n in (2, 5, 11):
             x = some(n, *shape[1:])
             near(program.module()(x), twin.eval()(x))
+
+
+@pytest.mark.parametrize("config", [fxmask.WeightMask(0.5, (8, 8)), fxmask.WeightMask(0.5, (8, 8), backward="ste"), fxmask.NMMask(2, 4)])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_channels_last_convolutions_train_when_they_are_decomposed(config, kernel):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, kernel, padding=1)).to(memory_format=torch.channels_last)
+    fxmask.apply(model, config, layers=nn.Conv2d)
+    x = some(2, 16, 8, 8)
+    module = torch.export.export(model, (x,)).run_decompositions().module()
+    for m in (model, module):
+        m(x).square().sum().backward()
+    near(module.get_parameter("0.weight").grad, model[0].weight.grad)
+
+
+def test_convolutions_of_patches_take_any_batch():
+    model = fxmask.apply(nn.Sequential(nn.Conv2d(16, 32, 2, 2)), ratio=0.5, block=(8, 8), layers=nn.Conv2d, impl="cpu").eval()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    with torch.no_grad():
+        program = torch.export.export(model, (some(2, 16, 8, 8),), dynamic_shapes=({0: batch},))
+        for n in (2, 5):
+            x = some(n, 16, 8, 8)
+            near(program.module()(x), model(x))
 
 
 @pytest.mark.parametrize("name", MODELS)
