@@ -37,6 +37,8 @@ EQUAL = (
 OTHER = (
     ("16x16, Muon, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
     ("16x16, AdamW, as many FLOP: half of the hidden units", "b16-tokens-whole-taylor", "dense-e2-adamw-lr0.01"),
+    ("16x16, AdamW, as many weights at the end: 112 of 256 hidden units", "b16-tokens-whole-taylor", "dense-h112-adamw-lr0.01"),
+    ("16x16, Muon, as many weights at the end: 112 of 256 hidden units", f"{MASK16}-bf16", "dense-h112-muon-wd0.1-bf16"),
     ("16x16, Muon, as many FLOP: a narrower dense model", f"{MASK16}-bf16", "dense-d48-muon-wd0.1-bf16"),
     ("16x16, Muon, as many FLOP: half of the hidden units", f"{MASK16}-bf16", "dense-e2-muon-wd0.1-bf16"),
     ("16x16, twice as wide, beside dense half as wide again", "b16-tokens-whole-d128-muon-wd0.1-bf16", "dense-d96-muon-wd0.1-bf16"),

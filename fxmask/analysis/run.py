@@ -171,8 +171,10 @@ def _report(
         **{f"run_{k}" if k == "device" else k: v for k, v in provenance(where).items()},
     }
     notes = totals.words(works, device, tf32, shares) + optimiser.words(works)
-    if recording.typical:
-        notes.append(f"{len(recording.typical)} weights have no values: their masks are drawn at random, with exactly as many kept blocks as real ones have.")
+    made = {n for n in recording.typical if all(p in recording.parameters and not recording.parameters[p].is_meta for p in n.split("+"))}
+    for count, what in ((len(recording.typical) - len(made), "have no values"), (len(made), "are computed in every forward, as by a parametrisation")):
+        if count:
+            notes.append(f"{count} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have.")
     if recording.uncounted:
         what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
         notes.append(f"{what}analyse the model itself.")

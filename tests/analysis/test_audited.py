@@ -197,3 +197,9 @@ def test_a_gradient_that_is_wanted_everywhere_is_one_product(impl):
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), fxmask.WeightMask(0.5, backward="ste"))
     rows = [r for r in analysed(model, torch.randn(8, 64), impl=impl).tables["roofline"] if r["phase"] == "dW" and r["op"].startswith("fxmask")]
     assert [round(r["t_min_us"], 6) for r in rows] == [2.0] and rows[0]["speedup_bound"] == 1
+
+
+def test_words_on_masks_of_weights_that_a_parametrisation_makes():
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+    notes = analysed(fxmask.apply(nn.Sequential(layer), ratio=0.5), torch.randn(8, 64)).notes
+    assert [n for n in notes if n.startswith("1 weights are computed in every forward")] and not [n for n in notes if "have no values" in n]
