@@ -5,6 +5,7 @@ One place for the analysis' tables, the benchmark's columns and the FLOP formula
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -190,7 +191,11 @@ def pruned_dw(
             total += mask_cost.strip_lists(grid, block, features) + mask_cost.order(grid, block, features)
     if splits > 1:
         total += matmul_cost.sum_splits(shape, sides, written, item, splits=splits)
-    return total if mask is None or gathered is not None else total + mask_cost.mask_cast(shape, block, int(kept_elements(mask, shape, block)), item, item)
+    if mask is None or gathered is not None:
+        return total
+    wanted = int(kept_elements(mask, shape, block))  # all is multiplied, and what the mask does not want is zeroed
+    total = replace(total, flop_useful=total.flop_useful * wanted // max(1, n * k))
+    return total + mask_cost.mask_cast(shape, block, wanted, item, item)
 
 
 def kept_by_strip(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], features: int) -> list[int]:

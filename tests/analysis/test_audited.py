@@ -92,8 +92,9 @@ def test_a_centred_rmsprop_holds_another_tensor(momentum):
 # ---- masks ---------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_rigl_beside_pruning_wants_all_blocks_in_its_dense_steps_alone():
-    configs = fxmask.WeightMask(0.5, backward="rigl", dense_every=2), fxmask.ActivationPruning(0.5, 16)
+@pytest.mark.parametrize("block", [(16, 16), (8, 16), (24, 32)])  # the kernels take some and mask the rest afterwards
+def test_rigl_beside_pruning_wants_all_blocks_in_its_dense_steps_alone(block):
+    configs = fxmask.WeightMask(0.5, block, backward="rigl", dense_every=2), fxmask.ActivationPruning(0.5, 16)
     model, x, found = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), *configs, include="*"), torch.randn(2, 16, 64), set()
     for step in (0, 1):
         fxmask.step(model, step)
