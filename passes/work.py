@@ -61,18 +61,22 @@ class Target:
 
 
 EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask")
+# beside products and sums for a bias, what a dense layer may do: other dtypes and layouts, a bias that is added, the edges of an image
+DENSE = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.add", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
 
 
 def is_extra(work: Work, changed: set[str]) -> bool:
-    """Whether a dense step has no such op. `changed`: names of the masked, pruned and dropped layers, whose own work is a product and a bias' sum alone."""
+    """Whether a dense step has no such op. `changed`: names of the layers whose forward is another now: masked, pruned, dropped."""
     call = work.call
-    if work.op in EXTRA or call is None:
+    if work.op in EXTRA or call is None or work.dense is not None:
         return work.op in EXTRA
     inside = call.module in changed
-    if work.m:  # N:M masks of weights alone
-        return inside and all(p.weight or p.neutral for p in call.inputs)
-    masks = any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
-    return work.dense is None and work.phase != "db" and (masks or inside)
+    if inside and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer does no more to its weight than narrow it
+        return not (work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point and call.outputs[0].bytes < call.inputs[0].bytes)
+    if work.m or work.phase == "db":
+        return False
+    plain = work.op in DENSE and not (work.op == "aten.add" and work.phase == "dW")
+    return (inside and not plain) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
 
 
 Rule = Callable[[Call, Target], list[Work]]

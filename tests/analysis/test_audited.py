@@ -140,6 +140,7 @@ SYSTEMS = {
     "masked": fxmask.WeightMask(0.5),
     "pruned": fxmask.ActivationPruning(0.5, 16),
     "masked and pruned": (fxmask.WeightMask(0.5), fxmask.ActivationPruning(0.5, 16)),
+    "masked and dropped": (fxmask.WeightMask(0.5), fxmask.BlockDropout(0.5, block=(16, 16))),
     "dropped": fxmask.BlockDropout(0.5, block=(16, 16)),
     "2:4": fxmask.NMMask(2, 4),
     "2:4, transposable": fxmask.NMMask(2, 4, transposable=True),
@@ -157,9 +158,29 @@ def test_the_dense_step_is_that_of_the_dense_model(case):
     assert report.summary[B]["bwd_db"] == dense.summary[B]["bwd_db"]
 
 
+class Mixed(nn.Module):
+    """A linear of transposed inputs under autocast: a dense one casts its weight and adds its bias in ops of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.mix(x.transpose(1, 2))
+
+
+@pytest.mark.parametrize("case", ["2:4", "2:4, transposable"])
+def test_the_dense_step_casts_and_adds_as_before(case):
+    x = torch.randn(4, 32, 16)
+    report, dense = analysed(fxmask.apply(Mixed(), SYSTEMS[case]), x), analysed(Mixed(), x)
+    assert report.summary["t_dense_min_us"] == pytest.approx(dense.summary["t_min_us"])
+
+
+@pytest.mark.parametrize("padding", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("config", [fxmask.WeightMask(0.5), fxmask.NMMask(2, 4)])
-def test_the_dense_step_of_convolutions_and_their_weights_gradient(config):
-    make = lambda: nn.Sequential(nn.Conv2d(16, 32, 3))  # noqa: E731
+def test_the_dense_step_of_convolutions_and_their_weights_gradient(config, padding):
+    make = lambda: nn.Sequential(nn.Conv2d(16, 32, 3, padding=1, padding_mode=padding))  # noqa: E731
     x = torch.randn(2, 16, 8, 8)
     report, dense = analysed(fxmask.apply(make(), config, layers=nn.Conv2d), x), analysed(make(), x)
     assert report.summary["t_dense_min_us"] == pytest.approx(dense.summary["t_min_us"])
