@@ -110,7 +110,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
             site._fxmask_restored = early
         else:
             site._fxmask_restored = None
-        site._fxmask_loaded = False
+        site._fxmask_loaded, site._fxmask_brought = False, entries[name]["mask"] is not None
     state.sync(*(site for _, site, _ in found))
 
 

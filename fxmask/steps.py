@@ -15,7 +15,7 @@ from .passes import rebuild
 from .passes import site as state
 from .passes.bypass import warn_of_dense_readers
 from .passes.pruning_schedule import advance
-from .passes.saliency import observe
+from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, required_sites, values_of
@@ -53,8 +53,12 @@ def step(model: nn.Module, n: int = 1) -> None:
         if n and site._fxmask_guard is not None:
             what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
             raise StateError(message(what, name, "leave fxmask.step out; or call remove() on the handle of fxmask.guard."))
+        if weight is not None:
+            refuse_shard(site, weight)
         if site._fxmask_config.cached:
-            state.check_agreed(site, values_of(name, weight, "fxmask.step"))  # raises before anything has moved
+            values = values_of(name, weight, "fxmask.step")  # raises before anything has moved
+            if not n:  # before training: a step has moved the weights, and not the mask
+                state.check_agreed(site, values)
     if n:
         warn_of_dense_readers(found)
         _observe(found, n)

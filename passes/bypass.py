@@ -26,6 +26,8 @@ def warn_of_dense_readers(found: Found) -> None:
             site._fxmask_told = True
         what = "a masked layer trains and its masked forward has never run: something reads its .weight directly, and is dense."
         fix = "fxmask.apply(..., overrides={layer: {'read': 'weight'}}) if a module that holds the layer reads it in its forward; or exclude it."
+        if ranks.several():
+            fix += " This is what this process saw: a layer that ran on another rank alone is masked there."
         warnings.warn(message(what, first_of([name for name, _ in bypassed]), fix), FxMaskWarning, stacklevel=4)
 
 

@@ -62,7 +62,7 @@ def rebuild(jobs: Sequence[Job]) -> None:
         else:  # inside fxmask.dense the mask waits until its end
             site._fxmask_saved = (mask, lists)
         site._fxmask_built = site._fxmask_step
-        site._fxmask_lost, site._fxmask_restored = False, None
+        site._fxmask_lost, site._fxmask_restored, site._fxmask_brought = False, None, False
 
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:

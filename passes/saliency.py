@@ -25,7 +25,7 @@ from ..kernels.bits import bits_as
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import as_matrix, to_blocks
 from ..kernels.score import CRITERIA, block_keys, sum_of_keys
-from . import ranks
+from . import phases, ranks
 
 if TYPE_CHECKING:
     from .site import Site
@@ -63,9 +63,11 @@ def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None =
     A gradient that is not finite (a scaler's skipped step) changes nothing. No host sync. Raises: StateError, UnsupportedError.
     """
     c = site._fxmask_config
-    if not (c.observes or c.wants_growth) or weight is None:
+    if weight is None:
         return
     refuse_shard(site, weight)
+    if not (c.observes or c.wants_growth):
+        return
     new = _new_score(site, weight, state)
     if new is not None:
         old = site._fxmask_score
@@ -87,9 +89,8 @@ def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None =
 
 
 def refuse_shard(site: Site, weight: Tensor) -> None:
-    """Raise UnsupportedError where a step would have to read or write the whole of a weight that is shared out."""
-    c = site._fxmask_config
-    if ranks.is_shard(weight) and (c.observes or c.regrow is not None or c.gain):
+    """Raise UnsupportedError where a step, of whatever phase, would have to read or write the whole of a weight that is shared out."""
+    if ranks.is_shard(weight) and any(c.observes or c.regrow is not None or c.gain for c in phases.in_turn(site._fxmask_given)):
         what = "gradient criteria, average, regrow and gain work on whole weights between steps: expected a weight that is not sharded."
         raise UnsupportedError(message(what, site._fxmask_name, "leave them out under fully_shard; or use DistributedDataParallel."))
 

@@ -54,6 +54,7 @@ class Site(nn.Module):
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
+    _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
     _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
     _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
@@ -121,7 +122,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_exchanges = site._fxmask_softening = site._fxmask_loaded = site._fxmask_told = False
+    site._fxmask_exchanges = site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
     check_plain(site, weight)
     site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
     place_on(site, weight.device)
@@ -235,7 +236,7 @@ def mask_outside(site: Site, weight: Tensor) -> Tensor:
 @torch.no_grad()
 def check_agreed(site: Site, weight: Tensor) -> None:
     """StateError where one of several processes begins with a cached mask that is not its weight's, as after DDP's broadcast: ranks would differ."""
-    exempt = site._fxmask_step or site._fxmask_config.start or site._fxmask_is_dense or site._fxmask_lost
+    exempt = site._fxmask_step or site._fxmask_brought or site._fxmask_config.start or site._fxmask_is_dense or site._fxmask_lost
     if site._fxmask_mask is None or exempt or not ranks.several() or torch.equal(build(site, ranks.whole(weight.detach())), site._fxmask_mask):
         return
     what = "the cached mask was built from other weights than the layer has now: expected masks that are the same on all ranks."

@@ -119,6 +119,46 @@ def wrapped_names() -> None:
         fxmask.load_state_dict(model, saved)
 
 
+def steps_told_by_hand() -> None:
+    """Without a guard: the step that is told has moved the weights, so that a kept mask is not that of the new ones, and ranks agree all the same."""
+    for options in (dict(refresh=5), dict(refresh=0), dict(backward="ste", refresh=5), dict(backward="rigl", refresh=3)):
+        model = fxmask.apply(build(), ratio=0.7, **options)
+        wrapped, optimizer = DDP(model), torch.optim.AdamW(model.parameters(), lr=0.05)
+        fxmask.step(model, 0)
+        for i in range(6):
+            wrapped(share(batch_of(i)[0])).square().mean().backward()
+            optimizer.step()
+            fxmask.step(model)
+            optimizer.zero_grad()
+            assert same_on_all_ranks(*fxmask.masks(model).values(), *model.parameters())
+
+
+def masks_that_were_kept() -> None:
+    """A mask that was built once is that of older weights when a state brings it, and training goes on with it; new weights make it anew."""
+
+    def train(model: nn.Sequential, first: int, end: int) -> None:
+        wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.5)
+        for i in range(first, end):
+            wrapped(share(batch_of(i)[0])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    make = lambda: fxmask.apply(build(), ratio=0.7, backward="ste", refresh=0)  # noqa: E731
+    whole, resumed = make(), make()
+    train(whole, 0, 3)
+    resumed.load_state_dict(whole.state_dict())
+    fxmask.load_state_dict(resumed, fxmask.state_dict(whole))
+    train(whole, 3, 6)
+    train(resumed, 3, 6)
+    for a, b in zip((*fxmask.masks(whole).values(), *whole.parameters()), (*fxmask.masks(resumed).values(), *resumed.parameters()), strict=True):
+        assert torch.equal(a, b)
+    fxmask.refresh(resumed)
+    with torch.no_grad():
+        resumed[2].weight.copy_(resumed[2].weight.flip(0))
+    with pytest.raises(StateError, match=r"the same on all ranks"):
+        fxmask.step(resumed, 0)
+
+
 CASES = {
     **{f"ddp-{name}": partial(trains_alike, name, 15) for name in CONFIGS},
     "ddp-1000-steps": partial(trains_alike, "masked", 1000),
@@ -127,4 +167,6 @@ CASES = {
     "ddp-wrapped-names": wrapped_names,
     "ddp-reported-losses": reported_losses,
     "ddp-nm": nm_masks,
+    "ddp-by-hand": steps_told_by_hand,
+    "ddp-kept-masks": masks_that_were_kept,
 }

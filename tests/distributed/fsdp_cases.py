@@ -110,6 +110,20 @@ def whole_weights_after_an_evaluation() -> None:
     assert set(fxmask.guard(optimizer, model).policies) == {n for n, _ in fxmask.masks(model).items()} and len(fxmask.masks(model)) == 5
 
 
+def refused_before_training() -> None:
+    """What needs whole weights between steps is told when steps are announced, by hand or by a guard, whichever phase it is of."""
+    for options in (
+        dict(gain=True, schedule=fxmask.Schedule("linear", steps=4)),
+        dict(regrow=fxmask.Regrow("random", 0.5)),
+        dict(backward="ste", phases={2: dict(criterion="taylor")}),
+    ):
+        model = shard(fxmask.apply(build(), ratio=0.7, **options))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for call in (lambda m=model: fxmask.step(m, 0), lambda m=model, o=optimizer: fxmask.guard(o, m)):
+            with pytest.raises(UnsupportedError, match="work on whole weights between steps"):
+                call()
+
+
 def readers() -> None:
     """An attention whose out_proj is read and never called computes what it does in one process; sharding the read layer itself is refused."""
 
@@ -209,4 +223,5 @@ CASES = {
     "fsdp-disagreeing-seeds": disagreeing_seeds,
     "fsdp-compiled": compiled,
     "fsdp-nm": nm_masks,
+    "fsdp-refused": refused_before_training,
 }
