@@ -34,7 +34,9 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     guarded}}. With N:M masks also {"nm": {layer: settings, frozen, mask, permutation}}: a frozen or permuted
     mask is in no other state; logits are in `model.state_dict()`.
 
-    Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it.
+    Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it. Its form may change
+    as masks train (None becomes a tensor, a phase changes the block), so torch.distributed.checkpoint, which loads into a form that is there, may not load it:
+    use torch.save, of one rank, as it is the same on all.
     Raises: StateError without masks, and inside `fxmask.dense`.
     """
     expect_module(model, "fxmask.state_dict")

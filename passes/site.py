@@ -278,7 +278,9 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
 
 def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
     """Raise ShapeError where an eager forward's last axis is not the layer's: ops know its shape, not its name. The compiler shows the line of the model."""
-    if not torch.compiler.is_compiling() and weight.dim() == 2 and x.shape[-1:] != weight.shape[-1:]:
+    if torch.compiler.is_compiling() or x.is_nested or weight.dim() != 2:
+        return
+    if x.shape[-1:] != weight.shape[-1:]:
         what = f"last axis of x: expected {weight.shape[-1]}, got shape {tuple(x.shape)}."
         raise ShapeError(message(what, site._fxmask_name, "give the layer what it took before it was masked, (..., in_features)."))
 

@@ -54,7 +54,8 @@ def batch_of(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """All ranks gather, rank 0 writes whole tensors; torch.distributed.checkpoint.save would write each rank's part, and takes the same dicts."""
+    """All ranks gather, rank 0 writes whole tensors. torch.distributed.checkpoint.save would write each rank's part of weights and moments; the masks' state is
+    the same on every rank, and its form may change as they train, so that goes into a file of its own, as here."""
     weights, moments = get_state_dict(model, optimizer, options=FULL)
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
