@@ -177,12 +177,10 @@ def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
 
 def backend_of(model: Any) -> str:
     """The name of the backend that `torch.compile` was given by name for this model; empty for Inductor, and where there is none."""
-    context = getattr(model, "dynamo_ctx", None)
-    if context is None:
-        return ""
-    from torch._dynamo.eval_frame import innermost_backend  # of a model that is compiled, so that the compiler is there already
-
-    return str(getattr(innermost_backend(context.callback), "compiler_name", ""))
+    backend = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return str(getattr(backend, "compiler_name", ""))
 
 
 def _placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -50,7 +50,7 @@ def _sums_bias(call: Call) -> bool:
 def stream_of(call: Call) -> Cost:
     reads: dict[str, int] = {}
     writes: dict[str, int] = {}
-    seen: dict[int, dict[tuple[Any, ...], Place]] = {}  # by storage
+    seen: dict[int, dict[tuple[Any, ...], tuple[Place, int]]] = {}  # by storage: views, and the bytes that each has added
     written_to = _mutated(call)
     mutated, overwritten = {p.storage for p in written_to}, {p.view for p in written_to} if call.op in OVERWRITES else set()
     out_bytes = sum(p.bytes for p in call.outputs)
@@ -63,9 +63,9 @@ def stream_of(call: Call) -> Cost:
         others = seen.setdefault(p.storage, {})
         if p.view in others or p.view in overwritten:
             continue
-        between = _span([*others.values(), p]) - sum(q.bytes for q in others.values())
+        between = _span([*(q for q, _ in others.values()), p]) - sum(added for _, added in others.values())
         size = min(p.bytes, between)  # of slices that overlap no more than lies between their ends
-        others[p.view] = p
+        others[p.view] = p, size
         if call.op in GATHERS and p is call.inputs[0]:
             size = min(size, out_bytes)
         name = _input_name(call, p)

@@ -31,7 +31,7 @@ META = ("run", "gpus", "mode", "prefix", "sandbox", "script")
 SBATCH = ("partition", "gpus", "cpus-per-task", "mem", "export", "time", "chdir")
 OWN = ("model_config", "block", "ratio")  # of hp
 LISTS = {"backward": ["masked"], "seed": ["0"]}  # of hp, where the file has none
-SET_BY_SWEEP = ("config", "dense", "out", "fresh", "stop", "device", "no_figures", "hidden")  # options of train.py that no file sets: tables know an expansion
+SET_BY_SWEEP = ("config", "dense", "out", "fresh", "stop", "device", "no_figures", "hidden")  # options of train.py that no file sets; tables know no hidden
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..kernels.lists import listed, packed_length
 from ..passes.capture import Recording
 from ..passes.work import Work
@@ -46,14 +43,15 @@ def rows(recording: Recording, works: list[Work], forward: list[Work]) -> list[d
             add(module, "metadata", grid[0] * grid[1])
             if site._fxmask_config.impl == "triton" and listed(site._fxmask_config.block):
                 add(module, "metadata", 4 * packed_length(grid, site._fxmask_config.block))
+    # one of a weight, however often its layer is called
+    copies = {(w.call.module, w.weight): w.elements * (1 + w.dtype.itemsize) for w in forward if w.call and w.dtype and w.kept is not None}
     naive: Counter[str] = Counter()
-    copied = {(w.call.module if w.call else "", w.weight): w for w in forward if w.kept is not None and w.dtype is not None}  # however often it is called
-    for (module, _), w in copied.items():
-        naive[module] += w.elements * (1 + (w.dtype or torch.float32).itemsize)
+    for (module, _), copy in copies.items():
+        naive[module] += copy
     found: list[dict[str, Any]] = []
     for module, kinds in held.items():
         found.append({"module": module or "(model)", **{k: kinds[k] for k in KINDS}, "total": sum(kinds.values()), "naive_mask": naive[module]})
-    size = sum({t.untyped_storage()._cdata: _held(recording, t) for t in recording.inputs}.values())
+    size = _held(recording)
     found.append({"module": "(input)", **dict.fromkeys(KINDS, 0), "input": size, "total": size, "naive_mask": 0})
     largest = max((p.bytes for w in works if w.call and not w.call.is_view for p in w.call.outputs), default=0)
     found.append({"module": "(workspace)", **dict.fromkeys(KINDS, 0), "workspace": largest, "total": largest, "naive_mask": 0})
@@ -63,6 +61,12 @@ def rows(recording: Recording, works: list[Work], forward: list[Work]) -> list[d
     return found
 
 
-def _held(recording: Recording, t: Tensor) -> int:
-    """Bytes of an input's storage, which an expanded one, or another that is a view of it, does not enlarge."""
-    return recording.size(t) * (t.untyped_storage().nbytes() // t.itemsize) // t.numel() if t.numel() else 0
+def _held(recording: Recording) -> int:
+    """Bytes of the model's inputs: a tensor that is given twice counts once, and views of one storage, such as an expanded one, for no more than that has."""
+    views: dict[int, dict[Any, int]] = {}
+    storages: dict[int, int] = {}
+    for t in recording.inputs:
+        storage, size = t.untyped_storage(), recording.size(t)
+        views.setdefault(storage._cdata, {})[t.storage_offset(), t.shape, t.stride()] = size
+        storages[storage._cdata] = size * (storage.nbytes() // t.itemsize) // t.numel() if t.numel() else 0
+    return sum(min(sum(sizes.values()), storages[key]) for key, sizes in views.items())

@@ -12,6 +12,17 @@ import fxmask
 from fxmask.kernels.grid import kept_elements
 
 
+class Apply(nn.Module):
+    """A model that is a function."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args):
+        return self.f(*args)
+
+
 class Attention(nn.Module):
     def __init__(self, dim, heads, causal):
         super().__init__()

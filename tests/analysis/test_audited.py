@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from analysis.counted import Apply, analyze
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxmask
 from fxmask import backend_watch
 
-B, F32 = "bytes_min", 4
-
-
-class Calls(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-
-    def forward(self, *args):
-        return self.f(*args)
-
-
-def analysed(model, *inputs, **options):
-    return fxmask.analyze(model, inputs, device="h100-sxm", **options)
+F32 = 4  # bytes
 
 
 def moved(f, *inputs):
     """Compulsory bytes of a function's forward."""
-    return analysed(Calls(f), *inputs, phases=("fwd",)).summary[B]["fwd"]
+    return analyze(Apply(f), *inputs, phases=("fwd",)).summary["bytes_min"]["fwd"]
 
 
 # ---- bytes: every distinct one once -------------------------------------------------------------------------------------------------------------------
@@ -39,6 +27,7 @@ QUARTERS = [(i, j) for i in (0, 1) for j in (0, 1)]
 BYTES = {
     "two slices": (lambda x: torch.mul(*x.chunk(2, -1)), (X,), 3 * 5 * 32 * F32),
     "slices that overlap": (lambda x: x[:, :40] + x[:, 24:], (X,), (5 * 64 + 5 * 40) * F32),
+    "three that overlap": (lambda x: torch.cat([x[0, :40], x[0, 24:], x[0, 10:50]]), (X,), (64 + 120) * F32),
     "the same one twice": (lambda x: x * x, (X,), 2 * 5 * 64 * F32),
     "all rows, stacked": (lambda x: torch.stack(x.unbind(0)), (X,), 2 * 5 * 64 * F32),
     "patches merged": (lambda x: torch.cat([x[:, i::2, j::2] for i, j in QUARTERS], -1), (IMAGE,), 2 * 8 * 8 * 6 * F32),
@@ -65,17 +54,19 @@ def test_distinct_bytes(case):
 
 def test_inputs_that_share_their_memory_are_held_once():
     x = torch.randn(2, 9, 64)
-    held = lambda model, *inputs: analysed(model, *inputs).tables["footprint"][-1]["input"]  # noqa: E731
+    held = lambda model, *inputs: analyze(model, *inputs).tables["footprint"][-1]["input"]  # noqa: E731
     assert held(nn.MultiheadAttention(64, 4, batch_first=True), x, x, x) == x.numel() * F32
     assert held(nn.Linear(64, 8), torch.randn(1, 64).expand(100, 64)) == 64 * F32
+    many = torch.randn(100, 64)
+    assert held(nn.Linear(64, 8), many[:5]) == 5 * 64 * F32 and held(Apply(torch.mul), many[:5], many[5:10]) == 10 * 64 * F32
 
 
 def test_workspace_is_one_tensor_and_a_copy_of_a_weight_is_made_once():
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.5)
-    assert analysed(model, torch.randn(64, 64)).tables["footprint"][-1]["workspace"] == 64 * 64 * F32
+    assert analyze(model, torch.randn(64, 64)).tables["footprint"][-1]["workspace"] == 64 * 64 * F32
     layer = fxmask.apply(nn.Linear(48, 48), ratio=0.5)
     for m in (layer, nn.Sequential(layer, layer, layer)):
-        assert analysed(m, torch.randn(8, 48)).tables["footprint"][-1]["naive_mask"] == 48 * 48 * (1 + F32)
+        assert analyze(m, torch.randn(8, 48)).tables["footprint"][-1]["naive_mask"] == 48 * 48 * (1 + F32)
 
 
 @pytest.mark.parametrize("momentum", [0, 0.9])
@@ -85,8 +76,8 @@ def test_a_centred_rmsprop_holds_another_tensor(momentum):
     layer(torch.randn(8, 64)).sum().backward()
     optimizer.step()
     real = sum(t.nbytes for t in optimizer.state[layer.weight].values() if t.dim())
-    report, weight = analysed(layer, torch.randn(8, 64), optimizer=optimizer), layer.weight.nbytes
-    assert report.tables["footprint"][-1]["optimizer_state"] == real and report.summary[B]["opt"] == 3 * weight + 2 * real
+    report, weight = analyze(layer, torch.randn(8, 64), optimizer=optimizer), layer.weight.nbytes
+    assert report.tables["footprint"][-1]["optimizer_state"] == real and report.summary["bytes_min"]["opt"] == 3 * weight + 2 * real
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------------------------------------------
@@ -101,7 +92,7 @@ def test_rigl_beside_pruning_wants_all_blocks_in_its_dense_steps_alone(block):
         with FlopCounterMode(display=False) as counter:
             model(x).sum().backward()
         counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}["fxmask.pruned_dw"]
-        assert analysed(model, x).summary["flop"]["bwd_dw"] == counted
+        assert analyze(model, x).summary["flop"]["bwd_dw"] == counted
         found.add(counted)
     dense = 2 * 32 * 64 * 96
     assert found == {dense // 2, dense // 4}, "half of the inputs are saved; of the weight all blocks are wanted, or half"
@@ -119,7 +110,7 @@ def test_a_mask_that_covers(kind):
     tokens = 16 if kind == "convolution" else 8
     (mask,) = fxmask.masks(model).values()
     kept = int(mask.repeat_interleave(16, 0).repeat_interleave(16, 1)[:64, :72].sum())
-    report = analysed(model, x)
+    report = analyze(model, x)
     assert mask.any(0).all() and report.summary["flop"]["fwd"] == 2 * tokens * kept
     assert report.summary["weights_loaded"] == kept
 
@@ -127,7 +118,7 @@ def test_a_mask_that_covers(kind):
 @pytest.mark.parametrize("phases", [("dX", "dW"), ("dW",), ("opt",), ("fwd", "opt")])
 def test_what_masks_keep_does_not_hang_on_the_phases(phases):
     model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32)), ratio=0.75), torch.randn(8, 64)
-    whole, part = (analysed(model, x, memory_model="thesis", **options) for options in ({}, {"phases": phases}))
+    whole, part = (analyze(model, x, memory_model="thesis", **options) for options in ({}, {"phases": phases}))
     for name in ("params_kept", "density"):
         assert part.summary[name] == whole.summary[name] and whole.summary["density"] < 0.3
     assert part.meta["mask_hash"] == whole.meta["mask_hash"] and part.tables["thesis"] == whole.tables["thesis"]
@@ -151,11 +142,11 @@ SYSTEMS = {
 def test_the_dense_step_is_that_of_the_dense_model(case):
     make = lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))  # noqa: E731
     x, configs = torch.randn(8, 64), SYSTEMS[case]
-    report = analysed(fxmask.apply(make(), *(configs if isinstance(configs, tuple) else (configs,)), include="*"), x)
-    dense = analysed(make(), x)
+    report = analyze(fxmask.apply(make(), *(configs if isinstance(configs, tuple) else (configs,)), include="*"), x)
+    dense = analyze(make(), x)
     assert report.summary["t_dense_min_us"] == pytest.approx(dense.summary["t_min_us"])
     assert report.summary["flop_dense"]["total"] == dense.summary["flop"]["total"]
-    assert report.summary[B]["bwd_db"] == dense.summary[B]["bwd_db"]
+    assert report.summary["bytes_min"]["bwd_db"] == dense.summary["bytes_min"]["bwd_db"]
 
 
 class Mixed(nn.Module):
@@ -173,7 +164,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("case", ["2:4", "2:4, transposable"])
 def test_the_dense_step_casts_and_adds_as_before(case):
     x = torch.randn(4, 32, 16)
-    report, dense = analysed(fxmask.apply(Mixed(), SYSTEMS[case]), x), analysed(Mixed(), x)
+    report, dense = analyze(fxmask.apply(Mixed(), SYSTEMS[case]), x), analyze(Mixed(), x)
     assert report.summary["t_dense_min_us"] == pytest.approx(dense.summary["t_min_us"])
 
 
@@ -182,16 +173,17 @@ def test_the_dense_step_casts_and_adds_as_before(case):
 def test_the_dense_step_of_convolutions_and_their_weights_gradient(config, padding):
     make = lambda: nn.Sequential(nn.Conv2d(16, 32, 3, padding=1, padding_mode=padding))  # noqa: E731
     x = torch.randn(2, 16, 8, 8)
-    report, dense = analysed(fxmask.apply(make(), config, layers=nn.Conv2d), x), analysed(make(), x)
+    report, dense = analyze(fxmask.apply(make(), config, layers=nn.Conv2d), x), analyze(make(), x)
     assert report.summary["t_dense_min_us"] == pytest.approx(dense.summary["t_min_us"])
-    assert report.summary[B]["bwd_dx"] == dense.summary[B]["bwd_dx"] == 0, "the input needs no gradient: what is masked is that of the weight"
+    found = [r.summary["bytes_min"]["bwd_dx"] for r in (report, dense)]
+    assert found == [0, 0], "the input needs no gradient: what is masked is that of the weight"
 
 
 def test_lists_of_a_mask_are_made_beside_pruning_too():
     ops = []
     for more in ((), (fxmask.ActivationPruning(0.5, 16),)):
         model = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), fxmask.WeightMask(0.5), *more, include="*")
-        ops.append({row["op"] for row in analysed(model, torch.randn(2, 8, 64)).tables["nodes"] if row["phase"] == "fwd"})
+        ops.append({row["op"] for row in analyze(model, torch.randn(2, 8, 64)).tables["nodes"] if row["phase"] == "fwd"})
     assert "fxmask.strip_lists" in ops[0] and "fxmask.strip_lists" in ops[1]
 
 
@@ -199,29 +191,29 @@ def test_masks_of_the_backend_are_said_to_be_missing(monkeypatch):
     monkeypatch.setattr(backend_watch, "state", backend_watch.State())  # or steps of other tests would be told that no graph came
     model = nn.Sequential(nn.Linear(64, 64))
     compiled = torch.compile(model, backend="fxmask", options={"ratio": 0.5})
-    assert any("compiled by backend='fxmask'" in note for note in analysed(compiled, torch.randn(8, 64)).notes)
+    assert any("compiled by backend='fxmask'" in note for note in analyze(compiled, torch.randn(8, 64)).notes)
     for other in (model, torch.compile(model), torch.compile(model, backend="eager")):
-        assert not any("compiled by" in note for note in analysed(other, torch.randn(8, 64)).notes)
+        assert not any("compiled by" in note for note in analyze(other, torch.randn(8, 64)).notes)
 
 
 def test_words_on_masks_that_leave_out_no_flop_and_on_what_has_no_blocks():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(8, 64)
     said = lambda report: [n for n in report.notes if "No layer is masked" in n or "leave out no FLOP" in n]  # noqa: E731
-    assert said(analysed(model, x)) == ["No layer is masked: dense and useful FLOP agree."]
-    (line,) = said(analysed(fxmask.apply(model, fxmask.NMMask(2, 4)), x))
+    assert said(analyze(model, x)) == ["No layer is masked: dense and useful FLOP agree."]
+    (line,) = said(analyze(fxmask.apply(model, fxmask.NMMask(2, 4)), x))
     assert line.startswith("Masks leave out no FLOP here")
     pruned = fxmask.apply(nn.Sequential(nn.Linear(1024, 1024)), fxmask.ActivationPruning(0.8, 64))
-    assert not any("()" in note for note in analysed(pruned, torch.empty(4, 512, 1024), dtype=torch.bfloat16).notes)
+    assert not any("()" in note for note in analyze(pruned, torch.empty(4, 512, 1024), dtype=torch.bfloat16).notes)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_gradient_that_is_wanted_everywhere_is_one_product(impl):
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), fxmask.WeightMask(0.5, backward="ste"))
-    rows = [r for r in analysed(model, torch.randn(8, 64), impl=impl).tables["roofline"] if r["phase"] == "dW" and r["op"].startswith("fxmask")]
+    rows = [r for r in analyze(model, torch.randn(8, 64), impl=impl).tables["roofline"] if r["phase"] == "dW" and r["op"].startswith("fxmask")]
     assert [round(r["t_min_us"], 6) for r in rows] == [2.0] and rows[0]["speedup_bound"] == 1
 
 
 def test_words_on_masks_of_weights_that_a_parametrisation_makes():
     layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
-    notes = analysed(fxmask.apply(nn.Sequential(layer), ratio=0.5), torch.randn(8, 64)).notes
+    notes = analyze(fxmask.apply(nn.Sequential(layer), ratio=0.5), torch.randn(8, 64)).notes
     assert [n for n in notes if n.startswith("1 weights are computed in every forward")] and not [n for n in notes if "have no values" in n]

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from analysis.counted import analyze
+from analysis.counted import Apply, analyze
 from torch import nn
 
 import fxmask
@@ -29,15 +29,6 @@ def test_bytes_of_a_dense_linear():
         *(("fwd", o, "read") for o in ("x", "w", "bias")), ("fwd", "y", "write"), ("dX", "dy", "read"), ("dX", "w", "read"), ("dX", "dx", "write"),
         ("dW", "dy", "read"), ("dW", "x", "read"), ("dW", "dw", "write"),
     }  # fmt: skip
-
-
-class Apply(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.f = f
-
-    def forward(self, *args):
-        return self.f(*args)
 
 
 N = 60  # elements of the operands below
