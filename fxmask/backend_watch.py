@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .kernels.errors import FxMaskWarning, message
+from .kernels.errors import FxMaskWarning, StateError, message
+from .sites import decided_by_apply
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
     """The compiled graph, counting its calls for the weights that it masks. `inputs`: what it was compiled for, among which the weights are.
 
     Dynamo calls one graph with the weights of several layers, where their frames are compiled on their own: those that are given count.
+    Raises: StateError where one of them is a layer's that `apply` has left dense since, or in another model: Dynamo's guards do not see that.
     """
     if not masked:
         return compiled
@@ -65,6 +67,9 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
         for u in fixed:
             u.calls += 1
         for j, (i, name, given, u) in enumerate(last):
+            if decided_by_apply(args[i]):
+                what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
+                raise StateError(message(what, name, "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."))
             if given() is not args[i]:  # looked up only then, as a lookup costs microseconds
                 u = _use(f"{name} (of another layer, which shares its graph)", args[i])
                 last[j] = (i, name, weakref.ref(args[i]), u)

@@ -18,6 +18,7 @@ from .passes.choose import Decision
 from .passes.find import graph_modules, join
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
+from .passes.writes import Writes
 from .swap import MaskedLinear, Swapped, masked_class, ran
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -80,9 +81,11 @@ def fused_dropouts(model: nn.Module) -> dict[int, nn.Dropout]:
 def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> list[tuple[Decision, BlockDropout, nn.Dropout | None]]:
     """The layers that drop, with p and the Dropout that is fused; those of graphs as they are, the pass knows their dropouts."""
     before, found = fused_dropouts(model), []
+    graphs: dict[int, Writes] = {}
     for d, config in chosen:
         gm = d.candidate.host
-        rates = [at[1] for n in d.candidate.nodes if (at := dropout_before(gm, n)) is not None] if gm is not None else []
+        writes = None if gm is None else graphs.setdefault(id(gm), Writes(gm))
+        rates = [at[1] for n in d.candidate.nodes if (at := dropout_before(writes, n)) is not None] if writes is not None else []
         if config.p is None and any(not 0 <= p < 1 for p in rates):
             raise ConfigError(f"{d.candidate.name!r} is behind a dropout with p={max(rates)}: expected p in [0, 1), or exclude={d.candidate.name!r}.")
         dropout = before.get(id(d.candidate.module)) if d.candidate.host is None else None

@@ -96,29 +96,31 @@ class Swapped(nn.Module):
         return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), copied(self.__dict__.copy())
 
 
-_EAGER = threading.local()  # .readers: {id of a layer: owners whose forward runs in this thread}
+_COUNTING = threading.Lock()
 
 
 def _is_read(m: ReadWeight) -> bool:
-    if torch.compiler.is_compiling():
+    """Whether an owner's forward runs, or a checkpoint in it runs anew: in a backward, with gradients, where no owner's forward is any more."""
+    if m._fxmask_reading > 0 or torch.compiler.is_compiling():
         return m._fxmask_reading > 0
-    return getattr(_EAGER, "readers", {}).get(id(m), 0) > 0
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def _count_readers(layers: list[ReadWeight], change: int) -> None:
-    """Note that an owner's forward begins (1) or ends (-1); other threads may run the same model."""
-    for m in layers:
-        if torch.compiler.is_compiling():
+    """Note that an owner's forward begins (1) or ends (-1). In the layer, where compiled and eager parts of one forward, and its threads, find it alike."""
+    if torch.compiler.is_compiling():
+        for m in layers:
             m._fxmask_reading += change
-        else:
-            readers = _EAGER.__dict__.setdefault("readers", {})
-            readers[id(m)] = readers.get(id(m), 0) + change
+    else:
+        with _COUNTING:  # several threads may run one model
+            for m in layers:
+                m._fxmask_reading += change
 
 
 class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
-    _fxmask_reading: int  # owners whose forward is being traced by the compiler; eager forwards are counted by thread
+    _fxmask_reading: int  # owners whose forward runs, or is being traced by the compiler
 
     @property
     def weight(self) -> Tensor:
@@ -135,6 +137,9 @@ class ReadWeight(MaskedLinear):
             return reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, state.dense_flag(self), c.backward))
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fxmask_reading": 0}  # another thread may run the model that is copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._fxmask_base.forward is nn.Linear.forward:

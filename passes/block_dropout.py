@@ -20,6 +20,7 @@ from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, call_again, replace_node
 from .options import Options
 from .schedule import one_of
+from .writes import Writes, memory
 
 aten = torch.ops.aten
 DROPOUTS = (F.dropout, torch.dropout, aten.dropout.default)  # that are fused; their arguments are (input, p, training, inplace), those of the others too
@@ -46,9 +47,10 @@ class BlockDropout(Options):
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
     since the linear's count; p, where it is given, stands for its own. Whoever else calls its module drops nothing: `explain` names those that are fused. Every
     other dropout is left alone, and `explain` names it, if it is a module or a graph's call; F.dropout inside a module's own forward nobody sees. In a graph a
-    dropout that feeds other ops stays for those, one that writes into what others read (in place) is left alone, where one in nn.Sequential is fused and writes
-    no more; linears behind one dropout draw a mask each. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense`
-    changes none of it. The mask is a hash of one number that each forward draws from PyTorch's generator of the device: checkpointing redraws it.
+    dropout that feeds other ops stays for those; one whose input or output is written into before the linear is left alone, and so is one that writes into what
+    others read (in place), where one in nn.Sequential is fused and writes no more; linears behind one dropout draw a mask each. A graph of torch.export has no
+    eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none of it. The mask is a hash of one number that each forward draws from
+    PyTorch's generator of the device: checkpointing redraws it.
     The kernels of `triton` read m through lists that each direction cuts for tiles of its own: a block says what is dropped together, and the tiles of forward
     and backward do not depend on it. They take sides of 16, 32, 64 and 128 and even numbers of features; all else is dropped in one pass and multiplied
     densely. Beside a WeightMask, whose own impl counts, the input is dropped in plain PyTorch; `cpu` and `triton` raise there.
@@ -119,9 +121,12 @@ def left_in(gm: GraphModule) -> list[str]:
     return [n.name for n in calls if 0 not in _settings(n)[:2]]
 
 
-def dropout_before(gm: GraphModule, linear: Node) -> tuple[Node, float] | None:
-    """The active dropout whose output a linear call reads, and its p; None for one that writes into what others read, or whose forward was replaced."""
-    n = input_arg(linear)
+def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
+    """The active dropout whose output a linear call reads, and its p.
+
+    None for one that writes into what others read, one whose input or output is written into before the linear, and one whose forward was replaced.
+    """
+    gm, n = writes.gm, input_arg(linear)
     if not isinstance(n, Node):
         return None
     if n.op == "call_module" and is_plain_dropout(m := gm.get_submodule(str(n.target))):
@@ -131,6 +136,8 @@ def dropout_before(gm: GraphModule, linear: Node) -> tuple[Node, float] | None:
     else:
         return None
     if on is not True or not isinstance(p, (int, float)) or (inplace is not False and len(input_arg(n).users) > 1):
+        return None
+    if writes.between(n, linear, memory(gm, n) | memory(gm, input_arg(n))):
         return None
     return n, float(p)
 
@@ -147,10 +154,10 @@ class FuseDropout(Pass):
         self.chosen = chosen
 
     def run(self, gm: GraphModule) -> list[str]:
-        names = []
+        names, writes = [], Writes(gm)
         for d, config in self.chosen:
             for node in d.candidate.nodes if d.candidate.host is gm else []:
-                found = dropout_before(gm, node)
+                found = dropout_before(writes, node)
                 if config.p is None and found is None:
                     continue
                 own = config if config.p is not None or found is None else dataclasses.replace(config, p=found[1])

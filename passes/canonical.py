@@ -1,7 +1,7 @@
 """The pass that turns products with a transposed parameter into linear calls, so that the passes after it see one form.
 
-    x @ w.t(), matmul(x, w.T), mm(x, w.transpose(0, 1)), x @ w.mT, matmul(x, w.permute(1, 0))  ->  linear(x, w)
-    addmm(b, x, w.t())                                                                         ->  linear(x, w, b)
+    x @ w.t(), matmul(x, w.T), mm(x, mat2=w.transpose(0, 1)), x @ w.mT, matmul(x, w.permute(1, 0))  ->  linear(x, w)
+    addmm(b, x, w.t()), b.addmm(x, w.t())                                                           ->  linear(x, w, b)
 
 `x @ w` is left alone: its weight would be (in, out), and a block of it another thing. So are products of two activations.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from .infra import TRANSPOSES, Pass
+from .infra import SWAP_METHODS, SWAPS, TRANSPOSES, Pass, is_transpose
 
 PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
 SUMS = {torch.addmm, torch.ops.aten.addmm.default}
@@ -43,33 +44,39 @@ class Canonicalise(Pass):
 
     def _linear(self, node: Node) -> tuple[Node | None, ...] | None:
         """(x, w, bias) of a product that is a linear, else None."""
-        product = (node.op == "call_function" and node.target in PRODUCTS) or (node.op == "call_method" and node.target in ("matmul", "mm", "__matmul__"))
-        if product and len(node.args) == 2 and not node.kwargs:
-            x, right, bias = *node.args, None
-        elif node.op == "call_function" and node.target in SUMS and len(node.args) == 3 and not node.kwargs:
-            bias, x, right = node.args
+        function, method = node.op == "call_function", node.op == "call_method"
+        bias: Node | None = None
+        if (function and node.target in PRODUCTS) or (method and node.target in ("matmul", "mm", "__matmul__")):
+            x, right = _given(node, ("input", "self"), ("other", "mat2", "tensor2"))
+        elif (function and node.target in SUMS) or (method and node.target == "addmm"):
+            bias, x, right = _given(node, ("input", "self"), ("mat1",), ("mat2",))
             if not (isinstance(bias, Node) and _axes(bias) == 1):
                 return None
         else:
             return None
         w = self._transposed(right)
-        return None if w is None or not isinstance(x, Node) else (x, w, bias)  # type: ignore[return-value]
+        return None if w is None or not isinstance(x, Node) else (x, w, bias)
 
     def _transposed(self, node: object) -> Node | None:
         """The parameter whose transpose a node is."""
-        if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
+        if not isinstance(node, Node) or not is_transpose(node):
             return None
-        w, axes = node.args[0], node.args[1:]
-        flipped = False
-        if node.op == "call_function" and node.target is getattr:
-            flipped = axes[0] in ("T", "mT")
-        elif (node.op == "call_method" and node.target == "t") or node.target in (torch.t, torch.ops.aten.t.default):
-            flipped = True
-        elif (node.op == "call_method" and node.target in ("transpose", "permute")) or node.target in TRANSPOSES:
+        w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
+        if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
+            flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
+        elif node.target in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
             given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-            swaps = "transpose" in str(node.target)
-            flipped = sorted(a % 2 for a in given if isinstance(a, int)) == [0, 1] if swaps else [a % 2 for a in given if isinstance(a, int)] == [1, 0]
-        return w if flipped and self.is_weight(w) else None
+            flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
+        else:
+            flipped = True  # an attribute, such as .T
+        return w if flipped and isinstance(w, Node) and self.is_weight(w) else None
+
+
+def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:
+    """A call's operands, by position or by one of their names; None for each where there are others."""
+    kwargs = dict(node.kwargs)
+    found = [*node.args, *(kwargs.pop(n) for same in names[len(node.args) :] for n in same if n in kwargs)]
+    return found if len(found) == len(names) and not kwargs else [None] * len(names)
 
 
 def _axes(node: Node) -> int:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .graph_site import graph_sites
 from .plain_forward import computes_linear
-from .readers import weight_readers
+from .readers import weight_readers, writes_to
 from .site import Site
 from .weights import peek_weight
 
@@ -141,6 +141,10 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     cls: Any = type(m)
     own = linear and not swapped and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
+    writer = next((owner for owner in [*owners, *([m] if own else [])] if writes_to(owner, m)), None)
+    if writer is not None:
+        skip = f"the forward of {type(writer).__name__} writes to its weight and reads it, and the write would go into W∘M and be lost; call the layer there"
+        own = False
     if any("forward" in owner.__dict__ for owner in owners):
         skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
     if "forward" in m.__dict__:

@@ -73,14 +73,17 @@ class Pass:
         return PassResult(gm, rewritten)
 
 
-TRANSPOSES = {torch.t, torch.transpose, torch.permute, torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default}
+SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, torch.ops.aten.transpose.int}
+TRANSPOSES = {torch.t, torch.adjoint, torch.permute, torch.ops.aten.t.default, torch.ops.aten.permute.default, *SWAPS}
+SWAP_METHODS = ("transpose", "swapaxes", "swapdims")
+FLIPS = ("T", "mT", "H", "mH")  # attributes; of real matrices all the same
 
 
 def is_transpose(node: Node) -> bool:
     """Whether a node only looks at a tensor with its axes in another order."""
     if node.op == "call_function":
-        return node.target in TRANSPOSES or (node.target is getattr and node.args[1] in ("T", "mT"))
-    return node.op == "call_method" and node.target in ("t", "transpose", "permute")
+        return node.target in TRANSPOSES or (node.target is getattr and node.args[1] in FLIPS)
+    return node.op == "call_method" and node.target in ("t", "adjoint", "permute", *SWAP_METHODS)
 
 
 class CleanUp(Pass):

@@ -27,10 +27,12 @@ from .config import WeightMask
 from .find import LINEARS, bias_arg, input_arg
 from .infra import Pass
 from .site import stream_of
+from .writes import Writes, memory
 
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 STRIP_LISTS = torch.ops.fxmask.strip_lists.default
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
+MODE, GRADS = "_inference_mode", "_set_grad_enabled"  # ends of names of calls that begin or end inference_mode, and no_grad
 
 
 class MaskLifted(Pass):
@@ -43,22 +45,23 @@ class MaskLifted(Pass):
         return tuple((d.candidate.name, repr(d.config)) for d in self.decisions)
 
     def run(self, gm: GraphModule) -> list[str]:
-        names = []
-        for d in self.decisions:
-            if d.candidate.host is gm and d.config is not None:
-                _rewrite(gm, d, d.config)
-                names.append(d.candidate.name)
-        return names
+        here = [(d, d.config) for d in self.decisions if d.candidate.host is gm and d.config is not None]
+        writes = Writes(gm)
+        for d, config in here:
+            _rewrite(gm, writes, d, config)
+        return [d.candidate.name for d, _ in here]
 
 
-def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
-    w, found = d.candidate.weight_node, d.candidate.weight
+def _rewrite(gm: GraphModule, writes: Writes, d: Decision, c: WeightMask) -> None:
+    w, found, nodes = d.candidate.weight_node, d.candidate.weight, d.candidate.nodes
     assert w is not None  # of lifted candidates
     nb, kb = grid_shape(found.shape, c.block)
-    given: dict[str, Any] = {}
-    for node in d.candidate.nodes:
+    same, before = memory(gm, w), None
+    given: dict[Any, Any] = {}
+    for node, section, recorded in zip(nodes, writes.sections(nodes, same, MODE), writes.sections(nodes, same, MODE, GRADS), strict=True):
         with gm.graph.inserting_before(node):
-            if not given:  # one weight, one mask, however often the graph uses it
+            if section != before:  # one weight, one mask, however often the graph uses it, until something writes into it
+                given, before = {}, section
                 keep, step = (
                     gm.graph.call_function(torch.full, ((), value), {"dtype": torch.int64, "device": found.device}) for value in (c.keep_at(0, nb * kb), 0)
                 )
@@ -77,9 +80,9 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask) -> None:
                     reader = getattr(node.target, "__name__", node.target)
                     what = f"{reader} takes the weight of this layer as an argument, and backward='unmasked' needs the layer's own call."
                     raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: dict(backward='ste')}}, or exclude it."))
-                if "w" not in given:
-                    given["w"] = _masked_weight(w, given["mask"], c, (found.shape[0], found.shape[1]))
-                node.replace_input_with(w, given["w"])
+                if recorded not in given:  # of a part under no_grad, the rest of the graph would get no gradient
+                    given[recorded] = _masked_weight(w, given["mask"], c, (found.shape[0], found.shape[1]))
+                node.replace_input_with(w, given[recorded])
         if node.target in LINEARS:
             gm.graph.erase_node(node)
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from ..kernels import prune_ops, scale_ops
 from .activation_pruning import ActivationPruning, saves
 from .choose import Decision
-from .find import LINEARS, Candidate, bias_arg, call_stack, input_arg, weight_problem
+from .find import LINEARS, Candidate, bias_arg, call_stack, input_arg, weight_arg, weight_problem
 from .infra import Pass, replace_node
 from .lifted import Body, source_name
 from .lifted_mask import MASKED_LINEAR
@@ -86,7 +86,7 @@ class PruneLifted(Pass):
             if d.candidate.host is not gm or w is None:
                 continue
             names.append(d.candidate.name)
-            for node in d.candidate.nodes if d.candidate.product else list(w.users):
+            for node in d.candidate.nodes if d.candidate.product else [n for n in w.users if n.target in (*LINEARS, MASKED_LINEAR) and weight_arg(n) is w]:
                 if d.candidate.product:
                     parts = dict(zip(self.roles[node], node.args, strict=True))
                     _call(gm, node, product, (parts["x"], parts["a"], parts.get("b"), c.block, c.ratio, c.noise, node.target in MUL_))

@@ -45,6 +45,14 @@ def _read_by(m: nn.Module) -> list[object]:
     return [read for path in _paths_read(cls) for read in _modules_at(m, path)]
 
 
+def writes_to(owner: nn.Module, layer: nn.Module) -> bool:
+    """Whether what a module's forward uses writes to the weight of a layer that it reads and never calls: W∘M would take the write and be gone."""
+    cls: Any = getattr(type(owner), "_fxmask_base", type(owner))
+    reads, writes, calls = said(forward_sources(cls))
+    lost = [w for w in writes if any(_alike(w, p) for p in reads) and not _is_called(w, calls)]
+    return any(inner is layer for path in lost for inner in _modules_at(owner, path))
+
+
 def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Every module that holds a layer, however deep; any of them may be the one that reads it."""
     return [m for m in model.modules() if m is not layer and any(inner is layer for inner in m.modules())]
@@ -57,7 +65,11 @@ def _paths_read(cls: type[nn.Module]) -> tuple[Path, ...]:
     Not of a layer that it calls, too, or a part that holds it, and writes to: there the read is one of the Parameter, such as that of a norm to be kept.
     """
     reads, writes, calls = said(forward_sources(cls))
-    return tuple(p for p in reads if not any(_alike(p, w) for w in writes) or not any(c and _alike(p[: len(c)], c) for c in calls))
+    return tuple(p for p in reads if not any(_alike(p, w) for w in writes) or not _is_called(p, calls))
+
+
+def _is_called(path: Path, calls: set[Path]) -> bool:
+    return any(c and _alike(path[: len(c)], c) for c in calls)
 
 
 def _alike(a: Path, b: Path) -> bool:

@@ -23,6 +23,7 @@ from .choose import Decision
 from .find import bias_arg, input_arg, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
 from .infra import Pass, call_again, replace_node
+from .writes import Writes, memory
 
 CONTAINER = "fxmask_sites"
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
@@ -36,16 +37,17 @@ class MaskWeights(Pass):
         self.made: list[GraphSite] = []
 
     def run(self, gm: GraphModule) -> list[str]:
-        names = []
+        names, writes = [], Writes(gm)
         for d in self.decisions:
             c = d.candidate
             if c.host is not gm or d.config is None:
                 continue
+            tensor = {id(c.weight)} if c.weight_path else memory(gm, weight_arg(c.nodes[0]))
             stream = self.stream_names.get(id(c.weight), c.param_name)
             local = c.weight_path or f"{c.call}.weight"  # a name inside this graph module, whatever holds it
             site = GraphSite(d.config, local, c.weight, c.weight_path, stream).train(gm.training)
             self.made.append(site)
-            _rewrite(gm, c.nodes, _add_site(gm, local.removesuffix(".weight"), site), site)
+            _rewrite(gm, c.nodes, writes.sections(c.nodes, tensor), _add_site(gm, local.removesuffix(".weight"), site), site)
             names.append(c.name)
         return names
 
@@ -105,10 +107,10 @@ def _free_name(m: nn.Module, base: str) -> str:
     return name
 
 
-def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -> None:
+def _rewrite(gm: GraphModule, nodes: list[Node], sections: list[int], target: str, site: GraphSite) -> None:
     graph, c = gm.graph, site._fxmask_config
     given: dict[str, Node] = {}  # what the site gives
-    for node in nodes:
+    for node, section, before in zip(nodes, sections, [None, *sections], strict=False):
         with graph.inserting_before(node):
             if node.op == "call_module":
                 path, origin = str(node.target), f"module:{node.target}"
@@ -117,7 +119,7 @@ def _rewrite(gm: GraphModule, nodes: list[Node], target: str, site: GraphSite) -
             else:
                 w, b = weight_arg(node), bias_arg(node)
                 origin = "aten" if node.target is torch.ops.aten.linear.default else "functional"
-            if not given:  # one weight, one mask, however often the graph uses it
+            if section != before:  # one weight, one mask, however often the graph uses it, until something writes into it
                 call = graph.call_module(target, (w,))
                 call.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
                 several = len(site.outputs) > 1

@@ -96,6 +96,18 @@ def test_a_layer_that_apply_left_out_stays_dense_in_a_graph_of_its_own():
     assert not torch.equal(compiled(Wrap(layer), ratio=0.75)(x), layer(x))
 
 
+def test_a_layer_that_apply_leaves_out_afterwards_is_not_masked_by_an_old_graph():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 32), torch.randn(4, 32)
+    call = compiled(Wrap(layer))
+    assert not torch.equal(call(x), layer(x))
+    fxmask.apply(nn.ModuleDict({"a": nn.Linear(32, 32), "b": layer}), ratio=0.75, exclude="b")
+    with pytest.raises(StateError, match=r"(?s)has left a layer dense, and this graph.*inner.*torch\._dynamo\.reset"):
+        call(x)
+    torch._dynamo.reset()
+    assert torch.equal(call(x), layer(x))
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_function_transforms_raise(transform):
     model, x = Wrap(nn.Linear(32, 32)), torch.randn(4, 32)

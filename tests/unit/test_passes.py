@@ -22,6 +22,19 @@ FORMS = {
     "mm(x, transpose(w, -1, -2))": (lambda x, w, b: torch.mm(x, torch.transpose(w, -1, -2)), True),
     "x.matmul(w.permute(1, 0))": (lambda x, w, b: x.matmul(w.permute(1, 0)), True),
     "x @ torch.permute(w, (1, 0))": (lambda x, w, b: x @ torch.permute(w, (1, 0)), True),
+    "mm(x, mat2=w.t())": (lambda x, w, b: torch.mm(x, mat2=w.t()), True),
+    "matmul(input=x, other=w.t())": (lambda x, w, b: torch.matmul(input=x, other=w.t()), True),
+    "x @ w.transpose(dim0=0, dim1=1)": (lambda x, w, b: x @ w.transpose(dim0=0, dim1=1), True),
+    "x @ w.swapaxes(0, 1)": (lambda x, w, b: x @ w.swapaxes(0, 1), True),
+    "x @ swapdims(w, 0, 1)": (lambda x, w, b: x @ torch.swapdims(w, 0, 1), True),
+    "x @ w.H": (lambda x, w, b: x @ w.H, True),
+    "x @ w.adjoint()": (lambda x, w, b: x @ w.adjoint(), True),
+    "x @ w.permute(dims=(1, 0))": (lambda x, w, b: x @ w.permute(dims=(1, 0)), True),
+    "b.addmm(x, w.t())": (lambda x, w, b: b.addmm(x, w.t()), True),
+    "addmm(b, x, mat2=w.t())": (lambda x, w, b: torch.addmm(b, x, mat2=w.t()), True),
+    "addmm(b, mat1=x, mat2=w.t(), beta=2)": (lambda x, w, b: torch.addmm(b, mat1=x, mat2=w.t(), beta=2), False),
+    "mm(x, w.t(), out=b)": (lambda x, w, b: torch.mm(x, w.t(), out=torch.empty(8, 8)), False),
+    "x @ w.swapaxes(0, 0)": (lambda x, w, b: x @ w.swapaxes(0, 0), False),
     "addmm(b, x, w.t())": (lambda x, w, b: torch.addmm(b, x, w.t()), True),
     "addmm(b, x, w.t(), alpha=2)": (lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2), False),
     "addmm(x, x, w.t())": (lambda x, w, b: torch.addmm(x, x, w.t()), False),
@@ -49,7 +62,7 @@ def test_products_with_a_transposed_weight_are_linears(form):
     result, _ = run_passes(gm, [Canonicalise(lambda node: node.name == "w"), CleanUp()])
     assert result.modified == rewritten
     if rewritten:
-        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").run(gm.code)
+        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").check_not("swap").check_not("adjoint").run(gm.code)
     else:
         FileCheck().check_not("linear").run(gm.code)
     torch.testing.assert_close(gm(x, w, b), f(x, w, b))

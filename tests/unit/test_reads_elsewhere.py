@@ -1,0 +1,169 @@
+"""Weights that an owner's forward reads where it does not itself: in compiled methods, in eager parts of a compiled forward, in threads, checkpoints."""
+
+import copy
+import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxmask
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.n = nn.Linear(64, 64, bias=False), 0
+
+    def inner(self, x):
+        return F.linear(x, self.fc.weight).tanh()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Threads(Own):
+    def forward(self, x):
+        with ThreadPoolExecutor(2) as pool:
+            return torch.cat(list(pool.map(self.inner, x.chunk(2))))
+
+
+class Compiled(Own):
+    inner = torch.compile(Own.inner, backend="eager")
+
+
+class Disabled(Own):
+    inner = torch.compiler.disable(Own.inner)
+
+
+class Broken(Own):
+    """A graph break, and an attribute by which its second half alone is compiled anew."""
+
+    def forward(self, x):
+        x = x * 1
+        torch._dynamo.graph_break()
+        return self.inner(x) + 0 * self.n
+
+
+def outputs(kind):
+    """(model, x, what the masked layer gives, what the dense one gives)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dense, x = kind(), torch.randn(8, 64)
+    layer = fxmask.apply(nn.Sequential(copy.deepcopy(dense.fc)), ratio=0.5)
+    wrong = F.linear(x, dense.fc.weight).tanh()
+    expected = layer(x).tanh()
+    assert not torch.allclose(expected, wrong, atol=1e-2)
+    return fxmask.apply(dense, ratio=0.5), x, expected
+
+
+@pytest.mark.parametrize("kind", [Compiled, Threads])
+def test_an_eager_forward(kind):
+    model, x, expected = outputs(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxmask.FxMaskWarning)
+        torch.testing.assert_close(model(x), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(model.eval()(x), expected)
+    assert model.fc.weight is model.fc._parameters["weight"]  # and the Parameter again, once it has ended
+
+
+def test_a_method_that_is_compiled_on_the_instance():
+    model, x, expected = outputs(Own)
+    model.inner = torch.compile(model.inner, backend="eager")
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", [Disabled, Compiled, Broken])
+def test_a_compiled_forward(kind):
+    model, x, expected = outputs(kind)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), expected)
+    assert model.fc.weight is model.fc._parameters["weight"]
+
+
+def test_a_forward_whose_second_half_is_compiled_no_more():
+    model, x, expected = outputs(Broken)
+    call = torch.compile(model, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for model.n in range(4):
+            torch.testing.assert_close(call(x), expected)
+    model.n = -1
+    with torch.compiler.set_stance("eager_on_recompile"):
+        torch.testing.assert_close(call(x), expected)
+    assert model.fc.weight is model.fc._parameters["weight"]
+
+
+class Checkpointed(Own):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.out, self.reentrant = nn.Linear(64, 64), reentrant
+
+    def half(self, x):
+        return self.out(self.inner(x))
+
+    def forward(self, x):
+        return self.half(x) if self.reentrant is None else checkpoint(self.half, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_in_the_owner_runs_its_part_anew_with_the_mask(reentrant, backward):
+    torch.manual_seed(0)
+    dense, x, found = Checkpointed(None), torch.randn(8, 64), []
+    for dense.reentrant in (None, reentrant):
+        model, given = fxmask.apply(copy.deepcopy(dense), ratio=0.5, backward=backward), x.clone().requires_grad_()
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y, given.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_hook_in_backward_meets_the_parameter():
+    model, x, _ = outputs(Own)
+    seen = []
+    model.register_full_backward_hook(lambda *_: seen.append(model.fc.weight))
+    model(x.requires_grad_()).sum().backward()
+    assert seen[0] is model.fc._parameters["weight"]
+
+
+def test_a_copy_made_while_the_owner_runs_reads_its_parameter():
+    model, x, _ = outputs(Own)
+    copies = []
+    model.inner = lambda x: copies.append((copy.deepcopy(model.fc), pickle.loads(pickle.dumps(model.fc)))) or x
+    model(x)
+    for m in copies[0]:
+        assert m.weight is m._parameters["weight"]
+
+
+class Writes(Own):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.fc.weight.clamp_(-0.01, 0.01)
+        return self.out(self.inner(x))
+
+
+class WritesData(Writes):
+    def forward(self, x):
+        w = self.fc.weight
+        w.data = w.data / w.data.norm()
+        return self.out(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesData])
+def test_a_write_that_would_go_into_the_masked_weight_leaves_the_layer_dense_and_says_so(kind):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(8, 64)
+    expected = copy.deepcopy(model)
+    with pytest.warns(fxmask.FxMaskWarning, match=f"fc stays dense: the forward of {kind.__name__} writes to its weight and reads it.*call the layer there"):
+        fxmask.apply(model, ratio=0.5)
+    fxmask.apply(expected, ratio=0.5, exclude="fc")
+    torch.testing.assert_close(model(x), expected(x))
+    assert torch.equal(model.fc.weight, expected.fc.weight) and list(fxmask.masks(model)) == ["out.weight"]

@@ -1,0 +1,199 @@
+"""A weight or an input that a graph writes into: no mask, no W∘M and no dropout is read on the other side of the write."""
+
+import copy
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import fxmask
+from fxmask.backend import fxmask_backend
+from fxmask.passes.writes import Writes, memory, written
+
+
+def _out(t, y):
+    torch.mul(y, 2, out=t)
+    return t
+
+
+# what is done to t, which y is beside -> whether it may write into t
+FORMS = {
+    "t.add_(y)": (lambda t, y: t.add_(y), True),
+    "t.view(-1).mul_(2)": (lambda t, y: t.view(-1).mul_(2), True),
+    "t.data.clamp_(0)": (lambda t, y: t.data.clamp_(0), True),
+    "t.detach()[0].zero_()": (lambda t, y: t.detach()[0].zero_(), True),
+    "mul(y, 2, out=t)": (_out, True),
+    "relu(t, inplace=True)": (lambda t, y: F.relu(t, inplace=True), True),
+    "relu(t, True)": (lambda t, y: F.relu(t, True), True),
+    "relu_(t)": (lambda t, y: torch.relu_(t), True),
+    "_foreach_add_([y, t], 1)": (lambda t, y: torch._foreach_add_([y, t], 1), True),
+    "aten.copy_(t, y)": (lambda t, y: torch.ops.aten.copy_.default(t, y), True),
+    "t.contiguous().add_(y)": (lambda t, y: t.contiguous().add_(y), True),  # may be t itself
+    "y.add_(t)": (lambda t, y: y.add_(t), False),
+    "(t + y).add_(1)": (lambda t, y: (t + y).add_(1), False),
+    "linear(y, t).relu_()": (lambda t, y: F.linear(y, t).relu_(), False),
+    "t.clone().zero_()": (lambda t, y: t.clone().zero_(), False),
+    "aten.add(t, y).add_(1)": (lambda t, y: torch.ops.aten.add.Tensor(t, y).add_(1), False),
+    "relu(t, inplace=False)": (lambda t, y: F.relu(t, inplace=False), False),
+    "logical_or": (lambda t, y: operator.or_(t > 1, y > 1), False),
+    "t.requires_grad_()": (lambda t, y: t.requires_grad_(), False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_writes(form):
+    f, writes = FORMS[form]
+    gm = fx.symbolic_trace(f)
+    (t, *_) = (n for n in gm.graph.nodes if n.op == "placeholder")
+    assert bool(Writes(gm).into(memory(gm, t))) == writes
+    given = torch.rand(4, 4) + 1
+    before, y = given.clone(), torch.rand(4, 4)
+    with torch.no_grad():
+        gm(given, y)
+    assert writes or torch.equal(given, before)  # what is called no write is none
+    assert form.startswith(("t.requires", "t.contiguous", "relu", "t.data")) or torch.equal(given, before) != writes
+
+
+def test_an_item_that_is_set_is_a_write():
+    graph = fx.Graph()  # as Dynamo has it; symbolic_trace cannot
+    t = graph.placeholder("t")
+    graph.call_function(operator.setitem, (graph.call_method("t", (t,)), 0, 1))
+    graph.output(t)
+    assert Writes(fx.GraphModule({}, graph)).into({t})
+
+
+def test_of_modules_only_those_in_place_write():
+    gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.ReLU()))
+    assert [len(written(gm, n)) for n in gm.graph.nodes] == [0, 0, 1, 0, 0]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def _written_between(net, x, new):
+    a = net(x)
+    with torch.no_grad():
+        net.fc.weight.copy_(new)
+    return a, net(x)
+
+
+def _scaled_by_lists(net, x, new):
+    a = net(x)
+    with torch.no_grad():
+        torch._foreach_mul_([net.fc.weight], [new])
+    return a, net(x)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("call", [_written_between, _scaled_by_lists])
+def test_a_compiled_function_has_a_new_mask_after_a_write(call, inner):
+    torch.manual_seed(0)
+    net, x, new = Net(), torch.randn(8, 64), torch.randn(64, 64)
+    expected = call(fxmask.apply(copy.deepcopy(net), ratio=0.5), x, new)
+    torch._dynamo.reset()
+    found = torch.compile(call, backend=fxmask_backend, options=dict(ratio=0.5, inner=inner), fullgraph=True)(net, x, new)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found[1], net(x), atol=1e-2)  # masked after the write, too
+
+
+class TracedWrite(Net):
+    def forward(self, x, new):
+        a = self.fc(x)
+        self.fc.weight.data.copy_(new)
+        return a, self.fc(x), self.fc(2 * x)
+
+
+def test_a_trace_has_a_new_mask_after_a_write():
+    torch.manual_seed(0)
+    net, x, new = TracedWrite(), torch.randn(8, 64), torch.randn(64, 64)
+    expected = fxmask.apply(copy.deepcopy(net), ratio=0.5)(x, new)
+    gm = fxmask.apply(fx.symbolic_trace(net), ratio=0.5)
+    torch.testing.assert_close(gm(x, new), expected)
+    assert sum(n.op == "call_module" and "fxmask_sites" in n.target for n in gm.graph.nodes) == 2  # the last two calls share one
+    code = fx.symbolic_trace(TracedWrite()).code
+    assert fxmask.restore(gm).code == code
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.att = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        with torch.no_grad():
+            t = self.att(x, x, x)[0]
+        return (self.att(x, x, x)[0] - t.roll(1, 0)).square().mean()
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_weight_read_first_without_gradients_has_one_afterwards(inner):
+    torch.manual_seed(0)
+    net, x = Teacher(), torch.randn(2, 5, 64)
+    options = dict(ratio=0.5, include="att.out_proj")
+    expected = fxmask.apply(copy.deepcopy(net), **options)
+    expected(x).backward()
+    torch._dynamo.reset()
+    torch.compile(net, backend=fxmask_backend, options=dict(options, inner=inner), fullgraph=True)(x).backward()
+    torch.testing.assert_close(net.att.out_proj.weight.grad, expected.att.out_proj.weight.grad)
+
+
+class Product(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, width, bias=False)
+
+    def forward(self, x):
+        return self.a(x), self.b(self.a.weight)
+
+
+@pytest.mark.parametrize("masks", [{}, {"ratio": 0.0}], ids=["alone", "beside masks"])
+@pytest.mark.parametrize("width", [64, 32])
+def test_a_weight_that_is_another_linears_input_is_pruned_as_an_input(width, masks):
+    torch.manual_seed(0)
+    net, x = Product(width), torch.randn(4, 8, 64)
+    torch._dynamo.reset()
+    found = torch.compile(net, backend=fxmask_backend, options=dict(masks, activations=dict(ratio=0.5, block=16), inner="eager"))(x)
+    torch.testing.assert_close(found, net(x))
+
+
+class Dropped(nn.Module):
+    def __init__(self, write):
+        super().__init__()
+        self.inp, self.drop, self.fc, self.write = nn.Linear(64, 64), nn.Dropout(1e-9), nn.Linear(64, 64), write
+
+    def forward(self, x, pos):
+        x = self.inp(x)
+        h = self.drop(x)
+        if self.write == "input":
+            x.add_(pos)
+        elif self.write == "output":
+            h.add_(pos)
+        elif self.write == "other":
+            pos.add_(1)
+        return self.fc(h), x
+
+
+@pytest.mark.parametrize("write", ["input", "output", "other"])
+@pytest.mark.parametrize("trace", [fx.symbolic_trace, None], ids=["symbolic_trace", "export"])
+def test_a_dropout_is_not_fused_past_a_write(write, trace):
+    """p is so small that nothing is dropped."""
+    torch.manual_seed(0)
+    net, x = Dropped(write), torch.randn(32, 64)
+    gm = trace(net) if trace else torch.export.export(copy.deepcopy(net), (x, torch.ones(32, 64))).module()
+    expected = net(x, torch.full((32, 64), 100.0))[0]
+    own = fxmask.BlockDropout(block=(16, 16))
+    if write == "other":
+        fxmask.apply(gm, own)
+        assert hasattr(gm, "fxmask_dropped")
+    else:
+        with pytest.warns(fxmask.FxMaskWarning, match="changed nothing"):
+            fxmask.apply(gm, own)
+    torch.testing.assert_close(gm(x, torch.full((32, 64), 100.0))[0], expected)
