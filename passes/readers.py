@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .naming import Path
-from .said import said
+from .said import Said, said
 
 USE = re.compile(r"\bself\.(\w+)\b")
 
@@ -48,7 +48,7 @@ def _read_by(m: nn.Module) -> list[object]:
 def writes_to(owner: nn.Module, layer: nn.Module) -> bool:
     """Whether what a module's forward uses writes to the weight of a layer that it reads and never calls: W∘M would take the write and be gone."""
     cls: Any = getattr(type(owner), "_fxmask_base", type(owner))
-    reads, writes, calls = said(forward_sources(cls))
+    reads, writes, calls = _said_by(cls)
     lost = [w for w in writes if any(_alike(w, p) for p in reads) and not _is_called(w, calls)]
     return any(inner is layer for path in lost for inner in _modules_at(owner, path))
 
@@ -59,12 +59,16 @@ def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 
 @cache
-def _paths_read(cls: type[nn.Module]) -> tuple[Path, ...]:
+def _said_by(cls: Any) -> Said:
+    return said(forward_sources(cls))
+
+
+def _paths_read(cls: Any) -> tuple[Path, ...]:
     """Paths of the layers whose weight a class reads in its forward and in what this uses of the class.
 
     Not of a layer that it calls, too, or a part that holds it, and writes to: there the read is one of the Parameter, such as that of a norm to be kept.
     """
-    reads, writes, calls = said(forward_sources(cls))
+    reads, writes, calls = _said_by(cls)
     return tuple(p for p in reads if not any(_alike(p, w) for w in writes) or not _is_called(p, calls))
 
 

@@ -6,25 +6,28 @@
     python examples/thesis/accuracy.py table                                # the csv anew from the runs that have ended
 
 Two single-threaded runs at once by examples/thesis/train.py; stopped and started again, it goes on where it was, and the csv is written anew after every run.
-Every configuration that was tried is in the table. No MixUp and no CutMix, which short runs lose by. A ratio reaches its end at half of the steps.
+A run of other settings in the folder of one that is asked for is an error; runs of other lengths or data want another --runs. Every configuration that was
+tried is in the table. No MixUp and no CutMix, which short runs lose by. A ratio reaches its end at half of the steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from thesis import csv_files, lock, run_folder, train
+from thesis.csv_files import read
 from thesis.recipes import COMMON, FINAL, ISOFLOP, SEARCH, arguments_of
+from thesis.sweep_checks import SweepError, text
+from thesis.sweep_file import defaults_of_train, options_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "cifar10_accuracy.csv"
@@ -49,32 +52,34 @@ def folder_of(runs: Path, phase: str, name: str, seed: int) -> Path:
     return runs / phase / f"{name}-seed{seed}"
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a csv, none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be alike of two runs. A teacher is one whatever folder the runs lie in; whether test images were read is seen from the accuracies."""
+    teacher = options.get("teacher")
+    return {**options, "teacher": teacher and "/".join(Path(teacher).parts[-2:]), "read_test": False}
 
 
-def read_log(out: Path) -> list[dict[str, str]]:
-    """The rows of a run so far."""
-    return read(out / "log.csv")
+def words_of(name: str, seed: int, facts: dict[str, Any]) -> list[str]:
+    """The arguments of train.py but for data and folder: the recipe's, or where this has changed since the run the run's own."""
+    words = ["--epochs", str(facts["epochs"]), "--seed", str(seed), *COMMON, *arguments_of(name, facts["epochs"], seed)]
+    asked = train.arguments([*words, "--data", facts["data"], "--holdout", str(facts["holdout"])])
+    if not run_folder.differing(settings(vars(asked)), settings(facts)):
+        return words
+    known = {key: value for key, value in defaults_of_train().items() if key not in (*train.HOW_RUN, "data", "holdout", "read_test")}
+    return options_of("run.json", {key: text(facts[key]) for key, value in known.items() if facts.get(key, value) != value})
 
 
 def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None:
     """A run's row, None while it has not ended."""
-    log = read_log(out)
-    facts = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
-    if not facts or len(log) < facts["epochs"] or (phase != "search" and not (out / "test.json").exists()):
+    facts, log, test = run_folder.facts_of(out), run_folder.log_of(out), run_folder.test_of(out) if phase != "search" else {}
+    if facts is None or len(log) < facts["epochs"] or test is None:
         return None
-    last, test = log[-1], json.loads((out / "test.json").read_text()) if phase != "search" else {}
-    args = ["--epochs", str(facts["epochs"]), "--seed", str(seed), *COMMON, *arguments_of(name, facts["epochs"], seed)]
+    last, config = log[-1], "" if facts["dense"] else facts.get("config") or ""
+    images = ["--data", facts["data"], "--root", "DIR", "--holdout", str(facts["holdout"])]
     return {
         "phase": phase,
         "run": name,
-        "block": "" if facts["dense"] else block_of(args),
-        "target_ratio": "0" if facts["dense"] else ratio_of(args),
+        "block": block_of(config),
+        "target_ratio": "0" if facts["dense"] else ratio_of(config),
         "ratio_achieved": f"{float(last['ratio_achieved']):.4f}",
         "epochs": facts["epochs"],
         "seed": seed,
@@ -90,19 +95,18 @@ def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None
         "threads": facts["threads"],
         "torch": facts["torch"],
         "data": DATA_NAMES[facts["data"]],
-        "command": shlex.join(["python", "examples/thesis/train.py", "--data", facts["data"], "--root", "DIR", "--holdout", str(facts["holdout"]), *args]),
+        "command": shlex.join(["python", "examples/thesis/train.py", *images, *words_of(name, seed, facts)]),
     }
 
 
-def block_of(args: list[str]) -> str:
+def block_of(config: str) -> str:
     """ "32x32" of the configuration string."""
-    text = args[args.index("--config") + 1]
-    return text.split("(")[1].split(")")[0].replace(", ", "x")
+    return config.partition("(")[2].partition(")")[0].replace(", ", "x")
 
 
-def ratio_of(args: list[str]) -> str:
+def ratio_of(config: str) -> str:
     """The ratio, or of layers that differ all of them."""
-    return "/".join(dict.fromkeys(part.split(" ")[0] for part in args[args.index("--config") + 1].split("masked ")[1:]))
+    return "/".join(dict.fromkeys(part.split(" ")[0] for part in config.split("masked ")[1:]))
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -119,18 +123,23 @@ def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
 
 def write(runs: Path, path: Path) -> int:
     """The table of all runs that have ended; returns how many. Rows whose run lies in another folder, or on another machine, stay in it."""
-    rows = {key_of(row): row for row in read(path)}
-    for phase, (recipes, _, _) in PHASES.items():
-        for name in recipes:
-            for out in runs.glob(f"{phase}/{name}-seed*"):
-                row = row_of(phase, name, int(out.name.rpartition("seed")[2]), out)
-                rows.update({key_of(row): row} if row else {})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        out_file = csv.DictWriter(file, COLUMNS)
-        out_file.writeheader()
-        out_file.writerows(rows[key] for key in sorted(rows, key=place_of))
+    with lock.alone(path):  # from before it is read: rows that others add meanwhile would be lost
+        rows = {key_of(row): row for row in read(path)}
+        for phase, (recipes, _, _) in PHASES.items():
+            for name in recipes:
+                for out in runs.glob(f"{phase}/{name}-seed*"):
+                    row = row_of(phase, name, int(out.name.rpartition("seed")[2]), out)
+                    rows.update({key_of(row): row} if row else {})
+        csv_files.write(path, COLUMNS, (rows[key] for key in sorted(rows, key=place_of)))
     return len(rows)
+
+
+def refuse_others(out: Path, words: list[str]) -> None:
+    """A run that lies in the folder, ended or not, is the one of these arguments. Raises: SweepError where it is another."""
+    facts = run_folder.facts_of(out)
+    if facts is not None:
+        asked = settings(vars(train.arguments(words)))
+        run_folder.same_settings(asked, settings(facts), out, "the command and the recipe say", "another --runs folder")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
             if row_of(args.phase, name, seed, out):
                 return 0
             root = ["--root", str(args.root)] if args.root else []
-            command = [sys.executable, str(HERE / "train.py"), "--data", args.data, *root, "--threads", "1", "--holdout", str(args.holdout), "--out", str(out)]
+            command = [sys.executable, str(HERE / "train.py"), *images, *root, "--threads", "1", "--out", str(out)]
             out.mkdir(parents=True, exist_ok=True)
             if args.phase != "search":  # the search must not look at the test images
                 command.append("--read-test")
@@ -169,7 +178,14 @@ def main(argv: list[str] | None = None) -> int:
             write(args.runs, args.csv)
             return code
 
+        images = ["--data", args.data, "--holdout", str(args.holdout)]
         todo = list(jobs(args.phase, args.epochs or epochs, tuple(args.seeds or seeds), args.only, args.runs))
+        try:
+            for name, seed, arguments in todo:  # all of them before the first is run
+                refuse_others(folder_of(args.runs, args.phase, name, seed), [*images, *arguments])
+        except SweepError as error:
+            print(f"thesis/accuracy.py: {error}", file=sys.stderr)
+            return 2
         taught = [job for job in todo if "--teacher" in job[2]]  # after their teachers
         with ThreadPoolExecutor(args.at_once) as pool:
             for part in ([job for job in todo if job not in taught], taught):

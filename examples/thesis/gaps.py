@@ -16,7 +16,8 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from thesis.accuracy import RESULTS, read
+from thesis.accuracy import RESULTS
+from thesis.csv_files import read
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
 # terms, masked run, dense run; "@34": of 34 epochs, where the others are of 20
@@ -50,21 +51,26 @@ OTHER = (
 
 
 def differences(rows: list[dict[str, str]], pairs: tuple[tuple[str, str, str], ...]) -> list[dict[str, Any]]:
-    """One row a pair, of `rows` of phase final: mask minus dense of every seed that both have, by test and by held-out images; FLOP over dense."""
-    runs = {(r["run"], r["epochs"], r["seed"]): r for r in rows}
+    """One row a pair, of `rows` of phase final: mask minus dense of every seed that both have, by test and by held-out images; FLOP over dense.
 
-    def of(run: str, seed: str) -> dict[str, str] | None:
+    With rows of several data sets one row a pair and set that has it, as no set's runs are compared with another's.
+    """
+    runs = {(r["run"], r["epochs"], r["seed"], r.get("data", "")): r for r in rows}
+    sets, seeds = list(dict.fromkeys(data for *_, data in runs)), sorted({seed for _, _, seed, _ in runs})
+
+    def of(run: str, seed: str, data: str) -> dict[str, str] | None:
         name, _, epochs = run.partition("@")
-        return runs.get((name, epochs or "20", seed))
+        return runs.get((name, epochs or "20", seed, data))
 
     table = []
     for terms, masked, dense in pairs:
-        found = [(a, b) for seed in sorted({seed for _, _, seed in runs}) if (a := of(masked, seed)) and (b := of(dense, seed))]
-        row: dict[str, Any] = {"terms": terms, "seeds": ", ".join(a["seed"] for a, _ in found) or "missing"}
-        for column, title in (("test_top1", "test"), ("held_top1", "held-out")):
-            row[title] = ", ".join(f"{float(a[column]) - float(b[column]):+.2f}" for a, b in found)
-        row["FLOP"] = f"{float(found[0][0]['train_tflop']) / float(found[0][1]['train_tflop']):.2f}" if found else ""
-        table.append(row)
+        both = {data: [(a, b) for seed in seeds if (a := of(masked, seed, data)) and (b := of(dense, seed, data))] for data in sets}
+        for data, found in [item for item in both.items() if item[1]] or [("", [])]:
+            row: dict[str, Any] = {"terms": terms, **({"data": data} if len(sets) > 1 else {}), "seeds": ", ".join(a["seed"] for a, _ in found) or "missing"}
+            for column, title in (("test_top1", "test"), ("held_top1", "held-out")):
+                row[title] = ", ".join(f"{float(a[column]) - float(b[column]):+.2f}" for a, b in found)
+            row["FLOP"] = f"{float(found[0][0]['train_tflop']) / float(found[0][1]['train_tflop']):.2f}" if found else ""
+            table.append(row)
     return table
 
 

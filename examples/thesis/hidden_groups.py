@@ -9,7 +9,6 @@ side its units are gone, as in a narrower model; with blocks on one side alone t
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tabulate import tabulate
 from torch import Tensor
 
-from thesis import checkpoint
-from thesis.accuracy import read, read_log
+from thesis import checkpoint, csv_files, lock, run_folder
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_hidden_groups.csv"
 COLUMNS = ("phase", "run", "layer", "groups", "alive", "gone", "half", "kept", "wasted")
@@ -47,7 +45,7 @@ def groups_of(fc1: Tensor, fc2: Tensor) -> dict[str, int]:
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of one run, none where it has no masked hidden layer, or has not ended."""
     state = checkpoint.load(folder)
-    if state is None or len(read_log(folder)) < state["settings"]["epochs"]:
+    if state is None or len(run_folder.log_of(folder)) < state["settings"]["epochs"]:
         return
     masks = {} if not state["masks"] else {name: entry["mask"] for name, entry in state["masks"]["masks"].items()}
     for name, fc1 in masks.items():
@@ -79,11 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hidden_groups.py: expected runs with checkpoints of cached masks in {args.runs}/PHASE/RUN-seedN, got none.\n  fix: --runs.", file=sys.stderr)
         return 2
     there = {(r["phase"], r["run"]) for r in rows}
-    others = [r for r in read(args.csv) if (r["phase"], r["run"]) not in there]  # of runs in another folder, or on another machine
-    with args.csv.open("w", newline="") as file:
-        out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        out.writeheader()
-        out.writerows(sorted(others + rows, key=lambda r: (r["phase"], r["run"], r["layer"])))
+    with lock.alone(args.csv):
+        others = [r for r in csv_files.read(args.csv) if (r["phase"], r["run"]) not in there]  # of runs in another folder, or on another machine
+        csv_files.write(args.csv, COLUMNS, sorted(others + rows, key=lambda r: (r["phase"], r["run"], r["layer"])), "\n")
     print(tabulate(shares(rows), headers="keys", floatfmt=".1f"))
     print(args.csv)
     return 0

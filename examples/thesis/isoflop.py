@@ -12,7 +12,6 @@ spread of the seeds of the three. Sparse-IFT (Thangarasa et al. 2024, arXiv:2303
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import statistics
@@ -25,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from plots import new_figure, read_csv, save
+from plots import new_figure, save
 from tabulate import tabulate
 from train import flushed_denormals
 
+from thesis import csv_files, lock
+from thesis.accuracy import DATA_NAMES
 from thesis.recipes import COMMON, ISOFLOP, arguments_of
 
 if TYPE_CHECKING:
@@ -44,15 +45,22 @@ def is_width(row: dict[str, str]) -> bool:
     return str(row["target_ratio"]) == "0" and "-e" not in row["run"].removeprefix("dense")
 
 
+def setting_of(row: dict[str, Any]) -> tuple[str, str]:
+    """What runs must share to be compared."""
+    return row.get("data", ""), row.get("epochs", "")
+
+
 def points(rows: list[dict[str, str]], column: str = "test_top1") -> list[dict[str, Any]]:
-    """A point a recipe: mean accuracy over its seeds, their spread (highest less lowest), mean training TFLOP."""
-    found = []
-    for name in dict.fromkeys(r["run"] for r in rows if r["phase"] == "isoflop"):
-        runs = [r for r in rows if r["run"] == name and r["phase"] == "isoflop"]
+    """A point a recipe, data set and length: mean accuracy over its seeds, their spread (highest less lowest), mean training TFLOP."""
+    found, groups = [], dict[tuple[str, ...], list[dict[str, str]]]()
+    for r in rows:
+        if r["phase"] == "isoflop":
+            groups.setdefault((r["run"], *setting_of(r)), []).append(r)
+    for (name, data, epochs), runs in groups.items():
         accuracies, flop = [float(r[column]) for r in runs], [float(r["train_tflop"]) for r in runs]
         found.append({
             "run": name, "dense": is_width(runs[0]), "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
-            "tflop": statistics.mean(flop), "seeds": len(runs),
+            "tflop": statistics.mean(flop), "seeds": len(runs), "data": data, "epochs": epochs,
         })  # fmt: skip
     return found
 
@@ -73,7 +81,7 @@ def verdicts(found: list[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
     for p in found:
         if p["dense"] or cost not in p:
             continue
-        at = frontier_at(dense, cost, p[cost])
+        at = frontier_at([d for d in dense if setting_of(d) == setting_of(p)], cost, p[cost])
         row = {"run": p["run"], cost: p[cost], "accuracy": p["accuracy"], "seeds": p["seeds"], "spread": p["spread"]}
         if at is None:
             rows.append({**row, "dense there": None, "difference": None, "verdict": "outside of the dense widths"})
@@ -136,6 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=ACCURACY)
     p.add_argument("--times", type=Path, default=TIMES)
     p.add_argument("--out", type=Path, default=RESULTS / "cifar10_isoflop.png")
+    p.add_argument("--data", choices=tuple(DATA_NAMES), help="plot: runs of this data set alone")
+    p.add_argument("--epochs", help="plot: runs of this length alone")
     p.add_argument("--column", choices=("test_top1", "held_top1"), default="test_top1")
     p.add_argument("--turns", type=int, default=15)
     p.add_argument("--batch", type=int, default=128)
@@ -143,21 +153,26 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.what == "time":
         rows = measure(args.turns, args.batch, args.only)
-        with args.times.open("w", newline="") as file:
-            out = csv.DictWriter(file, TIME_COLUMNS, lineterminator="\n")
-            out.writeheader()
-            out.writerows(rows)
+        with lock.alone(args.times):
+            times = {r["run"]: r for r in [*csv_files.read(args.times), *rows]}  # what --only leaves out keeps its row
+            csv_files.write(args.times, TIME_COLUMNS, times.values(), "\n")
         print(tabulate(rows, headers="keys"))
         return 0
-    found = points(read_csv(args.csv), args.column)
+    wanted = DATA_NAMES.get(args.data), args.epochs
+    found = [p for p in points(csv_files.read(args.csv), args.column) if all(w in (None, s) for w, s in zip(wanted, setting_of(p), strict=True))]
     if not found:
         print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
         return 2
-    times = {r["run"]: float(r["step_ms"]) for r in read_csv(args.times)} if args.times.exists() else {}
+    settings = sorted({setting_of(p) for p in found})
+    if len(settings) > 1:
+        got = ", ".join(f"{epochs} epochs of {data}" for data, epochs in settings)
+        print(f"isoflop.py: expected runs of one data set and one length in {args.csv}, got {got}.\n  fix: --data, --epochs.", file=sys.stderr)
+        return 2
+    times = {r["run"]: float(r["step_ms"]) for r in csv_files.read(args.times)}
     for point in found:
         if point["run"] in times:
             point["step_ms"] = times[point["run"]]
-    print(tabulate([{k: v for k, v in point.items() if k != "dense"} for point in found], headers="keys", floatfmt=".2f"))
+    print(tabulate([{k: v for k, v in point.items() if k not in ("dense", "data", "epochs")} for point in found], headers="keys", floatfmt=".2f"))
     for cost in ("tflop", "step_ms"):
         print(f"\nagainst the dense frontier at equal {cost}:")
         print(tabulate(verdicts(found, cost), headers="keys", floatfmt=".2f"))

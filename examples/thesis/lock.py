@@ -1,4 +1,7 @@
-"""One process a folder. The lock is the system's, on an open file, so a process that is killed leaves none behind, whatever the file says."""
+"""One process a folder, and one at a time that rewrites a file.
+
+The lock is the system's, on an open file, so a process that is killed leaves none behind, whatever the file says.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +21,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 NAME = "lock"
+_REWRITES = threading.Lock()  # all that there is where files have no locks
 
 
 class InUse(Exception):
@@ -61,3 +66,18 @@ def wait_until_free(folder: Path, every_s: float = 1.0) -> None:
                 print(f"waiting: {error}".split("\n")[0], flush=True)
             told = True
             time.sleep(every_s)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other thread or process reads and rewrites the file `path`, and keep all others from it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _REWRITES, path.with_name(f"{path.name}.lock").open("a") as file:
+        if fcntl is None:
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: processes that were forked meanwhile have the file open, too

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from fxmask.errors import FxMaskError
+from thesis.csv_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,11 +118,9 @@ def picture(path: Path, draw: Callable[[], Figure]) -> None:
 
 def whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file that is complete or not there at all, and print its name."""
-    part = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(part)
-        os.replace(part, path)
+        with replacing(path) as part:
+            write(part)
     except OSError as error:
         sys.exit(f"--out: cannot write {path}: {error.strerror}. Name a folder that can be written to.")
     print(path)

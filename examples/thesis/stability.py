@@ -11,7 +11,6 @@ as a share of the loss that guessing gives (log 10): 0 never climbs, above 0.5 c
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import sys
 import time
@@ -29,6 +28,7 @@ from torch.nn import functional as F
 from train import flushed_denormals
 
 import fxmask
+from thesis import csv_files
 
 CSV = Path(__file__).resolve().parents[1] / "results" / "stability.csv"
 COLUMNS = ("model", "mode", "steps", "batch", "first_loss", "last_loss", "spike", "spike_step", "finite", "seconds", "threads", "torch")
@@ -117,10 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=CSV)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
-    rows: list[dict[str, Any]] = []
-    if args.csv.exists():
-        with args.csv.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+    rows: list[dict[str, Any]] = [*csv_files.read(args.csv)]
     for model in args.models:
         for mode in args.modes:
             batch = args.batch or (64 if model == "mlp512" else 8)
@@ -134,10 +131,7 @@ def main(argv: list[str] | None = None) -> int:
                 "last_loss": f"{sum(losses[-WINDOW:]) / WINDOW:.4f}", "spike": f"{height:.3f}", "spike_step": at, "finite": all(map(math.isfinite, losses)),
                 "seconds": f"{time.perf_counter() - began:.0f}", "threads": args.threads, "torch": torch.__version__,
             })  # fmt: skip
-            with args.csv.open("w", newline="") as file:
-                out = csv.DictWriter(file, COLUMNS)
-                out.writeheader()
-                out.writerows(rows)
+            csv_files.write(args.csv, COLUMNS, rows)
             print(f"{model} {mode}: spike {height:.3f}", flush=True)
     print(tabulate(rows, headers="keys"))
     wrong = [f"{r['model']} {r['mode']}" for r in rows if float(r["spike"]) > LIMIT and r["mode"] != "literal"]

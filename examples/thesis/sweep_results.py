@@ -7,11 +7,7 @@ the dense epochs before masks begin, and ramps of the ratio.
 
 from __future__ import annotations
 
-import csv
 import fnmatch
-import io
-import json
-import os
 import shlex
 from argparse import Namespace
 from dataclasses import dataclass
@@ -23,10 +19,9 @@ from resmlp import PRESETS
 
 from fxmask.analysis.model_shapes import LinearShape, ModelShapes
 from fxmask.analysis.thesis import Movement, loaded_elements, movement
-from thesis import train
+from thesis import csv_files, run_folder, train
 from thesis.side_by_side import published
-from thesis.sweep_checks import SweepError
-from thesis.sweep_file import Job, defaults_of_train
+from thesis.sweep_file import Job
 from thesis.sweep_fixed import classes_of
 
 ACCURACY = (
@@ -60,31 +55,13 @@ def ended(job: Job, out: Path) -> Ended | None:
     Raises:
         SweepError: the folder holds a run with other settings.
     """
-    try:
-        facts, text = json.loads((out / "run.json").read_text()), (out / "log.csv").read_text()
-    except (OSError, json.JSONDecodeError):
+    facts = run_folder.facts_of(out)
+    if facts is None:
         return None
-    args = same_settings(job, facts, out)
-    log = list(csv.DictReader(io.StringIO(text)))
-    if len(log) < args.epochs or not text.endswith("\n"):
-        return None
-    if not args.read_test:
-        return Ended(job, facts, log, None)
-    try:
-        return Ended(job, facts, log, json.loads((out / "test.json").read_text()))
-    except (OSError, json.JSONDecodeError):
-        return None
-
-
-def same_settings(job: Job, facts: dict[str, Any], out: Path) -> Namespace:
-    """The job's options, if the folder's run had them too. An option that a run does not name is younger than the run, and had its default."""
-    args = job.namespace()
-    now, before = vars(args), {**defaults_of_train(), **facts}
-    differ = [key for key in now if key not in (*train.HOW_RUN, "dense") and now[key] != before[key]]
-    if differ:
-        wanted, got = (", ".join(f"{key} {side[key]!r}" for key in differ) for side in (now, before))
-        raise SweepError(f"{out}: expected a run with {wanted}, as the sweep's file says, got one with {got}.\n  fix: another --out, or remove the folder.")
-    return args
+    args, log = job.namespace(), run_folder.log_of(out)
+    run_folder.same_settings(vars(args), facts, out, "the sweep's file says", "another --out, or remove the folder")
+    test = run_folder.test_of(out) if args.read_test else None
+    return None if len(log) < args.epochs or (args.read_test and test is None) else Ended(job, facts, log, test)
 
 
 def block_and_ratio(job: Job) -> tuple[tuple[int, int], float] | None:
@@ -180,9 +157,4 @@ def collect(jobs: tuple[Job, ...], out: Path) -> list[Ended]:
 def write(runs: list[Ended], out: Path) -> None:
     """Both csv files, whole or as they were before."""
     for name, columns, row in (("masked_accuracy", ACCURACY, accuracy_row), ("loaded_elements", LOADED, loaded_row)):
-        part = out / f".{name}.part"
-        with part.open("w", newline="") as file:
-            table = csv.DictWriter(file, columns)
-            table.writeheader()
-            table.writerows(row(run) for run in runs)
-        os.replace(part, out / f"{name}.csv")
+        csv_files.write(out / f"{name}.csv", columns, (row(run) for run in runs))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -57,6 +60,17 @@ def test_a_price_pairs_runs_of_one_seed_and_length():
     assert none == {"terms": "c", "seeds": "missing", "test": "", "held-out": "", "FLOP": ""}
 
 
+def test_a_price_is_of_one_data_set():
+    def row(run, data, test):
+        return {"phase": "final", "run": run, "seed": "0", "epochs": "20", "data": data, "test_top1": test, "held_top1": test, "train_tflop": "20"}
+
+    rows = [row("mask", "CIFAR-10", "75"), row("dense", "CIFAR-10", "76"), row("dense", "digits", "99")]
+    pairs = (("a", "mask", "dense"), ("b", "mask", "other"))
+    assert [(r["data"], r["seeds"], r["test"]) for r in gaps.differences(rows, pairs)] == [("CIFAR-10", "0", "-1.00"), ("", "missing", "")]
+    both = gaps.differences([*rows, row("mask", "digits", "98.5")], pairs[:1])
+    assert [(r["data"], r["test"]) for r in both] == [("CIFAR-10", "-1.00"), ("digits", "-0.50")]
+
+
 def test_prices_of_no_runs_are_an_error(tmp_path, capsys):
     (tmp_path / "other.csv").write_text("phase,run\nisoflop,dense-d64\n")
     assert gaps.main(["--csv", str(tmp_path / "none.csv")]) == 2 == gaps.main(["--csv", str(tmp_path / "other.csv")])
@@ -92,6 +106,120 @@ def test_rows_of_other_machines_stay_in_the_table(tmp_path):
     finished(tmp_path / "there" / "search" / "dense-adamw-lr0.01-seed0")
     assert [accuracy.write(tmp_path / name, table) for name in ("here", "there", "here", "nowhere")] == [1, 3, 3, 3]
     assert [(r["run"], r["seed"]) for r in plots.read_csv(table)] == [("dense-adamw-lr0.01", "0"), ("dense-adam", "0"), ("dense-adam", "1")]
+
+
+def test_two_that_write_the_table_lose_no_row(tmp_path, monkeypatch):
+    """One comes while the other has read the table and not yet written it."""
+    table, row_of, others = tmp_path / "t.csv", accuracy.row_of, []
+    for name in ("here", "there"):
+        finished(tmp_path / name / "search" / f"dense-adam-seed{len(name)}")
+
+    def slow(*run):
+        if not others:
+            others.append(threading.Thread(target=accuracy.write, args=(tmp_path / "there", table)))
+            others[0].start()
+            others[0].join(0.3)
+        return row_of(*run)
+
+    monkeypatch.setattr(accuracy, "row_of", slow)
+    accuracy.write(tmp_path / "here", table)
+    others[0].join()
+    assert [r["seed"] for r in plots.read_csv(table)] == ["4", "5"]
+
+
+def test_a_table_whose_writing_is_stopped_is_as_it_was(tmp_path, monkeypatch):
+    table = tmp_path / "t.csv"
+    finished(tmp_path / "here" / "search" / "dense-adam-seed0")
+    finished(tmp_path / "there" / "search" / "dense-adam-seed1")
+    accuracy.write(tmp_path / "here", table)
+    before = table.read_bytes()
+
+    def stopped(self, rows):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(csv.DictWriter, "writerows", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        accuracy.write(tmp_path / "there", table)
+    assert table.read_bytes() == before and not list(tmp_path.glob(".*"))
+
+
+def recorded(runs: Path, phase: str, name: str, *options: str, lacks: tuple[str, ...] = ()) -> list[str]:
+    """A run of seed 0 that has ended, with the record that train.py leaves but for options that it did not have; the command that asks for it."""
+    asked = ["--data", "digits", "--epochs", "2", "--holdout", "200"]
+    words = [*asked, *recipes.COMMON, *recipes.arguments_of(name, 2, 0, runs), *options, "--read-test"]
+    out = runs / phase / f"{name}-seed0"
+    facts = json.loads(json.dumps(vars(program.arguments([*words, "--out", str(out)])), default=str))
+    finished(out, **{k: v for k, v in facts.items() if k not in lacks})
+    (out / "test.json").write_text('{"top1": 61.234, "top5": 90.0}')
+    return [phase, *asked, "--seeds", "0", "--runs", str(runs), "--only", name]
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """The runs that are started, none of which trains."""
+    started = []
+    monkeypatch.setattr(accuracy.subprocess, "run", lambda words, **_: started.append(words) or subprocess.CompletedProcess(words, 0))
+    return started
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "got"),
+    [
+        (["--epochs", "34"], "epochs 34", "epochs 2"),
+        (["--holdout", "100"], "holdout 100", "holdout 200"),
+        (["--data", "cifar10"], "data 'cifar10'", "data 'digits'"),
+        (["--data", "cifar10", "--holdout", "0"], "data 'cifar10', holdout 0", "data 'digits', holdout 200"),
+    ],
+)
+def test_a_run_of_other_settings_is_not_taken_for_what_is_asked(options, wanted, got, tmp_path, begun, capsys):
+    command = [*recorded(tmp_path / "runs", "final", "dense-muon"), "--csv", str(tmp_path / "t.csv")]
+    assert accuracy.main(command) == 0 and not begun
+    before = (tmp_path / "t.csv").read_bytes()
+    capsys.readouterr()
+    assert accuracy.main([*command, *options, "--only", "dense-adamw-lr0.01", "dense-muon"]) == 2
+    folder = tmp_path / "runs" / "final" / "dense-muon-seed0"
+    said = f"{folder}: expected a run with {wanted}, as the command and the recipe say, got one with {got}.\n  fix: another --runs folder.\n"
+    assert capsys.readouterr().err == f"thesis/accuracy.py: {said}"
+    assert not begun and (tmp_path / "t.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize(("phase", "name"), [(phase, name) for phase, (names, _, _) in accuracy.PHASES.items() for name in names])
+def test_runs_of_older_days_and_of_moved_folders_are_the_same(phase, name, tmp_path, begun):
+    args = program.arguments([*recipes.COMMON, *recipes.arguments_of(name, 2)])
+    command = recorded(tmp_path / "before", phase, name, lacks=tuple(k for k, v in program.LATER.items() if getattr(args, k) == v))
+    (tmp_path / "before").rename(tmp_path / "runs")  # its pupils name their teachers' old folder
+    assert accuracy.main([*command, "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]) == 0 and not begun
+    (row,) = plots.read_csv(tmp_path / "t.csv")
+    assert row["command"].endswith(shlex.join(["--epochs", "2", "--seed", "0", *recipes.COMMON, *recipes.arguments_of(name, 2)]))
+
+
+def test_a_recipe_that_has_changed_since_its_run(tmp_path, begun, capsys, monkeypatch):
+    """The row is that of the run, and the new recipe is not said to have run."""
+    name, runs, table = "b32-tokens-whole-taylor", tmp_path / "runs", tmp_path / "t.csv"
+    old = ("--config", "ResMLP5 @ XChannel = masked 0.1 (2, 2);", "--opt", "adam", "--cover", "--lr", "0.5")
+    now = recipes.FINAL[name]
+    monkeypatch.setitem(recipes.FINAL, name, old)
+    command = [*recorded(runs, "final", name), "--csv", str(table)]
+    monkeypatch.setitem(recipes.FINAL, name, now)
+    assert accuracy.main(["table", "--runs", str(runs), "--csv", str(table)]) == 0
+    (row,) = plots.read_csv(table)
+    assert (row["target_ratio"], row["block"]) == ("0.1", "2x2")
+    ran = vars(program.arguments(shlex.split(row["command"])[2:]))
+    facts = json.loads((runs / "final" / f"{name}-seed0" / "run.json").read_text())
+    assert all(ran[k] == facts[k] for k in ran if k not in (*program.HOW_RUN, "read_test"))
+    assert accuracy.main(command) == 2 and not begun
+    assert "expected a run with opt 'adamw', lr 0.01, config 'ResMLP5 @ XChannel1 = masked" in capsys.readouterr().err
+
+
+def test_files_that_are_half_written_are_of_no_ended_run(tmp_path):
+    recorded(tmp_path, "final", "dense-muon")
+    out = tmp_path / "final" / "dense-muon-seed0"
+    for name in ("run.json", "log.csv", "test.json"):
+        assert accuracy.row_of("final", "dense-muon", 0, out)
+        whole = (out / name).read_text()
+        (out / name).write_text(whole[:-3])
+        assert accuracy.row_of("final", "dense-muon", 0, out) is None
+        (out / name).write_text(whole)
 
 
 def test_the_search_never_reads_the_test_images(tmp_path, capsys):
@@ -182,6 +310,43 @@ def test_isoflop_draws(tmp_path, capsys):
     assert isoflop.main(["plot", "--csv", str(tmp_path / "t.csv"), "--times", str(tmp_path / "time.csv"), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert out.stat().st_size > 10_000 and "above (one seed)" in printed and "outside of the dense widths" in printed
+
+
+def test_points_are_of_one_data_set_and_length(tmp_path, capsys):
+    def of(data, epochs, *runs):
+        return [{**r, "data": data, "epochs": epochs} for rows in runs for r in rows]
+
+    jpeg, table = "CIFAR-10 as JPEG, quality 75", tmp_path / "t.csv"
+    rows = of(jpeg, "8", runs_of("a", 0, 1, 60, 61), runs_of("b", 0, 4, 70), runs_of("m", 0.8, 2, 67))
+    rows += of(jpeg, "1", runs_of("a", 0, 1, 30)) + of("digits", "8", runs_of("b", 0, 2, 90))
+    found = isoflop.points(rows)
+    assert [(p["run"], p["accuracy"], p["seeds"]) for p in found] == [("a", 60.5, 2), ("b", 70, 1), ("m", 67, 1), ("a", 30, 1), ("b", 90, 1)]
+    (verdict,) = isoflop.verdicts(found, "tflop")
+    assert verdict["dense there"] == pytest.approx((60.5 + 70) / 2)
+    with table.open("w", newline="") as file:
+        out = csv.DictWriter(file, list(rows[0]))
+        out.writeheader()
+        out.writerows(rows)
+    command = ["plot", "--csv", str(table), "--times", str(tmp_path / "none.csv"), "--out", str(tmp_path / "p.png")]
+    assert isoflop.main(command) == 2
+    got = f"1 epochs of {jpeg}, 8 epochs of {jpeg}, 8 epochs of digits"
+    assert f"expected runs of one data set and one length in {table}, got {got}.\n  fix: --data, --epochs." in capsys.readouterr().err
+    assert isoflop.main([*command, "--data", "folder", "--epochs", "8"]) == 0
+    assert "60.50" in (said := capsys.readouterr().out) and "30.00" not in said and "90.00" not in said
+    assert isoflop.main([*command, "--epochs", "9"]) == 2 and "got none" in capsys.readouterr().err
+
+
+def test_times_that_are_not_measured_again_stay(tmp_path, monkeypatch):
+    table, names = tmp_path / "time.csv", list(recipes.ISOFLOP)[:3]
+    took = iter((1.5, 2.5))
+
+    def measure(turns, batch, names):
+        ms = next(took)
+        return [{**dict.fromkeys(isoflop.TIME_COLUMNS, "1"), "run": name, "step_ms": ms} for name in names]
+
+    monkeypatch.setattr(isoflop, "measure", measure)
+    assert isoflop.main(["time", "--times", str(table), "--only", *names]) == 0 == isoflop.main(["time", "--times", str(table), "--only", names[1]])
+    assert [(r["run"], r["step_ms"]) for r in plots.read_csv(table)] == [(names[0], "1.5"), (names[1], "2.5"), (names[2], "1.5")]
 
 
 def test_spikes():
