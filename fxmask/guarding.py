@@ -18,7 +18,7 @@ from .passes import masked_step as kept_alone
 from .passes import site as state
 from .passes.bypass import first_of, warn_of_dense_gradients, warn_of_dense_readers
 from .passes.find import graph_modules, resolve
-from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, reset_returned
+from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, note_masks, reset_returned
 from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
@@ -144,11 +144,13 @@ class GuardHandle:
                 what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
                 raise UnsupportedError(message(what, g.name, "use a criterion of the weight alone, without regrow by gradient."))
         for g in self._guarded:
-            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}), getattr(optimizer, "grad_scale", None))
+            scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
+            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}), g.stateless, scale, skipped)
         if masked_step:
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
         else:
             before_step(optimizer, self._guarded, closure)
+        note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and len(self._looked_at) < len(self._guarded):
             masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and state.masks_any(g.site)]
             self._looked_at.update(id(g.site) for g in masked)
@@ -162,12 +164,14 @@ class GuardHandle:
         if self._under_way is not None:
             kept_alone.finish(optimizer, self._under_way)
             self._under_way = None
-        masks = [g.mask for g in self._guarded] if self.masked_step else after_step(optimizer, self._guarded)
+        if not self.masked_step:
+            after_step(optimizer, self._guarded)
+        for g in self._guarded:
+            g.stateless = g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)
-        reset = [(g, m) for g, m in zip(self._guarded, masks, strict=True) if self._returning == "zero" or g.site._fxmask_config.regrow is not None]
-        reset_returned(optimizer, [g for g, _ in reset], [m for _, m in reset])
+        reset_returned(optimizer, self._guarded)
 
     def remove(self) -> None:
         """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""

@@ -169,6 +169,7 @@ class HealthLog:
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
         self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in saved["last"].items()}
         self.activity = {n: a.clone() for n, a in saved["activity"].items()}
+        self.rows = [r for r in self.rows if r["update"] <= self.updates]  # later ones will be made again
         self._cut_file()
 
     def _cut_file(self) -> None:

@@ -16,7 +16,7 @@ def feedback(model: nn.Module, value: float | Tensor) -> dict[str, float]:
     """Report a loss, such as that of a validation, to masks with `schedule=fxmask.Feedback("loss", ...)`.
 
     Every `every`-th report decides: the ratio goes up, or down, by one change with the optimiser's next step, and not before. Where there are several ranks all
-    of them call this, with the same number: reduce it first.
+    of them call this, with the same number: reduce it first. Before `start` a report is the dense model's, and changes nothing.
 
     Args:
         value: a finite number, or a tensor with one element, for which the host waits.

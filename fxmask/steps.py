@@ -32,7 +32,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     """Tell masks, temperatures of learned N:M masks and schedules of pruned inputs that `n` optimiser steps were taken; after every `optimizer.step()`.
 
     `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
-    An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing.
+    An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing. The optimiser's state is left alone:
+    blocks that come back under `regrow` keep the momenta that they have, which `fxmask.guard` clears.
     Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`. Warns where a weight has a gradient though its masked forward
     never ran.
     Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.

@@ -45,7 +45,7 @@ class WeightMask(Options):
         soft: over the schedule's ramp masked blocks are not cut off but scaled by a factor that falls linearly from 1 to 0, with the true gradient (decaying
             masks, Kao et al. 2022, arXiv:2209.07617); until the ramp's end the layer computes densely. Modules only.
         gain: where the number of kept blocks changes, at `apply` or by a step, kept weights are scaled, in place, so that the layer keeps its norm; see
-            `passes.ranking.keep_norm`. Weights that are loaded later are left as they are.
+            `passes.ranking.keep_norm`. Weights that are loaded later are left as they are, and other blocks at the same ratio scale nothing.
         phases: None, or {optimiser step: dict of new values, ...} for block, backward, criterion, ties, cover and refresh: from that step on, and until another
             phase names them. A phase that changes more than backward begins with a new mask where it is cached. Under torch.compile one recompile for each set
             of values, of which Dynamo takes 8 (`torch._dynamo.config.recompile_limit`). In a traced graph block and backward stay.

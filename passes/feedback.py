@@ -27,9 +27,10 @@ class Feedback:
     | `bytes` | rises until the kept blocks of all layers of one `fxmask.apply` are at most `goal` bytes, and rests there | optimiser steps |
 
     `loss`: `fxmask.feedback(model, loss)` reports it; all ranks do, the same number. Without a goal the best mean so far is one. The change comes with the
-    optimiser's next step, so that no mask changes between a forward and its step. `flip_rate`: of each layer by itself; blocks that a change of the ratio alone
-    moves are not counted; the first look only remembers. `bytes`: of the weights in the dtype that they have at `apply`; blocks at ragged edges count as whole
-    ones, so the budget holds for any blocks that are kept, in all phases. The last change is cut: of the ratios that meet the budget it ends at the lowest.
+    optimiser's next step, so that no mask changes between a forward and its step. Reports before the mask's `start`, of the dense model, count nothing.
+    `flip_rate`: of each layer by itself; blocks that a change of the ratio alone moves are not counted; the first look only remembers. `bytes`: of the weights
+    in the dtype that they have at `apply`; blocks at ragged edges count as whole ones, so the budget holds for any blocks that are kept, in all phases. The
+    last change is cut: of the ratios that meet the budget it ends at the lowest.
 
     The ratio stays a tensor: nothing recompiles. A cached mask follows when it is built next. All of it is saved by `fxmask.state_dict`.
 

@@ -36,10 +36,13 @@ def _move(site: Site, p: Progress) -> None:
 
 
 def report(site: Site, loss: float) -> float:
-    """Take up a finite loss. Returns the ratio of the optimiser's next step."""
-    f, p = feedback_of(site, "loss"), site._fxmask_progress
+    """Take up a finite loss; not before `start`, where it is the dense model's. Returns the ratio of the optimiser's next step."""
+    f, p, given = feedback_of(site, "loss"), site._fxmask_progress, site._fxmask_given
     assert f is not None and p is not None
-    p, target = p._replace(total=p.total + loss, told=p.told + 1), site._fxmask_given.ratio
+    target = given.ratio
+    if site._fxmask_step < given.start:
+        return f.ratio_of(p.next, target) if site._fxmask_step + 1 >= given.start else 0.0
+    p = p._replace(total=p.total + loss, told=p.told + 1)
     if p.told == f.every:
         mean = p.total / p.told
         level = p.next + (1 if f.rises(mean, p.best) else -1)
@@ -60,7 +63,7 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
 
     A host sync where there was a look before. Raises: UnsupportedError inside a CUDA graph.
     """
-    _warn_of_silence([site for site, _, before in found if _crossed(site, before, SILENT)])
+    _warn_of_silence([site for site, _, before in found if _crossed(site, max(before, site._fxmask_given.start), SILENT)])
     due: list[tuple[Site, Feedback, Tensor]] = []
     for site, weight, before in found:
         f = feedback_of(site, "flip_rate")

@@ -53,6 +53,8 @@ class Guarded:
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
+    last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
+    stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""
@@ -127,14 +129,9 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor | None]:
-    """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. A momentum that the step created starts at zero there.
-
-    Returns the masks under which the step was made, None for weights that were left to the optimiser.
-    """
-    masks = []
+def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
+    """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. A momentum that the step created starts at zero there."""
     for g in guarded:
-        masks.append(g.mask)
         if g.mask is None or g.before is None or g.weight.grad is None:
             g.before, g.momenta = None, {}
             continue
@@ -157,16 +154,29 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> list[Tensor 
         if g.gradient is not None:
             ranks.part(g.weight.grad).copy_(g.gradient)
         g.mask, g.before, g.momenta, g.gradient = None, None, {}, None
-    return masks
 
 
 @torch.no_grad()
-def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded], masks: Iterable[Tensor | None]) -> None:
-    """Zero the momenta of blocks that the rebuilt mask keeps and the last one did not."""
-    for g, old in zip(guarded, masks, strict=True):
-        if old is not None:
-            now = state.mask_outside(g.site, g.weight.detach())
-            elements = _elements(now, g, g.site._fxmask_config.block) & ~_elements(old, g, g.block)  # in elements: a phase may have brought other blocks
+def note_masks(optimizer: Optimizer, guarded: Iterable[Guarded], zero: bool) -> None:
+    """Before a step, and after `before_step`: note the masks that `reset_returned` compares; of all weights with `zero`, else where blocks regrow.
+
+    A step that leaves a weight alone moves its mask all the same. Masked blocks of a soft mask learn, and keep their momenta unless growth starts them anew.
+    """
+    for g in guarded:
+        regrows, g.last = g.site._fxmask_config.regrow is not None, None
+        if regrows or (zero and not g.site._fxmask_softening and (g.mask is not None or _momenta(optimizer, g.weight))):
+            mask = state.mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
+            g.last = mask, g.site._fxmask_config.block
+
+
+@torch.no_grad()
+def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
+    """Zero the momenta of blocks that the rebuilt mask keeps and the one that was noted did not."""
+    for g in guarded:
+        if g.last is not None:
+            now, old = state.mask_outside(g.site, g.weight.detach()), _elements(g.last[0], g, g.last[1])
+            elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
             for k, t in _momenta(optimizer, g.weight).items():
                 if k not in NO_MOMENTA:
                     t.masked_fill_(elements, 0)
+            g.last = None

@@ -58,7 +58,7 @@ def _make_tensors(site: Site, same_blocks: bool) -> None:
     for name, t in before.items():
         if t is not None and name != "scale" and getattr(site, f"_fxmask_{name}") is not None and (same_blocks or name == "flips"):
             setattr(site, f"_fxmask_{name}", t)
-    site._fxmask_looked = before["looked"] if same_blocks else None
+    site._fxmask_looked, site._fxmask_growth = (before[name] if same_blocks else None for name in ("looked", "growth"))
     if site._fxmask_is_dense and site._fxmask_mask is not None:  # what the end of fxmask.dense brings back; a new mask is put there
         site._fxmask_saved = saved if same_blocks and saved is not None else (site._fxmask_mask, site._fxmask_lists)
     site._fxmask_lost = site._fxmask_lost and site._fxmask_mask is not None

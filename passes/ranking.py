@@ -49,6 +49,7 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
     another one, and the mask that is held means nothing for it.
     """
     c, old = site._fxmask_config, None if anew else held_mask(site)
+    site._fxmask_grown = None
     if c.criterion == "random":
         keys = random_keys(torch.Size(site._fxmask_grid), weight.device, site._fxmask_count, site._fxmask_stream)
     else:
@@ -64,8 +65,8 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
     growth = _growth(site) if n else None
     if growth is None:  # under regrowth nothing else moves a mask but its number of blocks
         return select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), site._fxmask_keep, "lowest", c.cover)
-    site._fxmask_exchanges = True
-    return regrown(keys, old, site._fxmask_keep, n, growth, c.cover)
+    mask, site._fxmask_grown = regrown(keys, old, site._fxmask_keep, n, growth, c.cover)
+    return mask
 
 
 def _growth(site: Site) -> Tensor | None:
@@ -79,33 +80,42 @@ def _growth(site: Site) -> Tensor | None:
     return random_keys(torch.Size(site._fxmask_grid), step.device, step, site._fxmask_stream)
 
 
-def regrown(keys: Tensor, old: Tensor, keep: Tensor, n: int, growth: Tensor, cover: bool) -> Tensor:
-    """keep - n of the old blocks with the highest keys, then those of all others with the highest growth: bool (NB, KB), exactly `keep`.
+def regrown(keys: Tensor, old: Tensor, keep: Tensor, n: int, growth: Tensor, cover: bool) -> tuple[Tensor, Tensor]:
+    """The mask, bool (NB, KB), exactly `keep` blocks, and those of it that growth has brought back.
+
+    First what the number of blocks asks for: the old ones with the lowest keys leave, or masked ones with the highest come back. Then n of the old ones that
+    are left leave, those with the lowest keys, and at least one stays; as many come in, of all others, by the highest growth.
 
     keys, growth: int32 (NB, KB); keep: 0-d int64. Ties to the lowest flat index. A block that has just left may come back, as in RigL.
     """
-    inside = torch.where(old, keys.long() + 1, 0)
-    stay = select_blocks(inside, (keep - n).clamp(min=1), "lowest") & old
-    return select_blocks(torch.where(stay, (1 << 31) + keys.long(), growth.long()), keep, "lowest", cover)
+    sized = select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), keep, "lowest")
+    left, back = sized & old, sized & ~old
+    stay = left & select_blocks(torch.where(left, keys.long() + 1, 0), (left.sum() - n).clamp(min=1), "lowest")
+    mask = select_blocks(torch.where(stay | back, (1 << 31) + keys.long(), growth.long()), keep, "lowest", cover)
+    return mask, mask & ~old & ~back
 
 
 @torch.no_grad()
-def start_at_zero(site: Site, weight: Tensor, mask: Tensor, old: Tensor) -> None:
-    """Zero the weights of blocks that an exchange has brought back, in place, where there was one."""
-    if site._fxmask_exchanges:
-        weight.masked_fill_(expand_mask(mask & ~old, weight.shape, site._fxmask_config.block), 0)
+def start_at_zero(site: Site, weight: Tensor) -> None:
+    """Zero the weights of blocks that growth has just brought back, in place."""
+    if site._fxmask_grown is not None:
+        weight.masked_fill_(expand_mask(site._fxmask_grown, weight.shape, site._fxmask_config.block), 0)
+        site._fxmask_grown = None
 
 
 @torch.no_grad()
-def keep_norm(weight: Tensor, mask: Tensor, old: Tensor, block: tuple[int, int]) -> None:
+def keep_norm(site: Site, weight: Tensor, mask: Tensor, old: Tensor, block: tuple[int, int] | None = None) -> None:
     """`gain`: where the number of kept blocks changes, multiply kept weights by sqrt(|W∘old|^2 / |W∘mask|^2), in place.
+
+    `block`: of `old`, where a phase has just brought others, which alone scale nothing: then it is the number that the ratio keeps of the old ones.
 
     So the layer keeps its Frobenius norm and, of random weights, its outputs their variance: 1/sqrt(density) at a random init (Evci et al. 2022,
     arXiv:2010.03533, sec. 3, for single weights). Where blocks come back it is a division, so that a ratio that goes up and down adds nothing up.
     """
-    square = weight.detach().double().square()
-    before, after = (torch.where(expand_mask(m, weight.shape, block), square, 0).sum() for m in (old, mask))
-    moves = (mask.sum() != old.sum()) & (before > 0) & (after > 0) & torch.isfinite(before) & torch.isfinite(after)
+    c, square = site._fxmask_config, weight.detach().double().square()
+    kept = mask.sum() if block is None else c.keep_at(site._fxmask_step, old.numel())
+    before, after = (torch.where(expand_mask(m, weight.shape, b), square, 0).sum() for m, b in ((old, block or c.block), (mask, c.block)))
+    moves = (old.sum() != kept) & (before > 0) & (after > 0) & torch.isfinite(before) & torch.isfinite(after)
     factor = torch.where(moves, (before / after).sqrt(), 1.0)
     scaled = (weight.double() * factor).to(weight.dtype)
-    weight.copy_(torch.where(expand_mask(mask, weight.shape, block), scaled, weight))
+    weight.copy_(torch.where(expand_mask(mask, weight.shape, c.block), scaled, weight))

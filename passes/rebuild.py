@@ -26,6 +26,7 @@ class Job(NamedTuple):
     first: bool = False  # nothing was masked before: blocks that change place are no flips
     step: bool = False  # an optimiser step has made it due: blocks may be exchanged, and weights follow
     anew: bool = False  # the weight is another one than that of the mask before
+    other: tuple[Tensor, tuple[int, int]] | None = None  # a mask in other blocks that this one follows, and these blocks
 
 
 @torch.inference_mode(False)
@@ -46,14 +47,14 @@ def rebuild(jobs: Sequence[Job]) -> None:
         for j, dense in zip(jobs, inside, strict=True):
             j.site._fxmask_is_dense = dense
         state.sync(*(j.site for j in jobs))
-    for (site, weight, first, step, _), (mask, lists) in zip(jobs, built, strict=True):
+    for (site, weight, first, step, _, other), (mask, lists) in zip(jobs, built, strict=True):
         saved = site._fxmask_saved
         old = held_mask(site)
-        if old is not None and step:
-            start_at_zero(site, weight, mask, old)
-        site._fxmask_exchanges = False
-        if old is not None and step and site._fxmask_config.gain:
-            keep_norm(weight, mask, old, site._fxmask_config.block)  # of blocks that had no mask before, all were kept
+        start_at_zero(site, weight)
+        if site._fxmask_config.gain and other is not None:
+            keep_norm(site, weight, mask, *other)
+        elif site._fxmask_config.gain and old is not None and step:
+            keep_norm(site, weight, mask, old)  # of blocks that had no mask before, all were kept
         if not first and site._fxmask_flips is not None and old is not None:
             flips = torch.ne(mask, old).sum()
             site._fxmask_flips = site._fxmask_flips.add_(flips) if state.capturing(mask) else site._fxmask_flips + flips
@@ -91,7 +92,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         keeps = [jobs[i].site._fxmask_keep for i in members]
         block = jobs[members[0]].site._fxmask_config.block
         found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))
-    for i, (site, weight, first, step, anew) in enumerate(jobs):
+    for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
             mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
             found[i] = (mask, state.lists_of(site, mask))
@@ -126,7 +127,7 @@ def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
     for site, weight in sites:
         c, mask = site._fxmask_config, site._fxmask_mask
         if c.gain and mask is not None and not c.start:
-            keep_norm(weight, mask, torch.ones_like(mask), c.block)
+            keep_norm(site, weight, mask, torch.ones_like(mask))
 
 
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
@@ -136,13 +137,15 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
         for site, weight in found:
             before, now = site._fxmask_step, site._fxmask_step + n
             site._fxmask_announced, site._fxmask_unguarded = True, False
-            site._fxmask_step = now
+            site._fxmask_step, mask, block = now, held_mask(site), site._fxmask_config.block
             entered = phase_change.follow(site, taken=n > 0)
             c = site._fxmask_config
             if n and c.cached and now >= c.start and weight is not None:
                 due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
                 if due or before < c.start or entered.anew:
-                    jobs.append(Job(site, weight, first=before < c.start or entered.first, step=before < c.start or not entered.first))
+                    begins = before < c.start
+                    other = (mask, block) if entered.first and not begins and mask is not None else None
+                    jobs.append(Job(site, weight, first=begins or entered.first, step=begins or not entered.first, other=other))
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])

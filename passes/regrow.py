@@ -16,8 +16,9 @@ class Regrow:
     """Exchange of blocks at every rebuild: the worst kept ones leave, and as many others come back by something else than their weights.
 
     Of k kept blocks floor(f k) are exchanged, f = fraction / 2 (1 + cos(pi t / until)) at t steps after `start`, none from `until` on (Evci et al. 2020,
-    arXiv:1911.11134, sec. 3). They come back with weights and momenta of zero, as there. Nothing else exchanges blocks under `regrow`; where the ratio falls,
-    masked blocks come back by their scores and as they are.
+    arXiv:1911.11134, sec. 3). They come back with weights and momenta of zero, as there (momenta under `fxmask.guard`; `fxmask.step` knows no optimiser).
+    Nothing else exchanges blocks under `regrow`. Where the ratio falls, masked blocks come back beside the exchange, by their scores and with the weights that
+    they have.
 
     Args:
         by: `gradient`: those with the largest norm of the dense gradient of the last step that had one, and none while there was none since the last exchange
@@ -45,8 +46,8 @@ class Regrow:
             object.__setattr__(self, "until", until)
 
     def exchanged(self, step: int, kept: int) -> int:
-        """Blocks exchanged `step` steps after the start, of `kept` ones; at least one stays."""
+        """Blocks exchanged `step` steps after the start, of `kept` ones; at least one stays. A millionth is forgiven: in floats .29 of 100 is below 29."""
         share = self.fraction
         if self.until is not None:
             share *= 0.0 if step >= self.until else (1 + math.cos(math.pi * step / self.until)) / 2
-        return min(int(share * kept), kept - 1)
+        return min(int(share * kept + 1e-6), kept - 1)

@@ -56,11 +56,19 @@ def saliency(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str) ->
 
 
 @torch.no_grad()
-def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None = None, scale: Tensor | None = None) -> None:
-    """Take in what this step shows, before the optimiser moves the weight. `state`: the optimiser's for this weight, None without a guard. `scale`: what a
-    fused optimiser will divide the gradient by (GradScaler).
+def observe(
+    site: Site,
+    weight: Tensor | None,
+    state: dict[str, object] | None = None,
+    stateless: bool = False,
+    scale: Tensor | None = None,
+    skipped: Tensor | None = None,
+) -> None:
+    """Take in what this step shows, before the optimiser moves the weight. `state`: the optimiser's for this weight, None without one; `stateless`: its last
+    step moved the weight and made none. Of a GradScaler with a fused optimiser `scale`: what the gradient will be divided by; `skipped`: not 0 for no step.
 
-    A gradient that is not finite (a scaler's skipped step) changes nothing. No host sync. Raises: StateError, UnsupportedError.
+    A gradient that is not finite, of this weight or of another that a scaler skips the step for, changes nothing. No host sync.
+    Raises: StateError, UnsupportedError.
     """
     c = site._fxmask_config
     if weight is None:
@@ -68,7 +76,7 @@ def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None =
     refuse_shard(site, weight)
     if not (c.observes or c.wants_growth):
         return
-    new = _new_score(site, weight, state)
+    new = _new_score(site, weight, state, stateless)
     if new is not None:
         old = site._fxmask_score
         assert old is not None  # of sites that observe
@@ -81,11 +89,17 @@ def observe(site: Site, weight: Tensor | None, state: dict[str, object] | None =
             goes_on = torch.isfinite(old) & (old != 0).any()  # an average begins with its first value
             blended = torch.where(goes_on, c.average * old + (1 - c.average) * new, new) if c.average else new
         # a norm that is not finite is the weight's, and is seen
-        site._fxmask_score = torch.where(torch.isfinite(new).all(), blended, old) if by_gradient else blended
+        site._fxmask_score = torch.where(_holds(new, skipped), blended, old) if by_gradient else blended
     if c.wants_growth and weight.grad is not None and (c.backward != "rigl" or site._fxmask_dense_now):
         growth = saliency(weight, weight.grad, c.block, "gradient")
         before = torch.zeros_like(growth) if site._fxmask_growth is None else site._fxmask_growth
-        site._fxmask_growth = torch.where(torch.isfinite(growth).all(), growth, before)
+        site._fxmask_growth = torch.where(_holds(growth, skipped), growth, before)
+
+
+def _holds(new: Tensor, skipped: Tensor | None) -> Tensor:
+    """Whether what a gradient shows is of a step that is taken: 0-d bool."""
+    finite = torch.isfinite(new).all()
+    return finite if skipped is None else finite & (skipped.to(new.device) == 0).all()
 
 
 def refuse_shard(site: Site, weight: Tensor) -> None:
@@ -95,7 +109,7 @@ def refuse_shard(site: Site, weight: Tensor) -> None:
         raise UnsupportedError(message(what, site._fxmask_name, "leave them out under fully_shard; or use DistributedDataParallel."))
 
 
-def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None) -> Tensor | None:
+def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None, stateless: bool) -> Tensor | None:
     """What this step adds; None where it has nothing to add."""
     c = site._fxmask_config
     if not c.observes:
@@ -106,7 +120,7 @@ def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None) -> T
         assert state is not None  # fxmask.step refuses
         found = next((state[k] for k in MOMENTA if isinstance(state.get(k), Tensor)), None)
         if not isinstance(found, Tensor):
-            if not state and not site._fxmask_step:  # the optimiser's first step is still to come
+            if not state and not stateless:  # the optimiser's first step of this weight is still to come
                 return None
             got = ", ".join(map(str, state)) or "none"
             what = f"criterion='momentum' reads the optimiser's first moment: expected one of {', '.join(MOMENTA)}, got {got}."

@@ -67,7 +67,7 @@ class Site(nn.Module):
     _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
     _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.saliency
     _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient since an exchange, for regrowth
-    _fxmask_exchanges: bool  # the mask that was built last exchanged blocks
+    _fxmask_grown: Tensor | None  # bool [NB, KB], while a mask is built: the blocks that an exchange brings back
     _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
     _fxmask_scaled: float  # that factor
     _fxmask_softening: bool  # it is not 0 yet
@@ -122,9 +122,9 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_stream = stream_of(config.seed, stream_name)
     site._fxmask_step = site._fxmask_built = 0
     site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_exchanges = site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
+    site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
     check_plain(site, weight)
-    site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = None
+    site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = site._fxmask_grown = None
     place_on(site, weight.device)
 
 
@@ -138,8 +138,9 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_lists = None if site._fxmask_mask is None else lists_of(site, site._fxmask_mask)
     site._fxmask_written = site._fxmask_looked = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
-    site._fxmask_score, site._fxmask_growth = torch.zeros(site._fxmask_grid, device=device) if config.observes else None, None
-    site._fxmask_scale, site._fxmask_scaled = torch.ones((), device=device) if config.soft else None, 1.0
+    site._fxmask_score = torch.zeros(site._fxmask_grid, dtype=torch.float32, device=device) if config.observes else None  # whatever the default dtype is
+    site._fxmask_scale, site._fxmask_scaled = torch.ones((), dtype=torch.float32, device=device) if config.soft else None, 1.0
+    site._fxmask_growth = None
     sync(site)
 
 

@@ -53,14 +53,18 @@ def test_an_exchange_keeps_exactly_k_and_the_best(case, cover):
     old = torch.zeros(nb * kb, dtype=torch.bool)
     old[torch.randperm(nb * kb, generator=generator)[:old_count]] = True
     old = old.reshape(nb, kb)
-    new = regrown(keys, old, torch.tensor(keep), n, growth, cover)
+    new, grown = regrown(keys, old, torch.tensor(keep), n, growth, cover)
     assert int(new.sum()) == keep
+    assert not (grown & (old | ~new)).any()
     if cover:
         return
-    ranked = sorted((i for i in range(nb * kb) if old.flatten()[i]), key=lambda i: (-int(keys.flatten()[i]), i))
-    stay = ranked[: max(1, keep - n)]
-    others = sorted((i for i in range(nb * kb) if i not in stay), key=lambda i: (-int(growth.flatten()[i]), i))
-    assert sorted(new.flatten().nonzero().flatten().tolist()) == sorted(stay + others[: keep - len(stay)])
+    best, grows = (lambda i, of=of: (-int(of.flatten()[i]), i) for of in (keys, growth))
+    kept = sorted(old.flatten().nonzero().flatten().tolist(), key=best)[:keep]
+    back = sorted((~old).flatten().nonzero().flatten().tolist(), key=best)[: keep - len(kept)]  # where the ratio falls
+    stay = kept[: max(1, len(kept) - n)]
+    others = sorted((i for i in range(nb * kb) if i not in stay + back), key=grows)[: len(kept) - len(stay)]
+    assert sorted(new.flatten().nonzero().flatten().tolist()) == sorted(stay + back + others)
+    assert grown.flatten().nonzero().flatten().tolist() == sorted(i for i in others if not old.flatten()[i])
 
 
 @given(st.floats(0.01, 0.99), st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 500))
@@ -68,13 +72,20 @@ def test_an_exchange_keeps_exactly_k_and_the_best(case, cover):
 def test_the_share_exchanged_falls_to_none(fraction, until, kept):
     regrow = fxmask.Regrow("random", fraction, until)
     counts = [regrow.exchanged(step, kept) for step in range(220)]
-    assert all(0 <= c <= min(kept - 1, fraction * kept) for c in counts)
+    assert all(0 <= c <= min(kept - 1, fraction * kept + 1e-6) for c in counts)
     assert all(a >= b for a, b in pairwise(counts))
-    assert counts[0] == min(int(fraction * kept), kept - 1)
+    assert counts[0] == min(int(fraction * kept + 1e-6), kept - 1)
     if until is not None:
         assert counts[until:] == [0] * (220 - until)
         half = fraction / 2 * (1 + math.cos(math.pi * (until // 2) / until)) * kept
-        assert counts[until // 2] == min(int(half), kept - 1)
+        assert counts[until // 2] == min(int(half + 1e-6), kept - 1)
+
+
+@pytest.mark.parametrize("parts", [100, 3, 7])
+def test_the_share_exchanged_is_that_of_the_number_that_was_meant(parts):
+    for p in range(1, parts):
+        regrow = fxmask.Regrow("random", p / parts)
+        assert all(regrow.exchanged(0, kept) == p * kept // parts for kept in range(2, 400))
 
 
 def training(model, n=1, lr=0.1):

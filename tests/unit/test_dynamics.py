@@ -189,6 +189,14 @@ def test_gain_does_not_begin_anew_with_other_blocks():
     assert float(model[0].weight.detach().norm()) == pytest.approx(norm)
 
 
+@pytest.mark.parametrize("other", [(32, 32), (8, 8), (64, 16)])
+def test_gain_goes_on_where_other_blocks_and_another_ratio_come_together(other):
+    model = layer(gain=True, ratio=0.75, refresh=4, schedule=fxmask.Schedule("linear", steps=12), phases={4: dict(block=other)})
+    norm = kept_norm(model)
+    for _ in train(model, sgd(model), 14):
+        assert kept_norm(model) == pytest.approx(norm, rel=1e-5)
+
+
 def test_gain_leaves_loaded_weights_and_refreshed_masks_alone():
     model = layer(gain=True, ratio=0.8, refresh=10, schedule=fxmask.Schedule("linear", steps=100))
     optimizer = sgd(model, 0.01)

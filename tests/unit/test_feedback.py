@@ -78,7 +78,17 @@ def test_layers_end_at_their_own_ratio():
 
 def test_before_the_start_nothing_is_masked():
     model = masked(fxmask.Feedback("loss", every=1, initial=0.4), start=3)
-    assert told(model, [1.0, 1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0, 0.55, 0.6]
+    assert told(model, [1.0, 1.0, 1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0, 0.4, 0.45, 0.5]
+
+
+def test_losses_of_the_dense_model_before_the_start_are_no_goal_and_count_nothing():
+    model = masked(fxmask.Feedback("loss", every=2, initial=0.4, change=0.1), start=3)
+    announced = []
+    for loss in (0.1, 0.1, 0.1, 2.0, 2.0, 1.0, 1.0, 3.0, 3.0):
+        announced.append(fxmask.feedback(model, loss)["0.weight"])
+        fxmask.step(model)
+        assert ratios(model)[0] == pytest.approx(announced[-1])
+    assert announced == pytest.approx([0.0, 0.0, 0.4, 0.4, 0.5, 0.5, 0.6, 0.6, 0.5])
 
 
 def test_nobody_reports():
@@ -87,6 +97,11 @@ def test_nobody_reports():
     with pytest.warns(FxMaskWarning, match=r"no loss was reported in 10,000 optimiser steps(.|\n)*call fxmask\.feedback\(model, loss\)"):
         fxmask.step(model)
     fxmask.step(model, 5 * looks.SILENT)  # once
+    model = masked(LOSS, start=3)
+    for n in (2, 1, looks.SILENT - 1):  # counted from the first mask on
+        fxmask.step(model, n)
+    with pytest.warns(FxMaskWarning, match="no loss was reported in 10,000 optimiser steps"):
+        fxmask.step(model)
     model = masked(LOSS)
     fxmask.feedback(model, 1.0)
     fxmask.step(model, looks.SILENT)

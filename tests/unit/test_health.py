@@ -123,6 +123,22 @@ def test_csv_grows_and_a_resumed_log_goes_on(tmp_path):
     assert len(rows) == 6 and [r["update"] for r in rows] == list("112233") and int(rows[4]["flips"]) == 2
 
 
+def test_a_log_that_goes_back_drops_what_came_later():
+    m = model()
+    log = fxmask.HealthLog(m)
+    put(m[0], A)
+    log.update()
+    saved = log.state_dict()
+    for _ in range(2):
+        put(m[0], B)
+        log.update()
+    log.load_state_dict(saved)
+    assert [r["update"] for r in log.rows] == [1, 1] and log.report().summary["flips"] == 0
+    report = log.update()
+    assert [r["update"] for r in log.rows] == [1, 1, 2, 2] and [r["flips"] for r in report.rows] == [2, 0]
+    assert report.summary["blocks"] == 12 + 9 and report.summary["flips"] == 2
+
+
 def test_nothing_moves_in_the_model():
     m = model(refresh=2)
     fxmask.step(m, 0)

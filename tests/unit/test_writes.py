@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxmask
-from fxmask.backend import fxmask_backend
+from fxmask import backend
 from fxmask.passes.writes import Writes, memory, written
 
 
@@ -99,7 +99,7 @@ def test_a_compiled_function_has_a_new_mask_after_a_write(call, inner):
     net, x, new = Net(), torch.randn(8, 64), torch.randn(64, 64)
     expected = call(fxmask.apply(copy.deepcopy(net), ratio=0.5), x, new)
     torch._dynamo.reset()
-    found = torch.compile(call, backend=fxmask_backend, options=dict(ratio=0.5, inner=inner), fullgraph=True)(net, x, new)
+    found = torch.compile(call, backend=backend.fxmask_backend, options=dict(ratio=0.5, inner=inner), fullgraph=True)(net, x, new)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found[1], net(x), atol=1e-2)  # masked after the write, too
 
@@ -141,7 +141,7 @@ def test_a_weight_read_first_without_gradients_has_one_afterwards(inner):
     expected = fxmask.apply(copy.deepcopy(net), **options)
     expected(x).backward()
     torch._dynamo.reset()
-    torch.compile(net, backend=fxmask_backend, options=dict(options, inner=inner), fullgraph=True)(x).backward()
+    torch.compile(net, backend=backend.fxmask_backend, options=dict(options, inner=inner), fullgraph=True)(x).backward()
     torch.testing.assert_close(net.att.out_proj.weight.grad, expected.att.out_proj.weight.grad)
 
 
@@ -160,7 +160,7 @@ def test_a_weight_that_is_another_linears_input_is_pruned_as_an_input(width, mas
     torch.manual_seed(0)
     net, x = Product(width), torch.randn(4, 8, 64)
     torch._dynamo.reset()
-    found = torch.compile(net, backend=fxmask_backend, options=dict(masks, activations=dict(ratio=0.5, block=16), inner="eager"))(x)
+    found = torch.compile(net, backend=backend.fxmask_backend, options=dict(masks, activations=dict(ratio=0.5, block=16), inner="eager"))(x)
     torch.testing.assert_close(found, net(x))
 
 

@@ -1,0 +1,137 @@
+"""Exchange of blocks: beside a ratio that falls, over phases, and what it does to momenta."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import fxmask
+from fxmask.kernels.grid import expand_mask
+
+SIDE, BLOCK = 64, (8, 8)
+
+
+def layer(**config):
+    torch.manual_seed(0)
+    return fxmask.apply(nn.Sequential(nn.Linear(SIDE, SIDE)), fxmask.WeightMask(**{"ratio": 0.5, "block": BLOCK, **config}))
+
+
+def mask_of(model):
+    return fxmask.masks(model)["0.weight"]
+
+
+def elements(mask):
+    return expand_mask(mask, (SIDE, SIDE), BLOCK)
+
+
+def train(model, optimizer, n, unused=()):
+    """Steps; in those that are `unused` the layer has no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    for i in range(n):
+        optimizer.zero_grad()
+        if i not in unused:
+            model(torch.randn(32, SIDE, generator=generator)).square().mean().backward()
+        optimizer.step()
+        yield i + 1
+
+
+def by(growth, fraction):
+    return dict(backward="ste", regrow=fxmask.Regrow(growth, fraction))
+
+
+FALLING = {
+    "cyclic": dict(ratio=0.75, schedule=fxmask.Schedule("cyclic", steps=8, cycles=2, initial=0.25)),
+    "descending": dict(ratio=0.3, refresh=2, schedule=fxmask.Schedule("linear", steps=6, initial=0.9)),
+    "feedback": dict(ratio=0.8, refresh=2, schedule=fxmask.Feedback("loss", every=1, change=0.2, goal=1.0)),
+}
+
+
+@pytest.mark.parametrize("growth", ["random", "gradient"])
+@pytest.mark.parametrize("schedule", list(FALLING))
+def test_where_the_ratio_falls_as_many_are_exchanged_and_the_others_come_as_they_are(schedule, growth):
+    model = layer(**by(growth, 0.2), **FALLING[schedule])
+    optimizer, exchanged = optim.SGD(model.parameters(), lr=0.0), []
+    fxmask.guard(optimizer, model)
+    old, before = mask_of(model), model[0].weight.detach().clone()
+    for step in train(model, optimizer, 8):
+        new, weight = mask_of(model), model[0].weight.detach()
+        zero = new & (weight.reshape(8, 8, 8, 8).abs().sum((1, 3)) == 0)
+        assert torch.equal(weight[~elements(zero)], before[~elements(zero)]) and not (zero & old).any()
+        if int(new.sum()) > int(old.sum()):
+            assert int((old & ~new).sum()) == int(zero.sum()) <= int(0.2 * int(new.sum()))  # less where one that has just left comes in again
+            exchanged.append(int(zero.sum()))
+        with torch.no_grad():
+            model[0].weight.masked_fill_(elements(zero), 1e-3)  # so that a block which is zeroed is seen
+        old, before = new, model[0].weight.detach().clone()
+        if schedule == "feedback":
+            fxmask.feedback(model, 0.5 if step < 4 else 2.0)
+    assert exchanged and (growth == "gradient" or sum(exchanged))
+
+
+def flips(n=12, **config):
+    model = layer(refresh=4, **config)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    fxmask.guard(optimizer, model)
+    return [int(fxmask.state_dict(model)["masks"]["0.weight"]["flips"]) for _ in train(model, optimizer, n)]
+
+
+RIGL = dict(backward="rigl", dense_every=3, regrow=fxmask.Regrow("gradient", 0.3))
+
+
+@pytest.mark.parametrize(("at", "change"), [(4, dict(criterion="l1")), (8, dict(criterion="l1")), (4, dict(backward="ste")), (7, dict(backward="ste"))])
+def test_a_phase_keeps_the_gradient_that_blocks_grow_by(at, change):
+    """The last dense gradient before a rebuild is two steps old, and a phase between them does not drop it."""
+    moved = flips(**RIGL, phases={at: change})
+    assert moved[:at] == flips(**RIGL)[:at]
+    assert moved[2] == 0 < moved[3] < moved[7] < moved[11]
+
+
+def test_other_blocks_drop_that_gradient():
+    model = layer(refresh=4, **RIGL, phases={3: dict(block=(16, 16))})
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    fxmask.guard(optimizer, model)
+    for step in train(model, optimizer, 12):
+        growth = model[0]._fxmask_growth
+        assert growth is None or tuple(growth.shape) == ((8, 8) if step < 3 else (4, 4))
+        assert step != 3 or growth is None
+
+
+SOFT = dict(soft=True, schedule=fxmask.Schedule("linear", steps=40, initial=0.4))
+
+
+@pytest.mark.parametrize("masked_step", [False, True])
+@pytest.mark.parametrize(("config", "unused"), [({}, ()), ({}, (3, 7)), (SOFT, ())], ids=["plain", "no gradient at the exchange", "soft"])
+def test_blocks_that_regrow_have_no_momenta(config, unused, masked_step):
+    model = layer(refresh=4, regrow=fxmask.Regrow("random", 0.3), **config)
+    optimizer, last, came = optim.Adam(model.parameters(), lr=1e-3), mask_of(model), 0
+    fxmask.guard(optimizer, model, masked_step=masked_step)
+    for _ in train(model, optimizer, 8, unused):
+        back = elements(mask_of(model) & ~last)
+        came += int(back.sum())
+        assert not model[0].weight[back].any()
+        assert not any(optimizer.state[model[0].weight][k][back].any() for k in ("exp_avg", "exp_avg_sq"))
+        last = mask_of(model)
+    assert came
+
+
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_zero_momenta_on_return_where_the_step_has_no_gradient(refresh):
+    schedule = fxmask.Schedule("cyclic", steps=16, cycles=4, initial=0.1)
+    model = layer(schedule=schedule, refresh=refresh)
+    optimizer, last, came = optim.Adam(model.parameters(), lr=1e-3), mask_of(model), 0
+    fxmask.guard(optimizer, model, returning="zero")
+    for step in train(model, optimizer, 12, unused=(3, 7, 11)):
+        back = elements(mask_of(model) & ~last)
+        came += int(back.sum()) if step in (4, 8, 12) else 0
+        assert not optimizer.state[model[0].weight]["exp_avg"][back].any()
+        last = mask_of(model)
+    assert came
+
+
+def test_told_steps_leave_the_optimiser_alone():
+    model = layer(refresh=4, regrow=fxmask.Regrow("random", 0.3))
+    fxmask.step(model, 0)
+    optimizer = optim.Adam(model.parameters(), lr=1e-3)
+    for _ in train(model, optimizer, 4):
+        momenta = optimizer.state[model[0].weight]["exp_avg"].clone()
+        fxmask.step(model)
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], momenta)
