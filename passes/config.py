@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
+from zlib import crc32
 
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError, UnsupportedError
@@ -78,6 +79,7 @@ class WeightMask(Options):
 
     _observes: ClassVar[bool]  # plain attributes of each instance, and no fields
     _remembers: ClassVar[bool]
+    _kind: ClassVar[int]
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -116,6 +118,13 @@ class WeightMask(Options):
             )
         if self.phases is not None:
             object.__setattr__(self, "phases", check_phases(self))
+        object.__setattr__(self, "_kind", crc32(repr((self.block, self.backward, self.criterion, self.ties, self.cover, self.impl)).encode()))
+
+    @property
+    def kind(self) -> int:
+        """A number for what compiled code holds fixed. `torch.compiler.nested_compile_region` takes one region's code for another by ints alone: text and
+        tuples, as most options are, it does not compare."""
+        return self._kind
 
     @property
     def needs_steps(self) -> bool:

@@ -37,6 +37,7 @@ class Site(nn.Module):
     _fxmask_config: WeightMask  # what is in force: that of the phase
     _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
+    _fxmask_kind: int = 0  # of that, see `WeightMask.kind`
     _fxmask_shape: tuple[int, int]  # of the weight as a matrix
     _fxmask_name: str  # the parameter's
     _fxmask_grid: tuple[int, int]
@@ -157,6 +158,7 @@ def sync(*sites: Site) -> None:
     scalars, changes = [], []
     for site in sites:
         config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
+        site._fxmask_kind = config.kind
         keep = nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb)
         count = step if config.refresh and config.criterion == "random" else 0
         flag = site._fxmask_dense_now
@@ -273,6 +275,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
+        assert site._fxmask_kind >= 0  # looked at, so that it is compared
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
     return current_mask(site, weight)
 

@@ -1,9 +1,12 @@
 """torch.compile of a masked model: one graph, equal to eager, no recompile while masks and ratios move."""
 
+import copy
+
 import pytest
 import torch
 from resmlp import PRESETS, ResMLP
 from sample_models import Residual, mlp
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxmask
@@ -133,3 +136,40 @@ def test_functional_calls_and_transforms_of_a_masked_module():
     assert all(torch.allclose(grads[k], p.grad, atol=1e-4) for k, p in model.named_parameters())
     per_sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
     assert torch.allclose(per_sample["0.weight"].sum(0), grads["0.weight"], atol=1e-4)
+
+
+class Region(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return self.fc(x).tanh()
+
+
+class Regions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Region() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("own", [dict(block=(8, 8)), dict(backward="ste"), dict(criterion="l1"), dict(cover=True)], ids=str)
+def test_regions_compiled_once_keep_the_masks_of_their_own_layers(own):
+    """PyTorch compares ints alone before it takes one region's code for another."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = Regions(), torch.randn(8, 64)
+    fxmask.apply(model, ratio=0.5, overrides={"layers.3.fc": own})
+    compiled = copy.deepcopy(model)
+    y, expected = torch.compile(compiled, backend="aot_eager", fullgraph=True)(x), model(x)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(y, expected)
+    for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
