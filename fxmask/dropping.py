@@ -84,7 +84,9 @@ def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> l
     graphs: dict[int, Writes] = {}
     for d, config in chosen:
         gm = d.candidate.host
-        writes = None if gm is None else graphs.setdefault(id(gm), Writes(gm))
+        if gm is not None and id(gm) not in graphs:
+            graphs[id(gm)] = Writes(gm)
+        writes = graphs.get(id(gm))
         rates = [at[1] for n in d.candidate.nodes if (at := dropout_before(writes, n)) is not None] if writes is not None else []
         if config.p is None and any(not 0 <= p < 1 for p in rates):
             raise ConfigError(f"{d.candidate.name!r} is behind a dropout with p={max(rates)}: expected p in [0, 1), or exclude={d.candidate.name!r}.")

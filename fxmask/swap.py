@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Iterable
 from functools import cache, wraps
+from types import CodeType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .passes.activation_pruning import ActivationPruning, saves
 from .passes.block_dropout import BlockDropout
 from .passes.config import WeightMask
 from .passes.pruning_schedule import copied, words
+from .passes.readers import forward_codes
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
@@ -97,30 +99,47 @@ class Swapped(nn.Module):
 
 
 _COUNTING = threading.Lock()
+_FORWARDS: set[CodeType] = set()  # the code of what owners' forwards are made of
 
 
 def _is_read(m: ReadWeight) -> bool:
-    """Whether an owner's forward runs, or a checkpoint in it runs anew: in a backward, with gradients, where no owner's forward is any more."""
-    if m._fxmask_reading > 0 or torch.compiler.is_compiling():
-        return m._fxmask_reading > 0
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    """Whether an owner's forward runs, or a part of it anew, for a checkpoint.
+
+    A compiled forward does not look at what eager ones note: other threads may run the same model, and its guards would see them.
+    """
+    if m._fxmask_reading > 0 or m._fxmask_owned:
+        return True
+    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1 and _runs_anew()
 
 
-def _count_readers(layers: list[ReadWeight], change: int) -> None:
-    """Note that an owner's forward begins (1) or ends (-1). In the layer, where compiled and eager parts of one forward, and its threads, find it alike."""
-    if torch.compiler.is_compiling():
+def _runs_anew() -> bool:
+    """Whether this backward has called a part of an owner's forward."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.autograd.graph":  # where a backward begins
+        if frame.f_code in _FORWARDS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _count_readers(layers: list[ReadWeight], change: int, compiled: bool) -> None:
+    """Note that an owner's forward begins (1) or ends (-1). `compiled`: it began in compiled code, which writes constants, and may go on in eager code."""
+    if compiled:
         for m in layers:
-            m._fxmask_reading += change
-    else:
-        with _COUNTING:  # several threads may run one model
-            for m in layers:
-                m._fxmask_reading += change
+            m._fxmask_reading = max(0, m._fxmask_reading + change)
+        return
+    with _COUNTING:
+        for m in layers:
+            m._fxmask_owners = max(0, m._fxmask_owners + change)
+            m._fxmask_owned = m._fxmask_owners > 0
 
 
 class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
-    _fxmask_reading: int  # owners whose forward runs, or is being traced by the compiler
+    _fxmask_reading: int = 0  # owners whose compiled forward runs, or is being traced
+    _fxmask_owners: int = 0  # owners whose eager forward runs, in any thread
+    _fxmask_owned: bool = False  # whether there are such; compiled parts of them look at it
 
     @property
     def weight(self) -> Tensor:
@@ -139,16 +158,17 @@ class ReadWeight(MaskedLinear):
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fxmask_reading": 0}  # another thread may run the model that is copied
+        return {**super().__getstate__(), "_fxmask_reading": 0, "_fxmask_owners": 0, "_fxmask_owned": False}  # another thread may run what is copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._fxmask_base.forward is nn.Linear.forward:
             return MaskedLinear.forward(self, *args, **kwargs)
-        _count_readers([self], 1)  # a forward of its own is its own reader
+        compiled = torch.compiler.is_dynamo_compiling()  # of this thread, where is_compiling is of all
         try:
+            _count_readers([self], 1, compiled)  # a forward of its own is its own reader
             return self._fxmask_base.forward(self, *args, **kwargs)
         finally:
-            _count_readers([self], -1)
+            _count_readers([self], -1, compiled)
 
 
 class WeightReader(nn.Module):
@@ -164,11 +184,12 @@ class WeightReader(nn.Module):
                 what = f"the class of a masked layer was changed after fxmask.apply (to {type(m).__name__}), and its owner would read it dense."
                 fix = "change it before fxmask.apply; where fully_shard did, shard the owner and not the layer, which its owner reads without calling it."
                 raise UnsupportedError(message(what, m._fxmask_name, fix))
-        _count_readers(read, 1)
+        compiled = torch.compiler.is_dynamo_compiling()
         try:
+            _count_readers(read, 1, compiled)
             return super().forward(*args, **kwargs)
         finally:
-            _count_readers(read, -1)
+            _count_readers(read, -1, compiled)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not self._fxmask_class:
@@ -186,6 +207,8 @@ def _masked_class(base: Any, mixin: Any) -> Any:
     prefix = {"PrunedLinear": "Pruned", "PrunedProduct": "Pruned", "DroppedLinear": "Dropped", "NMLayer": "NM"}.get(mixin.__name__, "Masked")
     cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
+    if issubclass(mixin, (ReadWeight, WeightReader)):
+        _FORWARDS.update(forward_codes(base))
     return cls
 
 
@@ -216,7 +239,6 @@ def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: 
     assert isinstance(m, MaskedLayer)
     state.install(m, config, name, weight, stream_name)
     if isinstance(m, ReadWeight):
-        m._fxmask_reading = 0
         for owner in owners:
             if owner is not m and not isinstance(owner, WeightReader):
                 owner.__class__ = masked_class(type(owner), WeightReader)

@@ -20,7 +20,7 @@ from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, call_again, replace_node
 from .options import Options
 from .schedule import one_of
-from .writes import Writes, memory
+from .writes import Writes
 
 aten = torch.ops.aten
 DROPOUTS = (F.dropout, torch.dropout, aten.dropout.default)  # that are fused; their arguments are (input, p, training, inplace), those of the others too
@@ -137,7 +137,7 @@ def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
         return None
     if on is not True or not isinstance(p, (int, float)) or (inplace is not False and len(input_arg(n).users) > 1):
         return None
-    if writes.between(n, linear, memory(gm, n) | memory(gm, input_arg(n))):
+    if any(writes.between(n, linear, read) for read in (n, input_arg(n))):
         return None
     return n, float(p)
 
@@ -155,9 +155,10 @@ class FuseDropout(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         names, writes = [], Writes(gm)
+        before_any = {n: dropout_before(writes, n) for d, _ in self.chosen if d.candidate.host is gm for n in d.candidate.nodes}
         for d, config in self.chosen:
             for node in d.candidate.nodes if d.candidate.host is gm else []:
-                found = dropout_before(writes, node)
+                found = before_any[node]
                 if config.p is None and found is None:
                     continue
                 own = config if config.p is not None or found is None else dataclasses.replace(config, p=found[1])

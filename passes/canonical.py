@@ -61,6 +61,7 @@ class Canonicalise(Pass):
         """The parameter whose transpose a node is."""
         if not isinstance(node, Node) or not is_transpose(node):
             return None
+        conjugates = node.target in (torch.adjoint, "adjoint") or (node.target is getattr and node.args[1] in ("H", "mH"))
         w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
         if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
             flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
@@ -69,7 +70,7 @@ class Canonicalise(Pass):
             flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
         else:
             flipped = True  # an attribute, such as .T
-        return w if flipped and isinstance(w, Node) and self.is_weight(w) else None
+        return w if flipped and isinstance(w, Node) and self.is_weight(w) and not (conjugates and _value(w).is_complex()) else None
 
 
 def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:
@@ -80,5 +81,10 @@ def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:
 
 
 def _axes(node: Node) -> int:
+    return _value(node).dim()
+
+
+def _value(node: Node) -> torch.Tensor:
+    """What the trace knows of a node's tensor; a number where that is nothing."""
     value = node.meta.get("example_value", node.meta.get("val"))
-    return value.dim() if isinstance(value, torch.Tensor) else 0
+    return value if isinstance(value, torch.Tensor) else torch.empty(())

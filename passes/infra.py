@@ -76,7 +76,7 @@ class Pass:
 SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, torch.ops.aten.transpose.int}
 TRANSPOSES = {torch.t, torch.adjoint, torch.permute, torch.ops.aten.t.default, torch.ops.aten.permute.default, *SWAPS}
 SWAP_METHODS = ("transpose", "swapaxes", "swapdims")
-FLIPS = ("T", "mT", "H", "mH")  # attributes; of real matrices all the same
+FLIPS = ("T", "mT", "H", "mH")  # attributes
 
 
 def is_transpose(node: Node) -> bool:

@@ -27,7 +27,7 @@ from .config import WeightMask
 from .find import LINEARS, bias_arg, input_arg
 from .infra import Pass
 from .site import stream_of
-from .writes import Writes, memory
+from .writes import Writes
 
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 STRIP_LISTS = torch.ops.fxmask.strip_lists.default
@@ -46,19 +46,28 @@ class MaskLifted(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         here = [(d, d.config) for d in self.decisions if d.candidate.host is gm and d.config is not None]
-        writes = Writes(gm)
-        for d, config in here:
-            _rewrite(gm, writes, d, config)
+        sections = _sections(gm, [d for d, _ in here])
+        for (d, config), (masks, weights) in zip(here, sections, strict=True):
+            _rewrite(gm, d, config, masks, weights)
         return [d.candidate.name for d, _ in here]
 
 
-def _rewrite(gm: GraphModule, writes: Writes, d: Decision, c: WeightMask) -> None:
-    w, found, nodes = d.candidate.weight_node, d.candidate.weight, d.candidate.nodes
-    assert w is not None  # of lifted candidates
+def _sections(gm: GraphModule, decisions: list[Decision]) -> list[tuple[list[int], list[int]]]:
+    """For each use of each weight: a number that is equal where one mask serves, and one that is equal where one W∘M does."""
+    writes, found = Writes(gm), []
+    for d in decisions:
+        w, nodes = d.candidate.weight_node, d.candidate.nodes
+        assert w is not None  # of lifted candidates
+        found.append((writes.sections(nodes, w, MODE), writes.sections(nodes, w, MODE, GRADS)))
+    return found
+
+
+def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weights: list[int]) -> None:
+    w, found, before = d.candidate.weight_node, d.candidate.weight, None
+    assert w is not None
     nb, kb = grid_shape(found.shape, c.block)
-    same, before = memory(gm, w), None
     given: dict[Any, Any] = {}
-    for node, section, recorded in zip(nodes, writes.sections(nodes, same, MODE), writes.sections(nodes, same, MODE, GRADS), strict=True):
+    for node, section, recorded in zip(d.candidate.nodes, masks, weights, strict=True):
         with gm.graph.inserting_before(node):
             if section != before:  # one weight, one mask, however often the graph uses it, until something writes into it
                 given, before = {}, section

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -82,6 +83,20 @@ def _alike(a: Path, b: Path) -> bool:
 
 def forward_sources(cls: type[nn.Module]) -> Iterator[str]:
     """The source of a class's forward, and of the methods and properties of the class that it uses; nothing of PyTorch's own modules."""
+    return (source for _, source in _forward_parts(cls))
+
+
+def forward_codes(cls: type[nn.Module]) -> set[CodeType]:
+    """The code of the same, with that of functions inside it."""
+    found, todo = set[CodeType](), [function.__code__ for function, _ in _forward_parts(cls)]
+    while todo:
+        code = todo.pop()
+        found.add(code)
+        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return found
+
+
+def _forward_parts(cls: type[nn.Module]) -> Iterator[tuple[FunctionType, str]]:
     if cls.__module__.startswith("torch.nn.modules"):
         return
     seen, todo = set(), ["forward"]
@@ -89,23 +104,24 @@ def forward_sources(cls: type[nn.Module]) -> Iterator[str]:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            for source in _sources(cls, name):
-                yield source
+            for function, source in _sources(cls, name):
+                yield function, source
                 todo += USE.findall(source)
 
 
-def _sources(cls: type[nn.Module], name: str) -> Iterator[str]:
-    """The source of a method or property of a class, and as long as that says `super()`, of those that it extends."""
+def _sources(cls: type[nn.Module], name: str) -> Iterator[tuple[FunctionType, str]]:
+    """A method or property of a class with its source, and as long as that says `super()`, those that it extends."""
     for base in cls.__mro__:
         value = base.__dict__.get(name)
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if value is None or not inspect.isfunction(inspect.unwrap(value)) or base.__module__.startswith("torch.nn.modules"):
+        function = None if value is None else inspect.unwrap(value)
+        if not inspect.isfunction(function) or base.__module__.startswith("torch.nn.modules"):
             continue
         try:
-            source = inspect.getsource(inspect.unwrap(value))
+            source = inspect.getsource(function)
         except (OSError, TypeError):  # typed in at a prompt, or made by exec
             continue
-        yield _said(source)
+        yield function, _said(source)
         if "super()" not in source:
             return
 

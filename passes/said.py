@@ -75,6 +75,7 @@ class _Walk(Names):
         args: list[ast.expr] = [*node.args, *(k.value for k in node.keywords)]
         if flat(self.value(node)):
             return self.use(node)
+        self.written.update(path for k in node.keywords if k.arg == "out" for path in weights(self.value(k.value)))
         if name in LOOKS:
             args = args[1:]
         elif name.endswith("_") and not name.endswith("__"):  # in place

@@ -23,7 +23,7 @@ from .choose import Decision
 from .find import bias_arg, input_arg, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
 from .infra import Pass, call_again, replace_node
-from .writes import Writes, memory
+from .writes import Writes
 
 CONTAINER = "fxmask_sites"
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
@@ -38,16 +38,16 @@ class MaskWeights(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         names, writes = [], Writes(gm)
-        for d in self.decisions:
+        here = [d for d in self.decisions if d.candidate.host is gm and d.config is not None]
+        sections = [writes.sections(c.nodes, c.weight if c.weight_path else weight_arg(c.nodes[0])) for c in (d.candidate for d in here)]
+        for d, same in zip(here, sections, strict=True):
             c = d.candidate
-            if c.host is not gm or d.config is None:
-                continue
-            tensor = {id(c.weight)} if c.weight_path else memory(gm, weight_arg(c.nodes[0]))
+            assert d.config is not None
             stream = self.stream_names.get(id(c.weight), c.param_name)
             local = c.weight_path or f"{c.call}.weight"  # a name inside this graph module, whatever holds it
             site = GraphSite(d.config, local, c.weight, c.weight_path, stream).train(gm.training)
             self.made.append(site)
-            _rewrite(gm, c.nodes, writes.sections(c.nodes, tensor), _add_site(gm, local.removesuffix(".weight"), site), site)
+            _rewrite(gm, c.nodes, same, _add_site(gm, local.removesuffix(".weight"), site), site)
             names.append(c.name)
         return names
 

@@ -1,6 +1,6 @@
 """Which nodes of a graph write into tensors in place, and whose memory that may be: what is read must not be read on the other side of such a write.
 
-It errs on one side: what is not known to make a new tensor may return a part of what it was given.
+It errs on one side: what is not known to make a new tensor may return a part of what it was given, and shares the memory of all of it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import operator
 from bisect import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ IN_PLACE = (
     operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem,
 )  # fmt: skip
 NO_WRITES = ("requires_grad_", "detach_", "share_memory_")  # of methods that end as writes do
-# by their last name, of torch, of torch.nn.functional and of Tensor: they never return memory that they were given
+# by their last name, of torch, of torch.nn.functional, of Tensor and of ATen: they never return memory that they were given
 NEW = {
     "linear", "bilinear", "masked_linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "embedding",
     "scaled_dot_product_attention", "multi_head_attention_forward", "add", "sub", "mul", "truediv", "div", "neg", "pow", "relu", "gelu", "silu", "tanh",
@@ -29,99 +30,150 @@ NEW = {
     "where", "clone", "cat", "stack", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like",
 }  # fmt: skip
 MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.GELU)  # nor do these
+TABLES = ("embedding", "embedding_bag")  # which scale the rows that they look up, with `max_norm`
+
+Key = Node | int  # a node's own memory, or that of a tensor which the graph or its module holds
 
 
-def written(gm: GraphModule, node: Node) -> list[Node]:
-    """The tensors that a node writes into, of its arguments; its own module's buffers are not among them."""
+class Writes:
+    """The writes of one graph, in its order, and which of its tensors may share memory; of the graph as it is now, so ask before nodes are replaced."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self.place = {n: i for i, n in enumerate(gm.graph.nodes)}
+        self._ends: dict[tuple[str, ...], list[int]] = {}
+        self._above: dict[Key, Key] = {}  # towards what stands for all that share memory
+        into = []
+        for n, i in self.place.items():
+            targets = [*written(gm, n)]
+            self._join(n, _held(gm, n) if n.op in ("get_attr", "placeholder") else targets or ([] if _is_new(gm, n) else n.all_input_nodes))
+            into += [(i, t) for t in targets]
+        self._into: dict[Key, list[int]] = {}
+        for i, t in into:
+            self._into.setdefault(self._memory(t), []).append(i)
+
+    def _memory(self, tensor: Key) -> Key:
+        path = []
+        while (above := self._above.get(tensor, tensor)) != tensor:
+            path.append(tensor)
+            tensor = above
+        self._above.update(dict.fromkeys(path, tensor))
+        return tensor
+
+    def _join(self, first: Key, others: Sequence[Key]) -> None:
+        for other in others:
+            a, b = self._memory(first), self._memory(other)
+            if a != b:
+                self._above[a] = b
+
+    def into(self, tensor: Node | Tensor) -> list[int]:
+        """Where something is written into the memory of a tensor, in order."""
+        key = tensor if isinstance(tensor, Node) else _storage(tensor)
+        return self._into.get(self._memory(key), [])
+
+    def between(self, first: Node, last: Node, tensor: Node) -> bool:
+        """Whether a tensor's memory may be written into after one node and before another."""
+        at = self.into(tensor)
+        return bisect(at, self.place[first]) < bisect(at, self.place[last] - 1)
+
+    def sections(self, nodes: Sequence[Node], tensor: Node | Tensor, *more: str) -> list[int]:
+        """A number for each node, equal where nothing writes into a tensor between two; `more`: ends of the names of functions whose calls divide, too."""
+        if more not in self._ends:
+            self._ends[more] = [i for n, i in self.place.items() if more and n.op == "call_function" and getattr(n.target, "__name__", "").endswith(more)]
+        at = sorted({*self.into(tensor), *self._ends[more]})
+        return [bisect(at, self.place[n]) for n in nodes]
+
+
+def written(gm: GraphModule, node: Node) -> Iterator[Key]:
+    """What a node writes into; its own module's buffers are not among it."""
     if node.op == "call_module":
-        return _first(node) if getattr(gm.get_submodule(str(node.target)), "inplace", False) else []
-    if node.op == "call_method":
+        m = gm.get_submodule(str(node.target))
+        if getattr(m, "inplace", False):
+            yield from _first(node)
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None:
+            yield _storage(m.weight)
+    elif node.op == "call_method":
         name = str(node.target)
-        dunder = name.startswith("__i") or name == "__setitem__"
-        return _first(node) if name not in NO_WRITES and (dunder or (name.endswith("_") and not name.endswith("__"))) else []
-    if node.op != "call_function":
-        return []
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _by_schema(node, node.target._schema)
-    name = getattr(node.target, "__name__", "")
-    found = [a for a in tree_leaves(node.kwargs.get("out")) if isinstance(a, Node)]
-    ends = name.endswith("_") and not name.endswith("__") and name not in NO_WRITES and not hasattr(operator, name)  # operator.or_ is none
-    in_place = node.target in IN_PLACE or ends
-    return found + (_first(node) if in_place or _says_inplace(node) else [])
+        if name not in NO_WRITES and (name.startswith("__i") or name == "__setitem__" or _ends_so(name)):
+            yield from _first(node)
+    elif node.op == "call_function":
+        for schema in _schemas(node.target):
+            for i, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    yield from _nodes(node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None))
+        name = getattr(node.target, "__name__", "")
+        given = _named(node)
+        if not _schemas(node.target):
+            yield from _nodes(node.kwargs.get("out"))
+            ends = _ends_so(name) and name not in NO_WRITES and not hasattr(operator, name)  # operator.or_ is none
+            if node.target in IN_PLACE or ends or given.get("inplace", False):
+                yield from _first(node)
+        if name in TABLES and given.get("max_norm") is not None:
+            yield from _nodes(given.get("weight"))
+
+
+def _ends_so(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _schemas(target: Any) -> list[Any]:
+    """Of an op, or of all forms of one."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    return [getattr(target, o)._schema for o in target.overloads()] if isinstance(target, torch._ops.OpOverloadPacket) else []
 
 
 def _first(node: Node) -> list[Node]:
-    first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-    return [a for a in tree_leaves(first) if isinstance(a, Node)]  # a list, of torch._foreach_add_
+    return _nodes(node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self")))
 
 
-def _by_schema(node: Node, schema: Any) -> list[Node]:
-    found = []
-    for i, argument in enumerate(schema.arguments):
-        given = node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [a for a in tree_leaves(given) if isinstance(a, Node)]
-    return found
+def _nodes(given: Any) -> list[Node]:
+    return [a for a in tree_leaves(given) if isinstance(a, Node)]  # of a list, for torch._foreach_add_
 
 
-def _says_inplace(node: Node) -> bool:
-    """Whether a function of torch.nn.functional is asked to write into its input."""
-    if not inspect.isfunction(node.target):
-        return False
+@cache
+def _signature(function: Any) -> inspect.Signature | None:
     try:
-        return bool(inspect.signature(node.target).bind_partial(*node.args, **node.kwargs).arguments.get("inplace", False))
+        return inspect.signature(function) if inspect.isfunction(function) else None
     except (TypeError, ValueError):
-        return False
+        return None
 
 
-def memory(gm: GraphModule, node: Node) -> set[object]:
-    """What a node's tensor may be a part of: nodes, and the ids of a graph module's own tensors."""
-    found: set[object] = set()
-    todo, seen = [node], {node}
-    while todo:
-        n = todo.pop()
-        found.add(n)
-        if n.op == "get_attr":
-            value: Any = gm
-            for part in str(n.target).split("."):
-                value = getattr(value, part, None)
-            found.add(id(value) if isinstance(value, Tensor) else n)
-        elif not _is_new(gm, n):
-            todo += [a for a in n.all_input_nodes if a not in seen]
-            seen.update(n.all_input_nodes)
-    return found
+def _named(node: Node) -> dict[str, Any]:
+    """The arguments of a Python function by name."""
+    signature = _signature(node.target)
+    try:
+        return {} if signature is None else signature.bind_partial(*node.args, **node.kwargs).arguments
+    except TypeError:
+        return {}
 
 
 def _is_new(gm: GraphModule, node: Node) -> bool:
     """Whether a node makes a tensor of its own."""
     if node.op == "call_module":
         return type(gm.get_submodule(str(node.target))) in MODULES
-    if written(gm, node):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        returns = node.target._schema.returns
-        return "dropout" not in node.target.name() and all(r.alias_info is None for r in returns)  # a dropout that is off returns its input
-    return (node.target if node.op == "call_method" else getattr(node.target, "__name__", "")) in NEW
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")  # whose schemas do not tell
+        if not composite:
+            return all(r.alias_info is None for r in target._schema.returns)
+        return target._schema.name.rpartition(":")[2] in NEW
+    name = target if node.op == "call_method" else getattr(target, "__name__", "")
+    return name in NEW and not any(isinstance(a, (tuple, list)) and name == "add" for a in node.args)  # (a, b) + (c,) holds all three
 
 
-class Writes:
-    """The writes of one graph, in its order."""
+def _held(gm: GraphModule, node: Node) -> list[Key]:
+    """The storage of a tensor that a graph is given or its module holds, as far as it is known."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if node.op == "get_attr":
+        value = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part, None)
+    return [_storage(value)] if isinstance(value, Tensor) else []
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.gm = gm
-        self.place = {n: i for i, n in enumerate(gm.graph.nodes)}
-        self.found = [(i, set().union(*(memory(gm, a) for a in into))) for n, i in self.place.items() if (into := written(gm, n))]
 
-    def into(self, tensor: Collection[object]) -> list[int]:
-        """Where something is written into the memory of a tensor, see `memory`."""
-        return [i for i, touched in self.found if not touched.isdisjoint(tensor)]
-
-    def between(self, first: Node, last: Node, tensor: Collection[object]) -> bool:
-        """Whether a tensor's memory may be written into after one node and before another."""
-        return any(self.place[first] < i < self.place[last] for i in self.into(tensor))
-
-    def sections(self, nodes: Sequence[Node], tensor: Collection[object], *more: str) -> list[int]:
-        """A number for each node, equal where nothing writes into a tensor between two; `more`: ends of the names of functions whose calls divide, too."""
-        ends = [i for n, i in self.place.items() if more and n.op == "call_function" and getattr(n.target, "__name__", "").endswith(more)]
-        at = sorted({*self.into(tensor), *ends})
-        return [bisect(at, self.place[n]) for n in nodes]
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # of wrappers and sparse tensors
+        return id(tensor)

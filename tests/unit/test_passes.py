@@ -68,6 +68,14 @@ def test_products_with_a_transposed_weight_are_linears(form):
     torch.testing.assert_close(gm(x, w, b), f(x, w, b))
 
 
+@pytest.mark.parametrize("transpose", [lambda w: w.H, lambda w: w.mH, lambda w: w.adjoint(), torch.adjoint])
+def test_a_conjugate_is_no_transpose(transpose):
+    x, w = torch.randn(4, 8, dtype=torch.complex64), torch.randn(8, 8, dtype=torch.complex64)
+    gm = traced(lambda x, w: x @ transpose(w), x=x, w=w)
+    result, _ = run_passes(gm, [Canonicalise(lambda node: node.name == "w"), CleanUp()])
+    assert not result.modified
+
+
 class Twice(Pass):
     """x + y becomes x + 2 y; leaves a dead node."""
 

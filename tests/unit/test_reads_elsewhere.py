@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -97,13 +98,64 @@ def test_a_forward_whose_second_half_is_compiled_no_more():
     assert model.fc.weight is model.fc._parameters["weight"]
 
 
+def test_a_compiled_and_an_eager_forward_of_two_threads_do_not_disturb_each_other():
+    """The eager one begins while the compiled one is under way, and ends after it."""
+    model, x, expected = outputs(Own)
+    under_way, goes_on, waits = threading.Event(), threading.Event(), False
+
+    def pausing(gm, inputs):
+        def run(*args):
+            if waits:
+                under_way.set()
+                goes_on.wait(30)
+            return gm(*args)
+
+        return run
+
+    compiled = torch.compile(model, backend=pausing)
+    compiled(x)
+    waits, found = True, []
+    thread = threading.Thread(target=lambda: found.append(compiled(x)))
+    thread.start()
+    under_way.wait(30)
+
+    def inner(x):
+        goes_on.set()
+        thread.join()
+        return Own.inner(model, x)
+
+    model.inner = inner
+    found.append(model(x))
+    del model.inner
+    found.append(model(x))
+    for y in found:
+        torch.testing.assert_close(y, expected)
+    assert model.fc.weight is model.fc._parameters["weight"]
+
+
+class Held(torch.autograd.Function):
+    """x W^T of a weight that is no argument, as memory-saving layers have it."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        w = layer.weight.detach()
+        ctx.save_for_backward(w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ ctx.saved_tensors[0], None
+
+
 class Checkpointed(Own):
     def __init__(self, reentrant):
         super().__init__()
         self.out, self.reentrant = nn.Linear(64, 64), reentrant
 
     def half(self, x):
-        return self.out(self.inner(x))
+        with torch.no_grad():
+            gate = F.linear(x, self.fc.weight).sigmoid()
+        return self.out(self.inner(x) * gate + Held.apply(x, self.fc))
 
     def forward(self, x):
         return self.half(x) if self.reentrant is None else checkpoint(self.half, x, use_reentrant=self.reentrant)
@@ -122,12 +174,26 @@ def test_a_checkpoint_in_the_owner_runs_its_part_anew_with_the_mask(reentrant, b
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_hook_in_backward_meets_the_parameter():
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_hook_in_backward_meets_the_parameter(create_graph):
     model, x, _ = outputs(Own)
-    seen = []
+    parameter, seen = model.fc._parameters["weight"], []
     model.register_full_backward_hook(lambda *_: seen.append(model.fc.weight))
-    model(x.requires_grad_()).sum().backward()
-    assert seen[0] is model.fc._parameters["weight"]
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(model.fc.weight))
+    model(x.requires_grad_()).square().sum().backward(create_graph=create_graph)
+    assert len(seen) == 2 and all(w is parameter for w in seen)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_outside_of_the_owner_reads_the_parameter_both_times(reentrant):
+    model, _, _ = outputs(Own)
+    scale, found = torch.ones((), requires_grad=True), []
+    for wrap in (lambda f, s: f(s), lambda f, s: checkpoint(f, s, use_reentrant=reentrant)):
+        scale.grad = None
+        wrap(lambda s: (model.fc.weight * s).square().sum(), scale).backward()
+        found.append(scale.grad)
+    assert torch.equal(*found)
 
 
 def test_a_copy_made_while_the_owner_runs_reads_its_parameter():
@@ -157,7 +223,14 @@ class WritesData(Writes):
         return self.out(self.inner(x))
 
 
-@pytest.mark.parametrize("kind", [Writes, WritesData])
+class WritesOut(Writes):
+    def forward(self, x):
+        with torch.no_grad():
+            torch.mul(self.fc.weight, 0.5, out=self.fc.weight)
+        return self.out(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesData, WritesOut])
 def test_a_write_that_would_go_into_the_masked_weight_leaves_the_layer_dense_and_says_so(kind):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(8, 64)

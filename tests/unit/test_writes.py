@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 
 import fxmask
 from fxmask import backend
-from fxmask.passes.writes import Writes, memory, written
+from fxmask.passes.writes import Writes, written
 
 
 def _out(t, y):
@@ -31,6 +32,12 @@ FORMS = {
     "_foreach_add_([y, t], 1)": (lambda t, y: torch._foreach_add_([y, t], 1), True),
     "aten.copy_(t, y)": (lambda t, y: torch.ops.aten.copy_.default(t, y), True),
     "t.contiguous().add_(y)": (lambda t, y: t.contiguous().add_(y), True),  # may be t itself
+    "einsum('ij->ji', t).zero_()": (lambda t, y: torch.ops.aten.einsum.default("ij->ji", [t]).zero_(), True),  # its schema does not tell
+    "aten.dropout(t, 0.5, False).zero_()": (lambda t, y: torch.ops.aten.dropout.default(t, 0.5, False).zero_(), True),
+    "(t.chunk(2) + (t,))[2].zero_()": (lambda t, y: operator.add(t.chunk(2), (t,))[2].zero_(), True),
+    "embedding(i, t, max_norm=1)": (lambda t, y: F.embedding(torch.tensor([0, 1]), t, max_norm=1.0), True),
+    "embedding(i, t).zero_()": (lambda t, y: F.embedding(torch.tensor([0, 1]), t).zero_(), False),
+    "y.add_(1).add_(t)": (lambda t, y: y.add_(1).add_(t), False),
     "y.add_(t)": (lambda t, y: y.add_(t), False),
     "(t + y).add_(1)": (lambda t, y: (t + y).add_(1), False),
     "linear(y, t).relu_()": (lambda t, y: F.linear(y, t).relu_(), False),
@@ -47,7 +54,7 @@ def test_what_writes(form):
     f, writes = FORMS[form]
     gm = fx.symbolic_trace(f)
     (t, *_) = (n for n in gm.graph.nodes if n.op == "placeholder")
-    assert bool(Writes(gm).into(memory(gm, t))) == writes
+    assert bool(Writes(gm).into(t)) == writes
     given = torch.rand(4, 4) + 1
     before, y = given.clone(), torch.rand(4, 4)
     with torch.no_grad():
@@ -61,12 +68,75 @@ def test_an_item_that_is_set_is_a_write():
     t = graph.placeholder("t")
     graph.call_function(operator.setitem, (graph.call_method("t", (t,)), 0, 1))
     graph.output(t)
-    assert Writes(fx.GraphModule({}, graph)).into({t})
+    assert Writes(fx.GraphModule({}, graph)).into(t)
+
+
+def test_an_op_by_any_of_its_forms():
+    lib = torch.library.Library("fxmask_test_writes", "FRAGMENT")
+    lib.define("renorm(Tensor(a!) w, Tensor v) -> ()")
+    lib.impl("renorm", lambda w, v: w.copy_(v), "CompositeExplicitAutograd")
+    for op in (torch.ops.fxmask_test_writes.renorm, torch.ops.fxmask_test_writes.renorm.default):
+        graph = fx.Graph()
+        t, v = graph.placeholder("t"), graph.placeholder("v")
+        graph.call_function(op, (t, v))
+        graph.output(t)
+        writes = Writes(fx.GraphModule({}, graph))
+        assert writes.into(t) and not writes.into(v)
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64, bias=False)
+        self.register_buffer("flat", self.fc.weight.data.view(-1))
+
+    def forward(self, x, new):
+        a = self.fc(x)
+        self.flat.copy_(new.reshape(-1))
+        return a, self.fc(x)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.table = nn.Linear(64, 64, bias=False), nn.Embedding(64, 64, max_norm=0.05)
+        self.table.weight = self.fc.weight
+        self.register_buffer("i", torch.arange(32))
+
+    def forward(self, x, new):
+        a, rows = self.fc(x), self.table(self.i)
+        return a, self.fc(x) + 0 * rows.sum()
+
+
+@pytest.mark.parametrize("kind", [Flat, Table])
+def test_a_write_through_another_name_of_the_memory(kind):
+    torch.manual_seed(0)
+    net, x, new = kind(), torch.randn(8, 64), torch.randn(64, 64)
+    before = net.fc.weight.detach().clone()
+    gm = fxmask.apply(fx.symbolic_trace(net), ratio=0.5, include="fc")
+    _, found = gm(x, new)
+    assert not torch.equal(net.fc.weight, before)
+    torch.testing.assert_close(found, fxmask.apply(nn.Sequential(net.fc), ratio=0.5)(x))  # of the weight as it is now
+
+
+def test_long_chains_of_writes_take_no_time_of_their_own():
+    """Linear in the graph: a walk back from each write would take minutes."""
+
+    def f(x):
+        for _ in range(20000):
+            x = x.add_(1)
+        return x
+
+    gm = fx.symbolic_trace(f)
+    began = time.perf_counter()
+    writes = Writes(gm)
+    assert len(writes.into(next(iter(gm.graph.nodes)))) == 20000
+    assert time.perf_counter() - began < 20
 
 
 def test_of_modules_only_those_in_place_write():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.ReLU()))
-    assert [len(written(gm, n)) for n in gm.graph.nodes] == [0, 0, 1, 0, 0]
+    assert [len([*written(gm, n)]) for n in gm.graph.nodes] == [0, 0, 1, 0, 0]
 
 
 class Net(nn.Module):
@@ -168,11 +238,12 @@ class Dropped(nn.Module):
     def __init__(self, write):
         super().__init__()
         self.inp, self.drop, self.fc, self.write = nn.Linear(64, 64), nn.Dropout(1e-9), nn.Linear(64, 64), write
+        self.first = nn.Dropout(1e-9)
 
     def forward(self, x, pos):
-        x = self.inp(x)
+        x = self.inp(self.first(x) if self.write == "input, of a call that is rewritten, too" else x)
         h = self.drop(x)
-        if self.write == "input":
+        if "input" in self.write:
             x.add_(pos)
         elif self.write == "output":
             h.add_(pos)
@@ -181,7 +252,7 @@ class Dropped(nn.Module):
         return self.fc(h), x
 
 
-@pytest.mark.parametrize("write", ["input", "output", "other"])
+@pytest.mark.parametrize("write", ["input", "output", "other", "input, of a call that is rewritten, too"])
 @pytest.mark.parametrize("trace", [fx.symbolic_trace, None], ids=["symbolic_trace", "export"])
 def test_a_dropout_is_not_fused_past_a_write(write, trace):
     """p is so small that nothing is dropped."""
@@ -190,9 +261,9 @@ def test_a_dropout_is_not_fused_past_a_write(write, trace):
     gm = trace(net) if trace else torch.export.export(copy.deepcopy(net), (x, torch.ones(32, 64))).module()
     expected = net(x, torch.full((32, 64), 100.0))[0]
     own = fxmask.BlockDropout(block=(16, 16))
-    if write == "other":
+    if write not in ("input", "output"):
         fxmask.apply(gm, own)
-        assert hasattr(gm, "fxmask_dropped")
+        assert [m._fxmask_name for m in gm.fxmask_dropped.children()] == ["fc" if write == "other" else "inp"]
     else:
         with pytest.warns(fxmask.FxMaskWarning, match="changed nothing"):
             fxmask.apply(gm, own)
