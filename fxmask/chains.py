@@ -98,6 +98,9 @@ def chain_of(model: nn.Module, caller: str) -> tuple[list[nn.Module], list[Link]
         elif not isinstance(m, nn.Flatten):  # behind a Linear there is nothing to flatten
             last = links[-1]
             links[-1] = replace(last, activations=(*last.activations, m), slope=last.slope * slope_of(m, name, caller))
+    weights = [id(peek_weight(m)) for _, m in steps if isinstance(m, nn.Linear)]
+    if len(set(weights)) < len(weights):  # a mask of one changes the other
+        raise _refusal(caller, "a weight in two places", type(model).__name__)
     if not links:
         raise _refusal(caller, "no Linear at all", type(model).__name__)
     return front, links
@@ -109,7 +112,9 @@ def _steps(m: nn.Module, name: str, caller: str) -> Iterator[tuple[str, nn.Modul
     if m._forward_hooks or m._forward_pre_hooks:
         raise _refusal(caller, "forward hooks, which may change what passes", name or type(m).__name__)
     if isinstance(m, nn.Sequential) and base.forward is nn.Sequential.forward:
-        for child, part in m.named_children():
+        for child, part in m._modules.items():  # one that stands in several places runs in each
+            if part is None:
+                continue
             yield from _steps(part, f"{name}.{child}".removeprefix("."), caller)
     elif isinstance(m, nn.Linear) and base.forward is nn.Linear.forward:
         dropping = m.__dict__.get("_fxmask_dropping")

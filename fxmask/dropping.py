@@ -53,7 +53,8 @@ class FusedDropout(nn.Dropout):
     _fxmask_pair: Pair
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and not torch.compiler.is_compiling():
+        again = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1  # a checkpoint's second forward may end here
+        if self.training and not again:
             if self._fxmask_pair.waiting:
                 what = f"a Dropout(p={self.p:g}) rests for the linear behind it, and that has not run since: nothing was dropped there."
                 fix = "fxmask.restore(model) before a layer is replaced or called alone, then fxmask.apply again."

@@ -23,10 +23,13 @@ from .schedule import one_of
 from .writes import Writes
 
 aten = torch.ops.aten
-DROPOUTS = (F.dropout, torch.dropout, aten.dropout.default)  # that are fused; their arguments are (input, p, training, inplace), those of the others too
+IN_PLACE = (torch.dropout_, aten.dropout_.default)
+DROPOUTS = (F.dropout, torch.dropout, aten.dropout.default, *IN_PLACE)  # that are fused; their arguments are (input, p, training, inplace), the others' too
 OTHERS = (
-    F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, aten.native_dropout.default, aten.alpha_dropout.default,
-    aten.feature_dropout.default, aten.feature_alpha_dropout.default,
+    F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.native_dropout, torch.alpha_dropout, torch.alpha_dropout_,
+    torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_, aten.native_dropout.default,
+    aten.alpha_dropout.default, aten.alpha_dropout_.default, aten.feature_dropout.default, aten.feature_dropout_.default, aten.feature_alpha_dropout.default,
+    aten.feature_alpha_dropout_.default,
 )  # fmt: skip
 
 
@@ -112,7 +115,7 @@ class DroppedCall(nn.Module):
 def _settings(node: Node) -> tuple[Any, Any, Any]:
     """(p, whether it is on, whether it is in place) of the call of a function that drops; nodes where the graph computes them."""
     named = dict(zip(("input", "p", "training", "inplace"), node.args, strict=False)) | node.kwargs
-    return named.get("p", 0.5), named.get("training", named.get("train", True)), named.get("inplace", False)
+    return named.get("p", 0.5), named.get("training", named.get("train", True)), named.get("inplace", node.target in IN_PLACE)
 
 
 def left_in(gm: GraphModule) -> list[str]:
@@ -124,7 +127,7 @@ def left_in(gm: GraphModule) -> list[str]:
 def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
     """The active dropout whose output a linear call reads, and its p.
 
-    None for one that writes into what others read, one whose input or output is written into before the linear, and one whose forward was replaced.
+    None for one that writes into what others read, too, one whose input or output is written into before the linear, and one whose forward was replaced.
     """
     gm, n = writes.gm, input_arg(linear)
     if not isinstance(n, Node):
@@ -135,7 +138,9 @@ def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
         p, on, inplace = _settings(n)
     else:
         return None
-    if on is not True or not isinstance(p, (int, float)) or (inplace is not False and len(input_arg(n).users) > 1):
+    if on is not True or not isinstance(p, (int, float)):
+        return None
+    if inplace is not False and (len(input_arg(n).users) > 1 or writes.read_after(n, input_arg(n), linear)):
         return None
     if any(writes.between(n, linear, read) for read in (n, input_arg(n))):
         return None

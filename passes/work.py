@@ -73,6 +73,8 @@ def is_extra(work: Work, changed: set[str]) -> bool:
     inside = call.module in changed
     if inside and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer does no more to its weight than narrow it
         return not (work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point and call.outputs[0].bytes < call.inputs[0].bytes)
+    if work.m and any(p.neutral and p.mask is not None for p in call.inputs):  # by the patterns of an N:M mask that is drawn
+        return True
     if work.m or work.phase == "db":
         return False
     plain = work.op in DENSE and not (work.op == "aten.add" and work.phase == "dW")

@@ -76,6 +76,12 @@ class Writes:
         at = self.into(tensor)
         return bisect(at, self.place[first]) < bisect(at, self.place[last] - 1)
 
+    def read_after(self, first: Node, tensor: Node, but: Node) -> bool:
+        """Whether any node but one reads a tensor's memory after `first`."""
+        same = self._memory(tensor)
+        shared = (n for n in self.place if self._memory(n) == same)
+        return any(user is not but and self.place[user] > self.place[first] for n in shared for user in n.users)
+
     def sections(self, nodes: Sequence[Node], tensor: Node | Tensor, *more: str) -> list[int]:
         """A number for each node, equal where nothing writes into a tensor between two; `more`: ends of the names of functions whose calls divide, too."""
         if more not in self._ends:

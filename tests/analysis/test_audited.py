@@ -149,6 +149,16 @@ def test_the_dense_step_is_that_of_the_dense_model(case):
     assert report.summary["bytes_min"]["bwd_db"] == dense.summary["bytes_min"]["bwd_db"]
 
 
+@pytest.mark.parametrize("train_weights", [False, True])
+def test_patterns_that_are_drawn_are_no_dense_work(train_weights):
+    make = lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))  # noqa: E731
+    x, config = torch.randn(8, 64, requires_grad=True), fxmask.NMMask(mode="learned", train_weights=train_weights)
+    flop = analyze(fxmask.apply(make(), config), x).summary
+    dense, drawn = analyze(make(), x).summary["flop"], 2 * 2 * 64 * 96 // 4 * 6 * 4  # two layers, six patterns for each four weights
+    assert flop["flop_dense"] == dense
+    assert flop["flop"]["fwd"] == dense["fwd"] + drawn and flop["flop"]["bwd_dw"] == dense["bwd_dw"] + drawn
+
+
 class Mixed(nn.Module):
     """A linear of transposed inputs under autocast: a dense one casts its weight and adds its bias in ops of their own."""
 

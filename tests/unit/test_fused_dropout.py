@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
@@ -65,6 +66,50 @@ def test_a_dropout_that_writes_into_what_others_read_stays_in_a_graph(module):
         fxmask.apply(gm, HERE)
     alone = fxmask.apply(trace(Net.forward, inplace=True), HERE)
     assert [r["dropout"] for r in fxmask.explain(alone).rows] == ["p=0.25 in 8x8", None]
+
+
+def _read_again(self, x):
+    d = F.dropout(self.a(x), 0.25, True, True)
+    return self.b(d) + d
+
+
+def _through_a_view(self, x):
+    h = self.a(x)
+    return self.b(self.d(h.view(-1, 32))) + h
+
+
+def _as_a_method_of_torch(self, x):
+    d = torch.dropout_(self.a(x), 0.25, True)
+    return self.b(d) + d
+
+
+@pytest.mark.parametrize("forward", [_read_again, _through_a_view, _as_a_method_of_torch])
+@pytest.mark.parametrize("export", [False, True])
+def test_a_dropout_in_place_whose_result_is_read_again_stays(forward, export):
+    gm = trace(forward, inplace=True)
+    if export:
+        gm = torch.export.export(type("Exported", (Net,), {"forward": forward})(inplace=True).train(), (torch.randn(4, 32),)).module()
+    code = gm.code
+    with pytest.warns(FxMaskWarning, match="changed nothing: .*b: no active dropout before it"):
+        fxmask.apply(gm, HERE)
+    assert gm.code == code
+    assert left_in(gm) or (not export and forward is _through_a_view)  # a module is named elsewhere
+
+
+@pytest.mark.parametrize("op", [torch.dropout_, torch.ops.aten.dropout_.default])
+def test_a_dropout_in_place_that_the_linear_alone_reads_is_fused(op):
+    gm = fxmask.apply(trace(lambda self, x: self.b(op(self.a(x), 0.25, True))), HERE)
+    assert [r["dropout"] for r in fxmask.explain(gm).rows] == ["p=0.25 in 8x8", None] and not left_in(gm)
+    assert "dropout_" in fxmask.restore(gm).code
+
+
+def test_a_checkpoint_that_ends_between_a_dropout_and_its_linear():
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 32)), HERE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxMaskWarning)
+        for _ in range(3):
+            x = torch.randn(4, 32, requires_grad=True)
+            model[3](checkpoint(model[:3], x, use_reentrant=True)).sum().backward()
 
 
 def test_a_graph_names_what_it_still_calls():

@@ -100,6 +100,19 @@ def test_a_linear_alone_and_a_broken_weight():
     assert fxmask.stability(linear, torch.randn(4, 8)).rows[0]["stable_3.5"] == 0
 
 
+def test_a_module_in_several_places_runs_in_each():
+    act = nn.Sigmoid()
+    layers = [nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)]
+    x = torch.randn(5, 4)
+    one, several = (nn.Sequential(layers[0], a, layers[1], b, layers[2]) for a, b in ((act, act), (nn.Sigmoid(), nn.Sigmoid())))
+    moved = {"0.weight": layers[0].weight.detach() * 0.99}
+    found, expected = (fxmask.stability(m, x, moved) for m in (one, several))
+    assert torch.equal(found.margin, expected.margin)
+    for name, layers_of in expected.bounds.items():
+        for layer, bound in layers_of.items():
+            assert torch.equal(found.bounds[name][layer], bound)
+
+
 @pytest.mark.parametrize("kind", [*SLOPES, lambda: nn.LeakyReLU(0.3), lambda: nn.LeakyReLU(-2), lambda: nn.ELU(0.5), lambda: nn.ELU(3)])
 def test_slopes_are_the_largest_there_are(kind):
     m, x = kind(), torch.linspace(-9, 9, 18001, dtype=torch.float64, requires_grad=True)
@@ -125,6 +138,7 @@ WRONG = {
     "norm": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), X), "got LayerNorm"),
     "no chain": (lambda: fxmask.stability(nn.MultiheadAttention(4, 2), X), "got MultiheadAttention"),
     "own forward": (lambda: fxmask.stability(Own(nn.Linear(4, 4)), X), "got Own"),
+    "a layer twice": (lambda: fxmask.stability(nn.Sequential(layer := nn.Linear(4, 4), nn.ReLU(), layer), X.float()), "a weight in two places"),
     "hooks": (lambda: fxmask.stability(hooked(), X), "forward hooks"),
     "softmax inside": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)), X), "a softmax before the end"),
     "no linear": (lambda: fxmask.stability(nn.Sequential(nn.ReLU()), X), "no Linear at all"),
