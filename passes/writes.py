@@ -9,7 +9,6 @@ import inspect
 import operator
 from bisect import bisect
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -137,20 +136,14 @@ def _nodes(given: Any) -> list[Node]:
     return [a for a in tree_leaves(given) if isinstance(a, Node)]  # of a list, for torch._foreach_add_
 
 
-@cache
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function) if inspect.isfunction(function) else None
-    except (TypeError, ValueError):
-        return None
-
-
 def _named(node: Node) -> dict[str, Any]:
-    """The arguments of a Python function by name."""
-    signature = _signature(node.target)
+    """The arguments by name of a Python function that may be asked to write."""
+    function = node.target
+    if not inspect.isfunction(function) or not {"inplace", "max_norm"} & {*function.__code__.co_varnames}:
+        return {}
     try:
-        return {} if signature is None else signature.bind_partial(*node.args, **node.kwargs).arguments
-    except TypeError:
+        return inspect.signature(function).bind_partial(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):
         return {}
 
 
