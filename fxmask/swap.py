@@ -8,10 +8,8 @@ other time it is the Parameter, so that initialisers, optimisers and surgery see
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterable
 from functools import cache, wraps
-from types import CodeType
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from .passes.readers import forward_codes
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
+from .reading import FORWARDS, count, is_read
 
 
 class MaskedLayer(Site):
@@ -98,42 +97,6 @@ class Swapped(nn.Module):
         return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), copied(self.__dict__.copy())
 
 
-_COUNTING = threading.Lock()
-_FORWARDS: set[CodeType] = set()  # the code of what owners' forwards are made of
-
-
-def _is_read(m: ReadWeight) -> bool:
-    """Whether an owner's forward runs, or a part of it anew, for a checkpoint.
-
-    A compiled forward does not look at what eager ones note: other threads may run the same model, and its guards would see them.
-    """
-    if m._fxmask_reading > 0 or m._fxmask_owned:
-        return True
-    return not torch.compiler.is_dynamo_compiling() and torch._C._current_graph_task_id() != -1 and _runs_anew()
-
-
-def _runs_anew() -> bool:
-    """Whether this backward has called a part of an owner's forward."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.autograd.graph":  # where a backward begins
-        if frame.f_code in _FORWARDS:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _count_readers(layers: list[ReadWeight], change: int, compiled: bool) -> None:
-    """Note that an owner's forward begins (1) or ends (-1). `compiled`: it began in compiled code, which writes constants, and may go on in eager code."""
-    if compiled:
-        for m in layers:
-            m._fxmask_reading = max(0, m._fxmask_reading + change)
-        return
-    with _COUNTING:
-        for m in layers:
-            m._fxmask_owners = max(0, m._fxmask_owners + change)
-            m._fxmask_owned = m._fxmask_owners > 0
-
-
 class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
@@ -143,7 +106,7 @@ class ReadWeight(MaskedLinear):
 
     @property
     def weight(self) -> Tensor:
-        if not _is_read(self):
+        if not is_read(self):
             parameter = self._parameters.get("weight")
             if parameter is None:
                 raise AttributeError(f"{type(self).__name__} has no weight")
@@ -165,10 +128,10 @@ class ReadWeight(MaskedLinear):
             return MaskedLinear.forward(self, *args, **kwargs)
         compiled = torch.compiler.is_dynamo_compiling()  # of this thread, where is_compiling is of all
         try:
-            _count_readers([self], 1, compiled)  # a forward of its own is its own reader
+            count([self], 1, compiled)  # a forward of its own is its own reader
             return self._fxmask_base.forward(self, *args, **kwargs)
         finally:
-            _count_readers([self], -1, compiled)
+            count([self], -1, compiled)
 
 
 class WeightReader(nn.Module):
@@ -186,10 +149,10 @@ class WeightReader(nn.Module):
                 raise UnsupportedError(message(what, m._fxmask_name, fix))
         compiled = torch.compiler.is_dynamo_compiling()
         try:
-            _count_readers(read, 1, compiled)
+            count(read, 1, compiled)
             return super().forward(*args, **kwargs)
         finally:
-            _count_readers(read, -1, compiled)
+            count(read, -1, compiled)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not self._fxmask_class:
@@ -208,7 +171,7 @@ def _masked_class(base: Any, mixin: Any) -> Any:
     cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
     if issubclass(mixin, (ReadWeight, WeightReader)):
-        _FORWARDS.update(forward_codes(base))
+        FORWARDS.update(forward_codes(base))
     return cls
 
 

@@ -160,10 +160,10 @@ class FuseDropout(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         names, writes = [], Writes(gm)
-        before_any = {n: dropout_before(writes, n) for d, _ in self.chosen if d.candidate.host is gm for n in d.candidate.nodes}
+        dropouts = {n: dropout_before(writes, n) for d, _ in self.chosen if d.candidate.host is gm for n in d.candidate.nodes}
         for d, config in self.chosen:
             for node in d.candidate.nodes if d.candidate.host is gm else []:
-                found = before_any[node]
+                found = dropouts[node]
                 if config.p is None and found is None:
                     continue
                 own = config if config.p is not None or found is None else dataclasses.replace(config, p=found[1])

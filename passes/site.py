@@ -275,7 +275,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
-        assert site._fxmask_kind >= 0  # looked at, so that it is compared
+        assert site._fxmask_kind >= 0  # the compiler compares what is looked at
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
     return current_mask(site, weight)
 

@@ -102,19 +102,23 @@ def written(gm: GraphModule, node: Node) -> Iterator[Key]:
         if name not in NO_WRITES and (name.startswith("__i") or name == "__setitem__" or _ends_so(name)):
             yield from _first(node)
     elif node.op == "call_function":
-        for schema in _schemas(node.target):
-            for i, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    yield from _nodes(node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None))
-        name = getattr(node.target, "__name__", "")
-        given = _named(node)
-        if not _schemas(node.target):
-            yield from _nodes(node.kwargs.get("out"))
-            ends = _ends_so(name) and name not in NO_WRITES and not hasattr(operator, name)  # operator.or_ is none
-            if node.target in IN_PLACE or ends or given.get("inplace", False):
-                yield from _first(node)
-        if name in TABLES and given.get("max_norm") is not None:
-            yield from _nodes(given.get("weight"))
+        yield from _by_function(node)
+
+
+def _by_function(node: Node) -> Iterator[Node]:
+    """What the call of a function or an op writes into."""
+    name, schemas, given = getattr(node.target, "__name__", ""), _schemas(node.target), _named(node)
+    for schema in schemas:
+        for i, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _nodes(node.kwargs.get(argument.name, node.args[i] if i < len(node.args) else None))
+    if not schemas:
+        yield from _nodes(node.kwargs.get("out"))
+        ends = _ends_so(name) and name not in NO_WRITES and not hasattr(operator, name)  # operator.or_ is none
+        if node.target in IN_PLACE or ends or given.get("inplace", False):
+            yield from _first(node)
+    if name in TABLES and given.get("max_norm") is not None:
+        yield from _nodes(given.get("weight"))
 
 
 def _ends_so(name: str) -> bool:
@@ -153,12 +157,12 @@ def _is_new(gm: GraphModule, node: Node) -> bool:
         return type(gm.get_submodule(str(node.target))) in MODULES
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")  # whose schemas do not tell
-        if not composite:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
             return all(r.alias_info is None for r in target._schema.returns)
-        return target._schema.name.rpartition(":")[2] in NEW
-    name = target if node.op == "call_method" else getattr(target, "__name__", "")
-    return name in NEW and not any(isinstance(a, (tuple, list)) and name == "add" for a in node.args)  # (a, b) + (c,) holds all three
+        return target._schema.name.rpartition(":")[2] in NEW  # the schemas of composite ops do not tell
+    if target is operator.add and any(isinstance(a, (tuple, list)) for a in node.args):  # (a, b) + (c,) holds all three
+        return False
+    return (target if node.op == "call_method" else getattr(target, "__name__", "")) in NEW
 
 
 def _held(gm: GraphModule, node: Node) -> list[Key]:
