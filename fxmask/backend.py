@@ -20,6 +20,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from . import backend_watch
+from .backend_names import of_model, warn_of_parts
+from .decided import decided_by_apply, mark_again
 from .inputs import mask_overrides, selected
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
@@ -33,7 +35,6 @@ from .passes.lifted import READERS, Body, find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
 from .passes.lifted_pruning import PruneLifted, find_lifted_products, is_called
 from .passes.saliency import LEARNED
-from .sites import decided_by_apply
 from .sources import tag_caches
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
@@ -127,8 +128,10 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     backend_watch.state.reached = True
     o = parse(options)
     masked = rewrite(gm, example_inputs, o)
+    left = not masked and not any(n.target is MASKED_LINEAR for body in graphs_of(gm) for n in body.graph.graph.nodes)
     compiled = _inner(o, mode)(gm, example_inputs)
-    return backend_watch.watch(compiled, masked, list(_real(gm, example_inputs).values()))
+    given = list(_real(gm, example_inputs).values())
+    return backend_watch.watch_left(compiled, given) if left else backend_watch.watch(compiled, masked, given)
 
 
 def __getattr__(name: str) -> Any:
@@ -145,6 +148,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     for body in bodies:
         run_passes(body.graph, o.passes)
     real = _real(gm, inputs)
+    mark_again()
     if _masked_already(bodies, real, o):
         return []
     if o.match == "matmul":
@@ -154,12 +158,13 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
     told = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
-    decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told, None)
+    decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told, None, of_model)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
     for _, config in chosen:
         _refuse_steps(config)
     masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
     _refuse_state(masked)
+    warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})}, WHERE)
     passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
     for body in bodies:
         run_passes(body.graph, passes)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .decided import decided_by_apply, mark_again
 from .kernels.errors import FxMaskWarning, StateError, message
-from .sites import decided_by_apply
 
 
 @dataclasses.dataclass
@@ -67,16 +67,37 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
         for u in fixed:
             u.calls += 1
         for j, (i, name, given, u) in enumerate(last):
+            known = given() is args[i]
+            if not known and args[i] not in _uses:
+                mark_again()
             if decided_by_apply(args[i]):
                 what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
                 raise StateError(message(what, name, "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."))
-            if given() is not args[i]:  # looked up only then, as a lookup costs microseconds
+            if not known:  # looked up only then, as a lookup costs microseconds
                 u = _use(f"{name} (of another layer, which shares its graph)", args[i])
                 last[j] = (i, name, weakref.ref(args[i]), u)
             u.calls += 1
         return compiled(*args)
 
     return counted
+
+
+def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The compiled graph, where it is dense because `apply` has decided about its weights. Raises: StateError where it meets weights of a plain model."""
+    places = [i for i, given in enumerate(inputs) if isinstance(given, Tensor) and decided_by_apply(given)]
+    if not places:
+        return compiled
+
+    @functools.wraps(compiled)
+    def checked(*args: Any) -> Any:
+        if not any(decided_by_apply(args[i]) for i in places):
+            mark_again()
+            if not any(decided_by_apply(args[i]) for i in places):
+                what = "this graph was compiled dense, as fxmask.apply had decided, and meets a layer that apply has not seen, or has restored."
+                raise StateError(message(what, "torch.compile(backend='fxmask')", "call torch._dynamo.reset() and compile again."))
+        return compiled(*args)
+
+    return checked
 
 
 def _use(name: str, w: Tensor) -> Use:

@@ -14,6 +14,7 @@ from .analysis import command as analysis
 from .bench import command
 from .bench.provenance import clocks, provenance
 from .errors import FxMaskError
+from .version import __version__
 
 
 def env(_: argparse.Namespace) -> int:
@@ -26,6 +27,7 @@ def env(_: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="fxmask", description="Block-sparse masks for PyTorch models: analyse, explain, measure, and say what is installed.")
+    p.add_argument("--version", action="version", version=f"fxmask {__version__}")
     sub = p.add_subparsers(dest="command", required=True)
     bench = sub.add_parser("bench", help="time the masked linear against dense, masked-dense and torch's block-sparse kernels")
     command.add_options(bench)

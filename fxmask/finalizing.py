@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .dropping import any_dropped
 from .inspection import masks
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.reference import masked
@@ -23,8 +24,9 @@ from .passes.config import WeightMask
 from .passes.find import find, graph_modules, resolve
 from .passes.site import Site
 from .passes.weight_mask import MASKED_LINEAR
+from .pruning import any_pruned
 from .semi_structured import semi_structured
-from .sites import FINAL, expect_module, required_sites, values_of
+from .sites import FINAL, any_masked, expect_module, required_sites, values_of
 from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -36,8 +38,8 @@ FORMATS = ("dense", "bsr", "2:4")
 def finalize(model: M, format: str = "dense") -> M:
     """Make the masks of a model permanent, in place, and return it: no layer is masked any more, and `fxmask.masks` is empty.
 
-    Block dropout and pruned inputs end with the masks, as by `fxmask.restore`; dropouts that were fused drop again. Batch norms are fused behind it: PyTorch's
-    `fuse_conv_bn_eval` writes a scaled weight into a copy of the layer, and a masked copy would rank its blocks anew.
+    Block dropout and pruned inputs end with the masks, or alone, as by `fxmask.restore`; dropouts that were fused drop again. Batch norms are fused behind it:
+    PyTorch's `fuse_conv_bn_eval` writes a scaled weight into a copy of the layer, and a masked copy would rank its blocks anew.
 
     Args:
         format: `dense`: every weight becomes W∘M, the same Parameter with zeros; exports carry them. `bsr`: frozen `torch.sparse_bsr` weights of the masks'
@@ -57,6 +59,8 @@ def finalize(model: M, format: str = "dense") -> M:
     if any_nm(model):
         finalize_nm(model, format)
         return model
+    if not any_masked(model) and (any_pruned(model) or any_dropped(model)):
+        return _without_masks(model, format)
     found = required_sites(model, "fxmask.finalize")
     users = _unmasked_users(model)
     for name, site, weight in found:
@@ -89,6 +93,16 @@ def finalize(model: M, format: str = "dense") -> M:
     return model
 
 
+def _without_masks(model: M, format: str) -> M:
+    """The model without pruned or dropped inputs, which leave nothing that could be made permanent."""
+    if format != "dense":
+        what = f"fxmask.finalize: format={format!r} stores the blocks of weight masks: expected a WeightMask in this model, got pruned or dropped inputs alone."
+        raise StateError(message(what, type(model).__name__, "use format='dense', or fxmask.restore(model), which end them."))
+    restore(model)
+    model.__dict__[FINAL] = format
+    return model
+
+
 def _ratio(site: Site) -> float:
     return site._fxmask_config.ratio_at(site._fxmask_step)
 
@@ -109,7 +123,8 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
     weight = values_of(name, weight, "fxmask.finalize")
     if not isinstance(weight, nn.Parameter):
         what = f"fxmask.finalize writes into Parameters, and this weight is computed (a {type(weight).__name__}, by a parametrisation or a pruning)."
-        raise UnsupportedError(message(what, name, _how_to_remove(site)))
+        fix = "remove that first: torch.nn.utils.parametrize.remove_parametrizations, or torch.nn.utils.prune.remove."
+        raise UnsupportedError(message(what, name, fix))
     if is_traceable_wrapper_subclass(weight):
         what = f"fxmask.finalize needs whole weights, and this one is a {type(weight).__name__}."
         raise UnsupportedError(message(what, name, "load the gathered state_dict into a masked model that is not sharded, and finalize that."))
@@ -125,14 +140,6 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
     if format != "dense" and site._fxmask_config.read == "weight":
         what = f"format={format!r} needs the call of the layer, and its owner reads the weight instead."
         raise UnsupportedError(message(what, name, "use format='dense'."))
-
-
-def _how_to_remove(site: Site) -> str:
-    """What to do about a weight that is computed. PyTorch takes a parametrisation from the class that it made, and not from one that was swapped for that."""
-    if isinstance(getattr(getattr(site, "_fxmask_base", None), "weight", None), property):
-        again = "fxmask.restore, torch.nn.utils.parametrize.remove_parametrizations, fxmask.apply with the same options"
-        return f"{again}; where masks are more than their weights, fxmask.load_state_dict of what fxmask.state_dict gave before."
-    return "remove that first: torch.nn.utils.parametrize.remove_parametrizations, or torch.nn.utils.prune.remove."
 
 
 def _check_shared(found: list[tuple[str, Site, Tensor | None]], kept: dict[str, Tensor]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .decided import decided_by_apply, times_applied
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .passes import elementwise, phases, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
@@ -23,7 +24,7 @@ from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .pruning import scheduled_layers
-from .sites import decided_by_apply, required_sites, sites, times_applied, values_of
+from .sites import required_sites, sites, values_of
 from .swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
@@ -67,7 +68,7 @@ class GuardHandle:
 
     def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
-            g.site._fxmask_policy, g.site._fxmask_choice, g.clear = g.policy, g.choice, self._clear
+            g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
         for site, _ in followed:
             site._fxmask_guard = self._token
         rebuild.advance(followed, 0)
@@ -183,7 +184,10 @@ class GuardHandle:
             pruning_schedule.follow(m, None)
         self._hooks = []
 
-    __del__ = remove  # the hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        """The hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes. At the process's end PyTorch's modules are half gone."""
+        if not ends():
+            self.remove()
 
     def __enter__(self) -> GuardHandle:
         return self
@@ -270,6 +274,7 @@ def guard(
     if masked_step:
         elementwise.refuse(optimizer, masked_step == "elementwise")
     guarded, followed, others = [], [], []
+    _refuse_scattered(optimizer, found)
     for name, site, weight in found:
         held = weight is not None and group_of(optimizer, weight) is not None
         derived = weight is None or not isinstance(weight, nn.Parameter)
@@ -294,6 +299,15 @@ def guard(
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
     return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step, pruned, model)
+
+
+def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
+    """UnsupportedError where each process has the momenta of a part of the weights, and a mask by them would differ between processes."""
+    by_momenta = [name for name, site, _ in found if any(c.criterion == "momentum" for c in phases.in_turn(site._fxmask_given))]
+    if by_momenta and ranks.several() and ranks.stepping(optimizer) is not optimizer:
+        what = f"criterion='momentum' under {type(optimizer).__name__}, which leaves each rank the momenta of its share: expected all of them on each."
+        fix = "use criterion='gradient' with average=0.9, which every rank computes for itself; or a plain optimiser under DistributedDataParallel."
+        raise UnsupportedError(message(what, first_of(by_momenta), fix))
 
 
 def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:

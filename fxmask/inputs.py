@@ -24,6 +24,7 @@ KEYS: dict[type, str] = {ActivationPruning: "activations", BlockDropout: "dropou
 PRUNED_INPUT = "dense; its input is saved pruned"
 DROPPED_INPUT = "dense; its input is dropped in blocks"
 RESTS = "dense; its input would be saved pruned, but its weight asks for no gradient: nothing is saved"
+OWN_FORWARD = "where that is a linear, write it as F.linear(x, self.weight, self.bias), or call an nn.Linear in it"
 Config = TypeVar("Config", ActivationPruning, BlockDropout)
 Other = ActivationPruning | BlockDropout
 M = TypeVar("M", bound=nn.Module)
@@ -49,16 +50,12 @@ def selected(
     decisions: list[Decision], config: Config, overrides: Mapping[Any, Any] | None, alone: bool, lifted: bool = False
 ) -> list[tuple[Decision, Config]]:
     """Which layers a config of inputs has, and with which options. Raises before anything is changed. `lifted`: of a Dynamo graph."""
-    found, key = [], KEYS[type(config)]
+    found, changes = [], _changes(config, overrides, alone)
     for d in decisions:
         c: Config | None = config if d.config is not None else None
-        for pattern, change in (overrides or {}).items():
-            own = change if alone else change.get(key) if isinstance(change, Mapping) else change
-            if d.config is None or own is None or not matches(pattern, d.candidate):
-                continue
-            if own is not False and not isinstance(own, Mapping):
-                raise ConfigError(f"overrides[{pattern!r}][{key!r}]: expected a dict of options or False, got {own!r}.")
-            c = None if own is False else config.replace(dict(own), f"overrides[{pattern!r}]")
+        for pattern, change in changes.items():
+            if d.config is not None and matches(pattern, d.candidate):
+                c = change
         if c is None or d.config is None or not has_input(d):
             continue
         if isinstance(c, ActivationPruning) and isinstance(config, ActivationPruning) and c.affine != config.affine:
@@ -79,6 +76,28 @@ def selected(
         if d.candidate.weight_node is not None and not lifted:
             raise UnsupportedError(message(f"{name} in a graph that gets its weights as inputs: expected parameters.", d.candidate.name, "use the nn.Module."))
         found.append((d, c))
+    return found
+
+
+def _changes(config: Config, overrides: Mapping[Any, Any] | None, alone: bool) -> dict[Any, Config | None]:
+    """What overrides make of a config, None where they say False; checked whatever they match."""
+    changes: dict[Any, Config | None] = {}
+    for pattern, change in (overrides or {}).items():
+        key = KEYS[type(config)]
+        own = change if alone else change.get(key) if isinstance(change, Mapping) else change
+        if own is None:
+            continue
+        if own is not False and not isinstance(own, Mapping):
+            raise ConfigError(f"overrides[{pattern!r}][{key!r}]: expected a dict of options or False, got {own!r}.")
+        changes[pattern] = None if own is False else config.replace(dict(own), f"overrides[{pattern!r}]")
+    return changes
+
+
+def out_of_reach(found: list[Candidate]) -> list[Candidate]:
+    """The layers of a model for a config of inputs alone: what a forward of one's own does with its input cannot be changed, and read='weight' is of masks."""
+    for c in found:
+        if c.module is not None and any(owner is c.module for owner in c.owners):
+            c.skip = f"{type(c.module).__name__} has its own forward, whose input is out of reach; {OWN_FORWARD}"
     return found
 
 

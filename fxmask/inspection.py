@@ -22,6 +22,7 @@ from .nm_masking import nm_row
 from .passes import ranks
 from .passes import site as state
 from .passes.bypass import first_of, never_run
+from .passes.capture import backend_of
 from .passes.config import WeightMask
 from .passes.conv import KINDS, find_layers
 from .passes.find import Candidate, find
@@ -117,6 +118,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         notes.append(f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing.")
     if lost:
         notes.append(f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them.")
+    if backend_of(model) == "fxmask":
+        notes.append("Compiled by backend='fxmask': its masks live in the compiled graphs alone, which FXMASK_DUMP=dir writes down; rows are of apply.")
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
     return Report("fxmask.explain", [*rows, *products], notes, summary)

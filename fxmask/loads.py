@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from .passes.graph_site import GraphSite, graph_sites
 from .passes.rebuild import after_load
+from .passes.site import Site
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:
@@ -20,6 +21,22 @@ def _graph_loaded(gm: nn.Module, incompatible: object) -> None:
     for site, weight in graph_sites(gm):  # type: ignore[arg-type]
         if weight is not None and "." not in (site.weight_path or ""):
             after_load(site, weight)
+
+
+def note_ties(model: nn.Module) -> None:
+    """Let the masks of one weight know each other: layers load one after the other, and what one loads is the weight of all."""
+    users: dict[int, list[tuple[Site, nn.Module, str]]] = {}
+    for m in model.modules():
+        places: list[tuple[Site, nn.Module, str]] = [(m, m, "weight")] if isinstance(m, Site) and not isinstance(m, GraphSite) else []
+        if isinstance(m, GraphModule):  # its own parameters are loaded before any hook runs
+            paths = [(site, *(site.weight_path or "").rpartition(".")) for site, _ in graph_sites(m)]
+            places = [(site, m.get_submodule(owner), leaf) for site, owner, dot, leaf in paths if dot]
+        for site, owner, leaf in places:
+            users.setdefault(id(owner._parameters.get(leaf)), []).append((site, owner, leaf))
+    users.pop(id(None), None)
+    for same in users.values():
+        for site, _, _ in same:
+            site._fxmask_tied = tuple(place for place in same if place[0] is not site)
 
 
 def _is_ours(hook: Any) -> bool:

@@ -13,11 +13,12 @@ from torch import nn
 
 from .allocating import allocated
 from .conv_layers import MaskedConv2d
+from .decided import forget_decided, mark_decided
 from .dropping import DroppedLinear, any_dropped, undrop
-from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs, saved_pruned, wanted_products, warn_of_products
+from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
-from .loads import unwatch_loads, watch_loads
+from .loads import note_ties, unwatch_loads, watch_loads
 from .nm_layers import any_nm
 from .nm_masking import apply_nm, refuse_nm, restore_nm
 from .passes import ranks
@@ -38,13 +39,21 @@ from .passes.site import Site
 from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import Pruned, any_pruned, unprune
-from .sites import FINAL, REASONS, any_masked, expect_module, mark_decided, sites
+from .sites import FINAL, REASONS, any_masked, expect_module, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, is_own_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
+
+
+class _Int(int):
+    """An int of its own, where Python keeps one object for every small one."""
+
+
 # objects of their own: identity tells a default from the same value typed by a user
 DEFAULT_RATIO: float = float("0.5")
 DEFAULT_BLOCK: tuple[int, int] = (int("16"), 16)
+MASKED, FRO, AUTO = (str(text, "ascii") for text in (b"masked", b"fro", b"auto"))
+ONE, START, SEED = _Int(1), _Int(0), _Int(0)
 
 
 def apply(
@@ -52,16 +61,16 @@ def apply(
     *configs: WeightMask | ActivationPruning | BlockDropout | NMMask,
     ratio: float = DEFAULT_RATIO,
     block: tuple[int, int] = DEFAULT_BLOCK,
-    backward: str = "masked",
-    criterion: str = "fro",
-    refresh: int = 1,
-    start: int = 0,
+    backward: str = MASKED,
+    criterion: str = FRO,
+    refresh: int = ONE,
+    start: int = START,
     schedule: Schedule | Feedback | None = None,
     include: Patterns = None,
     exclude: Patterns = None,
     overrides: Mapping[Any, Mapping[str, Any] | bool] | None = None,
-    impl: str = "auto",
-    seed: int = 0,
+    impl: str = AUTO,
+    seed: int = SEED,
     allocation: str | None = None,
     layers: Kinds = None,
     **more: Any,
@@ -110,7 +119,9 @@ def apply(
         return apply_nm(model, other, include, exclude, overrides, kinds)
     check_inputs(model, alone=config is None)
     told = overrides if other is None else mask_overrides(overrides, other, config is None)
-    decisions = choose([*find_layers(model, kinds), *wanted_products(model, other)], config or WeightMask(), include, exclude, told, model)
+    found = find_layers(model, kinds)
+    found = [*(out_of_reach(found) if config is None else found), *wanted_products(model, other)]
+    decisions = choose(found, config or WeightMask(), include, exclude, told, model)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
@@ -132,7 +143,7 @@ def apply(
     model.__dict__.pop(FINAL, None)
     done = saved_pruned(model, products)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
-    mark_decided((d.candidate.weight for d in decisions), True)
+    mark_decided(decisions)
     return model
 
 
@@ -156,7 +167,7 @@ def restore(model: M) -> M:
     unprune(model)
     undrop(model)
     _unmask(model)
-    mark_decided(model.parameters(), False)
+    forget_decided(model)
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
     return model
@@ -169,8 +180,7 @@ def _configs(
         where = "fxmask.apply, besides include, exclude, overrides, allocation and layers"
         return WeightMask().replace({"ratio": ratio, "block": block, **options, **more}, where), None
     defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
-    given = [*more, *(n for n, v in options.items() if v != defaults[n])]
-    given += ["ratio"] * (ratio is not DEFAULT_RATIO) + ["block"] * (block is not DEFAULT_BLOCK)
+    given = [*more, *(n for n, v in {"ratio": ratio, "block": block, **options}.items() if v is not defaults[n])]
     for c in configs:
         if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
             raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
@@ -249,6 +259,7 @@ def _change(model: nn.Module, decisions: list[Decision]) -> None:
             for site, weight in graph_sites(gm):
                 if weight is not None and any(site is made for made in rewrite.made):
                     rebuild([Job(site, weight, first=True)])
+        note_ties(model)
     except BaseException:
         for d in decisions:
             if d.config is not None and d.candidate.host is None and d.candidate.module is not None:

@@ -44,6 +44,10 @@ class NMLayer(Swapped):
         if isinstance(input, Proxy):
             what = "torch.fx.symbolic_trace cannot look into a layer with an N:M mask: expected a dense model."
             raise UnsupportedError(message(what, type(self).__name__, "use torch.export.export or torch.compile; or fxmask.finalize(model) first, then trace."))
+        if self.nm_mask is None and LOGITS not in self._parameters and torch.jit.is_tracing():
+            what = "torch.jit.trace cannot record how N:M masks rank a weight (PyTorch's tracer fails at Tensor.view(dtype)): expected fixed masks."
+            fix = "use torch.export.export or torch.compile; or fxmask.freeze(model), or fxmask.finalize(model), first, then trace under torch.no_grad()."
+            raise UnsupportedError(message(what, type(self).__name__, fix))
         weight = masked_weight(self)
         if isinstance(self, nn.Conv2d):
             return conv_forward(self, input, in_format_of(weight, raw_weight(self)))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .decided import mark_decided
 from .inputs import mask_overrides
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .nm_attributes import advance
@@ -20,7 +21,7 @@ from .passes.find import Candidate, graph_modules
 from .passes.nm_find import find_nm
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
-from .sites import FINAL, REASONS, mark_decided
+from .sites import FINAL, REASONS
 from .swap import is_own_class
 
 M = TypeVar("M", bound=nn.Module)
@@ -50,7 +51,7 @@ def apply_nm(
     model.__dict__.pop(FINAL, None)
     taken = {id(d) for d, _ in chosen}
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
-    mark_decided((d.candidate.weight for d in decisions), True)
+    mark_decided(decisions)
     return model
 
 

@@ -7,20 +7,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .kernels.errors import ConfigError
+from .kernels.errors import ConfigError, message
 
 FORMATS = {".csv": "csv", ".json": "json", ".md": "github", ".html": "html", ".tex": "latex"}
+WIDE, LONG = 120, 48  # characters: a table that is not printed as it is, and a cell that is then cut
 
 
 def _text(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _table(columns: list[str], rows: list[dict[str, Any]], tablefmt: str = "simple") -> str:
+    from tabulate import tabulate, tabulate_formats  # here, so that kernels and benchmarks do without it
+
+    form = "github" if tablefmt == "markdown" else tablefmt
+    if form not in tabulate_formats:  # tabulate takes an unknown one for `simple`
+        raise ConfigError(f"table: expected markdown or one of {', '.join(tabulate_formats)}, got {tablefmt!r}.")
+    return tabulate([[_text(row.get(c)) for c in columns] for row in rows], headers=columns, tablefmt=form, disable_numparse=True)
+
+
 class Report:
     """Rows of one kind, with a title and notes.
 
-    `print(report)` shows it, `report.rows` is a list of dicts, `report.to_dict()` plain data, `report.save(path)` writes csv, json, markdown, html or LaTeX
-    by the path's suffix. Missing values are None.
+    `print(report)` shows it, what would be wide in a short form; `report.table()` is the whole table, `report.rows` a list of dicts, `report.to_dict()` plain
+    data, and `report.save(path)` writes csv, json, markdown, html or LaTeX by the path's suffix. Missing values are None.
     """
 
     def __init__(self, title: str, rows: list[dict[str, Any]], notes: list[str] | None = None, summary: dict[str, Any] | None = None) -> None:
@@ -32,34 +42,50 @@ class Report:
         return list(dict.fromkeys(k for row in self.rows for k in row))
 
     def table(self, tablefmt: str = "simple") -> str:
-        """The rows as text in one of tabulate's formats, without columns that hold nothing."""
-        from tabulate import tabulate  # here, so that kernels and benchmarks do without it
+        """The rows as text in one of tabulate's formats (`markdown` is its `github`), without columns that hold nothing. ConfigError for an unknown one."""
+        return _table(self._shown(), self.rows, tablefmt)
 
-        shown = [c for c in self.columns if any(row.get(c) is not None for row in self.rows)]
-        cells = [[_text(row.get(c)) for c in shown] for row in self.rows]
-        return tabulate(cells, headers=shown, tablefmt=tablefmt, disable_numparse=True)
+    def _shown(self) -> list[str]:
+        return [c for c in self.columns if any(row.get(c) is not None for row in self.rows)]
+
+    def _short(self) -> list[str]:
+        """The table for a terminal. Where it is wide, what all rows that have a value say alike stands once beneath it, and long cells are cut."""
+        shown, whole = self._shown(), self.table()
+        if max(map(len, whole.splitlines()), default=0) <= WIDE:
+            return [whole]
+        values = {c: [row[c] for row in self.rows if row.get(c) is not None] for c in shown[2:]}
+        alike = {c: _text(v[0]) for c, v in values.items() if len(v) > 1 and all(x == v[0] for x in v)}
+        rows = [{c: t if len(t := _text(row.get(c))) <= LONG else t[: LONG - 1] + "\u2026" for c in shown} for row in self.rows]
+        notes = [f"in all rows that have one: {'; '.join(f'{c} {v}' for c, v in alike.items())}"] if alike else []
+        notes += ["\u2026: cut here; report.table() and report.rows have it whole"] if any("\u2026" in t for r in rows for t in r.values()) else []
+        return [_table([c for c in shown if c not in alike], rows), *notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Title, rows, summary and notes as plain Python data."""
         return {"title": self.title, "rows": [dict(r) for r in self.rows], "summary": dict(self.summary), "notes": list(self.notes)}
 
     def save(self, path: str | Path) -> Path:
-        """Write the report; the suffix chooses the format. Raises ConfigError for an unknown one."""
+        """Write the report; the suffix chooses the format, and a folder that is missing is made. Raises ConfigError for an unknown one, and where it cannot."""
         path = Path(path)
         form = FORMATS.get(path.suffix)
         if form is None:
             raise ConfigError(f"Report.save: expected a path that ends in {', '.join(FORMATS)}, got {path.name!r}.")
-        if form == "csv":
-            with path.open("w", newline="") as f:
-                writer = csv.DictWriter(f, self.columns)
-                writer.writeheader()
-                writer.writerows(self.rows)
-        else:
-            path.write_text(json.dumps(self.to_dict(), indent=2) if form == "json" else self.table(form) + "\n")
+        text = "" if form == "csv" else json.dumps(self.to_dict(), indent=2) if form == "json" else self.table(form) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w", newline="" if form == "csv" else None) as f:
+                if form == "csv":
+                    writer = csv.DictWriter(f, self.columns)
+                    writer.writeheader()
+                    writer.writerows(self.rows)
+                f.write(text)
+        except OSError as e:
+            what = f"the report cannot be written: expected a path that takes a file, got: {e.strerror or e}."
+            raise ConfigError(message(what, str(path), "name a file in a folder that you may write to.")) from None
         return path
 
     def __str__(self) -> str:
-        parts = [self.title, self.table()] + [f"{k}: {v}" for k, v in self.summary.items()] + self.notes
+        parts = [self.title, *self._short()] + [f"{k}: {v}" for k, v in self.summary.items()] + self.notes
         return "\n".join(p for p in parts if p)
 
     __repr__ = __str__

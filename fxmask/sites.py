@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -11,15 +11,15 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes import ranks
+from .passes.capture import backend_of
 from .passes.graph_site import graph_sites
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .swap import MaskedLayer
 
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
+EXPECTED = "expected one that fxmask.apply has changed"
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
-_DECIDED = "_fxmask_decided"  # an attribute of weights that apply has masked, or left dense; weak references to them would stop torch.utils.swap_tensors
-_times_applied = 0
 
 
 def expect_module(model: object, caller: str) -> None:
@@ -60,7 +60,10 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
             what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."
             fix = "leave the call out, or give fxmask.apply a WeightMask, too; a schedule of pruned inputs alone is counted by fxmask.step."
             raise StateError(message(what, type(model).__name__, fix))
-        what = f"{caller}: nothing is masked in this model: expected one that fxmask.apply has changed."
+        what = f"{caller}: nothing is masked in this model: {EXPECTED}."
+        if backend_of(model) == "fxmask":
+            what = f"{caller}: this model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: {EXPECTED}."
+            raise StateError(message(what, type(model).__name__, "give fxmask.apply the backend's options instead, then torch.compile without a backend."))
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:
@@ -87,25 +90,3 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
         what = f"{caller} needs the weight's values: expected real memory, got a meta tensor."
         raise UnsupportedError(message(what, name, "materialise the model first (to_empty, then load_state_dict)."))
     return weight
-
-
-
-def mark_decided(weights: Iterable[Tensor], decided: bool) -> None:
-    """Note that `apply` has decided about these weights, or has no more to say of them."""
-    global _times_applied
-    _times_applied += decided
-    for w in weights:
-        if decided:
-            setattr(w, _DECIDED, True)
-        else:
-            w.__dict__.pop(_DECIDED, None)
-
-
-def decided_by_apply(w: Tensor) -> bool:
-    """Whether `apply` has masked a weight or left it dense, so that nobody else may decide anew."""
-    return hasattr(w, _DECIDED)
-
-
-def times_applied() -> int:
-    """How often `apply` has masked weights in this process: whoever guards some knows without a walk that there can be no others since."""
-    return _times_applied

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
+from .lost_writes import look_at, refuse_lost_writes
 from .passes import site as state
 from .passes.activation_pruning import ActivationPruning, saves
 from .passes.block_dropout import BlockDropout
@@ -27,13 +28,14 @@ from .passes.readers import forward_codes
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
-from .reading import FORWARDS, count, is_read
+from .reading import count, is_read, note_forward
 
 
 class MaskedLayer(Site):
     """What masked Linears and Conv2ds share. A mixin of a subclass of the layer's own class, never constructed."""
 
     _fxmask_base: type[nn.Module]  # of the class: what it was before
+    _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
     _fxmask_class: type[nn.Module]  # the class that `swap` made
 
     def extra_repr(self) -> str:
@@ -45,7 +47,7 @@ class MaskedLayer(Site):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), copied(self.__getstate__())
+        return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(self.__getstate__())
 
 
 class MaskedLinear(MaskedLayer):
@@ -89,12 +91,13 @@ class Swapped(nn.Module):
     """Base of the mixins that give a layer another forward and add no state of their own: how it is copied and pickled."""
 
     _fxmask_base: type[nn.Module]  # of the class: what it was before
+    _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
     _fxmask_class: type[nn.Module]  # the class that `masked_class` made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, type(self).__mro__[1]), copied(self.__dict__.copy())
+        return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(self.__dict__.copy())
 
 
 class ReadWeight(MaskedLinear):
@@ -115,8 +118,8 @@ class ReadWeight(MaskedLinear):
             c, w = self._fxmask_config, raw_weight(self)
             mask = state.forward_mask(self, w)
             if self._fxmask_softening:
-                return softened(self, w, mask)
-            return reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, state.dense_flag(self), c.backward))
+                return look_at(self, softened(self, w, mask))
+            return look_at(self, reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, state.dense_flag(self), c.backward)))
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
 
@@ -129,9 +132,12 @@ class ReadWeight(MaskedLinear):
         compiled = torch.compiler.is_dynamo_compiling()  # of this thread, where is_compiling is of all
         try:
             count([self], 1, compiled)  # a forward of its own is its own reader
-            return self._fxmask_base.forward(self, *args, **kwargs)
+            found: Tensor = self._fxmask_base.forward(self, *args, **kwargs)
         finally:
             count([self], -1, compiled)
+        if not compiled:
+            refuse_lost_writes([self], self)
+        return found
 
 
 class WeightReader(nn.Module):
@@ -150,9 +156,12 @@ class WeightReader(nn.Module):
         compiled = torch.compiler.is_dynamo_compiling()
         try:
             count(read, 1, compiled)
-            return super().forward(*args, **kwargs)
+            found = super().forward(*args, **kwargs)
         finally:
             count(read, -1, compiled)
+        if not compiled:
+            refuse_lost_writes(read, self)
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not self._fxmask_class:
@@ -168,16 +177,26 @@ def _masked_class(base: Any, mixin: Any) -> Any:
 
     own = {"forward": forward} if mixin.forward.__code__.co_flags & inspect.CO_VARARGS else {}
     prefix = {"PrunedLinear": "Pruned", "PrunedProduct": "Pruned", "DroppedLinear": "Dropped", "NMLayer": "NM"}.get(mixin.__name__, "Masked")
-    cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "__module__": __name__, **own})
+    cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "_fxmask_mixin": mixin, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
     if issubclass(mixin, (ReadWeight, WeightReader)):
-        FORWARDS.update(forward_codes(base))
+        note_forward(forward_codes(base))
     return cls
 
 
 def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """The masked subclass of a class, made once."""
-    return _masked_class(base, mixin)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
+    """The masked subclass of a class, made once; of one that a parametrisation has made, the parametrised subclass of the masked one.
+
+    So PyTorch's remove_parametrizations finds the property where it looks for it, in the layer's class, and leaves the masked layer that is below.
+    """
+    below: Any = base.__bases__[0]
+    if base.__name__ != f"Parametrized{below.__name__}" or "__getstate__" not in base.__dict__:
+        return _masked_class(base, mixin)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
+    inner: Any = _masked_class(below, mixin)  # type: ignore[arg-type]
+    made = {name: value for name, value in base.__dict__.items() if isinstance(value, property)}
+    cls: Any = type(f"{inner.__name__.removesuffix(below.__name__)}{base.__name__}", (inner,), {"_fxmask_base": base, "__module__": __name__, **made})
+    cls._fxmask_class = cls
+    return cls
 
 
 def is_own_class(m: Any) -> bool:

@@ -59,12 +59,12 @@ def shared(x: Tensor, cast: Tensor, block: int, kept: int, turned: bool, noise: 
     """`compress(cast)`, or what it gave for the layer before; cast: x itself, or in autocast's dtype. Blocks that are drawn by lot are each layer's own.
 
     Only results of ops are looked up, as each forward makes them anew: memory that a user fills again and again might change unseen by x's version. Writes
-    between two layers through `.data`, which neither autograd nor a version sees, are not seen here.
+    into `x.data` between two layers, which neither autograd nor a version sees, are not seen here; a new `x.data` is, by its memory.
     """
     can = noise is None and type(x) in (Tensor, FakeTensor) and not torch.compiler.is_compiling() and x.grad_fn is not None and not x.is_inference()
     if not can:
         return compress(cast, block, kept, turned, noise)
-    key = (x._version, block, kept, turned, cast.dtype)
+    key = (x._version, x.untyped_storage()._cdata, block, kept, turned, cast.dtype)
     forms: _Forms = _seen.setdefault(x, {})
     if key in forms:
         values, index = forms[key][0](), forms[key][1]()

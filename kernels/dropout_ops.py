@@ -6,6 +6,8 @@ often as one likes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import dropout, operands
 from .cpu import chosen, dropout_runs
-from .dispatch import check_name, triton_ops
+from .dispatch import IMPLEMENTATIONS, check_name, triton_ops
 from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape, kept_elements
 from .inductor import register_fake
@@ -195,6 +197,21 @@ def _(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int
     return seed.new_empty(grid_shape((tokens, features), (block_rows, block_cols)), dtype=torch.bool)
 
 
+_one_op: tuple[str, ...] = ("triton",)  # the implementations whose masks are drawn by `drop_mask`
+
+
+@contextmanager
+def drawn_by_one_op(impl: str | None) -> Iterator[None]:
+    """For whoever counts: inside, masks of layers that `impl` stands for (None: of all but reference) are drawn by the op that its kernel is, not by aten's."""
+    global _one_op
+    before, chosen = _one_op, {None: ("triton", "auto", "cpu"), "triton": IMPLEMENTATIONS}.get(impl, _one_op)
+    _one_op = chosen
+    try:
+        yield
+    finally:
+        _one_op = before
+
+
 def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Tensor:
     """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
     if x.is_nested or operands.is_transformed("auto"):
@@ -203,6 +220,6 @@ def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Ten
     if x.dim() == 0 or not x.is_floating_point():
         raise ShapeError(f"input of block dropout: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
     seed = torch.randint(2**62, (), device=x.device)
-    if impl == "triton":
+    if impl in _one_op:
         return drop_mask(seed, _tokens(x), x.shape[-1], *block, p, impl)
     return dropout.draw(_tokens(x), x.shape[-1], block, p, seed)  # aten ops, which a compiler fuses

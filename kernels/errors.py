@@ -6,6 +6,23 @@ the import order because the kernels raise them too; users find them in `fxmask.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+OTHERS_SAY = {  # in papers and in other libraries: here
+    "sparsity": "ratio",
+    "block_size": "block",
+    "norm": "criterion",
+    "update_frequency": "refresh",
+    "magnitude": "fro",
+    "l2": "fro",
+    "frobenius": "fro",
+    "l1_norm": "l1",
+    "max": "linf",
+    "snip": "taylor",
+    "straight_through": "ste",
+}
+
 
 class FxMaskError(Exception):
     """Root of all errors raised by fxmask."""
@@ -39,3 +56,11 @@ def message(what: str, where: str = "", fix: str = "") -> str:
     if fix:
         lines.append(f"  fix: {fix}")
     return "\n".join(lines)
+
+
+def meant(got: object, known: Iterable[str]) -> str:
+    """`; did you mean 'ratio'?` where one of the `known` is what others call so, or is spelt nearly so; otherwise nothing."""
+    words, text = list(known), str(got).lower()
+    said = OTHERS_SAY.get(text)
+    near = [said] if said in words else get_close_matches(text, words, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -35,7 +35,8 @@ def check_block(block: object, axes: str = "(out_features, in_features)") -> tup
         rows, cols = (plain_int(b) or 0 for b in block)
         if 0 < rows < 2**31 and 0 < cols < 2**31:
             return rows, cols
-    raise ConfigError(f"block must be two positive ints {axes}: expected e.g. (16, 16), got {block!r}.")
+    square = f"; a square is ({block}, {block})." if type(block) is int and block > 0 else "."
+    raise ConfigError(f"block must be two positive ints {axes}: expected e.g. (16, 16), got {block!r}{square}")
 
 
 def ratio_units(ratio: object) -> int:
@@ -47,7 +48,9 @@ def ratio_units(ratio: object) -> int:
         units = round(float(ratio) * RATIO_UNIT)
         if units < RATIO_UNIT:
             return units
-    raise ConfigError(f"ratio is the fraction of blocks that are masked (sparsity): expected a finite number in [0, 1), got {ratio!r}.")
+    percent = isinstance(ratio, Real) and 2 <= ratio < 100  # type: ignore[operator]
+    hint = f"; {float(ratio):g} % is {float(ratio) / 100:g}." if percent else "."  # type: ignore[arg-type]
+    raise ConfigError(f"ratio is the fraction of blocks that are masked (sparsity): expected a finite number in [0, 1), got {ratio!r}{hint}")
 
 
 def grid_shape(shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .cost import INDEX, PARTIAL, Cost, cdiv
+from .dense_cost import stream
 from .matmul_cost import Lists
 
 
@@ -63,6 +64,26 @@ def pruned_matmul(
     issued = 2 * tile_features * block * tile_tokens * sum(t * cdiv(e, tile_tokens) for t, e in zip(tiles, entries, strict=True))
     out = {"out": (itemsize if splits == 1 else PARTIAL * splits) * written}
     return Cost(flop, issued, reads, out, least, dict(out))
+
+
+def compress(x: int, saved: int) -> Cost:
+    """Writing what of an input of `x` bytes is kept: `saved` bytes, values and index.
+
+    Compulsory and requested B: x read, saved written. No products, so no FLOP.
+    """
+    return stream({"x": x}, {"saved": saved})
+
+
+def plain_dw(shape: tuple[int, int], values: int, itemsize: int, wanted: int, *, gy: int, saved: int) -> Cost:
+    """dW (N, K) without the kernel, from `values` kept elements of the input; gy, saved: bytes of dY, of values and index; `wanted`: elements of it.
+
+    Useful FLOP   2 N values, a ragged block counted whole; with a mask its share of that: wanted / (N K)
+    Issued FLOP   2 N values
+    Compulsory and requested B: dY, values and index read, i N K written, i bytes an element
+    """
+    n, k = shape
+    flop, moved = 2 * n * values, stream({"dy": gy, "saved": saved}, {"dw": n * k * itemsize})
+    return Cost(flop * wanted // max(1, n * k), flop, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
 
 
 def strip_rows(blocks: int, entries: int, index_itemsize: int) -> Cost:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..kernels import prune_ops, scale_ops
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
-from ..kernels.errors import ConfigError, StateError, message
+from ..kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
 from .choose import Decision
@@ -21,6 +23,8 @@ from .graph_calls import call_site, calls_of, give_back, linear_parts
 from .infra import Pass, replace_node
 from .options import Options
 from .schedule import Schedule, at_least, one_of
+
+REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,9 @@ class ActivationPruning(Options):
         return "" if self.impl == "auto" else f", dW by {self.impl}"
 
     def _check_counted(self) -> None:
+        if torch.jit.is_tracing():
+            what = "torch.jit.trace cannot record activation pruning, which counts blocks from shapes: expected no gradients, for which nothing is saved."
+            raise UnsupportedError(message(what, "", "trace under torch.no_grad(), or use torch.export.export or torch.compile."))
         if self.needs_steps:  # a layer whose steps are counted has the ratio in force instead
             what = "start and schedule of ActivationPruning count optimiser steps, and nobody tells them: expected a step source in training."
             raise StateError(message(what, "", "call fxmask.step(model, 0) before training and fxmask.step(model) after every step; a guard counts them, too."))
@@ -125,8 +132,11 @@ class ActivationPruning(Options):
         return prune_ops.linear(x, weight, bias, self.block, self.ratio, self.noise, mask, blocks, backward, dense, impl, lists, self.impl)
 
     def draw_unused(self, x: Tensor, weight: Tensor, training: bool) -> None:
-        """In training without gradients: what a reentrant checkpoint's second forward will draw, or what comes behind would have other numbers there."""
-        if training and self.noise and not self.needs_steps and weight.requires_grad and not torch.is_grad_enabled():
+        """Without gradients: what a reentrant checkpoint's second forward will draw, or what comes behind would have other numbers there.
+
+        In training always, so that other checkpoints are served; in eval() in PyTorch's own alone, as nothing else may move the generator there.
+        """
+        if self.noise and not self.needs_steps and weight.requires_grad and not torch.is_grad_enabled() and (training or _in_checkpoint()):
             prune_ops.draw_unused(x, self.block, self.ratio)
 
     def product(self, x: Tensor, a: Tensor, b: Tensor | None, inplace: bool = False, training: bool = False) -> Tensor:
@@ -136,6 +146,14 @@ class ActivationPruning(Options):
             return scale_ops.dense(x, a, b, inplace)
         self._check_counted()
         return scale_ops.scale(x, a, b, self.block, self.ratio, self.noise, inplace)
+
+
+def _in_checkpoint() -> bool:
+    """Whether a reentrant checkpoint runs its forward, for the first or the second time. Compiled code has checkpoints of another kind."""
+    frame = None if torch.compiler.is_dynamo_compiling() else inspect.currentframe()
+    while frame is not None and frame.f_code not in REENTRANT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def saves(weight: Tensor) -> bool:

@@ -103,5 +103,6 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
             names.append(g.name)
     if names:
         what = f"masked blocks of {first_of(names)} have a gradient, which backward='masked' gives them none of."
-        why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), or the backward ran inside fxmask.dense."
+        why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), the backward ran inside fxmask.dense, or"
+        why += " the gradient is of before fxmask.apply: optimizer.zero_grad() clears it."
         warnings.warn(f"{what} {why}", FxMaskWarning, stacklevel=3)

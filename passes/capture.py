@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
 from .fakes import Fakes, swap
 from .lifted import source_name
+from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Call, Place, Recorder
 from .site import Site
 from .untouched import plain_ops, unchanged
@@ -51,6 +52,8 @@ class Recording:
     modules: dict[str, str]  # name -> class
     sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
     changed: set[str] = field(default_factory=set)  # layers whose forward is another now: masked, pruned, dropped
+    own: set[str] = field(default_factory=set)  # those of `changed` whose forward is their own, and reads a masked weight
+    idle: dict[str, int] = field(default_factory=dict)  # masked parameters that no op read -> their elements in kept blocks
     executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
     typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
     uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept
@@ -104,6 +107,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = Fakes(mode, dtype)
     with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
+        computed = masks_of_computed(root)
         parameters, buffers = swap(root, faked)
         given = tree_leaves((args, kwargs or {}))
         inputs = [t for t in given if isinstance(t, Tensor)]
@@ -119,7 +123,9 @@ def capture(
         recorder.progress = progress
         recorder.values = {faked(t).untyped_storage()._cdata: t for t in (*inputs, *buffers.values())}
         cached = [m for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
-        recorder.blocks = {m._fxmask_mask.untyped_storage()._cdata: m._fxmask_config.block for m in cached if m._fxmask_mask is not None}
+        known = [(m, m._fxmask_mask) for m in cached]
+        recorder.cached = {t.untyped_storage()._cdata: (m._fxmask_config.block, m._fxmask_shape) for m, t in known if t is not None}
+        recorder.computed = computed
         sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
         recorder.masked_dw = {name for name, m in sites.items() if m._fxmask_config.backward in ("masked", "rigl") and not _dense_now(m)}
         saved: list[Saved] = []
@@ -138,15 +144,20 @@ def capture(
                 raise _failed(recorder, e) from e
             finally:
                 recorder.restore()
+        read = {name for c in recorder.calls for p in c.inputs for name in p.weight.split("+")}
+        idle = kept_of_idle(sites, parameters, read)
     trained = {name for name, p in parameters.items() if faked(p).grad is not None}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
-    changed = {name for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
+    changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
+    own = {name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight"}
     if gm is not None:
-        executions[""] = 1  # an interpreter runs it, no call of the module
-        kinds = _traced_kinds(gm) | kinds
-    drawn, unknown = recorder.typical, recorder.uncounted
-    return Recording(recorder.calls, saved, parameters, buffers, inputs, kinds, sites, changed, executions, drawn, unknown, ran, trained, dtype)
+        kinds, traced = _traced_kinds(gm) | kinds, _traced_calls(gm)
+        executions = traced | executions | {"": 1}  # an interpreter runs it, no call of the module
+    typical, uncounted = recorder.typical, recorder.uncounted
+    return Recording(
+        recorder.calls, saved, parameters, buffers, inputs, kinds, sites, set(changed), own, idle, executions, typical, uncounted, ran, trained, dtype
+    )
 
 
 def _dense_now(site: Site) -> bool:
@@ -195,6 +206,12 @@ def _traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
         for name, kind in (n.meta.get("nn_module_stack") or {}).values() if n.op != "placeholder" else ():
             found[LOCAL.sub("", name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return dict(sorted(found.items(), key=lambda p: p[0] != ""))
+
+
+def _traced_calls(gm: fx.GraphModule) -> dict[str, int]:
+    """How often a graph calls the modules that it was traced from: every call has a key of its own."""
+    keys = {(key, LOCAL.sub("", name)) for n in gm.graph.nodes if n.op != "placeholder" for key, (name, _) in (n.meta.get("nn_module_stack") or {}).items()}
+    return dict(Counter(name for _, name in keys))
 
 
 @contextmanager

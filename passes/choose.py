@@ -44,7 +44,11 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
         return pattern in (c.name, c.call) or fnmatch.fnmatchcase(c.name, pattern)
     if isinstance(pattern, type):
         return issubclass(pattern, nn.Module) and (pattern in c.types or pattern in c.inside)
-    return bool(pattern(c.module, c.name))
+    try:
+        return bool(pattern(c.module, c.name))
+    except Exception as e:  # one of its own, or of arguments that it does not take
+        what = f"a pattern failed: expected a callable (module, name) -> bool, got {type(e).__name__}: {e}"
+        raise ConfigError(message(what, c.name, f"write it as def pattern(module, name); here it is {pattern!r}.")) from e
 
 
 def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
@@ -58,20 +62,22 @@ def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
                 re.compile(p[3:])
             except re.error as e:
                 raise ConfigError(f"{option}: {p!r} is no regular expression: {e}.") from None
-        elif not (isinstance(p, str) or callable(p)):
+        elif not (isinstance(p, str) or callable(p)) or isinstance(p, nn.Module):
             raise ConfigError(f"{option}: expected a glob, a 're:' pattern, a module type or a callable (module, name) -> bool, got {p!r}.")
     return listed
 
 
 def choose(
-    found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None, model: nn.Module | None
-) -> list[Decision]:
-    """Decide for every linear of a model; None: of a compiler's graphs. Raises before anything is changed; warns of patterns that match nothing."""
+    found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None, model: nn.Module | None,
+    others: Callable[[], list[Candidate]] = list,
+) -> list[Decision]:  # fmt: skip
+    """Decide for every linear of a model; None: of a compiler's graphs. Raises before anything is changed; warns of patterns that match nothing, in `others`
+    (what the model has in other graphs) neither."""
     surround(found, model)
     included, excluded = as_patterns("include", include), as_patterns("exclude", exclude)
     defaults = exclude is None or bool(excluded)  # exclude=() switches the default exclusions off
     changes = _check_overrides(overrides)
-    _warn_unused(found, {"include": included or [], "exclude": excluded or [], "overrides": list(changes)})
+    _warn_unused(found, {"include": included or [], "exclude": excluded or [], "overrides": list(changes)}, others)
     decisions = []
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
@@ -129,12 +135,14 @@ def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     return changes
 
 
-def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]]) -> None:
+def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]], others: Callable[[], list[Candidate]]) -> None:
     names = ", ".join(c.name or "(the model itself)" for c in found) or "no linear at all"
     for option, patterns in options.items():
         for p in patterns:
-            if not any(matches(p, c) for c in found):
-                warnings.warn(f"{option}: {p!r} matches nothing; there are: {names}.", FxMaskWarning, stacklevel=5)
+            if not any(matches(p, c) for c in found) and not any(matches(p, c) for c in others()):
+                under = f"{p}.*" if isinstance(p, str) else ""
+                hint = f" For what lies in it write {under!r}." if under and any(matches(under, c) for c in found) else ""
+                warnings.warn(f"{option}: {p!r} matches nothing; there are: {names}.{hint}", FxMaskWarning, stacklevel=5)
 
 
 def _check_selected(decisions: list[Decision]) -> None:

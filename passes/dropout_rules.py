@@ -16,8 +16,13 @@ from .record import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
 
 
-def _share(plain: Cost, p: float, dense: bool) -> Cost:
-    """Without kernels: dropped blocks are not read (`dense`: they are written as zeros before, and multiplied); dX is written whole, with zeros."""
+def share(plain: Cost, p: float, dense: bool) -> Cost:
+    """An op of block dropout without kernels, by the probability p.
+
+    Useful FLOP   (1 - p) of the dense op's
+    Issued FLOP   the same; all of the dense op's where dropped blocks are written as zeros and multiplied (`dense`)
+    Requested and compulsory B: of the input X, which is `x` of forward and dW, 1 - p; all else as of the dense op, dX written whole, with zeros
+    """
 
     def part(moved: dict[str, int]) -> dict[str, int]:
         return {name: round((1 - p) * b) if name == "x" else b for name, b in moved.items()}
@@ -35,7 +40,7 @@ def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int],
     if kernels:
         made = layer_cost.dropped(op, m, shape, typical_mask((grid[0], grid[1]), nnzb), block, tokens.dtype, bias=bias)
     else:
-        made = _share(plain, p, impl != "triton" or (t.impl or a["impl"]) == "triton")
+        made = share(plain, p, impl != "triton" or (t.impl or a["impl"]) == "triton")
     sizes = {"forward": (m, n, k), "dx": (m, k, n), "dw": (n, k, m)}[op]
     phase = phase_of(call) if op == "forward" else PHASE[op]
     return Work(call, phase, EXACT, made, *sizes, 1, tokens.dtype, plain, block, nnzb, elements=n * k, weight=weight, impl="triton" if kernels else "")

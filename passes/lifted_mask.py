@@ -48,7 +48,9 @@ class MaskLifted(Pass):
         here = [(d, d.config) for d in self.decisions if d.candidate.host is gm and d.config is not None]
         sections = _sections(gm, [d for d, _ in here])
         for (d, config), (masks, weights) in zip(here, sections, strict=True):
-            _rewrite(gm, d, config, masks, weights)
+            new = _rewrite(gm, d, config, masks, weights)
+            for other in self.decisions:  # the weight of another linear may be what this one gives
+                other.candidate.weight_node = new.get(other.candidate.weight_node, other.candidate.weight_node)
         return [d.candidate.name for d, _ in here]
 
 
@@ -62,8 +64,10 @@ def _sections(gm: GraphModule, decisions: list[Decision]) -> list[tuple[list[int
     return found
 
 
-def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weights: list[int]) -> None:
+def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weights: list[int]) -> dict[Node | None, Node]:
+    """Mask the uses of one weight: the nodes that were replaced, and by what."""
     w, found, before = d.candidate.weight_node, d.candidate.weight, None
+    replaced: dict[Node | None, Node] = {}
     assert w is not None
     nb, kb = grid_shape(found.shape, c.block)
     given: dict[Any, Any] = {}
@@ -84,6 +88,7 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weig
                 new = gm.graph.call_function(MASKED_LINEAR, args)
                 new.meta = dict(node.meta)
                 node.replace_all_uses_with(new)
+                replaced[node] = new
             else:
                 if c.backward == "unmasked":
                     reader = getattr(node.target, "__name__", node.target)
@@ -94,6 +99,7 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weig
                 node.replace_input_with(w, given[recorded])
         if node.target in LINEARS:
             gm.graph.erase_node(node)
+    return replaced
 
 
 def _masked_weight(w: Node, mask: Node, c: WeightMask, shape: tuple[int, int]) -> Node:

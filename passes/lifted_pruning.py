@@ -80,22 +80,20 @@ class PruneLifted(Pass):
         return tuple((d.candidate.name, repr(c)) for d, c in self.chosen)
 
     def run(self, gm: GraphModule) -> list[str]:
-        names = []
-        for d, c in self.chosen:
-            w = d.candidate.weight_node
-            if d.candidate.host is not gm or w is None:
-                continue
-            names.append(d.candidate.name)
-            for node in d.candidate.nodes if d.candidate.product else [n for n in w.users if n.target in (*LINEARS, MASKED_LINEAR) and weight_arg(n) is w]:
-                if d.candidate.product:
-                    parts = dict(zip(self.roles[node], node.args, strict=True))
+        here = [(d.candidate, c, w) for d, c in self.chosen if d.candidate.host is gm and (w := d.candidate.weight_node) is not None]
+        # all calls before any is rewritten: the weight of one may be what another gives
+        calls = [p.nodes if p.product else [n for n in w.users if n.target in (*LINEARS, MASKED_LINEAR) and weight_arg(n) is w] for p, _, w in here]
+        for (p, c, _), nodes in zip(here, calls, strict=True):
+            for node in nodes:
+                if p.product:
+                    parts = dict(zip(self.roles[node], (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Node)), strict=True))
                     _call(gm, node, product, (parts["x"], parts["a"], parts.get("b"), c.block, c.ratio, c.noise, node.target in MUL_))
                 elif node.target in LINEARS:
-                    _call(gm, node, linear, (input_arg(node), w, bias_arg(node), c.block, c.ratio, c.noise, c.impl))
-                elif node.target is MASKED_LINEAR:
-                    x, _, bias, *masked = node.args
-                    _call(gm, node, linear, (x, w, bias, c.block, c.ratio, c.noise, c.impl, *masked))
-        return names
+                    _call(gm, node, linear, (input_arg(node), weight_arg(node), bias_arg(node), c.block, c.ratio, c.noise, c.impl))
+                else:
+                    x, weight, bias, *masked = node.args
+                    _call(gm, node, linear, (x, weight, bias, c.block, c.ratio, c.noise, c.impl, *masked))
+        return [p.name for p, _, _ in here]
 
 
 def _call(gm: GraphModule, node: Node, target: Any, args: tuple[Any, ...]) -> None:

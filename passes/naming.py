@@ -13,6 +13,11 @@ from typing import Any
 Path = tuple[str, ...]
 Value = Any  # set[Path], or a tuple of values, to be unpacked
 SAME = ("data", "_modules")  # of a weight, and of a module: a way to the same
+VIEWS = (  # methods, and functions of torch, that give a weight's own memory
+    "view", "view_as", "reshape", "flatten", "ravel", "t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "squeeze", "unsqueeze", "unflatten",
+    "narrow", "select", "diagonal", "unfold", "expand", "chunk", "split", "tensor_split", "hsplit", "vsplit", "unbind", "detach", "contiguous",
+)  # fmt: skip
+TURNED = ("T", "mT", "H", "mH")  # attributes that do
 AS_IT_IS = ("list", "tuple", "iter", "reversed", "sorted")
 
 
@@ -54,7 +59,8 @@ class Names(ast.NodeVisitor):
                 return self.names.get(name, set())
             case ast.Attribute(value=owner, attr=name):
                 whole = self.value(owner)
-                return flat(whole) if name in SAME else {(*p, name) for p in flat(whole)}
+                same = name in SAME or (name in TURNED and weights(whole))
+                return flat(whole) if same else {(*p, name) for p in flat(whole)}
             case ast.Subscript(value=owner, slice=ast.Slice()):
                 return flat(self.value(owner))
             case ast.Subscript(value=owner, slice=index):
@@ -67,6 +73,10 @@ class Names(ast.NodeVisitor):
                 return {(*p, *_key(name).split(".")) for p in flat(self.value(owner))}
             case ast.Call(func=ast.Name(id=name), args=[of, *_]) if name in AS_IT_IS:
                 return self.value(of)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), args=[of, *_]) if name in VIEWS and weights(self.value(of)):
+                return flat(self.value(of))
+            case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in VIEWS and weights(self.value(owner)):
+                return flat(self.value(owner))
             case ast.Call(func=ast.Attribute(value=owner, attr="values" | "children")):
                 return flat(self.value(owner))
             case ast.IfExp(body=a, orelse=b):

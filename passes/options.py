@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-from ..kernels.errors import ConfigError
+from ..kernels.errors import ConfigError, meant
 
 C = TypeVar("C", bound="Options")
+BESIDE = ("include", "exclude", "overrides", "allocation", "layers")  # options of `fxmask.apply` that are none of a configuration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,5 +20,6 @@ class Options:
         known = [f.name for f in dataclasses.fields(self)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
-            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}.")
+            near = meant(unknown[0], [*known, *(BESIDE if where.startswith("fxmask.apply") else ())])
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")
         return dataclasses.replace(self, **changes)

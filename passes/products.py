@@ -26,6 +26,8 @@ TIMES = {"mul", "mul_", "multiply", "addcmul", "addcmul_"}
 MUL = {operator.mul, torch.mul, torch.multiply, torch.ops.aten.mul.Tensor, "mul", "multiply"}
 MUL_ = {operator.imul, torch.ops.aten.mul_.Tensor, "mul_"}
 ADDCMUL = {torch.addcmul, torch.ops.aten.addcmul.default, "addcmul"}
+FACTORS = {"input": "u", "self": "u", "other": "v"}  # arguments by name
+SUMMANDS = {"input": "b", "self": "b", "tensor1": "u", "tensor2": "v"}
 
 
 def find_products(model: nn.Module) -> list[Candidate]:
@@ -122,12 +124,15 @@ def parameters_behind(gm: GraphModule, lifted: Mapping[Node, Any] | None = None)
 
 def product_parts(node: Node, behind: dict[Node, list[Any]]) -> dict[str, Node]:
     """The arguments of a product, in their order, by what they are: `x`, `a` and for an addcmul `b`; empty for what is no product with a parameter."""
-    named = ("u", "v") if node.target in MUL or node.target in MUL_ else ("b", "u", "v") if node.target in ADDCMUL else ()
-    given = [a for a in node.args if isinstance(a, Node)]
-    more = any(k != "value" or v != 1 for k, v in node.kwargs.items())
-    if node.op not in ("call_function", "call_method") or not named or len(given) != len(node.args) or len(given) != len(named) or more:
+    named = FACTORS if node.target in MUL or node.target in MUL_ else SUMMANDS if node.target in ADDCMUL else {}
+    roles = list(dict.fromkeys(named.values()))
+    given = [*zip(roles, node.args, strict=False), *((named.get(k, ""), v) for k, v in node.kwargs.items() if k != "value" or v != 1)]
+    whole = len(node.args) <= len(roles) and sorted(k for k, _ in given) == sorted(roles)
+    if node.op not in ("call_function", "call_method") or not named or not whole:
         return {}
-    parts = dict(zip(named, given, strict=True))
+    parts: dict[str, Node] = {k: v for k, v in given if isinstance(v, Node)}
+    if len(parts) != len(roles):
+        return {}
     for x, a in (("u", "v"), ("v", "u")):
         if parts[x] not in behind and behind.get(parts[a]) and not (node.target in MUL_ and x == "v"):
             return {{x: "x", a: "a"}.get(k, k): n for k, n in parts.items()}

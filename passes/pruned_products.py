@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 from .activation_pruning import ActivationPruning
 from .choose import Decision
 from .graph_calls import call_site, calls_of
-from .infra import Pass, replace_node
+from .infra import Pass, call_again, replace_node
 from .products import MUL_, SCALED, parameters_behind, product_parts
 
 
 class PrunedProductCall(nn.Module):
-    """A product of a graph whose input is saved pruned: (x, a, b) -> y. `_fxmask_call`: its op, its target, what its arguments are, and its kwargs."""
+    """A product of a graph whose input is saved pruned: (x, a, b) -> y. `_fxmask_call`: its op, its target, and which of these its arguments are."""
 
     def __init__(self, config: ActivationPruning, name: str, path: str, call: tuple[str, Any, tuple[str, ...], dict[str, Any]]) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class PruneProducts(Pass):
                 continue
             for node in d.candidate.nodes:
                 parts = product_parts(node, behind)
-                call = (node.op, node.target, tuple(parts), dict(node.kwargs))
+                roles: dict[Any, Any] = {n: k for k, n in parts.items()}
+                call = (node.op, node.target, tuple(roles[n] for n in node.args), {k: roles.get(v, v) for k, v in node.kwargs.items()})
                 site = PrunedProductCall(config, d.candidate.name, d.candidate.weight_path, call)
                 replace_node(gm, node, call_site(gm, SCALED, node, site, tuple(parts[k] for k in ("x", "a", "b") if k in parts)))
             names.append(d.candidate.name)
@@ -57,9 +58,11 @@ class RestoreProducts(Pass):
         names = []
         for node, site in calls_of(gm, PrunedProductCall):
             parts = dict(zip(("x", "a", "b"), node.args, strict=False))
-            op, target, order, kwargs = site._fxmask_call
+            op, target, args, kwargs = site._fxmask_call
             with gm.graph.inserting_before(node):
-                replace_node(gm, node, gm.graph.create_node(op, target, tuple(parts[k] for k in order), kwargs))
+                new = gm.graph.create_node(op, target, tuple(parts[k] for k in args), {k: parts.get(v, v) for k, v in kwargs.items()})
+            replace_node(gm, node, new)
+            call_again(gm, new, str(node.target).rpartition(".")[2])  # `call_site` keeps the name
             names.append(site._fxmask_name)
         if SCALED in gm._modules:
             delattr(gm, SCALED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ..kernels import dense_cost, layer_cost
+from ..kernels import dense_cost, layer_cost, pruned_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import kept_elements
 from ..kernels.lists import LISTED
@@ -33,8 +33,8 @@ def _compress(call: Call, t: Target) -> list[Work]:
 def _packing(call: Call, phase: str, x: Place, weight: str) -> Work:
     """A read of x, a write of what is kept."""
     *_, values, index = call.outputs
-    written = {"saved": values.bytes + index.bytes}
-    return Work(call, phase, EXACT, dense_cost.stream({"x": x.bytes}, written), dtype=x.dtype, weight=weight, launches=3, name="fxmask.compress")
+    cost = pruned_cost.compress(x.bytes, values.bytes + index.bytes)
+    return Work(call, phase, EXACT, cost, dtype=x.dtype, weight=weight, launches=3, name="fxmask.compress")
 
 
 @rule("fxmask.pruned_dw")
@@ -50,22 +50,21 @@ def _dw(call: Call, t: Target) -> list[Work]:
     (n, k), features, item = (gy.shape[-1], a["shape"][-1]), values.shape[2], gy.dtype.itemsize
     block = (a["block_rows"], a["block_cols"])
     known = None if mask is None else mask_of(a, (n, k))
-    triton = implementation(a["impl"], t) == "triton" and features in LISTED and not a["turned"] and n % 2 == 0 and values.numel > 0
-    if triton and gy.dtype.itemsize <= 4:
+    triton = implementation(a["impl"], t) == "triton" and features in LISTED and not a["turned"] and n % 2 == 0 and values.numel > 0 and item <= 4
+    if triton:
         entries = values.shape[0] * values.shape[1]
         given = a["lists"] is not None
         cost = layer_cost.pruned_dw(entries, gy.tokens, (n, k), features, gy.dtype, known, block, given=given, index_itemsize=index.dtype.itemsize)
         cost = cost.renamed({"gy": "dy", "values": "saved", "out": "dw"})
     else:
-        flop = 2 * n * values.numel
-        reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": n * k * item}
-        useful = flop if known is None else flop * int(kept_elements(known, (n, k), block)) // max(1, n * k)
-        cost = Cost(useful, flop, dict(reads), dict(writes), dict(reads), dict(writes))
+        wanted = n * k if known is None else int(kept_elements(known, (n, k), block))
+        cost = pruned_cost.plain_dw((n, k), values.numel, item, wanted, gy=gy.bytes, saved=values.bytes + index.bytes)
     plain = layer_cost.dense("dw", gy.tokens, (n, k), item, t.tile)
     plain = plain.renamed(ROLES["dw"])
     forward = call.forward.named["w"] if call.forward is not None and "w" in call.forward.named else None
     weight = forward.weight if isinstance(forward, Place) else ""
-    return [Work(call, "dW", EXACT, cost, n, k, gy.tokens, 1, gy.dtype, plain, elements=n * k, weight=weight)]
+    impl = "triton" if triton else ""
+    return [Work(call, "dW", EXACT, cost, n, k, gy.tokens, 1, gy.dtype, plain, elements=n * k, weight=weight, impl=impl)]
 
 
 @rule("fxmask.pruned_scale")

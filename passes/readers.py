@@ -145,7 +145,7 @@ def _said(source: str) -> str:
         (method,) = ast.parse(textwrap.dedent(source)).body
     except (SyntaxError, ValueError):
         return source
-    if not isinstance(method, ast.FunctionDef):
+    if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return source
     first = [*method.args.posonlyargs, *method.args.args][:1]
     return ast.unparse(_Plain(first[0].arg if first else "self").visit(method))

@@ -111,6 +111,8 @@ def after_load(site: Site, weight: Tensor) -> None:
         mask = held_mask(site)
         if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
             _warn_of_order(site, restored)
+        shares = [other for other, owner, leaf in site.__dict__.get("_fxmask_tied", ()) if owner._parameters.get(leaf) is weight]
+        rebuild([Job(other, weight, anew=True) for other in shares if "_fxmask_mask" in other.__dict__])  # of what is masked still
 
 
 def _warn_of_order(site: Site, restored: list[str]) -> None:

@@ -35,6 +35,8 @@ class Mask(NamedTuple):
     values: Tensor
     block: tuple[int, int] | None = None
     whole_dw: bool = True  # the gradient of a weight that was multiplied by it is wanted everywhere, or nobody knows
+    shape: tuple[int, int] | None = None  # of the weight as a matrix, where it is known
+    storage: int = 0  # the memory that holds a weight multiplied by it row after row, so that a slice shows which elements it has
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ class Recorder(TorchDispatchMode):
         self.node, self.stack = "", ""  # of the graph that is being run
         self.frames: dict[int, tuple[FrameType, str]] = {}  # every call of a module that ran an op, and its name; a frame that is held keeps its id
         self.values: dict[int, Tensor] = {}  # by storage of a fake: inputs and buffers that are real, such as a Dynamo graph's number of kept blocks
-        self.blocks: dict[int, tuple[int, int]] = {}  # by storage: the block of a cached mask
+        self.cached: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}  # by storage of a cached mask: its block, its weight's shape
+        self.computed: dict[str, Tensor] = {}  # by module: the mask of a weight that a parametrisation makes
         self.masked_dw: set[str] = set()  # weights whose gradient is wanted in kept blocks alone
         self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
@@ -170,7 +173,8 @@ class Recorder(TorchDispatchMode):
             name, mask = self._derived[key]
         elif not isinstance(t, FakeTensor):  # a constant of the model's code
             neutral = True
-            mask = Mask(t, self.blocks.get(key)) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
+            block, shape = self.cached.get(key, (None, None))
+            mask = Mask(t, block, shape=shape) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
         if not isinstance(t, FakeTensor) and t.requires_grad and t.is_leaf:
             self.leaves.setdefault(id(t), (t, t.grad))
         offset = int(t.storage_offset()) * t.dtype.itemsize
@@ -237,7 +241,8 @@ class Recorder(TorchDispatchMode):
                     pass  # a view of what it was
                 elif key not in self.real and names:
                     name = "+".join(sorted(names))
-                    self._derived[key] = (name, mask._replace(whole_dw=False) if mask is not None and name in self.masked_dw else mask)
+                    whole = mask is not None and mask.whole_dw and name not in self.masked_dw
+                    self._derived[key] = (name, mask and mask._replace(whole_dw=whole, storage=_rows_of(mask, inputs, t)))
                     self._copied(func, args, key)
                 elif key not in self.real:
                     self.neutral.add(key)
@@ -262,14 +267,17 @@ class Recorder(TorchDispatchMode):
         w, keep = args[0], self.values.get(args[1].untyped_storage()._cdata, args[1])
         real = self.real.get(w.untyped_storage()._cdata, self._copies.get(w.untyped_storage()._cdata))
         with _disable_current_modes(), torch.no_grad():
-            if real is not None and _is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and _is_real(keep):
+            if real is not None and is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and is_real(keep):
                 scalars, cover = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
                 values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover)  # by any impl, all give the same bits
-                return Mask(values.cpu(), (args[3], args[4]))
+                return Mask(values.cpu(), (args[3], args[4]), shape=tuple(w.shape))
             grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
+            computed = self.computed.get(self._module()[0])
+            if real is None and computed is not None and tuple(computed.shape) == grid:
+                return Mask(computed, (args[3], args[4]), shape=tuple(w.shape))
             name = self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0]
-            (self.typical if _is_real(keep) else self.uncounted).add(name)
-            return Mask(typical_mask(grid, int(keep) if _is_real(keep) else grid[0] * grid[1]), (args[3], args[4]))
+            (self.typical if is_real(keep) else self.uncounted).add(name)
+            return Mask(typical_mask(grid, int(keep) if is_real(keep) else grid[0] * grid[1]), (args[3], args[4]), shape=tuple(w.shape))
 
     def _module(self) -> tuple[str, str]:
         """Name and class of the innermost module whose call is on the stack, and what the graph says of its node."""
@@ -293,7 +301,18 @@ def _either(call: Call) -> Mask | None:
     if len(known) != 2 or sorted(m.values.dim() for m in known) != [0, 2]:
         return None
     with _disable_current_modes():
-        return Mask(known[0].values | known[1].values, next((m.block for m in known if m.block is not None), None))
+        one = next((m for m in known if m.block is not None), known[0])
+        return Mask(known[0].values | known[1].values, one.block, shape=one.shape)
+
+
+def _rows_of(mask: Mask, inputs: list[Place], made: Tensor) -> int:
+    """The storage of a tensor made of a masked weight, where its elements lie as the weight's rows do; else 0."""
+    key = made.untyped_storage()._cdata
+    if mask.storage == key or made.dim() < 2 or not made.is_contiguous() or matrix_shape(made.shape) != mask.shape:
+        return mask.storage if mask.storage == key else 0
+    multiplied = any(p.mask is not None and p.dtype == torch.bool for p in inputs)
+    copied = any(p.mask is not None and p.mask.storage == p.storage and p.shape == made.shape and p.stride == made.stride() for p in inputs)
+    return key if multiplied or copied else 0
 
 
 def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:
@@ -304,7 +323,7 @@ def typical_mask(grid: tuple[int, int], keep: int) -> Tensor:
     return mask.view(grid)
 
 
-def _is_real(t: Tensor) -> bool:
+def is_real(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and not t.is_meta
 
 

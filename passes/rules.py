@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from math import prod
-
-from torch import Tensor
+from typing import Any
 
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
-from ..kernels.grid import grid_shape, kept_elements, matrix_shape
+from ..kernels.grid import expand_mask, grid_shape, kept_elements
 from .moves import stream_of
 from .record import Call, Place
 from .work import EXACT, Target, Work, phase_of, rule
@@ -49,21 +48,40 @@ def _product(call: Call, t: Target, a: Place, b: Place, bias: int = 0) -> list[W
     weight = b if b.weight else a
     if weight.weight:
         work.weight, work.elements = weight.weight, weight.numel
-        if weight.mask is not None and weight.mask.block is not None and weight.dtype.is_floating_point:  # W∘M, which somebody multiplies by densely
-            mask, block = weight.mask.values, weight.mask.block
-            shape = weight.shape if weight.stride[-1] == 1 else weight.shape[::-1]
-            if len(shape) == 2:
-                _leave_out(work, mask, (shape[0], shape[1]), block)
+    elif phase == "dW" and call.forward is not None:  # of W∘M, in a mode that drops what lies outside of kept blocks
+        weight = next((p for p in call.forward.inputs if p.mask is not None and not p.mask.whole_dw and p.numel == out.numel), weight)
+    leave_out(work, weight)
     return [work]
 
 
-def _leave_out(work: Work, mask: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> None:
-    """Count a dense product with W∘M: useful are the kept elements of a weight of `shape` (N, K), what is issued and moved stays."""
-    if tuple(mask.shape) == grid_shape(shape, block):
-        kept, cost = int(kept_elements(mask, shape, block)), work.cost
-        work.dense, work.block, work.nnzb, work.kept, work.impl = cost, block, int(mask.sum()), kept, "masked_dense"
-        useful = cost.flop_useful * kept // max(1, shape[0] * shape[1])
+def leave_out(work: Work, weight: Place) -> None:
+    """A dense product with W∘M, or with a view of it; W∘M is made by ops of its own.
+
+    Useful FLOP   the dense product's, times the share of the view's elements that lie in kept blocks
+    Issued FLOP, requested and compulsory B: the dense product's
+    """
+    found, mask = _kept(weight), weight.mask
+    if found is not None and mask is not None:
+        (kept, size), cost = found, work.cost
+        work.dense, work.block, work.nnzb, work.impl = cost, mask.block, int(mask.values.sum()), "masked_dense"
+        work.kept, work.elements, work.weight = kept, size, weight.weight
+        useful = cost.flop_useful * kept // max(1, size)
         work.cost = Cost(useful, cost.flop_issued, cost.reads, cost.writes, cost.reads_min, cost.writes_min)
+
+
+def _kept(p: Place) -> tuple[int, int] | None:
+    """(elements in kept blocks, all elements) of W∘M or a view of it; None of what is none, and of a copied part, which is like any other."""
+    m = p.mask
+    if m is None or m.block is None or m.shape is None or not p.dtype.is_floating_point or tuple(m.values.shape) != grid_shape(m.shape, m.block):
+        return None
+    axes = [(size, stride) for size, stride in zip(p.shape, p.stride, strict=True) if stride]  # one that is only expanded has each element once
+    size, whole = prod(n for n, _ in axes), prod(m.shape)
+    if size == whole:
+        return int(kept_elements(m.values, m.shape, m.block)), whole
+    if p.storage != m.storage:
+        return None
+    part = expand_mask(m.values, m.shape, m.block).as_strided([n for n, _ in axes], [s for _, s in axes], p.offset // p.dtype.itemsize)
+    return int(part.sum()), size
 
 
 @rule("aten.mm", "aten.bmm")
@@ -109,9 +127,8 @@ def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, 
         bias=c_out if bias else 0,
     )  # fmt: skip
     work = Work(call, phase, EXACT, cost, pixels, c_out // groups, c_in // groups * prod(kernel), groups, x.dtype, weight=w.weight, elements=w.numel)
-    known = w.mask is not None and w.mask.block is not None and w.dtype.is_floating_point and groups == 1 and not transposed
-    if known and w.mask is not None and w.mask.block is not None and not (phase == "dW" and w.mask.whole_dw):  # W∘M of a masked convolution
-        _leave_out(work, w.mask.values, matrix_shape(w.shape), w.mask.block)
+    if w.mask is not None and groups == 1 and not transposed and not (phase == "dW" and w.mask.whole_dw):  # W∘M of a masked convolution
+        leave_out(work, w)
     return work
 
 
@@ -133,6 +150,15 @@ def _heads(q: Place, k: Place, v: Place) -> tuple[int, int, int, int, int, int]:
     return prod(q.shape[:-3]), q.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
 
 
+def _once(cost: Cost, **operands: Place) -> Cost:
+    """An operand that is another one, too, has the same bytes: compulsory are those of the first."""
+    views, least = set[Any](), dict(cost.reads_min)
+    for name, p in operands.items():
+        least[name] = 0 if p.view in views else least[name]
+        views.add(p.view)
+    return Cost(cost.flop_useful, cost.flop_issued, cost.reads, cost.writes, least, cost.writes_min)
+
+
 @rule(*(f"aten._scaled_dot_product_{name}" for name in _FUSED))
 def _attention(call: Call, t: Target) -> list[Work]:
     q, k, v = call.args[:3]
@@ -141,7 +167,7 @@ def _attention(call: Call, t: Target) -> list[Work]:
     stats = sum(p.bytes for p in call.outputs[1:] if p.dtype.is_floating_point)
     if stats:
         cost += Cost(writes={"stats": stats}, writes_min={"stats": stats})
-    return [Work(call, phase_of(call), EXACT, cost, q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]
+    return [Work(call, phase_of(call), EXACT, _once(cost, q=q, k=k, v=v), q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]
 
 
 @rule(*(f"aten._scaled_dot_product_{name}_backward" for name in _FUSED))
@@ -149,4 +175,4 @@ def _attention_backward(call: Call, t: Target) -> list[Work]:
     gy, q, k, v = (p for p in call.args[:4])
     rest = sum(p.bytes for p in call.inputs[4:] if p.shape != gy.shape)
     cost = dense_cost.attention_backward(*_heads(q, k, v), q.dtype.itemsize, k.shape[-3], rest)
-    return [Work(call, "dX", EXACT, cost, q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]
+    return [Work(call, "dX", EXACT, _once(cost, q=q, k=k, v=v), q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]

@@ -21,6 +21,14 @@ FACTS = (
 LOOKS = ("isinstance", "hasattr", "id", "type")
 
 
+def _renormed(name: str, node: ast.Call) -> list[ast.expr]:
+    """The table of a lookup that scales the rows it finds, by `max_norm`."""
+    given = {**dict(zip(("input", "weight", "padding_idx", "max_norm"), node.args, strict=False)), **{k.arg: k.value for k in node.keywords if k.arg}}
+    limit, table = given.get("max_norm"), given.get("weight")
+    scales = name in ("embedding", "embedding_bag") and limit is not None and not (isinstance(limit, ast.Constant) and limit.value is None)
+    return [table] if scales and table is not None else []
+
+
 class Said(NamedTuple):
     """Paths of layers whose weight is read, whose weight is written in place, and paths that are called."""
 
@@ -76,6 +84,7 @@ class _Walk(Names):
         if flat(self.value(node)):
             return self.use(node)
         self.written.update(path for k in node.keywords if k.arg == "out" for path in weights(self.value(k.value)))
+        self.written.update(path for table in _renormed(name, node) for path in weights(self.value(table)))
         if name in LOOKS:
             args = args[1:]
         elif name.endswith("_") and not name.endswith("__"):  # in place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ..kernels.errors import ConfigError
+from ..kernels.errors import ConfigError, meant
 from ..kernels.grid import plain_int, ratio_units
 
 SCHEDULES = ("constant", "linear", "cubic", "cosine", "exponential", "cyclic")
@@ -14,7 +14,7 @@ SCHEDULES = ("constant", "linear", "cubic", "cosine", "exponential", "cyclic")
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
+        raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}{meant(value, allowed) or '.'}")
 
 
 def at_least(name: str, value: object, low: int, counts: str = "optimiser steps") -> int:

@@ -22,7 +22,7 @@ from ..kernels import ops
 from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, ShapeError, StateError, UnsupportedError, message
 from ..kernels.grid import as_matrix, grid_shape, matrix_shape
-from . import feedback, phases, ranks
+from . import copies, feedback, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
 from .weights import is_ensemble
@@ -52,11 +52,13 @@ class Site(nn.Module):
     _fxmask_policy: str | None  # of the guard that is in force
     _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
     _fxmask_guard: object | None  # token of the guard that counts the steps
+    _fxmask_was: str | None  # of a copy: the policy of the guard that did not follow it
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
+    _fxmask_tied: tuple[tuple[Site, nn.Module, str], ...]  # other masks of this weight, and where their layers hold it
     _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
     _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
@@ -101,7 +103,13 @@ class Site(nn.Module):
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
         if self._fxmask_guard is None:
             return self.__dict__.copy()
-        return {**self.__dict__, "_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
+        gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
+        return {**self.__dict__, **gone, "_fxmask_was": self._fxmask_policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.__dict__.get("_fxmask_was") is not None:
+            copies.expect_guard(self)
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -126,6 +134,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
     check_plain(site, weight)
     site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = site._fxmask_grown = None
+    site._fxmask_was, site._fxmask_tied = None, ()
     place_on(site, weight.device)
 
 
@@ -200,7 +209,10 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
     if c.remembers:
         return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    return ops.index(as_matrix(weight), site._fxmask_keep, site._fxmask_count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
+    keep, count = site._fxmask_keep, site._fxmask_count
+    if keep.is_meta and not weight.is_meta and site._fxmask_written is not None:  # weights of torch.func.functional_call, and the host knows what to keep
+        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in site._fxmask_written[:2])
+    return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 
 def check_plain(site: Site, weight: Tensor) -> None:
@@ -213,7 +225,8 @@ def check_plain(site: Site, weight: Tensor) -> None:
 
 def fits(site: Site, weight: Tensor) -> None:
     """Raise StateError where a layer was moved without its mask, or was given a weight of another size."""
-    if site._fxmask_keep.device != weight.device:
+    borrowed = site._fxmask_keep.is_meta and site._fxmask_mask is None and site._fxmask_dense is None and site._fxmask_scale is None
+    if site._fxmask_keep.device != weight.device and not borrowed:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
     if matrix_shape(weight.shape) != site._fxmask_shape:
@@ -268,7 +281,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
-    refuse_lost(site)
+    refuse_lost(site, weight)
     _refuse_shard(site, weight)
     if not torch.compiler.is_compiling():
         _refuse_ensemble(site, weight)
@@ -335,11 +348,13 @@ def _check_ranks(site: Site, weight: Tensor) -> None:
         check_agreed(site, weight)
 
 
-def refuse_lost(site: Site) -> None:
-    """Raise StateError where a cached mask has no values."""
-    if site._fxmask_lost:
+def refuse_lost(site: Site, weight: Tensor | None = None) -> None:
+    """Raise StateError where a cached mask has no values; `weight`: of a forward, which may bring one to a model on the meta device."""
+    brought = weight is not None and not weight.is_meta and site._fxmask_mask is not None and site._fxmask_mask.is_meta
+    if site._fxmask_lost or brought:
         what = "a cached mask was lost on the meta device: expected weights to be loaded or the mask to be rebuilt since."
-        raise StateError(message(what, site._fxmask_name, "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them."))
+        fix = "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them; for torch.func.functional_call use refresh=1."
+        raise StateError(message(what, site._fxmask_name, fix))
 
 
 def masks_any(site: Site) -> bool:

@@ -65,8 +65,8 @@ EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.
 DENSE = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.add", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
 
 
-def is_extra(work: Work, changed: set[str]) -> bool:
-    """Whether a dense step has no such op. `changed`: names of the layers whose forward is another now: masked, pruned, dropped."""
+def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
+    """Whether a dense step has no such op. `changed`: layers that are masked, pruned, dropped, by name; `own`: those whose forward is still their own."""
     call = work.call
     if work.op in EXTRA or call is None or work.dense is not None:
         return work.op in EXTRA
@@ -78,7 +78,7 @@ def is_extra(work: Work, changed: set[str]) -> bool:
     if work.m or work.phase == "db":
         return False
     plain = work.op in DENSE and not (work.op == "aten.add" and work.phase == "dW")
-    return (inside and not plain) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+    return (inside and not plain and call.module not in own) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
 
 
 Rule = Callable[[Call, Target], list[Work]]
@@ -97,12 +97,14 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def phase_of(call: Call) -> str:
-    """The part of a step that an op is of: in a backward, dW where its forward reads a weight and the op itself reads none, but for its mask; dX otherwise."""
+    """The part of a step that an op is of: in a backward, dW where its forward reads weights alone, or one that the op itself does not read; dX otherwise."""
     if call.recomputed:
         return "recompute"
     if not call.backward:
         return "fwd"
     if call.forward is None:  # a sum of gradients that meet, or their accumulation
         return "dX"
+    if call.forward.weights and all(p.weight or p.neutral for p in call.forward.inputs):  # a weight is computed, and nothing else has a gradient
+        return "dW"
     reads = any(p.weight and p.dtype != torch.bool for p in call.inputs)
     return "dW" if call.forward.weights and not reads else "dX"

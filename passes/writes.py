@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 IN_PLACE = (
     operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv, operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior,
-    operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem,
+    operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, setattr,
 )  # fmt: skip
+GIVE_MEMORY = ("setattr", "set_")  # of `.data`: what is written has the memory of another argument by then
 NO_WRITES = ("requires_grad_", "detach_", "share_memory_")  # of methods that end as writes do
 # by their last name, of torch, of torch.nn.functional, of Tensor and of ATen: they never return memory that they were given
 NEW = {
@@ -45,7 +46,8 @@ class Writes:
         into = []
         for n, i in self.place.items():
             targets = [*written(gm, n)]
-            self._join(n, _held(gm, n) if n.op in ("get_attr", "placeholder") else targets or ([] if _is_new(gm, n) else n.all_input_nodes))
+            shared = n.all_input_nodes if _last_name(n) in GIVE_MEMORY else targets or ([] if _is_new(gm, n) else n.all_input_nodes)
+            self._join(n, _held(gm, n) if n.op in ("get_attr", "placeholder") else shared)
             into += [(i, t) for t in targets]
         self._into: dict[Key, list[int]] = {}
         for i, t in into:
@@ -121,6 +123,13 @@ def _by_function(node: Node) -> Iterator[Node]:
         yield from _nodes(given.get("weight"))
 
 
+def _last_name(node: Node) -> str:
+    """Of a method, a function or an op, without its overload."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.rpartition(":")[2]
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
+
+
 def _ends_so(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
@@ -159,10 +168,10 @@ def _is_new(gm: GraphModule, node: Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
             return all(r.alias_info is None for r in target._schema.returns)
-        return target._schema.name.rpartition(":")[2] in NEW  # the schemas of composite ops do not tell
+        return _last_name(node) in NEW  # the schemas of composite ops do not tell
     if target is operator.add and any(isinstance(a, (tuple, list)) for a in node.args):  # (a, b) + (c,) holds all three
         return False
-    return (target if node.op == "call_method" else getattr(target, "__name__", "")) in NEW
+    return _last_name(node) in NEW
 
 
 def _held(gm: GraphModule, node: Node) -> list[Key]:

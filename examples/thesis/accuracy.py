@@ -13,10 +13,11 @@ tried is in the table. No MixUp and no CutMix, which short runs lose by. A ratio
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ RESULTS = HERE.parent / "results" / "cifar10_accuracy.csv"
 RUNS = Path("runs/accuracy")
 COLUMNS = (
     "phase", "run", "block", "target_ratio", "ratio_achieved", "epochs", "seed", "held_top1", "test_top1", "test_top5", "train_acc", "train_loss", "flips",
-    "train_tflop", "loaded_weights_g", "train_seconds", "threads", "torch", "data", "command",
+    "train_tflop", "loaded_weights_g", "train_seconds", "threads", "torch", "data", "holdout", "command",
 )  # fmt: skip
 PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1)), "isoflop": (ISOFLOP, 8, (0, 1))}
 DATA_NAMES = {"folder": "CIFAR-10 as JPEG, quality 75", "cifar10": "CIFAR-10", "digits": "digits"}
@@ -95,6 +96,7 @@ def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None
         "threads": facts["threads"],
         "torch": facts["torch"],
         "data": DATA_NAMES[facts["data"]],
+        "holdout": facts["holdout"],
         "command": shlex.join(["python", "examples/thesis/train.py", *images, *words_of(name, seed, facts)]),
     }
 
@@ -109,9 +111,20 @@ def ratio_of(config: str) -> str:
     return "/".join(dict.fromkeys(part.split(" ")[0] for part in config.split("masked ")[1:]))
 
 
+def setting_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What runs must share to be compared: data set, epochs, images that are held out; older rows have these in their command alone."""
+    told = re.search(r"--holdout (\d+)", str(row.get("command", "")))
+    return str(row.get("data", "")), str(row.get("epochs", "")), str(row.get("holdout") or (told[1] if told else ""))
+
+
+def words_for(settings: Iterable[tuple[str, str, str]]) -> str:
+    """Settings in words, for an error."""
+    return ", ".join(f"{epochs} epochs of {data}" + (f" with {held} images held out" if held else "") for data, epochs, held in sorted(settings))
+
+
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     """What makes a row one run's."""
-    return tuple(str(row[column]) for column in ("phase", "run", "seed", "epochs", "data"))
+    return tuple(str(row[column]) for column in ("phase", "run", "seed")) + setting_of(row)
 
 
 def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
@@ -124,7 +137,7 @@ def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
 def write(runs: Path, path: Path) -> int:
     """The table of all runs that have ended; returns how many. Rows whose run lies in another folder, or on another machine, stay in it."""
     with lock.alone(path):  # from before it is read: rows that others add meanwhile would be lost
-        rows = {key_of(row): row for row in read(path)}
+        rows = {key_of(row): {**row, "holdout": setting_of(row)[-1]} for row in read(path)}
         for phase, (recipes, _, _) in PHASES.items():
             for name in recipes:
                 for out in runs.glob(f"{phase}/{name}-seed*"):

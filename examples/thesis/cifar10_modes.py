@@ -17,6 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from thesis import csv_files, lock
+
 HERE = Path(__file__).resolve().parent
 MASKED, STE, UNMASKED = ("--backward", "masked"), ("--backward", "ste"), ("--backward", "unmasked")
 RUNS: dict[str, tuple[str, ...]] = {
@@ -71,12 +75,11 @@ def row_of(name: str, out: Path, data: str) -> dict[str, Any]:
     }
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        out = csv.DictWriter(file, COLUMNS)
-        out.writeheader()
-        out.writerows(rows)
+def write(runs: Path, path: Path, epochs: int, data: str) -> None:
+    """The table of all runs in the folder that have come to their end."""
+    with lock.alone(path):  # from before their logs are read: runs that end meanwhile would be left out
+        ended = [n for n in RUNS if (runs / n / "log.csv").exists() and finished(runs / n, epochs)]
+        csv_files.write(path, COLUMNS, [row_of(n, runs / n, data) for n in ended])
 
 
 def main() -> int:
@@ -97,8 +100,7 @@ def main() -> int:
         print(f"== {name}", flush=True)
         if subprocess.run(command, check=False).returncode:
             return 1
-        ended = [n for n in RUNS if (args.runs / n / "log.csv").exists() and finished(args.runs / n, args.epochs)]
-        write([row_of(n, args.runs / n, args.data) for n in ended], args.csv)
+        write(args.runs, args.csv, args.epochs, args.data)
     print(args.csv)
     return 0
 

@@ -2,14 +2,13 @@
 
     python examples/thesis/combination.py --csv examples/results/cifar10_accuracy.csv --out examples/results/thesis
 
-Accuracy is that of the runs `final` of accuracy.py (empty until they have ended); FLOP and bytes are counted by `fxmask.analyze` on the model of the run, at
-its final ratio. Bytes held: what autograd keeps of activations from the forward to the backward of one step.
+Accuracy is that of the runs `final` of accuracy.py of one data set, length and holdout (empty until they have ended); FLOP and bytes are counted by
+`fxmask.analyze` on the model of the run, at its final ratio. Bytes held: what autograd keeps of activations from the forward to the backward of one step.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +20,8 @@ import torch
 from tabulate import tabulate
 
 import fxmask
-from thesis import train
+from thesis import csv_files, train
+from thesis.accuracy import DATA_NAMES, setting_of, words_for
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
 
@@ -40,20 +40,29 @@ def counted(name: str, epochs: int = 20, steps: int = 352) -> dict[str, Any]:
     return {"run": name, **{f"GFLOP {k}": flop[k] / 1e9 for k in ("fwd", "bwd_dx", "bwd_dw", "total")}, "MiB held": held / 2**20}
 
 
-def accuracies(path: Path) -> dict[str, list[float]]:
-    """Top-1 on the test images of the final runs, by name."""
-    found: dict[str, list[float]] = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["phase"] == "final" and row["test_top1"]:
-                    found.setdefault(row["run"], []).append(float(row["test_top1"]))
-    return found
+def accuracies(path: Path, wanted: tuple[str | None, ...] = (None, None, None)) -> dict[str, list[float]]:
+    """Top-1 on the test images of the final runs, by name, of the seeds that all of them have; `wanted`: data set, epochs, holdout, None for whatever there is.
+
+    Raises: ValueError where that leaves runs that cannot be compared.
+    """
+    found, settings = dict[str, list[tuple[str, float]]](), set[tuple[str, str, str]]()
+    for row in csv_files.read(path):
+        setting = setting_of(row)
+        if row["phase"] == "final" and row["test_top1"] and row["run"] in RUNS and all(w in (None, s) for w, s in zip(wanted, setting, strict=True)):
+            settings.add(setting)
+            found.setdefault(row["run"], []).append((row.get("seed", ""), float(row["test_top1"])))
+    if len(settings) > 1:
+        what = f"expected runs of one data set, one length and one holdout in {path}, got {words_for(settings)}"
+        raise ValueError(f"{what}.\n  fix: --data, --epochs, --holdout.")
+    seeds = set.intersection(*({seed for seed, _ in runs} for runs in found.values())) if found else set()
+    if found and not seeds:
+        raise ValueError(f"expected runs with a seed in common in {path}, got none.\n  fix: accuracy.py final --seeds, with one seed for all.")
+    return {name: [top1 for seed, top1 in runs if seed in seeds] for name, runs in found.items()}
 
 
-def table(path: Path) -> list[dict[str, Any]]:
-    """A row for each run, and what it differs from dense by."""
-    known, rows = accuracies(path), [counted(name) for name in RUNS]
+def table(known: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A row for each run, and what it differs from dense by. `known`: see `accuracies`."""
+    rows = [counted(name) for name in RUNS]
     for row in rows:
         tops, dense = known.get(row["run"], []), known.get(RUNS[0], [])
         row["top-1, %"] = statistics.mean(tops) if tops else None
@@ -67,16 +76,21 @@ def table(path: Path) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--csv", type=Path, default=RESULTS, help="of accuracy.py")
+    p.add_argument("--data", choices=tuple(DATA_NAMES), help="runs of this data set alone")
+    p.add_argument("--epochs", help="runs of this length alone")
+    p.add_argument("--holdout", help="runs with so many images held out alone")
     p.add_argument("--out", type=Path, help="a folder for combination.csv")
     args = p.parse_args(argv)
-    rows = table(args.csv)
+    try:
+        known = accuracies(args.csv, (DATA_NAMES.get(args.data), args.epochs, args.holdout))
+    except ValueError as error:
+        print(f"combination.py: {error}", file=sys.stderr)
+        return 2
+    rows = table(known)
     print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github"))
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        with (args.out / "combination.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        plain = ({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        csv_files.write(args.out / "combination.csv", list(rows[0]), plain, "\n")
     return 0
 
 

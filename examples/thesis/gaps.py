@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from thesis.accuracy import RESULTS
+from thesis.accuracy import RESULTS, setting_of
 from thesis.csv_files import read
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
@@ -53,9 +53,15 @@ OTHER = (
 def differences(rows: list[dict[str, str]], pairs: tuple[tuple[str, str, str], ...]) -> list[dict[str, Any]]:
     """One row a pair, of `rows` of phase final: mask minus dense of every seed that both have, by test and by held-out images; FLOP over dense.
 
-    With rows of several data sets one row a pair and set that has it, as no set's runs are compared with another's.
+    With rows of several data sets, or of several numbers of images held out, one row a pair and set that has it, as no set's runs are compared with another's.
     """
-    runs = {(r["run"], r["epochs"], r["seed"], r.get("data", "")): r for r in rows}
+    held = len({setting_of(r)[-1] for r in rows}) > 1
+
+    def set_of(row: dict[str, str]) -> str:
+        data, _, holdout = setting_of(row)
+        return f"{data}, {holdout} held out" if held else data
+
+    runs = {(r["run"], r["epochs"], r["seed"], set_of(r)): r for r in rows}
     sets, seeds = list(dict.fromkeys(data for *_, data in runs)), sorted({seed for _, _, seed, _ in runs})
 
     def of(run: str, seed: str, data: str) -> dict[str, str] | None:

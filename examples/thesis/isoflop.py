@@ -29,7 +29,7 @@ from tabulate import tabulate
 from train import flushed_denormals
 
 from thesis import csv_files, lock
-from thesis.accuracy import DATA_NAMES
+from thesis.accuracy import DATA_NAMES, setting_of, words_for
 from thesis.recipes import COMMON, ISOFLOP, arguments_of
 
 if TYPE_CHECKING:
@@ -45,22 +45,17 @@ def is_width(row: dict[str, str]) -> bool:
     return str(row["target_ratio"]) == "0" and "-e" not in row["run"].removeprefix("dense")
 
 
-def setting_of(row: dict[str, Any]) -> tuple[str, str]:
-    """What runs must share to be compared."""
-    return row.get("data", ""), row.get("epochs", "")
-
-
 def points(rows: list[dict[str, str]], column: str = "test_top1") -> list[dict[str, Any]]:
-    """A point a recipe, data set and length: mean accuracy over its seeds, their spread (highest less lowest), mean training TFLOP."""
+    """A point a recipe and setting: mean accuracy over its seeds, their spread (highest less lowest), mean training TFLOP."""
     found, groups = [], dict[tuple[str, ...], list[dict[str, str]]]()
     for r in rows:
         if r["phase"] == "isoflop":
             groups.setdefault((r["run"], *setting_of(r)), []).append(r)
-    for (name, data, epochs), runs in groups.items():
+    for (name, data, epochs, holdout), runs in groups.items():
         accuracies, flop = [float(r[column]) for r in runs], [float(r["train_tflop"]) for r in runs]
         found.append({
             "run": name, "dense": is_width(runs[0]), "accuracy": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
-            "tflop": statistics.mean(flop), "seeds": len(runs), "data": data, "epochs": epochs,
+            "tflop": statistics.mean(flop), "seeds": len(runs), "data": data, "epochs": epochs, "holdout": holdout,
         })  # fmt: skip
     return found
 
@@ -146,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=RESULTS / "cifar10_isoflop.png")
     p.add_argument("--data", choices=tuple(DATA_NAMES), help="plot: runs of this data set alone")
     p.add_argument("--epochs", help="plot: runs of this length alone")
+    p.add_argument("--holdout", help="plot: runs with so many images held out alone")
     p.add_argument("--column", choices=("test_top1", "held_top1"), default="test_top1")
     p.add_argument("--turns", type=int, default=15)
     p.add_argument("--batch", type=int, default=128)
@@ -158,21 +154,21 @@ def main(argv: list[str] | None = None) -> int:
             csv_files.write(args.times, TIME_COLUMNS, times.values(), "\n")
         print(tabulate(rows, headers="keys"))
         return 0
-    wanted = DATA_NAMES.get(args.data), args.epochs
+    wanted = DATA_NAMES.get(args.data), args.epochs, args.holdout
     found = [p for p in points(csv_files.read(args.csv), args.column) if all(w in (None, s) for w, s in zip(wanted, setting_of(p), strict=True))]
     if not found:
         print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
         return 2
-    settings = sorted({setting_of(p) for p in found})
+    settings = {setting_of(p) for p in found}
     if len(settings) > 1:
-        got = ", ".join(f"{epochs} epochs of {data}" for data, epochs in settings)
-        print(f"isoflop.py: expected runs of one data set and one length in {args.csv}, got {got}.\n  fix: --data, --epochs.", file=sys.stderr)
+        what = f"expected runs of one data set, one length and one holdout in {args.csv}, got {words_for(settings)}"
+        print(f"isoflop.py: {what}.\n  fix: --data, --epochs, --holdout.", file=sys.stderr)
         return 2
     times = {r["run"]: float(r["step_ms"]) for r in csv_files.read(args.times)}
     for point in found:
         if point["run"] in times:
             point["step_ms"] = times[point["run"]]
-    print(tabulate([{k: v for k, v in point.items() if k not in ("dense", "data", "epochs")} for point in found], headers="keys", floatfmt=".2f"))
+    print(tabulate([{k: v for k, v in point.items() if k not in ("dense", "data", "epochs", "holdout")} for point in found], headers="keys", floatfmt=".2f"))
     for cost in ("tflop", "step_ms"):
         print(f"\nagainst the dense frontier at equal {cost}:")
         print(tabulate(verdicts(found, cost), headers="keys", floatfmt=".2f"))

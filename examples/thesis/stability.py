@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from train import flushed_denormals
 
 import fxmask
-from thesis import csv_files
+from thesis import csv_files, lock
 
 CSV = Path(__file__).resolve().parents[1] / "results" / "stability.csv"
 COLUMNS = ("model", "mode", "steps", "batch", "first_loss", "last_loss", "spike", "spike_step", "finite", "seconds", "threads", "torch")
@@ -107,6 +107,11 @@ def spike(losses: list[float]) -> tuple[float, int]:
     return worst, at
 
 
+def key_of(row: dict[str, str]) -> tuple[str, ...]:
+    """What makes a row one run's."""
+    return tuple(row[column] for column in ("model", "mode", "steps", "batch"))
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--models", nargs="+", choices=("mlp512", "resmlp-s12"), default=["mlp512", "resmlp-s12"])
@@ -117,22 +122,25 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=CSV)
     args = p.parse_args(argv)
     torch.set_num_threads(args.threads)
-    rows: list[dict[str, Any]] = [*csv_files.read(args.csv)]
     for model in args.models:
         for mode in args.modes:
             batch = args.batch or (64 if model == "mlp512" else 8)
-            if any(r["model"] == model and r["mode"] == mode and int(r["steps"]) == args.steps and int(r["batch"]) == batch for r in rows):
+            key = (model, mode, str(args.steps), str(batch))
+            if key in map(key_of, csv_files.read(args.csv)):
                 continue
             began = time.perf_counter()
             losses = losses_of(model, mode, args.steps, batch)
             height, at = spike(losses)
-            rows.append({
+            row = {
                 "model": model, "mode": mode, "steps": args.steps, "batch": batch, "first_loss": f"{losses[0]:.4f}",
                 "last_loss": f"{sum(losses[-WINDOW:]) / WINDOW:.4f}", "spike": f"{height:.3f}", "spike_step": at, "finite": all(map(math.isfinite, losses)),
                 "seconds": f"{time.perf_counter() - began:.0f}", "threads": args.threads, "torch": torch.__version__,
-            })  # fmt: skip
-            csv_files.write(args.csv, COLUMNS, rows)
+            }  # fmt: skip
+            with lock.alone(args.csv):  # another process may have added rows meanwhile, this one among them
+                others = [r for r in csv_files.read(args.csv) if key_of(r) != key]
+                csv_files.write(args.csv, COLUMNS, [*others, row])
             print(f"{model} {mode}: spike {height:.3f}", flush=True)
+    rows = csv_files.read(args.csv)
     print(tabulate(rows, headers="keys"))
     wrong = [f"{r['model']} {r['mode']}" for r in rows if float(r["spike"]) > LIMIT and r["mode"] != "literal"]
     print(f"a spike above {LIMIT} in: {', '.join(wrong)}" if wrong else f"no spike above {LIMIT} but in literal, if at all")

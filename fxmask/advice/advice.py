@@ -11,7 +11,7 @@ from torch import nn
 from ..bench.provenance import provenance, utc
 from ..report import Report
 from .layers import Layer
-from .plan import Plan, best_block, expected, holding
+from .plan import Plan, best_block, expected, holding, part_of_step
 from .search import Cell, Timed
 
 
@@ -39,7 +39,8 @@ def advice_of(
     narrowed: bool, steps: bool, trials: dict[float, float],
 ) -> Advice:  # fmt: skip
     where = {layer.name: t for t in found for layer in t.layers}
-    rows = [_row(layer, where.get(layer.name), [p.ratio for p in made], dense) for layer in layers]
+    part = part_of_step(found, dense)
+    rows = [_row(layer, where.get(layer.name), [p.ratio for p in made], dense / part) for layer in layers]
     at = provenance(device)
     linears = sum(1 + len(layer.others) for layer in layers)
     summary: dict[str, Any] = {"dense step": f"{1e3 * dense:.4g} ms"}
@@ -62,6 +63,9 @@ def advice_of(
     left = _left(found)
     if left:
         notes.append(f"{left} of {len(cells) * len(found)} combinations of layer, block and ratio were not timed: the time was spent; seconds= gives more.")
+    if part < 1:
+        what = f"One by one and from cold caches the layers took {1 / part:.2f} times as long as the whole step, so that dense_ms are higher than in the step"
+        notes.append(f"{what}: shares of the step, and what is saved of it, are of dense_ms times {part:.2f}.")
     if any(p.blocks for p in made):
         notes.append("Times are of eager steps. What a ratio costs in accuracy is another matter: docs/accuracy.md.")
     title = f"fxmask.advise: {type(model).__name__} on {at['device']}" + (f", {at['threads']} threads" if at["threads"] else "") + f", {utc()}, {took:.0f} s"

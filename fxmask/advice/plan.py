@@ -46,14 +46,21 @@ def best_block(timed: Timed, ratio: float) -> tuple[tuple[int, int] | None, floa
     return (None, None) if best is None else (best, found[best])
 
 
+def part_of_step(found: list[Timed], dense_step: float) -> float:
+    """What the layers' times are multiplied by to be shares of the step: 1, or less where alone they took more than all of it.
+
+    A layer that runs alone is flushed out of the caches before, and pays for its calls by itself: with small layers that is most of its time.
+    """
+    alone = sum(len(t.layers) * t.alone for t in found)
+    return min(1.0, dense_step / alone) if alone else 1.0
+
+
 def plans(found: list[Timed], ratios: list[float], dense_step: float) -> list[Plan]:
     """A plan for each ratio, lowest first.
 
-    The layers' share of the step is what they took alone, at most all of it: a layer that runs alone may find its operands in other caches.
+    The layers' share of the step is what they took alone, at most all of it.
     """
-    alone = sum(len(t.layers) * t.alone for t in found)
-    scale = min(1.0, dense_step / alone) if alone else 1.0
-    made = []
+    scale, made = part_of_step(found, dense_step), []
     for ratio in sorted(ratios):
         blocks: dict[str, tuple[int, int]] = {}
         saved = 0.0

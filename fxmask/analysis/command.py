@@ -22,6 +22,7 @@ from .report import SUFFIX, TABLES, Analysis
 from .run import IMPLS, analyze
 
 FORMATS = tuple(SUFFIX)
+MASK_OPTIONS = ("block", "backward", "criterion", "include", "exclude")  # of `fxmask.apply`, beside the ratio
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -50,11 +51,14 @@ def add_mask_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ratio", type=float, default=None, help="mask the linears with this share of masked blocks")
     p.add_argument("--block", default=None, metavar="OUTxIN", help="block of the masks (16x16)")
     p.add_argument("--backward", default=None, help="masked (the default), ste, unmasked or rigl")
+    p.add_argument("--criterion", default=None, help="fro (the default), spectral, l1, linf, random, ...")
+    p.add_argument("--include", nargs="+", default=None, help="patterns of layers, as for apply")
+    p.add_argument("--exclude", nargs="+", default=None)
 
 
 def check_mask_options(a: argparse.Namespace, options: tuple[str, ...] = (), unless: str = "") -> None:
     """ConfigError for an option that masks would have, where no ratio asks for them."""
-    given = [f"--{name.replace('_', '-')}" for name in ("block", "backward", *options) if getattr(a, name)]
+    given = [f"--{name.replace('_', '-')}" for name in (*MASK_OPTIONS, *options) if getattr(a, name)]
     if given and a.ratio is None:
         raise ConfigError(f"{', '.join(given)}: needs --ratio, which asks for masks: expected one in [0, 1){unless}, got none; add --ratio 0.5.")
 
@@ -62,7 +66,8 @@ def check_mask_options(a: argparse.Namespace, options: tuple[str, ...] = (), unl
 def masked(model: nn.Module, a: argparse.Namespace, **options: Any) -> None:
     """Apply the masks that were asked for."""
     if a.ratio is not None:
-        apply(model, ratio=a.ratio, block=models.make_block(a.block or "16x16"), backward=a.backward or "masked", **options)
+        options |= {name: value for name in MASK_OPTIONS[1:] if (value := getattr(a, name)) is not None}
+        apply(model, ratio=a.ratio, block=models.make_block(a.block or "16x16"), **options)
 
 
 def main(a: argparse.Namespace) -> int:

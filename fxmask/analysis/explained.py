@@ -6,19 +6,27 @@ import inspect
 from typing import Any
 
 from ..errors import ConfigError
-from ..kernels import dense_cost, layer_cost, mask_cost, matmul_cost
+from ..kernels import dense_cost, layer_cost, mask_cost, matmul_cost, pruned_cost
+from ..passes import dropout_rules, rules
 from ..passes.work import Work
 from . import optimiser, roofline, tables, traffic
 from .devices import Device
 
-FORMULAS: dict[str, Any] = {
+BY_KERNELS: dict[str, Any] = {
     "fxmask.masked_linear": matmul_cost.list_matmul,
     "fxmask.masked_linear_dx": matmul_cost.list_matmul,
     "fxmask.masked_linear_dw": matmul_cost.sampled_matmul,
-    "fxmask.drop_mask": mask_cost.draw,
+    "fxmask.pruned_linear": matmul_cost.list_matmul,
+    "fxmask.pruned_dw": pruned_cost.pruned_matmul,
     "fxmask.dropped_linear": matmul_cost.list_matmul,
     "fxmask.dropped_dx": matmul_cost.sampled_matmul,
     "fxmask.dropped_dw": matmul_cost.list_matmul,
+}
+WITHOUT_KERNELS: dict[str, Any] = {
+    "fxmask.pruned_dw": pruned_cost.plain_dw,
+    "fxmask.compress": pruned_cost.compress,
+    **dict.fromkeys(("fxmask.dropped_linear", "fxmask.dropped_dx", "fxmask.dropped_dw"), dropout_rules.share),
+    "fxmask.drop_mask": mask_cost.draw,
     "fxmask.block_index": mask_cost.block_keys,
     "fxmask.strip_lists": mask_cost.strip_lists,
 }
@@ -26,12 +34,12 @@ FORMULAS: dict[str, Any] = {
 
 def formulas(work: Work) -> str:
     """The text of the closed forms that a work was counted by: their docstring, so that there is one of them."""
-    if work.impl == "masked_dense":
-        source: Any = layer_cost.masked_dense
+    if work.impl in ("masked_dense", "triton (mask, then dense)"):
+        source: Any = layer_cost.masked_dense if work.op.startswith("fxmask.") else rules.leave_out
     elif work.phase == "opt":
         source = optimiser.masked_step if work.impl == "masked_step" else optimiser.dense_step
-    elif work.op in FORMULAS and work.impl in ("triton", ""):
-        source = FORMULAS[work.op]
+    elif work.op in (known := BY_KERNELS if work.impl == "triton" else {} if work.impl else WITHOUT_KERNELS):
+        source = known[work.op]
     elif "attention" in work.op:
         source = dense_cost.attention_backward if "backward" in work.op else dense_cost.attention
     elif "conv" in work.op:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
+from ..kernels import dropout_ops
 from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.capture import Recording, arguments, backend_of, capture
@@ -83,7 +84,7 @@ def analyze(
     optimiser.states_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
-    with cut_off(model) as fading:
+    with cut_off(model) as fading, dropout_ops.drawn_by_one_op(impl):
         recording = capture(model, args, named, backward, dtype, progress)
     target = Target(target_device.dense_tile, impl or "", count_elementwise)
     works = [w for c in recording.calls for w in work_of(c, target)]
@@ -92,7 +93,7 @@ def analyze(
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
     wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
     for w in works:
-        w.extra = is_extra(w, recording.changed)
+        w.extra = is_extra(w, recording.changed, recording.own)
     forward = [w for w in works if w.phase == "fwd"]  # knows the masks, whatever is asked for
     works = [w for w in works if w.phase in wanted]
     rows, shares = tables.coverage(works, recording)
@@ -172,9 +173,10 @@ def _report(
     }
     notes = totals.words(works, device, tf32, shares) + optimiser.words(works)
     made = {n for n in recording.typical if all(p in recording.parameters and not recording.parameters[p].is_meta for p in n.split("+"))}
+    at_edges = ", but at ragged edges with another number of elements"
     for count, what in ((len(recording.typical) - len(made), "have no values"), (len(made), "are computed in every forward, as by a parametrisation")):
         if count:
-            notes.append(f"{count} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have.")
+            notes.append(f"{count} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have{at_edges}.")
     if recording.uncounted:
         what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
         notes.append(f"{what}analyse the model itself.")
@@ -188,6 +190,11 @@ def _report(
         notes.append(
             "impl='auto' is counted as the kernels that skip blocks; until a recorded run shows them faster, auto multiplies by W∘M on CUDA, "
             "which impl='reference' counts."
+        )
+    if any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
+        notes.append(
+            "impl='auto' of block dropout is counted as its kernels, a mask's draw as one launch; auto multiplies in plain PyTorch on CUDA, and eager PyTorch "
+            "draws a mask by some fifty small ops, which impl='reference' counts."
         )
     if backend_of(model) == "fxmask":
         notes.append(

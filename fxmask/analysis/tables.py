@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.grid import kept_elements
 from ..passes.capture import Recording
 from ..passes.record import Call
 from ..passes.work import ELEMENTWISE, FREE, UNKNOWN, Work
@@ -152,12 +153,20 @@ def _ancestors(name: str) -> list[str]:
 
 
 def kept_parameters(forward: list[Work], recording: Recording) -> dict[str, int]:
-    """Elements of every parameter that a forward uses: those of kept blocks, all of one that is not masked."""
-    kept = {name: p.numel() for name, p in recording.parameters.items()}
+    """Elements of every parameter that a forward uses, or would if its layer ran: those of kept blocks, all of one that is not masked."""
+    kept = {name: p.numel() for name, p in recording.parameters.items()} | recording.idle
     for w in forward:
         if w.kept is not None and w.weight in kept:
-            kept[w.weight] = w.kept
+            kept[w.weight] = kept_of_weight(w)
     return kept
+
+
+def kept_of_weight(w: Work) -> int:
+    """Kept elements of all of the weight that a masked op reads, if only a part of it."""
+    for p in w.call.inputs if w.call else ():
+        if p.mask is not None and p.mask.shape is not None and p.mask.block is not None:
+            return int(kept_elements(p.mask.values, p.mask.shape, p.mask.block))
+    return w.kept or 0
 
 
 def coverage(works: list[Work], recording: Recording) -> tuple[list[dict[str, Any]], dict[str, float]]:

@@ -10,8 +10,9 @@ from torch import nn
 
 import fxmask
 from fxmask.advice import search as searching
+from fxmask.advice.advice import advice_of
 from fxmask.advice.layers import Layer, Seen
-from fxmask.advice.plan import PAYS, best_block, chosen, plans
+from fxmask.advice.plan import PAYS, best_block, chosen, part_of_step, plans
 from fxmask.advice.search import Timed, check_cells, order_of, search, whole
 from fxmask.advice.step import KEEP, page_faults, usage
 from fxmask.advice.unit import Times
@@ -52,7 +53,21 @@ def test_a_cell_gives_a_ratio_and_the_median_of_all_turns_the_dense_time():
 def test_layers_cannot_save_more_than_the_step_takes():
     found = [timed([layer("a")], 1.0, {(B64, 0.8): 0.5})]
     (plan,) = plans(found, [0.8], dense_step=0.4)
-    assert plan.step == pytest.approx(0.2)
+    assert plan.step == pytest.approx(0.2) and part_of_step(found, 0.4) == pytest.approx(0.4) and part_of_step(found, 2.0) == part_of_step([], 2.0) == 1
+
+
+@pytest.mark.parametrize("step", [0.4, 2.0])
+def test_shares_add_up_to_no_more_than_the_step(step):
+    """Tiny layers take longer alone, from cold caches, than all together."""
+    found = [timed([layer("a"), layer("b")], 0.3, {(B64, 0.8): 0.2}), timed([layer("c")], 0.2, {(B64, 0.8): 0.3})]
+    made, layers = plans(found, [0.8], step), [x for t in found for x in t.layers]
+    options = {"backward": "masked", "impl": "auto"}
+    report = advice_of(
+        nn.Identity(), layers, found, made, None, step, 1.05, 10, options, torch.device("cpu"), (None, None), [(B64, 0.8)], [], 1.0, False, True, {}
+    )
+    shares, said = [r["share_of_step"] for r in report.rows], [n for n in report.notes if "dense_ms are higher than in the step" in n]
+    assert sum(shares) == pytest.approx(min(1.0, 0.8 / step)) and shares[0] == pytest.approx(1.5 * shares[2])
+    assert len(said) == (step == 0.4) and all("took 2.00 times as long" in n and "of dense_ms times 0.50" in n for n in said)
 
 
 def test_rebuilds_are_shared_out_over_the_steps():

@@ -223,7 +223,13 @@ def test_a_gradient_that_is_wanted_everywhere_is_one_product(impl):
     assert [round(r["t_min_us"], 6) for r in rows] == [2.0] and rows[0]["speedup_bound"] == 1
 
 
-def test_words_on_masks_of_weights_that_a_parametrisation_makes():
-    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
-    notes = analyze(fxmask.apply(nn.Sequential(layer), ratio=0.5), torch.randn(8, 64)).notes
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 2, self.bias)
+
+
+def test_words_on_masks_of_weights_that_a_graph_computes():
+    x = torch.randn(8, 64)
+    graph = fxmask.apply(torch.export.export(Doubled(64, 64), (x,)).module(), ratio=0.5, include="*")
+    notes = analyze(graph, x).notes
     assert [n for n in notes if n.startswith("1 weights are computed in every forward")] and not [n for n in notes if "have no values" in n]

@@ -260,6 +260,10 @@ def test_explain_options_reach_apply(capsys):
     code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--block", "32x16", "--backward", "ste", "--impl", "reference", "--format", "json")
     rows = json.loads(out)["rows"]
     assert code == 0 and [(r["target_ratio"], r["block"], r["backward"], r["impl"]) for r in rows] == [(0.75, "32x16", "ste", "reference")] * 2
+    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--exclude", "2", "--criterion", "l1", "--format", "json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and [(r["masked"], r["reason"], r["ranks_by"]) for r in rows] == [(True, "selected", "l1"), (False, "in exclude", None)]
+    assert [r["masked"] for r in json.loads(explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--include", "2", "--format", "json")[1])["rows"]] == [False, True]
     code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--format", "csv")
     assert code == 0 and [r["name"] for r in csv.DictReader(out.splitlines())] == ["0", "2"]
 
@@ -276,6 +280,7 @@ def test_explain_says_what_it_cannot_do(capsys, tmp_path):
     (tmp_path / "file").write_text("mine")
     for args, text in (
         ((f"{SPEC}:net", "--block", "16", "--impl", "reference"), "--block, --impl: needs --ratio, which asks for masks"),
+        ((f"{SPEC}:net", "--exclude", "0"), "--exclude: needs --ratio, which asks for masks"),
         ((f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "file" / "below"), "the output folder cannot be written: Not a directory."),
         ((f"{SPEC}:masked", "--ratio", "0.5"), "is masked already"),
         ((f"{SPEC}:breaks",), "'spec_models:breaks' cannot be built: RuntimeError: no such luck"),
@@ -284,7 +289,30 @@ def test_explain_says_what_it_cannot_do(capsys, tmp_path):
         assert code == 2 and not out and err.startswith("fxmask: ") and text in err
 
 
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["--version"])
+    assert e.value.code == 0 and capsys.readouterr().out == f"fxmask {fxmask.__version__}\n"
+
+
 def test_the_help_names_explain(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "what becomes of every linear of a model" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), "fix: pip install torchvision"),
+        (ModuleNotFoundError("No module named 'PIL'", name="PIL"), f"fix: install the torchvision that belongs to torch {torch.__version__}"),
+        (RuntimeError("operator torchvision::nms does not exist"), f"fix: install the torchvision that belongs to torch {torch.__version__}"),
+    ],
+)
+def test_a_package_that_is_there_and_does_not_load(error, fix, capsys, monkeypatch):
+    def fails(name):
+        raise error
+
+    monkeypatch.setattr("fxmask.analysis.models.importlib.import_module", fails)
+    code, _, err = run(capsys, "torchvision:vit_b_16", "--input", "1x3x224x224")
+    assert code == 2 and f"torchvision.models cannot be imported: {type(error).__name__}: {error}" in err and fix in err

@@ -25,7 +25,7 @@ class Gained(nn.Module):
         self.inner, self.gain = nn.Linear(64, 64), nn.Parameter(torch.rand(64))
 
     def forward(self, x):
-        h = self.inner(x)
+        h = torch.mul(other=self.gain, input=self.inner(x))
         h *= self.gain
         return torch.addcmul(x, self.gain.view(1, 1, -1), h.sin())
 

@@ -176,3 +176,34 @@ def test_a_tied_head_in_a_graph_of_its_own_stays_dense():
         compiled(Wrap(table), **OPTIONS)(torch.arange(4))
     with pytest.warns(FxMaskWarning, match="default exclusion: weight tied to an Embedding"):
         compiled(Wrap(head), **OPTIONS)(torch.randn(4, 32))
+
+
+class OfAnother(nn.Module):
+    """Its weight is what another linear gives."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        w = self.a(x)
+        return F.linear(F.linear(w, w), self.b(w))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_weight_that_another_linear_gives_is_masked_after_that(inner):
+    model, x = OfAnother(), torch.randn(32, 32)
+    call, given = compiled(copy.deepcopy(model), inner, **OPTIONS), x.clone().requires_grad_()
+    traced, expected = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS), x.clone().requires_grad_()
+    y, z = call(given), traced(expected)
+    y.sum().backward()
+    z.sum().backward()
+    assert torch.equal(y, z) and torch.equal(given.grad, expected.grad)
+
+
+@pytest.mark.parametrize("masks", [{}, OPTIONS], ids=["alone", "masked"])
+def test_a_linear_whose_weight_another_gives_is_pruned_too(masks):
+    (text,) = graph_of(OfAnother(), torch.randn(32, 32), activations=dict(ratio=0.5, block=4), **masks)
+    code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    assert sum("lifted_pruning_linear(" in line for line in code) == 4

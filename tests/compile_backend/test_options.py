@@ -142,3 +142,14 @@ def test_linears_beside_a_function_transform_are_masked(inner):
     y.sum().backward()
     expected.sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), applied.parameters(), strict=True))
+
+
+def test_functions_of_apply_say_where_the_masks_are():
+    model = mlp()
+    call = torch.compile(model, backend="fxmask", options={**OPTIONS, "inner": "eager"})
+    call(torch.randn(4, 64))
+    assert any("masks live in the compiled graphs alone" in note for note in fxmask.explain(call).notes)
+    for function in (fxmask.masks, lambda m: fxmask.guard(torch.optim.SGD(m.parameters(), 0.1), m)):
+        with pytest.raises(StateError, match=r"(?s)compiled by backend='fxmask'.*fix: give fxmask.apply the backend's options instead"):
+            function(call)
+    assert not any("compiled graphs" in note for note in fxmask.explain(torch.compile(mlp())).notes)

@@ -62,7 +62,7 @@ def test_points_are_of_one_data_set_and_length(tmp_path, capsys):
     command = ["plot", "--csv", str(table), "--times", str(tmp_path / "none.csv"), "--out", str(tmp_path / "p.png")]
     assert isoflop.main(command) == 2
     got = f"1 epochs of {jpeg}, 8 epochs of {jpeg}, 8 epochs of digits"
-    assert f"expected runs of one data set and one length in {table}, got {got}.\n  fix: --data, --epochs." in capsys.readouterr().err
+    assert f"expected runs of one data set, one length and one holdout in {table}, got {got}.\n  fix: --data, --epochs, --holdout." in capsys.readouterr().err
     assert isoflop.main([*command, "--data", "folder", "--epochs", "8"]) == 0
     assert "60.50" in (said := capsys.readouterr().out) and "30.00" not in said and "90.00" not in said
     assert isoflop.main([*command, "--epochs", "9"]) == 2 and "got none" in capsys.readouterr().err

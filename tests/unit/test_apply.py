@@ -191,6 +191,16 @@ def test_a_forward_of_its_own_is_reported_and_can_be_read():
     assert torch.equal(model(x), expected(x))
 
 
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.1, (4, 16))], ids=["pruned", "dropped"])
+def test_a_forward_of_its_own_keeps_its_input(config):
+    """The way out of masks, read='weight', is none here."""
+    with pytest.warns(fxmask.FxMaskWarning, match=r"^0 stays dense: Own has its own forward, whose input is out of reach; where that is a linear") as caught:
+        model = fxmask.apply(nn.Sequential(Own(32, 32), nn.Linear(32, 32)), config)
+    assert len(caught) == 1 and "read=" not in str(caught[0].message) and type(model[0]) is Own and type(model[1]) is not nn.Linear
+    with pytest.warns(fxmask.FxMaskWarning, match="0 stays dense"), pytest.raises(ConfigError, match=r"unknown option in overrides\['0'\](.|\n)*got 'read'"):
+        fxmask.apply(nn.Sequential(Own(32, 32), nn.Linear(32, 32)), config, overrides={"0": dict(read="weight")})
+
+
 # ---- wrong use -------------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +290,12 @@ def test_configs_together_with_options():
         name = next(iter(options))
         with pytest.raises(ConfigError, match=f"configs and {name}: expected options of the mask inside WeightMask"):
             fxmask.apply(mlp(), mask, **options)
+    defaults = dict(ratio=0.5, block=(16, 16), backward="masked", criterion="fro", refresh=1, start=0, impl="auto", seed=0)
+    for name, value in defaults.items():  # typed, they are meant
+        with pytest.raises(ConfigError, match=f"configs and {name}: expected options of the mask inside WeightMask"):
+            fxmask.apply(mlp(), fxmask.WeightMask(refresh=5, start=5, seed=5, backward="ste", criterion="l1"), **{name: value})
+    plain = fxmask.apply(mlp())[0]._fxmask_given
+    assert {name: type(getattr(plain, name)) for name in defaults} == {name: type(value) for name, value in defaults.items()}
     beside = {
         (fxmask.ActivationPruning(0.5), "affine"): "configs and affine: expected options of the mask inside ActivationPruning(...), got both",
         (fxmask.ActivationPruning(0.5), "ratio"): "inside ActivationPruning(...) or WeightMask(...), got both",

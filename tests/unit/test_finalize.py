@@ -258,6 +258,26 @@ def test_nothing_masked():
         fxmask.finalize(fxmask.finalize(fxmask.apply(mlp(), ratio=0.75)))
 
 
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.1, (4, 16))], ids=["pruned", "dropped"])
+def test_pruned_or_dropped_inputs_alone_end(config):
+    model = fxmask.apply(mlp(), config)
+    refused(model, StateError, r"format='2:4' stores the blocks of weight masks(.|\n)*use format='dense', or fxmask.restore", "2:4")
+    assert fxmask.finalize(model) is model and plain(model, mlp()) and fxmask.masks(model) == {}
+    x = torch.randn(3, 64)
+    assert torch.equal(model.eval()(x), mlp().eval()(x))
+
+
+def test_an_adapter_is_merged_behind_it():
+    """As docs/training.md has it: W∘M and the factors' product are the weight, and outputs stay. Under masks the product would be ranked and cut, too."""
+    torch.manual_seed(0)
+    base, down, up, x = nn.Linear(64, 64), nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False), torch.randn(3, 64)
+    model = fxmask.apply(nn.Sequential(base), ratio=0.5)
+    want = model(x) + up(down(x))
+    fxmask.finalize(model)
+    base.weight.data += (up.weight @ down.weight).detach()
+    torch.testing.assert_close(model(x), want)
+
+
 def test_inside_dense_and_under_a_guard():
     model = fxmask.apply(mlp(), ratio=0.75)
     with fxmask.dense(model):

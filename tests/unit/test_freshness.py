@@ -1,9 +1,12 @@
 """A mask is a function of the weight: whoever writes it, the next mask is the new weight's."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from sample_models import best_blocks, mlp
-from torch import fx
+from torch import fx, nn
 
 import fxmask
 
@@ -117,6 +120,29 @@ def test_a_cached_mask_follows_load_state_dict_refresh_and_its_steps(form):
             assert all(torch.equal(m, old[n]) for n, m in fxmask.masks(model).items())  # built at steps 0 and 2
             fxmask.step(model)
         check(model, old)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("copier", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["itself", "deepcopy", "pickle"])
+@pytest.mark.parametrize("form", [lambda m: m, fx.symbolic_trace, lambda m: nn.Sequential(fx.symbolic_trace(m))], ids=["module", "graph", "inside"])
+def test_tied_layers_of_a_checkpoint_that_tells_them_apart(form, copier, assign):
+    """The last one's values are the weight of both, whose cached masks are built from it; assigned, each has its own."""
+    model = copier(fxmask.apply(form(Tied()), ratio=RATIO, refresh=0))
+    given = {name: torch.randn(p.shape) for name, p in model.state_dict().items()}
+    model.load_state_dict(given, assign=assign)
+    masks = fxmask.masks(model)
+    assert len(masks) == 2 and all(torch.equal(mask, best_blocks(model.get_parameter(name), BLOCK, RATIO)) for name, mask in masks.items())
+    fxmask.restore(model).load_state_dict(given)
 
 
 def test_accumulation_counts_one_step():

@@ -61,6 +61,19 @@ def test_wrong_use(case):
         call()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["magnitude", "sr-ste", "permuted", "learned"])
+def test_a_trace_by_torch_jit(mode):
+    """PyTorch cannot trace how bits are ranked, and dies of it. What rests, or is learned, it can."""
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 32)), NMMask(mode=mode)).eval(), torch.randn(4, 64)
+    with torch.no_grad():
+        if mode in ("magnitude", "sr-ste"):
+            with pytest.raises(fxmask.FxMaskError, match=r"torch.jit.trace cannot record(.|\n)*where: NMLinear(.|\n)*fxmask.freeze\(model\)"):
+                torch.jit.trace(model, x)
+            fxmask.freeze(model)
+        assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
 def test_wrong_use_loses_nothing():
     model = net()
     with pytest.raises(fxmask.FxMaskError):

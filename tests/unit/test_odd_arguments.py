@@ -190,3 +190,38 @@ def test_an_input_of_another_width_of_a_soft_mask_is_told_with_the_layer():
     fxmask.step(model, 3)
     with pytest.raises(ShapeError, match=r"where: 2.weight"):
         model[2](torch.randn(5, 64))
+
+
+SPELT = {
+    "sparsity": (dict(sparsity=0.5), "got 'sparsity'; did you mean 'ratio'?"),
+    "block_size": (dict(block_size=(16, 16)), "got 'block_size'; did you mean 'block'?"),
+    "an option of apply": (dict(excludes="0"), "got 'excludes'; did you mean 'exclude'?"),
+    "in overrides": (dict(overrides={"0": dict(sparsity=0.5)}), "got 'sparsity'; did you mean 'ratio'?"),
+    "criterion": (dict(criterion="magnitude"), "got 'magnitude'; did you mean 'fro'?"),
+    "mode": (dict(backward="straight_through"), "got 'straight_through'; did you mean 'ste'?"),
+    "like nothing": (dict(criterion="hessian_trace"), "momentum, got 'hessian_trace'."),
+    "percent": (dict(ratio=80), "got 80; 80 % is 0.8."),
+    "above one": (dict(ratio=1.5), "got 1.5."),
+    "a side": (dict(block=64), "got 64; a square is (64, 64)."),
+    "a module": (dict(include=nn.ReLU()), "a module type or a callable (module, name) -> bool, got ReLU()"),
+    "one argument": (dict(include=lambda name: True), "expected a callable (module, name) -> bool, got TypeError"),
+    "the other way round": (dict(exclude=lambda name, module: name.startswith("0")), "got AttributeError"),
+}
+
+
+@pytest.mark.parametrize("case", SPELT)
+def test_what_others_call_it(case):
+    """Names and spellings of papers and other libraries, and patterns of other kinds: the message has the house's word."""
+    options, words = SPELT[case]
+    model = mlp()
+    with pytest.raises(ConfigError) as e:
+        fxmask.apply(model, **options)
+    assert words in str(e.value)
+    assert all(type(m) is not type(fxmask.apply(mlp())[0]) for m in model)
+
+
+def test_a_module_that_holds_linears():
+    """A pattern that names what lies around the layers: the warning has the pattern that names them."""
+    model = nn.ModuleDict({"enc": mlp(), "head": nn.Linear(64, 64)})
+    with pytest.warns(FxMaskWarning, match="'enc' matches nothing; there are: enc.0, enc.2, head. For what lies in it write 'enc.\\*'"):
+        fxmask.apply(model, exclude="enc")

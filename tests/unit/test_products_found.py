@@ -11,7 +11,7 @@ import fxmask
 from fxmask import ActivationPruning, WeightMask
 from fxmask.kernels import scale_ops
 from fxmask.passes.plain_forward import Product, product_of
-from fxmask.passes.products import find_products
+from fxmask.passes.products import ADDCMUL, MUL, MUL_, find_products
 
 CONFIG = ActivationPruning(0.5, 16, affine=True)
 
@@ -72,6 +72,12 @@ class Residual(Scaled):
         return torch.addcmul(x, self.g, x.sin())
 
 
+class ByName(Scaled):
+    def forward(self, x):
+        h = torch.mul(input=x, other=self.g) + torch.mul(other=x, input=self.g).mul(other=self.g)
+        return torch.addcmul(x, tensor2=h, tensor1=self.g) + torch.addcmul(input=self.g, tensor1=x, tensor2=self.g, value=1)
+
+
 def test_what_a_forward_says():
     assert product_of(Affine) == Product(a="alpha", b="beta", fused=True) and product_of(Scaled) == Product(a="g")
     assert [product_of(c) for c in (Twice, ByView, Wrong, InPlace, nn.LayerNorm, nn.Linear, ResMLP)] == [None] * 7
@@ -119,7 +125,7 @@ def test_a_trace_has_all_of_them(form):
     assert [(n.op, str(n.target)) for n in gm.graph.nodes if n.op != "get_attr"] == before and torch.equal(gm(x), dense(x))
 
 
-@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, Wrong, InPlace, Residual])
+@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, Wrong, InPlace, Residual, ByName])
 def test_products_of_every_spelling_in_a_trace(kind):
     torch.manual_seed(0)
     dense, x = kind().double(), torch.randn(3, 10, 64, dtype=torch.float64, requires_grad=True)
@@ -134,6 +140,26 @@ def test_products_of_every_spelling_in_a_trace(kind):
     got, want, again = (torch.autograd.grad(f(x).square().sum(), (x, m.g)) for f, m in ((gm, gm), (dense, dense), (compiled, gm)))
     assert torch.equal(got[0], want[0]) and not torch.equal(got[1], want[1])
     torch.testing.assert_close(again, got)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, InPlace, Residual, ByName])
+def test_a_trace_is_given_back_as_it_was(kind):
+    """Names of nodes and spelling of calls included."""
+    gm = torch.fx.symbolic_trace(kind())
+    before = str(gm.graph)
+    calls = sum(n.target in (*MUL, *MUL_, *ADDCMUL) for n in gm.graph.nodes)
+    assert str(fxmask.apply(gm, CONFIG).graph).count("fxmask_scaled.") == calls - (kind is Twice)  # one is by a buffer
+    assert str(fxmask.restore(gm).graph) == before
+
+
+@pytest.mark.parametrize("call", [lambda x, g: torch.mul(x, g, out=x), lambda x, g: torch.addcmul(x, x, g, value=2), lambda x, g: torch.mul(x, other=2.0) + g])
+def test_calls_that_are_no_such_products(call):
+    class Other(Scaled):
+        def forward(self, x):
+            return call(x, self.g)
+
+    gm = torch.fx.symbolic_trace(Other())
+    assert not find_products(gm)
 
 
 def test_a_result_that_is_larger_stays_dense():

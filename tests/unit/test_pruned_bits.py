@@ -59,17 +59,43 @@ def test_a_block_of_resmlp_s12(dtype):
     assert len(found[0]) == 5 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_noise_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, masked):
+def test_noise_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, masked, training):
     """Where the first forward of a reentrant checkpoint saves nothing, it draws as the second one does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     fxmask.apply(model, *([WeightMask(0.5, (16, 16))] if masked else []), ActivationPruning(0.5, 16, noise=2.0))
+    model[0].train(training)
     x = torch.randn(4, 10, 64, requires_grad=True)
     y = checkpoint(model, x, use_reentrant=reentrant)
     y.sum().backward()
     torch.testing.assert_close(model[0].bias.grad, (y != 0).sum((0, 1)) * 2.0)
+
+
+class Twice(nn.Module):
+    """Its checkpointed part runs once without gradients by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def part(self, x):
+        with torch.no_grad():
+            self.fc(x)
+        return torch.nn.functional.dropout(self.fc(x), 0.5)
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=True)
+
+
+def test_noise_of_a_part_without_gradients_inside_of_a_checkpoint():
+    torch.manual_seed(0)
+    model, x = fxmask.apply(Twice(), ActivationPruning(0.5, 16, noise=2.0)).eval(), torch.randn(4, 10, 64, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    torch.testing.assert_close(model.fc.bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
 def test_without_noise_or_in_eval_nothing_is_drawn():

@@ -111,6 +111,15 @@ def test_an_input_that_changes_between_is_packed_anew(packed, monkeypatch):
     assert equal(grads(model, model), alone(model, monkeypatch))
 
 
+def test_an_input_that_is_given_other_memory_is_packed_anew(packed, monkeypatch):
+    def turn(x):
+        x.data = x.data.flip(-1)
+
+    model = fxmask.apply(Reader(between=turn), CONFIG)
+    assert held(lambda: model(X)) == 2 * kept_bytes() and len(packed) == 2
+    assert equal(grads(model, model), alone(model, monkeypatch))
+
+
 def test_another_ratio_is_another_form(packed, monkeypatch):
     model = fxmask.apply(Reader(), CONFIG, overrides={"k": {"ratio": 0.25}})
     model(X)

@@ -47,6 +47,16 @@ def test_a_layer_whose_weight_rests_says_so():
         assert model[0].weight.grad is None and x.grad is not None and model[2].weight.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning", "ignore:Converting a tensor to a Python boolean")  # shapes
+@pytest.mark.parametrize("masks", [(), (WeightMask(0.5),)], ids=["alone", "with masks"])
+def test_a_trace_by_torch_jit(masks):
+    model = fxmask.apply(mlp(torch.float32), *masks, ActivationPruning(0.5, 16))
+    with pytest.raises(fxmask.FxMaskError, match=r"torch.jit.trace cannot record activation pruning(.|\n)*under torch.no_grad"):
+        torch.jit.trace(model, X)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(model, X)(X), model(X))
+
+
 def test_wrong_use_loses_nothing():
     model = mlp()
     with pytest.raises(fxmask.FxMaskError):

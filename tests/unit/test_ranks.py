@@ -111,6 +111,22 @@ def test_zero_redundancy(mesh, returning):
     assert len(ends[0]) == 12 and all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_momenta_that_each_rank_has_a_part_of(mesh, monkeypatch):
+    """They are no scores for a mask that all ranks share; of one process they are all here."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = fxmask.apply(mlp(), ratio=0.6, criterion="momentum")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    monkeypatch.setattr(fxmask.passes.ranks, "several", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"momentum' under ZeroRedundancyOptimizer.*: expected all of them on each.\n  where: 0.weight, 2.weight") as e:
+        fxmask.guard(optimizer, model)
+    assert "fix: use criterion='gradient' with average=0.9" in str(e.value)
+    monkeypatch.undo()
+    fxmask.guard(optimizer, model)
+    train(model, optimizer, 3)
+
+
 def test_zero_redundancy_within_ddp(mesh):
     """Its steps are made in DDP's hooks, where no guard is."""
     from torch.distributed.optim import ZeroRedundancyOptimizer

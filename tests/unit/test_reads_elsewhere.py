@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
+from fxmask import lost_writes
+from fxmask.errors import UnsupportedError
 
 
 class Own(nn.Module):
@@ -230,7 +232,23 @@ class WritesOut(Writes):
         return self.out(self.inner(x))
 
 
-@pytest.mark.parametrize("kind", [Writes, WritesData, WritesOut])
+class WritesView(Writes):
+    def forward(self, x):
+        w = self.fc.weight.view(-1)
+        with torch.no_grad():
+            w[:8].mul_(0.5)
+        return self.out(self.inner(x))
+
+
+class WritesRows(Writes):
+    """A lookup with max_norm scales what it finds."""
+
+    def forward(self, x):
+        rows = F.embedding(torch.arange(8), self.fc.weight, max_norm=0.1)
+        return self.out(self.inner(x)) + 0 * rows.sum()
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesData, WritesOut, WritesView, WritesRows])
 def test_a_write_that_would_go_into_the_masked_weight_leaves_the_layer_dense_and_says_so(kind):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(8, 64)
@@ -240,3 +258,43 @@ def test_a_write_that_would_go_into_the_masked_weight_leaves_the_layer_dense_and
     fxmask.apply(expected, ratio=0.5, exclude="fc")
     torch.testing.assert_close(model(x), expected(x))
     assert torch.equal(model.fc.weight, expected.fc.weight) and list(fxmask.masks(model)) == ["out.weight"]
+
+
+def halve(w):
+    with torch.no_grad():
+        w[:32].mul_(0.5)
+
+
+class WritesInAFunction(Writes):
+    """As no source of this class shows."""
+
+    def forward(self, x):
+        halve(self.fc.weight)
+        return self.out(self.inner(x))
+
+
+def test_a_write_that_no_source_shows_raises_where_it_would_be_lost():
+    model, x = fxmask.apply(WritesInAFunction(), ratio=0.5), torch.randn(8, 64)
+    text = r"the forward of WritesInAFunction writes into the weight of this layer(.|\n)*where: fc\.weight(.|\n)*call the layer there; or exclude the layer"
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=text):
+            model(x)
+    fxmask.restore(model)
+    before = model.fc.weight.detach().clone()
+    model(x)
+    assert torch.equal(model.fc.weight[:32], before[:32] / 2)
+
+
+class ReadsOften(Own):
+    def forward(self, x):
+        for _ in range(9):
+            self.inner(x)
+        self.held = len(lost_writes._read.get(self.fc, ()))
+        return self.inner(x)
+
+
+def test_what_is_read_is_held_in_the_first_eager_forward_alone():
+    model, x, _ = outputs(ReadsOften)
+    for held in (lost_writes.MOST, 0, 0):
+        model(x)
+        assert model.held == held and model.fc not in lost_writes._read

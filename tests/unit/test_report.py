@@ -53,7 +53,39 @@ def test_it_prints_and_saves(form, tmp_path):
         report.save(tmp_path / "r.xls")
 
 
+@pytest.mark.parametrize("name", ["r.csv", "r.md"])
+def test_a_folder_is_made_or_refused(name, tmp_path):
+    report = fxmask.explain(mlp())
+    path = tmp_path / "new" / "folder" / name
+    assert report.save(path) == path and path.read_text()
+    (tmp_path / "file").write_text("")
+    (tmp_path / f"folder-{name}").mkdir()
+    for wrong in (tmp_path / "file" / name, tmp_path / f"folder-{name}"):
+        with pytest.raises(ConfigError, match=rf"the report cannot be written: expected a path that takes a file(.|\n)*where: {wrong}(.|\n)*fix: name a file"):
+            report.save(wrong)
+
+
 def test_an_unmasked_model_says_so():
     report = fxmask.explain(mlp())
     assert {r["reason"] for r in report.rows} == {UNSEEN}
     assert not any(r["masked"] for r in report.rows)
+
+
+def test_wide_reports_print_short():
+    """What all rows say alike stands once below, long cells are cut; rows, table() and what is saved stay whole."""
+    rows = [{"name": f"l{i}", "masked": True, "block": "32x32", "step": None if i else 3, "ratio": i / 8, "why": f"measured {i} " + "x" * 90} for i in range(3)]
+    report = fxmask.Report("wide", [*rows, {"name": "head", "masked": False}])
+    text = str(report)
+    assert "in all rows that have one: block 32x32" in text and text.count("32x32") == 1
+    assert "x" * 48 not in text and "report.table() and report.rows have it whole" in text
+    assert max(map(len, text.splitlines())) <= 120 and "step" in text.splitlines()[1]  # one row alone has a step: it stays a column
+    assert report.rows[0]["why"] in report.table() and report.table().count("32x32") == 3
+    narrow = fxmask.Report("narrow", [{"name": "a", "block": "32x32"}, {"name": "b", "block": "32x32"}])
+    assert str(narrow) == "narrow\n" + narrow.table()
+
+
+def test_formats_of_a_table():
+    report = fxmask.Report("t", [{"name": "a", "n": 1}])
+    assert report.table("markdown") == report.table("github") and "|" in report.table("markdown")
+    with pytest.raises(ConfigError, match=r"expected markdown or one of .*latex.*, got 'tabular'"):
+        report.table("tabular")

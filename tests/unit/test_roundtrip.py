@@ -9,9 +9,10 @@ import pytest
 import torch
 from sample_models import mlp
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 import fxmask
+from fxmask import ActivationPruning, BlockDropout, NMMask, WeightMask
 
 
 class Wide(nn.Linear):
@@ -254,3 +255,29 @@ def test_a_graph_warns_too():
         for p in model.parameters():
             p.copy_(torch.randn_like(p))
     assert len(loads(graph(9), fxmask.state_dict(model), model.state_dict())) == 1
+
+
+class Doubled(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+    def right_inverse(self, w):
+        return w / 2
+
+
+@pytest.mark.parametrize("config", [WeightMask(), WeightMask(refresh=0), NMMask(), ActivationPruning(0.5, 16), BlockDropout(0.1, (4, 16))], ids=str)
+@pytest.mark.parametrize("wrap", ["weight", "bias", "weight_norm", "spectral_norm"])
+def test_a_parametrisation_from_before_apply_can_be_removed(wrap, config):
+    """The layer stays what it was made, with the weight that the parametrisation leaves; of a copy, too, and the other one keeps its own."""
+    torch.manual_seed(0)
+    layer, x, name = nn.Linear(64, 64), torch.randn(3, 64), "bias" if wrap == "bias" else "weight"
+    parametrize.register_parametrization(layer, wrap, Doubled()) if wrap == name else getattr(nn.utils.parametrizations, wrap)(layer)
+    model = fxmask.apply(nn.Sequential(layer), config).eval()
+    y, twin = model(x), copy.deepcopy(model)
+    for m in (twin, model):
+        assert torch.equal(m(x), y)
+        parametrize.remove_parametrizations(m[0], name)
+        assert isinstance(m[0]._parameters[name], nn.Parameter)
+        torch.testing.assert_close(m(x), y)
+    model[0].extra_repr()
+    assert type(fxmask.restore(model)[0]) is nn.Linear and type(fxmask.restore(twin)[0]) is nn.Linear

@@ -87,6 +87,28 @@ class Writes(Held):
         return self.fc(x)
 
 
+class WritesViews(Held):
+    """Through views, by names of their own; the layers are called, too."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            halves = self.fc.weight.detach().chunk(2)
+            halves[0].mul_(2)
+            flat = self.fc1.weight.reshape(-1)
+            flat[:3] = 0
+            for row in torch.unbind(self.fc1.weight.T):
+                row.div_(2)
+            torch.nn.functional.embedding_bag(torch.tensor([[0]]), self.fc2.weight, None, 1.0)
+        return self.fc(x) + self.fc1(x) + self.fc2(x)
+
+
+class Looks(Held):
+    """A lookup without a norm, and facts of views."""
+
+    def forward(self, x):
+        return self.fc(x) * self.fc.weight.t().shape[0] * self.fc.weight.view(-1).numel()
+
+
 class Arguments(Held):
     """A name that a function is given is not the one outside."""
 
@@ -103,7 +125,7 @@ class Words(Held):
         return self.fc(x)
 
 
-NONE = [Calls, NameAgain, Facts, Writes, Arguments, Words]
+NONE = [Calls, NameAgain, Facts, Writes, WritesViews, Looks, Arguments, Words]
 
 
 @pytest.mark.parametrize("cls", READS, ids=lambda c: c.__name__)

@@ -71,6 +71,22 @@ def test_an_item_that_is_set_is_a_write():
     assert Writes(fx.GraphModule({}, graph)).into(t)
 
 
+@pytest.mark.parametrize("how", [setattr, torch.Tensor.set_, torch.ops.aten.set_.source_Tensor, "set_"])
+def test_a_tensor_that_is_given_other_memory(how):
+    """It is written then, and later by whoever writes what it was given."""
+    graph = fx.Graph()
+    t, new, other = (graph.placeholder(name) for name in ("t", "new", "other"))
+    before = graph.call_function(F.relu, (t,))
+    args = (t, "data", new) if how is setattr else (t, new)
+    (graph.call_method if how == "set_" else graph.call_function)(how, args)
+    graph.call_method("add_", (new, 1))
+    graph.call_method("add_", (other, 1))
+    after = graph.call_function(F.relu, (t,))
+    graph.output((before, after))
+    writes = Writes(fx.GraphModule({}, graph))
+    assert len(writes.into(t)) == 2 and len(writes.into(other)) == 1 and writes.sections([before, after], t) == [0, 2]
+
+
 def test_an_op_by_any_of_its_forms():
     lib = torch.library.Library("fxmask_test_writes", "FRAGMENT")
     lib.define("renorm(Tensor(a!) w, Tensor v) -> ()")

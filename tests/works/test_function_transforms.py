@@ -1,5 +1,7 @@
 """torch.func and forward-mode AD over a masked module: outputs, gradients and tangents of the twin, eager and compiled."""
 
+import copy
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -111,6 +113,28 @@ def test_an_ensemble():
     y = vmap(lambda p, b: functional_call(model, (p, b), (x,)))(params, buffers)
     for i, (_, twin, _) in enumerate(members):
         near(y[i].detach(), twin(x).detach())
+
+
+@pytest.mark.parametrize("options", [{}, dict(backward="unmasked"), dict(criterion="random"), dict(schedule=fxmask.Schedule("cubic", 4))], ids=str)
+def test_an_ensemble_of_a_model_without_values(options):
+    """PyTorch's own way: the one that is called stands on the meta device, and what it keeps the host knows."""
+    members = [fxmask.apply(mlp(seed=seed), **{"ratio": 0.5, "block": (8, 8), **options}) for seed in range(3)]
+    for m in members:
+        fxmask.step(m, 3)
+    params, buffers = stack_module_state(members)
+    model, x = copy.deepcopy(members[0]).to("meta"), some(6, 64)
+    y = vmap(lambda p, b: functional_call(model, (p, b), (x,)))(params, buffers)
+    for i, m in enumerate(members):
+        near(y[i].detach(), m(x).detach())
+        near(functional_call(model, params_of(m), (x,)), m(x).detach())
+
+
+@pytest.mark.parametrize("options", [dict(refresh=0), dict(backward="rigl")], ids=str)
+def test_masks_that_only_a_device_holds_want_one(options):
+    m = fxmask.apply(mlp(), ratio=0.5, **options)
+    fxmask.step(m, 0)
+    with pytest.raises(fxmask.FxMaskError, match=r"on meta|lost on the meta device"):
+        functional_call(copy.deepcopy(m).to("meta"), params_of(m), (some(6, 64),))
 
 
 @pytest.mark.parametrize("inside", [lambda f: f, grad], ids=["vmap", "vmap of grad"])

@@ -1,0 +1,70 @@
+"""What `apply` has decided about: layers that it has masked or left dense, so that nobody else decides anew. The compiler backend sees weights, not modules.
+
+The mark is on the weight, where a graph meets it, and on the layer, which makes marks of the weights that it is given later. Weak references to weights would
+stop torch.utils.swap_tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .passes.choose import Decision
+
+_DECIDED = "_fxmask_decided"
+_layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_times_applied = 0
+
+
+class _Mark:
+    """An attribute of a layer, by which its copies are known, too."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = weakref.ref(layer)
+        _layers.add(layer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        layer = memo.get(id(self.layer()))  # a copy is there before its attributes are
+        return True if layer is None else _Mark(layer)
+
+    def __reduce__(self) -> Any:
+        return bool, (True,)  # pickled weights keep their marks, and a dense layer is read without fxmask
+
+
+def mark_decided(decisions: Iterable[Decision]) -> None:
+    """Note that `apply` has decided about these weights."""
+    global _times_applied
+    _times_applied += 1
+    for c in (d.candidate for d in decisions):
+        setattr(c.weight, _DECIDED, True)
+        if c.module is not None and c.host is None:
+            c.module.__dict__[_DECIDED] = _Mark(c.module)
+
+
+def forget_decided(model: nn.Module) -> None:
+    """`apply` has no more to say of this model."""
+    for m in model.modules():
+        m.__dict__.pop(_DECIDED, None)
+    for p in model.parameters():
+        p.__dict__.pop(_DECIDED, None)
+
+
+def mark_again() -> None:
+    """Mark the weights that layers have been given since, by a copy or by `load_state_dict(assign=True)`."""
+    for m in list(_layers):
+        weight = m._parameters.get("weight")
+        if weight is not None and _DECIDED in m.__dict__:
+            setattr(weight, _DECIDED, True)
+
+
+def decided_by_apply(w: Tensor) -> bool:
+    """Whether `apply` has masked a weight or left it dense."""
+    return hasattr(w, _DECIDED)
+
+
+def times_applied() -> int:
+    """How often `apply` has masked weights in this process: whoever guards some knows without a walk that there can be no others since."""
+    return _times_applied

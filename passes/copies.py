@@ -1,0 +1,50 @@
+"""Copies of guarded layers: an optimiser's hooks follow no copy and no pickle, and the first step on a copy that nobody guards warns.
+
+Masks in traced graphs do not hold their weights, and are not seen here.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..kernels.errors import FxMaskWarning, message
+
+if TYPE_CHECKING:
+    from .site import Site
+
+KEPT = ("freeze", "decay")  # policies whose masked weights an optimiser would move
+_waiting: weakref.WeakSet[Site] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def expect_guard(site: Site) -> None:
+    """Watch the steps on a copy of a guarded layer; of a copy that no optimiser holds, as an average of weights, nothing is said."""
+    _waiting.add(site)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _is_left(site: Site) -> bool:
+    """Whether nobody has guarded the copy since, nor told its steps, which says that it is meant."""
+    d = site.__dict__
+    return d.get("_fxmask_was") in KEPT and d["_fxmask_guard"] is None and not d["_fxmask_announced"]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _waiting or torch.compiler.is_compiling():
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = [site for site in _waiting if id(site._parameters.get("weight")) in held]
+    _waiting.difference_update(stepped)
+    left = sorted(site._fxmask_name for site in stepped if _is_left(site))
+    if left:
+        what = "a model that was copied or unpickled had a guard, and this optimiser steps it without one: expected a new guard, got none. Masked weights move."
+        where = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        fix = "call fxmask.guard(optimizer, model) on the copy; without one on purpose: fxmask.step(model, 0)."
+        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)

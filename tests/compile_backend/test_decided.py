@@ -1,0 +1,91 @@
+"""What fxmask.apply has decided stays: in copies, with other Parameters, and whatever graph of another model Dynamo would take."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import Wrap, compiled
+from torch import nn
+
+import fxmask
+from fxmask.errors import StateError
+
+
+def pair():
+    torch.manual_seed(0)
+    return fxmask.apply(nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)}), ratio=0.75, exclude="b")
+
+
+class Attention(nn.Module):
+    """Its weight is read: no op of ours in the graph says that it is masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+def assigned(model):
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    return model
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "assign": assigned,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "copied twice": lambda m: copy.deepcopy(copy.deepcopy(m)),
+}
+
+
+def dense(layer, x):
+    return F.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_layer_that_apply_left_out_stays_dense_in_copies(copied):
+    layer, x = copied(pair())["b"], torch.randn(4, 32)
+    assert torch.equal(compiled(Wrap(layer))(x), dense(layer, x))
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_weight_that_is_read_is_masked_once_in_copies(copied):
+    torch.manual_seed(0)
+    model, x = copied(fxmask.apply(Attention(), ratio=0.25)), torch.randn(2, 5, 32)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+
+
+def test_a_graph_that_masks_meets_a_copy_of_a_layer_that_apply_left_out():
+    torch.manual_seed(0)
+    plain, x = nn.Linear(32, 32), torch.randn(4, 32)
+    compiled(Wrap(plain))(x)
+    with pytest.raises(StateError, match="has left a layer dense, and this graph"):
+        compiled(Wrap(copy.deepcopy(pair())["b"]))(x)
+
+
+def test_a_dense_graph_is_for_no_layer_of_a_plain_model():
+    model, plain, x = pair(), nn.Linear(32, 32), torch.randn(4, 32)
+    call = compiled(Wrap(model["b"]))
+    call(x)
+    other = compiled(Wrap(plain))
+    with pytest.raises(StateError, match=r"(?s)compiled dense, as fxmask.apply had decided, and meets a layer that apply has not seen.*_dynamo\.reset"):
+        other(x)
+    for copied in (copy.deepcopy(model), assigned(model)):  # new weights, and nothing else
+        assert torch.equal(compiled(Wrap(copied["b"]))(x), dense(copied["b"], x))
+    assert torch.equal(call(x), dense(model["b"], x))
+    fxmask.restore(model)
+    with pytest.raises(StateError, match="has not seen, or has restored"):
+        call(x)
+    torch._dynamo.reset()
+    assert not torch.equal(other(x), dense(plain, x))
+
+
+def test_nothing_is_left_of_a_decision_after_restore():
+    model = pair()
+    before = set(nn.Linear(32, 32).__dict__)
+    fxmask.restore(model)
+    assert all(set(m.__dict__) == before and not m.weight.__dict__ for m in model.values())

@@ -1,0 +1,89 @@
+"""Names behind a graph break are those of the submodule where the graph begins: whatever goes by names says so."""
+
+import warnings
+
+import pytest
+import torch
+from compile_backend.helpers import OPTIONS, Wrap, compiled
+from sample_models import mlp
+from torch import nn
+
+from fxmask import backend
+from fxmask.errors import FxMaskWarning
+
+
+class Block(nn.Module):
+    def __init__(self, breaks):
+        super().__init__()
+        self.fc, self.breaks = nn.Linear(64, 64), breaks
+
+    def forward(self, x):
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.fc(x).relu()
+
+
+class Net(nn.Module):
+    def __init__(self, breaks=True):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(breaks) for _ in range(2)), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def in_place(model, **options):
+    model.compile(backend=backend.fxmask_backend, options={**options, "inner": "eager"})
+    return model
+
+
+BY_NAME = {"exclude": dict(exclude=["fc", nn.Conv2d]), "overrides": dict(overrides={"fc": dict(ratio=0.5)}), "criterion='random'": dict(criterion="random")}
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing", "ignore:exclude")
+@pytest.mark.parametrize("call", [compiled, in_place])
+@pytest.mark.parametrize("what", BY_NAME)
+def test_names_of_a_submodule_are_told(what, call):
+    text = rf"(?s)begins inside of the compiled model.*names of its own: fc\.weight for blocks\.\d\.fc\.weight\. {what} goes by these.*fxmask\.apply"
+    with pytest.warns(FxMaskWarning, match=text):
+        call(Net(), **OPTIONS, **BY_NAME[what])(torch.randn(4, 64))
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_names_of_the_model_and_what_goes_by_no_names_are_not():
+    x = torch.randn(4, 64)
+    compiled(Net(breaks=False), **OPTIONS, criterion="random", exclude="head")(x)
+    compiled(Wrap(mlp()), **OPTIONS, include="inner.*")(x)
+    compiled(Net(), **OPTIONS)(x)
+    block = Net().blocks[0]
+    compiled(block, **OPTIONS, criterion="random")(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "exclude: <class 'torch.nn.modules.conv.Conv2d'> matches nothing")
+        compiled(Net(), **OPTIONS, exclude=nn.Conv2d)(x)
+
+
+class Halves(nn.Module):
+    """Two graphs of one model, a linear in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("options", [dict(include=["a", "b"]), dict(overrides={"a": dict(ratio=0.75), "re:b$": dict(ratio=0.25)})])
+def test_a_pattern_for_another_graph_matches_something(options):
+    compiled(Halves(), **OPTIONS, **options)(torch.randn(4, 64))
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing")
+def test_a_pattern_for_no_graph_is_told():
+    with pytest.warns(FxMaskWarning, match="exclude: 'c' matches nothing; there are: [ab]"):
+        compiled(Halves(), **OPTIONS, exclude=["a", "c"])(torch.randn(4, 64))

@@ -1,0 +1,115 @@
+"""The thesis' tables tell runs of other settings apart, and several that write one table lose no row of each other."""
+
+from __future__ import annotations
+
+import csv
+import json
+import threading
+
+import plots
+import pytest
+from thesis import accuracy, cifar10_modes, combination, csv_files, gaps, isoflop, stability
+from thesis import train as program
+
+JPEG = "CIFAR-10 as JPEG, quality 75"
+
+
+def finished(folder, **facts):
+    folder.mkdir(parents=True)
+    row = ",".join(str(i) for i, _ in enumerate(program.COLUMNS))
+    (folder / "log.csv").write_text("\n".join([",".join(program.COLUMNS), row, row]) + "\n")
+    known = {"epochs": 2, "dense": True, "data": "digits", "threads": 1, "torch": "2", "holdout": 200}
+    (folder / "run.json").write_text(json.dumps({**known, **facts}))
+
+
+def test_runs_of_several_holdouts_are_rows_of_their_own(tmp_path):
+    table = tmp_path / "t.csv"
+    for holdout in (200, 100):
+        finished(tmp_path / str(holdout) / "search" / "dense-adam-seed0", holdout=holdout)
+        accuracy.write(tmp_path / str(holdout), table)
+    assert [r["holdout"] for r in plots.read_csv(table)] == ["100", "200"]
+
+
+def test_rows_of_before_have_their_holdout_in_the_command(tmp_path):
+    table = tmp_path / "t.csv"
+    finished(tmp_path / "runs" / "search" / "dense-adam-seed0")
+    accuracy.write(tmp_path / "runs", table)
+    (row,) = plots.read_csv(table)
+    old = {k: v for k, v in row.items() if k != "holdout"}
+    csv_files.write(table, list(old), [old])
+    assert accuracy.setting_of(old) == accuracy.setting_of(row) == ("digits", "2", "200")
+    assert accuracy.write(tmp_path / "runs", table) == 1 and plots.read_csv(table) == [row]
+
+
+def final(run, top1, *, epochs="20", data=JPEG, holdout="5000", seed="0", phase="final"):
+    return {
+        "phase": phase, "run": run, "seed": seed, "epochs": epochs, "data": data, "holdout": holdout, "test_top1": top1, "held_top1": top1, "train_tflop": "20",
+        "target_ratio": "0" if run.startswith("dense") else "0.8",
+    }  # fmt: skip
+
+
+def test_prices_and_points_are_of_one_holdout():
+    rows = [final("mask", "75"), final("dense", "76"), final("dense", "99", holdout="0")]
+    pairs = (("a", "mask", "dense"),)
+    assert [(r["data"], r["test"]) for r in gaps.differences(rows, pairs)] == [(f"{JPEG}, 5000 held out", "-1.00")]
+    assert "data" not in gaps.differences(rows[:2], pairs)[0]
+    found = isoflop.points([{**r, "phase": "isoflop"} for r in rows])
+    assert [(p["run"], p["accuracy"], p["holdout"]) for p in found] == [("mask", 75, "5000"), ("dense", 76, "5000"), ("dense", 99, "0")]
+
+
+@pytest.mark.parametrize(
+    ("other", "said", "options"),
+    [
+        ({"data": "digits"}, f"20 epochs of {JPEG} with 5000 images held out, 20 epochs of digits with 5000 images held out", ("--data", "folder")),
+        ({"epochs": "34"}, f"20 epochs of {JPEG} with 5000 images held out, 34 epochs of {JPEG} with 5000 images held out", ("--epochs", "20")),
+        ({"holdout": "0"}, f"20 epochs of {JPEG} with 0 images held out, 20 epochs of {JPEG} with 5000 images held out", ("--holdout", "5000")),
+    ],
+)
+def test_a_combination_is_of_one_setting(other, said, options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(combination, "counted", lambda name: {"run": name, "GFLOP total": 2.0, "MiB held": 2.0})
+    table, (dense, _, mask, _) = tmp_path / "t.csv", combination.RUNS
+    rows = [final(dense, "70"), final(dense, "72", seed="1"), final(mask, "69"), final(dense, "99", **other), final("not-compared", "1", epochs="3")]
+    csv_files.write(table, list(rows[0]), rows)
+    assert combination.main(["--csv", str(table)]) == 2
+    assert f"expected runs of one data set, one length and one holdout in {table}, got {said}.\n  fix: --data, --epochs, --holdout." in capsys.readouterr().err
+    assert combination.main(["--csv", str(table), *options, "--out", str(tmp_path)]) == 0
+    assert [(r["top-1, %"], r["seeds"]) for r in plots.read_csv(tmp_path / "combination.csv") if r["seeds"] != "0"] == [("70", "1"), ("69", "1")]
+    csv_files.write(table, list(rows[0]), [final(dense, "70"), final(mask, "69", seed="1")])
+    assert combination.main(["--csv", str(table)]) == 2 and "expected runs with a seed in common" in capsys.readouterr().err
+
+
+def test_two_that_measure_stability_lose_no_row(tmp_path, monkeypatch):
+    """The other ends while this one trains."""
+    table, losses = tmp_path / "t.csv", [2.0] * 20
+    monkeypatch.setattr(stability, "losses_of", lambda *_: losses)
+    command = ["--models", "mlp512", "--steps", "20", "--csv", str(table), "--modes"]
+
+    def trains(*_):
+        monkeypatch.setattr(stability, "losses_of", lambda *_: losses)
+        assert stability.main([*command, "ste", "dense"]) == 0
+        return losses
+
+    monkeypatch.setattr(stability, "losses_of", trains)
+    assert stability.main([*command, "dense", "masked"]) == 0
+    assert [r["mode"] for r in plots.read_csv(table)] == ["ste", "dense", "masked"], "each once"
+
+
+def test_two_that_write_the_modes_lose_no_row(tmp_path, monkeypatch):
+    """One has looked which runs have ended, and another ends before it writes."""
+    names, others, row_of = list(cifar10_modes.RUNS)[:2], [], cifar10_modes.row_of
+    dense = {"backward": "masked", "opt": "adam", "guard": "free", "criterion": "fro", "schedule": None, "seed": 0}
+    finished(tmp_path / "runs" / names[0], **dense)
+
+    def slow(*run):
+        if not others:
+            finished(tmp_path / "runs" / names[1], **dense)
+            others.append(threading.Thread(target=cifar10_modes.write, args=(tmp_path / "runs", tmp_path / "t.csv", 2, "folder")))
+            others[0].start()
+            others[0].join(0.3)
+        return row_of(*run)
+
+    monkeypatch.setattr(cifar10_modes, "row_of", slow)
+    cifar10_modes.write(tmp_path / "runs", tmp_path / "t.csv", 2, "folder")
+    others[0].join()
+    with (tmp_path / "t.csv").open(newline="") as file:
+        assert [r["run"] for r in csv.DictReader(file)] == names

@@ -1,0 +1,91 @@
+"""A copy of a guarded model has no guard; an optimiser that steps it without one is told. A guard may outlive everything else."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import optim
+
+import fxmask
+from fxmask import FxMaskWarning
+from fxmask.passes import copies
+
+TEXT = "a model that was copied or unpickled had a guard, and this optimiser steps it without one: expected a new guard, got none"
+FIX = r"where: 0.weight, 2.weight(.|\n)*fix: call fxmask.guard\(optimizer, model\) on the copy; without one on purpose: fxmask.step\(model, 0\)"
+
+
+def saved(model):
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIERS = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved, "twice": lambda m: copy.deepcopy(saved(m))}
+
+
+def guarded(**options):
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(), ratio=0.7)
+    optimiser = optim.AdamW(model.parameters(), weight_decay=0.1)
+    return model, optimiser, fxmask.guard(optimiser, model, **options)
+
+
+def train(model, optimiser):
+    optimiser.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimiser.step()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_a_step_on_a_copy_warns_once(copier):
+    model, optimiser, _ = guarded()
+    twin = COPIERS[copier](model)
+    train(model, optimiser)  # the guarded one is no copy
+    other = optim.AdamW(twin.parameters())
+    with pytest.warns(FxMaskWarning, match=f"{TEXT}(.|\n)*{FIX}") as caught:
+        train(twin, other)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    train(twin, other)
+
+
+@pytest.mark.parametrize("meant", ["guard", "guard and remove", "step", "free", "removed", "restore"])
+def test_what_is_meant_is_not_told(meant):
+    model, optimiser, handle = guarded(masked_weights="free" if meant == "free" else "auto")
+    if meant == "removed":
+        handle.remove()
+    twin = copy.deepcopy(model)
+    other = optim.AdamW(twin.parameters())
+    if meant.startswith("guard"):
+        new = fxmask.guard(other, twin)
+        if "remove" in meant:
+            new.remove()
+    elif meant == "step":
+        fxmask.step(twin, 0)
+    elif meant == "restore":
+        fxmask.restore(twin)
+    train(twin, other)
+    train(model, optimiser)
+
+
+def test_an_average_that_no_optimiser_holds_says_nothing():
+    model, optimiser, _ = guarded()
+    ema = optim.swa_utils.AveragedModel(model)
+    for _ in range(3):
+        train(model, optimiser)
+        ema.update_parameters(model)
+    optim.swa_utils.update_bn([torch.randn(2, 64)], ema)
+    del ema
+    assert all(site.__dict__.get("_fxmask_guard") is None for site in copies._waiting)
+
+
+def test_a_guard_at_the_end_of_a_process_says_nothing():
+    """PyTorch's modules are half gone by then."""
+    code = "import torch, fxmask; m = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(64, 64)), refresh=2); "
+    code += "torch.nn.held = fxmask.guard(torch.optim.SGD(m.parameters(), 0.1), m)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
