@@ -118,6 +118,21 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
         run_passes(gm, [rewrite])
 
 
+def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
+    """FxMaskWarning where the module that holds such a layer has a Dropout, too, which may stand before it: only its forward knows the order."""
+    names, found = [d.candidate.name for d, _, dropout in chosen if d.candidate.host is None and dropout is None], []
+    for name in names:
+        path = name.rpartition(".")[0]
+        owner = model.get_submodule(path)
+        if not isinstance(owner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
+            found += [join(path, other) for other, m in owner.named_children() if isinstance(m, DROPOUTS) and type(m) is not FusedDropout and m.p > 0]
+    if found:
+        shown = ", ".join(list(dict.fromkeys(found))[:5])
+        what = f"BlockDropout(p=...) drops beside {shown}, which stays: expected one dropout before a layer, and where one of them feeds it there are two."
+        fix = "set that one's p to 0 where it does; a trace (torch.fx.symbolic_trace) shows which, and has it fused."
+        warnings.warn(message(what, ", ".join(names[:5]), fix), FxMaskWarning, stacklevel=4)
+
+
 def undrop(model: nn.Module) -> None:
     """Make layers and Dropouts what they were."""
     for _, gm in graph_modules(model):

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import other_steps
 from .decided import decided_by_apply, times_applied
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
-from .passes import elementwise, phases, pruning_schedule, ranks, rebuild
+from .passes import copies, elementwise, phases, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
 from .passes import site as state
 from .passes.bypass import first_of, warn_of_dense_gradients, warn_of_dense_readers
@@ -58,6 +59,9 @@ class GuardHandle:
         self._model = weakref.ref(model)  # the optimiser must not keep it
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
+        self.optimizer, self.steps = weakref.ref(optimizer), 0
+        # other optimisers: how many parameters each had, and how many steps this guard had counted when it last stepped (None: it has none of these weights)
+        self.others: weakref.WeakKeyDictionary[Optimizer, tuple[int, int | None]] = weakref.WeakKeyDictionary()
         self._held, self._applied = _count(optimizer), times_applied()
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if masked_step:  # whoever looks after a step sees weights that have moved
@@ -65,6 +69,7 @@ class GuardHandle:
         self._take(guarded, followed)
         for m in pruned:
             pruning_schedule.follow(m, self._token)
+        other_steps.watch(self)
 
     def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
@@ -162,6 +167,7 @@ class GuardHandle:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_no_step(optimizer):
             return
+        self.steps += 1
         if self._under_way is not None:
             kept_alone.finish(optimizer, self._under_way)
             self._under_way = None
@@ -178,6 +184,7 @@ class GuardHandle:
         """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
         for hook in self._hooks:
             hook.remove()
+        other_steps.unwatch(self)
         for site in [s for s, _ in self._followed if self._is_ours(s)] if self._hooks else []:
             site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
         for m in filter(self._counts, self._pruned) if self._hooks else []:
@@ -187,7 +194,11 @@ class GuardHandle:
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """The hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes. At the process's end PyTorch's modules are half gone."""
         if not ends():
+            left = [(g.site, g.policy) for g in self._guarded if self._is_ours(g.site)] if self._hooks else []
             self.remove()
+            for site, policy in left:  # nobody has taken it off
+                site._fxmask_was = policy
+                copies.expect_guard(site)
 
     def __enter__(self) -> GuardHandle:
         return self
@@ -279,7 +290,7 @@ def guard(
         held = weight is not None and group_of(optimizer, weight) is not None
         derived = weight is None or not isinstance(weight, nn.Parameter)
         if held and weight is not None:
-            guarded.append(_guarded(name, site, weight, masked_weights))
+            guarded.append(_guarded(name, site, weight, masked_weights, bool(masked_step)))
             if masked_step:
                 elementwise.refuse_shard(name, weight)
         elif derived and masked_weights in ("freeze", "decay"):
@@ -346,13 +357,14 @@ def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [g.weight for h in handles for g in h._guarded if h._is_ours(g.site)]
 
 
-def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str) -> Guarded:
+def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str, masked_step: bool = False) -> Guarded:
     moving = [c.backward for c in phases.in_turn(site._fxmask_given) if not may_freeze(c)]  # in any phase
     refuse_shard(site, weight)
     if site._fxmask_policy is not None:
         what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
         raise StateError(message(what, name, "call remove() on the first handle."))
     if masked_weights == "freeze" and moving:
-        what = f"masked_weights='freeze' with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
-        raise UnsupportedError(message(what, name, "use masked_weights='auto' or 'free'."))
+        asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
+        what = f"{asked} with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
+        raise UnsupportedError(message(what, name, fix))
     return Guarded(name, site, weight, masked_weights)

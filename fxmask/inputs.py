@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .dropping import any_dropped, drop_inputs, dropped_layers, resolved
+from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .passes.activation_pruning import ActivationPruning
 from .passes.block_dropout import BlockDropout
@@ -133,6 +133,7 @@ class Inputs:
         self.pruned = selected(decisions, config, overrides, alone) if isinstance(config, ActivationPruning) else []
         offered = selected(decisions, config, overrides, alone) if isinstance(config, BlockDropout) else []
         self.dropped = resolved(model, offered)
+        warn_of_siblings(model, self.dropped)
         self.wanted = {id(d) for d, _ in (*self.pruned, *offered)}
         self.config = config
 

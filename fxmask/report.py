@@ -11,6 +11,8 @@ from .kernels.errors import ConfigError, message
 
 FORMATS = {".csv": "csv", ".json": "json", ".md": "github", ".html": "html", ".tex": "latex"}
 WIDE, LONG = 120, 48  # characters: a table that is not printed as it is, and a cell that is then cut
+CUT = " .."
+WHOLE = 3  # leading columns that say what a row is: name, masked, reason
 
 
 def _text(value: Any) -> str:
@@ -53,11 +55,11 @@ class Report:
         shown, whole = self._shown(), self.table()
         if max(map(len, whole.splitlines()), default=0) <= WIDE:
             return [whole]
-        values = {c: [row[c] for row in self.rows if row.get(c) is not None] for c in shown[2:]}
-        alike = {c: _text(v[0]) for c, v in values.items() if len(v) > 1 and all(x == v[0] for x in v)}
-        rows = [{c: t if len(t := _text(row.get(c))) <= LONG else t[: LONG - 1] + "\u2026" for c in shown} for row in self.rows]
+        values = {c: [_text(row[c]) for row in self.rows if row.get(c) is not None] for c in shown[WHOLE:]}
+        alike = {c: texts[0] for c, texts in values.items() if len(texts) > 1 and len(set(texts)) == 1}
+        rows = [{c: t if len(t := _text(row.get(c))) <= LONG or c in shown[:WHOLE] else t[:LONG] + CUT for c in shown} for row in self.rows]
         notes = [f"in all rows that have one: {'; '.join(f'{c} {v}' for c, v in alike.items())}"] if alike else []
-        notes += ["\u2026: cut here; report.table() and report.rows have it whole"] if any("\u2026" in t for r in rows for t in r.values()) else []
+        notes += [f"{CUT.strip()} cut here; report.table() and report.rows have it whole"] if any(t.endswith(CUT) for r in rows for t in r.values()) else []
         return [_table([c for c in shown if c not in alike], rows), *notes]
 
     def to_dict(self) -> dict[str, Any]:

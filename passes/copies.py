@@ -1,4 +1,4 @@
-"""Copies of guarded layers: an optimiser's hooks follow no copy and no pickle, and the first step on a copy that nobody guards warns.
+"""Layers that have lost their guard: an optimiser's hooks follow no copy and no pickle and end with it, and the first step of another that nobody guards warns.
 
 Masks in traced graphs do not hold their weights, and are not seen here.
 """
@@ -24,14 +24,14 @@ _hooks: list[Any] = []
 
 
 def expect_guard(site: Site) -> None:
-    """Watch the steps on a copy of a guarded layer; of a copy that no optimiser holds, as an average of weights, nothing is said."""
+    """Watch the steps on a layer that has lost its guard; of one that no optimiser holds, as a copy that averages weights, nothing is said."""
     _waiting.add(site)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _is_left(site: Site) -> bool:
-    """Whether nobody has guarded the copy since, nor told its steps, which says that it is meant."""
+    """Whether nobody has guarded the layer since, nor told its steps, which says that it is meant."""
     d = site.__dict__
     return d.get("_fxmask_was") in KEPT and d["_fxmask_guard"] is None and not d["_fxmask_announced"]
 
@@ -44,7 +44,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _waiting.difference_update(stepped)
     left = sorted(site._fxmask_name for site in stepped if _is_left(site))
     if left:
-        what = "a model that was copied or unpickled had a guard, and this optimiser steps it without one: expected a new guard, got none. Masked weights move."
+        what = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none."
+        what += " Masked weights move."
         where = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        fix = "call fxmask.guard(optimizer, model) on the copy; without one on purpose: fxmask.step(model, 0)."
+        fix = "call fxmask.guard(optimizer, model); without one on purpose: fxmask.step(model, 0)."
         warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)

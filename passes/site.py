@@ -52,7 +52,7 @@ class Site(nn.Module):
     _fxmask_policy: str | None  # of the guard that is in force
     _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
     _fxmask_guard: object | None  # token of the guard that counts the steps
-    _fxmask_was: str | None  # of a copy: the policy of the guard that did not follow it
+    _fxmask_was: str | None  # of a layer that has lost its guard, as copies do: its policy
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told

@@ -177,3 +177,31 @@ def test_beside_a_mask_a_config_that_changes_nothing_says_so():
     with pytest.warns(FxMaskWarning, match="BlockDropout changes no layer: none has an active dropout right before it, and no p was given"):
         model = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), WeightMask(0.5, (8, 8)), HERE)
     assert list(fxmask.masks(model)) == ["0.weight"]
+
+
+class FFN(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(64, 128), nn.Dropout(p), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.fc2(self.drop(self.fc1(x).relu()))
+
+
+def test_a_dropout_beside_the_layer_is_told():
+    """A class' forward fuses nothing, so that the inputs of fc2 would be dropped twice."""
+    text = r"drops beside 0\.drop, which stays(.|\n)*where: 0\.fc2\n(.|\n)*set that one's p to 0"
+    with pytest.warns(FxMaskWarning, match=text) as caught:
+        model = fxmask.apply(nn.Sequential(FFN(0.5)), BlockDropout(0.5, (8, 16)), include="*.fc2")
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.warns(FxMaskWarning, match=text) as caught:
+        fxmask.apply(nn.Sequential(FFN(0.5)), WeightMask(0.5), BlockDropout(0.5, (8, 16)), include="*.fc2")
+    assert caught[0].filename == __file__ and type(model[0].drop) is nn.Dropout
+
+
+@pytest.mark.filterwarnings("error::fxmask.FxMaskWarning")
+def test_dropouts_that_drop_nothing_twice_are_not():
+    fxmask.apply(FFN(0.0), BlockDropout(0.5, (8, 16)), include="fc2")
+    fxmask.apply(nn.Linear(64, 64), BlockDropout(0.5, (8, 16)), include="")
+    fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)))
+    fxmask.apply(torch.fx.symbolic_trace(FFN(0.5)), BlockDropout(0.5, (8, 16)), include="fc2")

@@ -1,6 +1,7 @@
 """A copy of a guarded model has no guard; an optimiser that steps it without one is told. A guard may outlive everything else."""
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
@@ -15,8 +16,8 @@ import fxmask
 from fxmask import FxMaskWarning
 from fxmask.passes import copies
 
-TEXT = "a model that was copied or unpickled had a guard, and this optimiser steps it without one: expected a new guard, got none"
-FIX = r"where: 0.weight, 2.weight(.|\n)*fix: call fxmask.guard\(optimizer, model\) on the copy; without one on purpose: fxmask.step\(model, 0\)"
+TEXT = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none"
+FIX = r"where: 0.weight, 2.weight(.|\n)*fix: call fxmask.guard\(optimizer, model\); without one on purpose: fxmask.step\(model, 0\)"
 
 
 def saved(model):
@@ -89,3 +90,78 @@ def test_a_guard_at_the_end_of_a_process_says_nothing():
     code += "torch.nn.held = fxmask.guard(torch.optim.SGD(m.parameters(), 0.1), m)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_an_optimiser_made_anew_warns_once():
+    """The guard has ended with the first one."""
+    model, optimiser, handle = guarded()
+    train(model, optimiser)
+    del optimiser, handle
+    gc.collect()
+    other = optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(FxMaskWarning, match=f"{TEXT}(.|\n)*{FIX}") as caught:
+        train(model, other)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    train(model, other)
+
+
+ON_ANOTHER = "SGD steps weights whose guard is on another optimiser, which does not step(.|\n)*where: 0.weight, 2.weight(.|\n)*call remove"
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("held", ["optimiser", "handle"])
+def test_a_second_optimiser_while_the_first_is_held_warns_once(held, graph):
+    torch.manual_seed(0)
+    model = fxmask.apply(torch.fx.symbolic_trace(mlp()) if graph else mlp(), ratio=0.7)
+    optimiser = optim.AdamW(model.parameters())
+    handle = fxmask.guard(optimiser, model)
+    train(model, optimiser)
+    other = optim.SGD(model.parameters(), 0.1)
+    if held == "handle":
+        del optimiser
+        gc.collect()
+    else:
+        train(model, other)  # it may be part of a step of the first
+    with pytest.warns(FxMaskWarning, match=ON_ANOTHER) as caught:
+        train(model, other)
+    assert len(caught) == 1 and caught[0].filename == __file__ and handle.policies
+    for _ in range(3):
+        train(model, other)
+
+
+class Around(optim.Optimizer):
+    """Steps through another optimiser."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("which", ["the wrapper", "the wrapped"])
+def test_one_optimiser_inside_of_another_is_one(which):
+    model = fxmask.apply(mlp(), ratio=0.7)
+    inner = optim.AdamW(model.parameters())
+    outer = Around(inner)
+    fxmask.guard(outer if which == "the wrapper" else inner, model)
+    for _ in range(4):
+        train(model, outer)
+
+
+def test_other_weights_and_freed_guards_say_nothing():
+    model, optimiser, handle = guarded()
+    critic = mlp()
+    other, second = optim.SGD(critic.parameters(), 0.1), optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        train(critic, other)
+    handle.remove()
+    for _ in range(3):
+        train(model, second)
+    second.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    fxmask.guard(optimiser, model)
+    other.add_param_group({"params": list(model.parameters())})
+    train(model, other)
+    with pytest.warns(FxMaskWarning, match=ON_ANOTHER):
+        train(model, other)

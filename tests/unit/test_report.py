@@ -73,12 +73,14 @@ def test_an_unmasked_model_says_so():
 
 def test_wide_reports_print_short():
     """What all rows say alike stands once below, long cells are cut; rows, table() and what is saved stay whole."""
-    rows = [{"name": f"l{i}", "masked": True, "block": "32x32", "step": None if i else 3, "ratio": i / 8, "why": f"measured {i} " + "x" * 90} for i in range(3)]
-    report = fxmask.Report("wide", [*rows, {"name": "head", "masked": False}])
+    alike = {"masked": True, "reason": "selected", "block": "32x32"}
+    rows = [{"name": f"l{i}", **alike, "step": None if i else 3, "ratio": i / 8, "why": f"measured {i} " + "x" * 90} for i in range(3)]
+    report = fxmask.Report("wide", [*rows, {"name": "head", "masked": False, "reason": "its owner " + "x" * 50}])
     text = str(report)
     assert "in all rows that have one: block 32x32" in text and text.count("32x32") == 1
-    assert "x" * 48 not in text and "report.table() and report.rows have it whole" in text
-    assert max(map(len, text.splitlines())) <= 120 and "step" in text.splitlines()[1]  # one row alone has a step: it stays a column
+    assert "x" * 60 not in text and "report.table() and report.rows have it whole" in text
+    assert max(map(len, text.splitlines())) < max(map(len, report.table().splitlines())) - 40
+    assert "x" * 50 in text and "step" in text.splitlines()[1]  # a reason is whole, and what one row alone has stays a column
     assert report.rows[0]["why"] in report.table() and report.table().count("32x32") == 3
     narrow = fxmask.Report("narrow", [{"name": "a", "block": "32x32"}, {"name": "b", "block": "32x32"}])
     assert str(narrow) == "narrow\n" + narrow.table()
