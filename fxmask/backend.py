@@ -128,10 +128,11 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     backend_watch.state.reached = True
     o = parse(options)
     masked = rewrite(gm, example_inputs, o)
-    left = not masked and not any(n.target is MASKED_LINEAR for body in graphs_of(gm) for n in body.graph.graph.nodes)
-    compiled = _inner(o, mode)(gm, example_inputs)
-    given = list(_real(gm, example_inputs).values())
-    return backend_watch.watch_left(compiled, given) if left else backend_watch.watch(compiled, masked, given)
+    real, bodies = _real(gm, example_inputs), graphs_of(gm)
+    left = not masked and not any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
+    weights = [c.weight for c in find_lifted(bodies, real)] if left else []
+    compiled, given = _inner(o, mode)(gm, example_inputs), list(real.values())
+    return backend_watch.watch_left(compiled, given, weights) if left else backend_watch.watch(compiled, masked, given)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .kernels.errors import FxMaskWarning, message
 from .passes.choose import Decision, as_patterns
@@ -51,7 +52,7 @@ def _compiled_module() -> nn.Module | None:
     while frame is not None:
         m = frame.f_locals.get("self") if frame.f_code in CALLS else None
         if isinstance(m, torch._dynamo.OptimizedModule):
-            return m._orig_mod
+            return m._orig_mod.module if isinstance(m._orig_mod, DistributedDataParallel) else m._orig_mod  # whose forward Dynamo skips
         if isinstance(m, nn.Module) and m._compiled_call_impl is not None:
             return m
         frame = frame.f_back

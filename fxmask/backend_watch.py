@@ -82,9 +82,9 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
     return counted
 
 
-def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The compiled graph, where it is dense because `apply` has decided about its weights. Raises: StateError where it meets weights of a plain model."""
-    places = [i for i, given in enumerate(inputs) if isinstance(given, Tensor) and decided_by_apply(given)]
+def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Sequence[Tensor]) -> Callable[..., Any]:
+    """The compiled graph, where it is dense because `apply` has decided about its linears' `weights`. Raises StateError where it meets a plain model's."""
+    places = [i for i, given in enumerate(inputs) if any(given is w for w in weights) and decided_by_apply(given)]
     if not places:
         return compiled
 

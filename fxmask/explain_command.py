@@ -47,4 +47,4 @@ def _text(report: Report, form: str) -> str:
         return json.dumps(report.to_dict(), indent=1)
     if form == "csv":
         return csv_text(report.rows).rstrip("\n")
-    return str(report) if form == "text" else report.table(TABLEFMT[form])
+    return report.whole() if form == "text" else report.table(TABLEFMT[form])

@@ -9,11 +9,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .passes.graph_site import GraphSite, graph_sites
-from .passes.rebuild import after_load
+from .passes.rebuild import Ties, after_load
 from .passes.site import Site
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:
+    ties = site.__dict__.get("_fxmask_tied")
+    if ties is not None:
+        ties.join(site, owner, leaf)
     after_load(site, getattr(owner, leaf))
 
 
@@ -35,8 +38,11 @@ def note_ties(model: nn.Module) -> None:
             users.setdefault(id(owner._parameters.get(leaf)), []).append((site, owner, leaf))
     users.pop(id(None), None)
     for same in users.values():
-        for site, _, _ in same:
-            site._fxmask_tied = tuple(place for place in same if place[0] is not site)
+        ties = Ties() if len(same) > 1 else None
+        for site, owner, leaf in same:
+            site._fxmask_tied = ties
+            if ties is not None:
+                ties.join(site, owner, leaf)
 
 
 def _is_ours(hook: Any) -> bool:

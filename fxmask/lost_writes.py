@@ -1,12 +1,14 @@
 """Writes of an owner's forward into a weight that it reads: W∘M takes them, and the Parameter would never see them.
 
 What the source of the forward says is known beforehand (`passes.said`). Writes inside functions that are given the weight are looked for here, by the version
-of what was read, in each layer's first eager forward: until that has ended what it read is held, and nothing after it.
+of what was read, in each layer's first eager forward that ends, and not after it: a write that this one does not make, as under `if self.training` in eval(),
+is not seen.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,8 +20,8 @@ from .kernels.errors import UnsupportedError, message
 if TYPE_CHECKING:
     from .swap import ReadWeight
 
-MOST = 4  # reads that are held: a generator may read for ever
-_read: weakref.WeakKeyDictionary[ReadWeight, list[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
+MOST = 64  # reads that are looked at, the last ones: a generator may read for ever, and forwards that fail leave theirs
+_read: weakref.WeakKeyDictionary[ReadWeight, deque[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
 _clean: weakref.WeakSet[ReadWeight] = weakref.WeakSet()
 
 
@@ -27,10 +29,17 @@ def look_at(m: ReadWeight, weight: Tensor) -> Tensor:
     """The W∘M that a read gives, which is looked at again when the forward has ended."""
     if torch.compiler.is_dynamo_compiling() or m in _clean or weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
         return weight
-    held = _read.setdefault(m, [])
-    if len(held) < MOST:
-        held.append((weight, weight._version))
+    _read.setdefault(m, deque(maxlen=MOST)).append((_counter(weight), weight._version))
     return weight
+
+
+def _counter(weight: Tensor) -> Tensor:
+    """What counts the writes into a tensor and holds neither its memory nor its graph, which would outlive a forward that fails: an alias, then emptied."""
+    if type(weight) is not Tensor or torch._C._len_torch_dispatch_stack():  # a mode that traces would record it
+        return weight
+    alias = weight.detach()
+    alias.data = weight.new_empty(0)  # another memory under the same count
+    return alias
 
 
 def refuse_lost_writes(layers: Sequence[ReadWeight], owner: nn.Module) -> None:
@@ -39,7 +48,7 @@ def refuse_lost_writes(layers: Sequence[ReadWeight], owner: nn.Module) -> None:
         held = None if m._fxmask_owned else _read.pop(m, None)
         if held is None:
             continue
-        if any(weight._version != version for weight, version in held):
+        if any(weight._version != version for weight, version in list(held)):  # a thread may still add to it
             name = getattr(type(owner), "_fxmask_base", type(owner)).__name__
             what = f"the forward of {name} writes into the weight of this layer, which it reads as W∘M: the Parameter would not see the write."
             fix = "write in that forward itself, as in self.layer.weight.mul_(...), where fxmask.apply sees it, and call the layer there; or exclude the layer."

@@ -55,4 +55,4 @@ def _look(handle: GuardHandle, optimizer: Optimizer) -> None:
         unwatch(handle)
         what = f"{type(optimizer).__name__} steps weights whose guard is on another optimiser, which does not step: expected a guard on this one, got none."
         fix = "call remove() on the handle of the old guard, then fxmask.guard(optimizer, model)."
-        warnings.warn(message(f"{what} Masked weights move, steps do not count.", first_of(names), fix), FxMaskWarning, stacklevel=4)
+        warnings.warn(message(f"{what} Masked weights can move, steps do not count.", first_of(names), fix), FxMaskWarning, stacklevel=4)

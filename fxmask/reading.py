@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .kernels.errors import FxMaskWarning, StateError, message
 
@@ -17,18 +19,12 @@ if TYPE_CHECKING:
 
 _COUNTING = threading.Lock()
 FORWARDS: set[CodeType] = set()  # the code of what owners' forwards are made of
-_LATE: set[CodeType] = set()  # of these, generators and coroutines: they run after the forward has returned
-_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def note_forward(codes: set[CodeType]) -> None:
-    """Remember the code of an owner's forward."""
-    FORWARDS.update(codes)
-    _LATE.update(c for c in codes if c.co_flags & _GENERATORS)
+_READERS = {"fxmask.swap", "fxmask.reading", "fxmask.late_forwards"}  # files that call a whole forward
+Called = tuple[CodeType, dict[str, Any]]  # the code of a frame and its globals
 
 
 def is_read(m: ReadWeight) -> bool:
-    """Whether an owner's forward runs, or a part of it late or anew.
+    """Whether an owner's forward runs, or a part of it anew.
 
     A compiled forward does not look at what eager ones note: other threads may run the same model, and its guards would see them.
     """
@@ -37,46 +33,56 @@ def is_read(m: ReadWeight) -> bool:
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_refuse_part)
         return False
-    return _runs_part(inspect.currentframe())
+    return torch._C._current_graph_task_id() != -1 and _is_part(_callers(inspect.currentframe()))
 
 
-def _runs_part(frame: FrameType | None) -> bool:
-    """Whether this is a generator or coroutine of an owner's forward, or a backward that has called a part of one, for a checkpoint."""
-    parts = _parts()
-    while frame is not None and parts:
-        if frame.f_code in parts:
-            return True
-        if frame.f_globals.get("__name__") == "torch.autograd.graph":  # where a backward begins
-            parts = _LATE
+def _is_part(calls: Iterable[Called]) -> bool:
+    """Whether this is a part of an owner's forward, called by something else than this forward. From the inside to the outside."""
+    part = False
+    for code, names in calls:
+        part = code in FORWARDS or (part and names.get("__name__") not in _READERS)
+    return part
+
+
+def _callers(frame: FrameType | None) -> Iterator[Called]:
+    """As far as the backward that has called this, for a checkpoint."""
+    while frame is not None and frame.f_globals.get("__name__") != "torch.autograd.graph":
+        yield frame.f_code, frame.f_globals
         frame = frame.f_back
-    return False
-
-
-def _parts() -> set[CodeType]:
-    return _LATE if torch._C._current_graph_task_id() == -1 else FORWARDS
 
 
 def _refuse_part(context: Any) -> None:
     """The same of code that is being compiled, as an error: compiled code cannot look for it, and serves all calls outside of a forward alike."""
-    codes = _compiled_codes(context._i_will_not_complain_if_bc_breaks_InstructionTranslator())
-    if _runs_part(inspect.currentframe()) or codes & _parts():
-        what = "compiled code reads a masked weight for a forward that has ended: expected eager code in a checkpoint, and in a forward that is a generator."
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    compiled, frame = _compiled(tx), inspect.currentframe()
+    assert frame is not None  # CPython has frames
+    if torch._C._current_graph_task_id() != -1 and _is_part([*compiled, *_callers(frame.f_back)]):  # this file is a reader, too
+        what = "compiled code reads a masked weight for a forward that has ended: expected eager code in a checkpoint."
         fix = "leave that code eager, or compile a checkpoint's whole model; or let the method call the layer instead of reading its weight."
         raise StateError(message(what, "a module that reads a weight", fix))
-    if codes & FORWARDS:
+    if _is_part(compiled) and not _is_of_another(tx):
         what = "a compiled part of a module's forward is called outside of it: it reads the dense weight, and by this code so would a checkpoint of it."
         fix = "call the module; or let that part call the layer instead of reading its weight."
         warnings.warn(message(what, "a module that reads a weight", fix), FxMaskWarning, stacklevel=2)
 
 
-def _compiled_codes(tx: Any) -> set[CodeType]:
+def _compiled(tx: Any) -> list[Called]:
     """What is being compiled, with whatever it is inlined into."""
-    known, found = torch._dynamo.resume_execution.ContinueExecutionCache.generated_code_metadata, set[CodeType]()
+    known, found = torch._dynamo.resume_execution.ContinueExecutionCache.generated_code_metadata, list[Called]()
     while tx is not None:
         resumed = known.get(tx.f_code)  # behind a graph break
-        found.add(tx.f_code if resumed is None else resumed.code)
+        found.append((tx.f_code if resumed is None else resumed.code, tx.f_globals))
         tx = getattr(tx, "parent", None)
     return found
+
+
+def _is_of_another(tx: Any) -> bool:
+    """Whether the outermost compiled code is of an owner of other layers, as behind a graph break of a forward that looks at a teacher's weight."""
+    layer = getattr(tx.symbolic_locals.get("m"), "value", None)  # `is_read`'s
+    while getattr(tx, "parent", None) is not None:
+        tx = tx.parent
+    held = [v for v in tx.f_locals.values() if isinstance(v, nn.Module)]
+    return layer is not None and bool(held) and not any(inner is layer for v in held for inner in v.modules())
 
 
 def count(layers: list[ReadWeight], change: int, compiled: bool) -> None:

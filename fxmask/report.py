@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from .kernels.errors import ConfigError, message
@@ -23,7 +24,7 @@ def _table(columns: list[str], rows: list[dict[str, Any]], tablefmt: str = "simp
     from tabulate import tabulate, tabulate_formats  # here, so that kernels and benchmarks do without it
 
     form = "github" if tablefmt == "markdown" else tablefmt
-    if form not in tabulate_formats:  # tabulate takes an unknown one for `simple`
+    if isinstance(form, str) and form not in tabulate_formats:  # tabulate takes an unknown one for `simple`
         raise ConfigError(f"table: expected markdown or one of {', '.join(tabulate_formats)}, got {tablefmt!r}.")
     return tabulate([[_text(row.get(c)) for c in columns] for row in rows], headers=columns, tablefmt=form, disable_numparse=True)
 
@@ -51,16 +52,24 @@ class Report:
         return [c for c in self.columns if any(row.get(c) is not None for row in self.rows)]
 
     def _short(self) -> list[str]:
-        """The table for a terminal. Where it is wide, what all rows that have a value say alike stands once beneath it, and long cells are cut."""
+        """The table for a terminal. Where it is wide, what all rows, or all masked ones, say alike stands beneath it, and long cells are cut."""
         shown, whole = self._shown(), self.table()
-        if max(map(len, whole.splitlines()), default=0) <= WIDE:
+        if max(map(len, whole.splitlines()), default=0) <= WIDE or len(self.rows) == 1:
             return [whole]
-        values = {c: [_text(row[c]) for row in self.rows if row.get(c) is not None] for c in shown[WHOLE:]}
-        alike = {c: texts[0] for c, texts in values.items() if len(texts) > 1 and len(set(texts)) == 1}
-        rows = [{c: t if len(t := _text(row.get(c))) <= LONG or c in shown[:WHOLE] else t[:LONG] + CUT for c in shown} for row in self.rows]
-        notes = [f"in all rows that have one: {'; '.join(f'{c} {v}' for c, v in alike.items())}"] if alike else []
-        notes += [f"{CUT.strip()} cut here; report.table() and report.rows have it whole"] if any(t.endswith(CUT) for r in rows for t in r.values()) else []
-        return [_table([c for c in shown if c not in alike], rows), *notes]
+        alike: dict[str, list[str]] = {"all rows": [], "masked rows": []}
+        left = shown[:WHOLE]
+        for c in shown[WHOLE:]:
+            having = [row.get(c) is not None for row in self.rows]
+            texts = {_text(row[c]) for row in self.rows if row.get(c) is not None}
+            rows = "all rows" if all(having) else "masked rows" if having == [row.get("masked") is True for row in self.rows] else ""
+            if rows and len(texts) == 1 and max(map(len, texts)) <= LONG:
+                alike[rows] += [f"{c} {t}" for t in texts]
+            else:
+                left.append(c)
+        cells = [{c: t if len(t := _text(row.get(c))) <= LONG or c in shown[:WHOLE] else t[:LONG] + CUT for c in left} for row in self.rows]
+        notes = [fill(f"{rows}: {'; '.join(said)}", WIDE, subsequent_indent="  ") for rows, said in alike.items() if said]
+        notes += [f"{CUT.strip()} cut here; report.table() and --format text have it whole"] if any(t.endswith(CUT) for r in cells for t in r.values()) else []
+        return [_table(left, cells), *notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Title, rows, summary and notes as plain Python data."""
@@ -72,7 +81,6 @@ class Report:
         form = FORMATS.get(path.suffix)
         if form is None:
             raise ConfigError(f"Report.save: expected a path that ends in {', '.join(FORMATS)}, got {path.name!r}.")
-        text = "" if form == "csv" else json.dumps(self.to_dict(), indent=2) if form == "json" else self.table(form) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", newline="" if form == "csv" else None) as f:
@@ -80,14 +88,22 @@ class Report:
                     writer = csv.DictWriter(f, self.columns)
                     writer.writeheader()
                     writer.writerows(self.rows)
-                f.write(text)
+                else:
+                    f.write(json.dumps(self.to_dict(), indent=2) if form == "json" else self.table(form) + "\n")
         except OSError as e:
             what = f"the report cannot be written: expected a path that takes a file, got: {e.strerror or e}."
             raise ConfigError(message(what, str(path), "name a file in a folder that you may write to.")) from None
         return path
 
-    def __str__(self) -> str:
-        parts = [self.title, *self._short()] + [f"{k}: {v}" for k, v in self.summary.items()] + self.notes
+    def whole(self) -> str:
+        """What `print` shows, with the whole table however wide it is."""
+        return self._lines([self.table()])
+
+    def _lines(self, table: list[str]) -> str:
+        parts = [self.title, *table] + [f"{k}: {v}" for k, v in self.summary.items()] + self.notes
         return "\n".join(p for p in parts if p)
+
+    def __str__(self) -> str:
+        return self._lines(self._short())
 
     __repr__ = __str__

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
-from .lost_writes import look_at, refuse_lost_writes
+from .late_forwards import ended
+from .lost_writes import look_at
 from .passes import site as state
 from .passes.activation_pruning import ActivationPruning, saves
 from .passes.block_dropout import BlockDropout
@@ -28,7 +29,7 @@ from .passes.readers import forward_codes
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
 from .passes.weights import peek_weight, raw_weight
-from .reading import count, is_read, note_forward
+from .reading import FORWARDS, count, is_read
 
 
 class MaskedLayer(Site):
@@ -132,12 +133,10 @@ class ReadWeight(MaskedLinear):
         compiled = torch.compiler.is_dynamo_compiling()  # of this thread, where is_compiling is of all
         try:
             count([self], 1, compiled)  # a forward of its own is its own reader
-            found: Tensor = self._fxmask_base.forward(self, *args, **kwargs)
+            found: Any = self._fxmask_base.forward(self, *args, **kwargs)
         finally:
             count([self], -1, compiled)
-        if not compiled:
-            refuse_lost_writes([self], self)
-        return found
+        return ended(found, [self], self)
 
 
 class WeightReader(nn.Module):
@@ -159,9 +158,7 @@ class WeightReader(nn.Module):
             found = super().forward(*args, **kwargs)
         finally:
             count(read, -1, compiled)
-        if not compiled:
-            refuse_lost_writes(read, self)
-        return found
+        return ended(found, read, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not self._fxmask_class:
@@ -180,7 +177,7 @@ def _masked_class(base: Any, mixin: Any) -> Any:
     cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "_fxmask_mixin": mixin, "__module__": __name__, **own})
     cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
     if issubclass(mixin, (ReadWeight, WeightReader)):
-        note_forward(forward_codes(base))
+        FORWARDS.update(forward_codes(base))
     return cls
 
 

@@ -41,7 +41,8 @@ class ActivationPruning(Options):
         ratio: share of blocks that are dropped, in [0, 1); round(n * ratio) of a sample's n blocks, halves to even, in every sample as many, never all.
         block: features of a block, which is one token high; the last one of a row may be ragged. Samples: table in `kernels.prune`.
         noise: 0: the norms decide. Else they are multiplied by 2^(noise * u), u uniform in [-1, 1], drawn anew in every forward from PyTorch's generator of
-            the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours).
+            the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours). In eval() without
+            gradients each layer then walks the Python stack, for a reentrant checkpoint; not under `torch.inference_mode()`, nor with frozen weights.
         schedule: None, or a `Schedule` of the ratio over optimiser steps, which ends at `ratio`. How many blocks are kept is a shape, for which a model may be
             compiled anew; so the ratio moves in at most `stages` jumps, one every ceil(schedule.steps / stages) steps, each to what the schedule says then.
         affine: whether products with a parameter, y = a x (+ b), save x pruned, too, for da (ours; the source prunes inputs of linears alone): modules that are
@@ -149,11 +150,20 @@ class ActivationPruning(Options):
 
 
 def _in_checkpoint() -> bool:
-    """Whether a reentrant checkpoint runs its forward, for the first or the second time. Compiled code has checkpoints of another kind."""
-    frame = None if torch.compiler.is_dynamo_compiling() else inspect.currentframe()
-    while frame is not None and frame.f_code not in REENTRANT:
+    """Whether a reentrant checkpoint runs its forward, for the first or the second time. Compiled code has checkpoints of another kind.
+
+    Nothing but the stack tells, and each layer walks all of it, once a forward: under inference_mode, which has no second forward, none does.
+    """
+    if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
+        return False
+    first, second = REENTRANT
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code is first or code is second:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def saves(weight: Tensor) -> bool:

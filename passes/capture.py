@@ -52,7 +52,7 @@ class Recording:
     modules: dict[str, str]  # name -> class
     sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
     changed: set[str] = field(default_factory=set)  # layers whose forward is another now: masked, pruned, dropped
-    own: set[str] = field(default_factory=set)  # those of `changed` whose forward is their own, and reads a masked weight
+    own: set[str] = field(default_factory=set)  # those of `changed` whose class had a forward of its own, which reads a masked weight
     idle: dict[str, int] = field(default_factory=dict)  # masked parameters that no op read -> their elements in kept blocks
     executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
     typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
@@ -150,7 +150,7 @@ def capture(
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
     changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
-    own = {name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight"}
+    own = {name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)}
     if gm is not None:
         kinds, traced = _traced_kinds(gm) | kinds, _traced_calls(gm)
         executions = traced | executions | {"": 1}  # an interpreter runs it, no call of the module
@@ -158,6 +158,11 @@ def capture(
     return Recording(
         recorder.calls, saved, parameters, buffers, inputs, kinds, sites, set(changed), own, idle, executions, typical, uncounted, ran, trained, dtype
     )
+
+
+def _computes(m: nn.Module) -> bool:
+    """Whether the class that a layer had before it was masked has a forward of its own."""
+    return getattr(m, "_fxmask_base", type(m)).forward not in (nn.Linear.forward, nn.Conv2d.forward)
 
 
 def _dense_now(site: Site) -> bool:

@@ -137,9 +137,10 @@ def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]], others: Callable[[], list[Candidate]]) -> None:
     names = ", ".join(c.name or "(the model itself)" for c in found) or "no linear at all"
+    here = {id(c.weight) for c in found}  # a pattern for another name of these has no effect
     for option, patterns in options.items():
         for p in patterns:
-            if not any(matches(p, c) for c in found) and not any(matches(p, c) for c in others()):
+            if not any(matches(p, c) for c in (*found, *(c for c in others() if id(c.weight) not in here))):
                 under = f"{p}.*" if isinstance(p, str) else ""
                 hint = f" For what lies in it write {under!r}." if under and any(matches(under, c) for c in found) else ""
                 warnings.warn(f"{option}: {p!r} matches nothing; there are: {names}.{hint}", FxMaskWarning, stacklevel=5)

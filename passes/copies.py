@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 KEPT = ("freeze", "decay")  # policies whose masked weights an optimiser would move
 _waiting: weakref.WeakSet[Site] = weakref.WeakSet()
+_without: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that hold no such layer, and how many parameters they had then
 _hooks: list[Any] = []
 
 
 def expect_guard(site: Site) -> None:
     """Watch the steps on a layer that has lost its guard; of one that no optimiser holds, as a copy that averages weights, nothing is said."""
     _waiting.add(site)
+    _without.clear()
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -39,13 +41,19 @@ def _is_left(site: Site) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _waiting or torch.compiler.is_compiling():
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stepped = [site for site in _waiting if id(site._parameters.get("weight")) in held]
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _without.get(optimizer) == count:
+        return
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    found = [site for site in _waiting if id(site._parameters.get("weight")) in held]
+    if not found:
+        _without[optimizer] = count
+    stepped = [site for site in found if held[id(site._parameters["weight"])].grad is not None]  # without one it does not move
     _waiting.difference_update(stepped)
     left = sorted(site._fxmask_name for site in stepped if _is_left(site))
     if left:
         what = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none."
-        what += " Masked weights move."
+        what += " Masked weights can move."
         where = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         fix = "call fxmask.guard(optimizer, model); without one on purpose: fxmask.step(model, 0)."
-        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=4)
+        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=3)

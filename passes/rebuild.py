@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels import dispatch
 from ..kernels.errors import FxMaskWarning, message
@@ -16,6 +17,29 @@ from . import looks, phase_change, ranks
 from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
+
+
+class Ties:
+    """The masks of one weight, and which modules hold it: layers load one after the other, and what one loads is the weight of all.
+
+    It keeps nothing alive, and a copy of a layer brings none of the others: copies that were made together have one that is empty, and join it themselves.
+    """
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakKeyDictionary[Site, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[Ties], tuple[()]]:
+        return Ties, ()
+
+    def join(self, site: Site, owner: nn.Module, leaf: str) -> None:
+        """Note a mask, and under which name a module holds its weight."""
+        self._held[site] = weakref.ref(owner), leaf
+
+    def others(self, site: Site, weight: Tensor) -> list[Site]:
+        """Cached masks of the same weight, but for this one; of layers that have another weight by now, or are masked no longer, there are none."""
+        held = [(other, owner(), leaf) for other, (owner, leaf) in list(self._held.items()) if other is not site]
+        same = [other for other, owner, leaf in held if owner is not None and owner._parameters.get(leaf) is weight]
+        return [other for other in same if other.__dict__.get("_fxmask_tied") is self and other._fxmask_mask is not None]
 
 
 class Job(NamedTuple):
@@ -111,8 +135,9 @@ def after_load(site: Site, weight: Tensor) -> None:
         mask = held_mask(site)
         if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
             _warn_of_order(site, restored)
-        shares = [other for other, owner, leaf in site.__dict__.get("_fxmask_tied", ()) if owner._parameters.get(leaf) is weight]
-        rebuild([Job(other, weight, anew=True) for other in shares if "_fxmask_mask" in other.__dict__])  # of what is masked still
+        ties = site.__dict__.get("_fxmask_tied")
+        if ties is not None:
+            rebuild([Job(other, weight, anew=True) for other in ties.others(site, weight)])
 
 
 def _warn_of_order(site: Site, restored: list[str]) -> None:

@@ -26,6 +26,7 @@ from .shapes import run
 PHASES = ("fwd", "dX", "dW", "db", "recompute")
 CALL_CODE = nn.Module._call_impl.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
+KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # of several tensors: what is masked in one stays 0
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
 
 
@@ -230,7 +231,7 @@ class Recorder(TorchDispatchMode):
         names = {n for p in inputs for n in p.weight.split("+") if n}
         made = self._mask_of(func, args, kwargs) or _either(call)
         others = [p for p in inputs if not p.weight and not p.neutral] if made is None else []
-        mask = made or next((p.mask for p in inputs if p.mask is not None), None)
+        mask = made or _inherited(call)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 key = t.untyped_storage()._cdata
@@ -290,6 +291,13 @@ class Recorder(TorchDispatchMode):
                     self.frames.setdefault(id(frame), (frame, name))
                     found = found or (".".join(p for p in (name, self.stack if isinstance(m, torch.fx.GraphModule) else "") if p), type(m).__name__)
         return found or (self.stack, "")
+
+
+def _inherited(call: Call) -> Mask | None:
+    """The mask of what is made of a masked weight: zeros stay where they are unless numbers of another tensor are added, or multiplied as a matrix."""
+    if call.op not in KEEP_ZEROS and sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1:
+        return None
+    return next((p.mask for p in call.inputs if p.mask is not None), None)
 
 
 def _either(call: Call) -> Mask | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from . import copies, feedback, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
 from .weights import is_ensemble
+
+if TYPE_CHECKING:
+    from .rebuild import Ties
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale", "looked")  # the tensors among the attributes
 
@@ -58,7 +61,7 @@ class Site(nn.Module):
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
-    _fxmask_tied: tuple[tuple[Site, nn.Module, str], ...]  # other masks of this weight, and where their layers hold it
+    _fxmask_tied: Ties | None  # where several masks are of one weight: they share it
     _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
     _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
@@ -110,6 +113,9 @@ class Site(nn.Module):
         super().__setstate__(state)
         if self.__dict__.get("_fxmask_was") is not None:
             copies.expect_guard(self)
+        ties = self.__dict__.get("_fxmask_tied")
+        if ties is not None and "weight" in self._parameters:  # masks in graphs hold no weight, and join when theirs is loaded
+            ties.join(self, self, "weight")
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -134,7 +140,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
     check_plain(site, weight)
     site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = site._fxmask_grown = None
-    site._fxmask_was, site._fxmask_tied = None, ()
+    site._fxmask_was = site._fxmask_tied = None
     place_on(site, weight.device)
 
 

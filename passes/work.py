@@ -71,7 +71,7 @@ def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
     if work.op in EXTRA or call is None or work.dense is not None:
         return work.op in EXTRA
     inside = call.module in changed
-    if inside and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer does no more to its weight than narrow it
+    if inside and not work.m and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
         return not (work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point and call.outputs[0].bytes < call.inputs[0].bytes)
     if work.m and any(p.neutral and p.mask is not None for p in call.inputs):  # by the patterns of an N:M mask that is drawn
         return True
@@ -97,14 +97,19 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 
 
 def phase_of(call: Call) -> str:
-    """The part of a step that an op is of: in a backward, dW where its forward reads weights alone, or one that the op itself does not read; dX otherwise."""
+    """The part of a step that an op is of: in a backward, dW where its forward makes a weight, or reads one that the op itself does not read; dX otherwise."""
     if call.recomputed:
         return "recompute"
     if not call.backward:
         return "fwd"
     if call.forward is None:  # a sum of gradients that meet, or their accumulation
         return "dX"
-    if call.forward.weights and all(p.weight or p.neutral for p in call.forward.inputs):  # a weight is computed, and nothing else has a gradient
+    if makes_weight(call.forward):
         return "dW"
     reads = any(p.weight and p.dtype != torch.bool for p in call.inputs)
     return "dW" if call.forward.weights and not reads else "dX"
+
+
+def makes_weight(call: Call | None) -> bool:
+    """Whether an op reads weights and constants alone: nothing but weights has a gradient by it."""
+    return call is not None and bool(call.weights) and all(p.weight or p.neutral for p in call.inputs)

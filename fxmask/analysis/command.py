@@ -52,8 +52,8 @@ def add_mask_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--block", default=None, metavar="OUTxIN", help="block of the masks (16x16)")
     p.add_argument("--backward", default=None, help="masked (the default), ste, unmasked or rigl")
     p.add_argument("--criterion", default=None, help="fro (the default), spectral, l1, linf, random, ...")
-    p.add_argument("--include", nargs="+", default=None, help="patterns of layers, as for apply")
-    p.add_argument("--exclude", nargs="+", default=None)
+    for name in ("--include", "--exclude"):  # one at a time: several would take the model, too
+        p.add_argument(name, action="extend", nargs=1, default=None, metavar="PATTERN", help="a pattern of layers, as for apply; may be given again")
 
 
 def check_mask_options(a: argparse.Namespace, options: tuple[str, ...] = (), unless: str = "") -> None:

@@ -14,7 +14,7 @@ from ..kernels.grid import grid_shape, matrix_shape
 from ..passes.capture import Recording
 from ..passes.masked_rules import implementation
 from ..passes.work import EXACT, Target, Work
-from .tables import kept_of_weight
+from .tables import masks_of
 
 # tensors of a parameter's size that an optimiser keeps, by the class's name in torch.optim
 STATES = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adadelta": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
@@ -86,19 +86,18 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, wo
     instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     given = None if instance is None else {id(p) for g in instance.param_groups for p in g["params"]}
     guarded = {id(p) for p in masked_step_of(instance)} if instance is not None and masked is None else set()
-    masks = {w.weight: w for w in works if w.phase == "fwd" and w.kept is not None}
+    masks = masks_of([w for w in works if w.phase == "fwd"], recording)
     for parameter, p in recording.parameters.items():
         if parameter in recording.trained and (given is None or id(p) in given):
             size, dtype = recording.size(p), recording.dtype if recording.dtype and p.is_floating_point() else p.dtype
             row = Work(None, "opt", EXACT, dense_step(size, states), dtype=dtype, weight=parameter, elements=p.numel(), name=f"optim.{name}")
-            w, site = masks.get(parameter), recording.sites.get(parameter)
+            (block, nnzb, kept), site = masks.get(parameter, (None, None, p.numel())), recording.sites.get(parameter)
             wanted = id(p) in guarded or (masked is True and site is not None and site._fxmask_config.backward == "masked")
-            kept = p.numel() if w is None else kept_of_weight(w)
-            if wanted and site is not None and w is not None and w.block is not None and w.nnzb is not None and kept < p.numel():
+            if wanted and site is not None and block is not None and nnzb is not None and kept < p.numel():
                 triton = implementation(site._fxmask_config.impl, target) == "triton"
                 row.dense, shape = row.cost, matrix_shape(p.shape)
-                row.cost = masked_step(shape, w.block, w.nnzb, kept, dtype.itemsize, states, site._fxmask_config.cached, triton)
-                row.block, row.nnzb, row.kept, row.impl, row.launches = w.block, w.nnzb, kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
+                row.cost = masked_step(shape, block, nnzb, kept, dtype.itemsize, states, site._fxmask_config.cached, triton)
+                row.block, row.nnzb, row.kept, row.impl, row.launches = block, nnzb, kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
             found.append(row)
     return found
 

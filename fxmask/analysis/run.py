@@ -17,7 +17,7 @@ from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.capture import Recording, arguments, backend_of, capture
 from ..passes.moves import work_of
-from ..passes.work import Target, Work, is_extra
+from ..passes.work import Target, Work, is_extra, makes_weight
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .dynamics import cut_off, said_of
@@ -46,7 +46,7 @@ def analyze(
     masked_step: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Analysis:
-    """FLOP and memory movement of one training step, layer by layer, predicted for a device; no GPU is needed and nothing is computed.
+    """FLOP and memory movement of one training step, layer by layer, predicted for a device; no GPU is needed, and of the model nothing is computed.
 
     Args:
         model: nn.Module (masked or not), fx.GraphModule, graph of Dynamo, or torch.export.ExportedProgram; its weights may be on the meta device.
@@ -74,7 +74,8 @@ def analyze(
 
     Side effects: none; parameters, buffers, attributes, hooks, random states and the training flag are what they were. A mask that each forward builds is
     read off the real weight; a weight without values gets a typical mask with exactly as many kept blocks, and a note.
-    Cost: an eager step without arithmetic, about 0.5 ms an op.
+    Cost: an eager step without arithmetic, about 0.5 ms an op; and the norms of blocks of real weights, for masks that a forward builds, of weights that a
+    parametrisation computes, and of layers that do not run.
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
     _check(phases, impl, memory_model, dtype, steps)
@@ -88,6 +89,9 @@ def analyze(
         recording = capture(model, args, named, backward, dtype, progress)
     target = Target(target_device.dense_tile, impl or "", count_elementwise)
     works = [w for c in recording.calls for w in work_of(c, target)]
+    for w in works:
+        if w.phase == "dX" and w.call is not None and makes_weight(w.call.forward):  # also by an op of a masked layer, whose rule sees a token's gradient in it
+            w.phase = "dW"
     if "opt" in phases and recording.backward:
         works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
@@ -173,10 +177,11 @@ def _report(
     }
     notes = totals.words(works, device, tf32, shares) + optimiser.words(works)
     made = {n for n in recording.typical if all(p in recording.parameters and not recording.parameters[p].is_meta for p in n.split("+"))}
-    at_edges = ", but at ragged edges with another number of elements"
-    for count, what in ((len(recording.typical) - len(made), "have no values"), (len(made), "are computed in every forward, as by a parametrisation")):
-        if count:
-            notes.append(f"{count} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have{at_edges}.")
+    ragged = ragged_weights(recording)
+    for drawn, what in ((recording.typical - made, "have no values"), (made, "are computed in every forward, as by a parametrisation")):
+        at_edges = ", but at ragged edges with another number of elements" if drawn & ragged else ""
+        if drawn:
+            notes.append(f"{len(drawn)} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have{at_edges}.")
     if recording.uncounted:
         what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
         notes.append(f"{what}analyse the model itself.")
@@ -203,6 +208,12 @@ def _report(
         )
     title = f"fxmask.analyze: {type(model).__name__}, inputs {', '.join(shapes)}, on {device.name}"
     return Analysis(title, found, notes, summary, meta, lambda node: explain(node, works, names, device, tf32))
+
+
+def ragged_weights(recording: Recording) -> set[str]:
+    """Weights that their blocks do not divide, of those whose masks are made in the forward."""
+    made = [(c.named["w"], c.named["block_rows"], c.named["block_cols"]) for c in recording.calls if c.op == "fxmask.block_index"]
+    return {w.weight for w, *block in made if any(size % b for size, b in zip(w.shape, block, strict=True))}
 
 
 def summary_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
 
-from ..kernels.grid import kept_elements
+from ..kernels.grid import grid_shape, kept_elements
 from ..passes.capture import Recording
 from ..passes.record import Call
 from ..passes.work import ELEMENTWISE, FREE, UNKNOWN, Work
@@ -155,18 +156,18 @@ def _ancestors(name: str) -> list[str]:
 def kept_parameters(forward: list[Work], recording: Recording) -> dict[str, int]:
     """Elements of every parameter that a forward uses, or would if its layer ran: those of kept blocks, all of one that is not masked."""
     kept = {name: p.numel() for name, p in recording.parameters.items()} | recording.idle
-    for w in forward:
-        if w.kept is not None and w.weight in kept:
-            kept[w.weight] = kept_of_weight(w)
-    return kept
+    return kept | {name: n for name, (_, _, n) in masks_of(forward, recording).items()}
 
 
-def kept_of_weight(w: Work) -> int:
-    """Kept elements of all of the weight that a masked op reads, if only a part of it."""
-    for p in w.call.inputs if w.call else ():
-        if p.mask is not None and p.mask.shape is not None and p.mask.block is not None:
-            return int(kept_elements(p.mask.values, p.mask.shape, p.mask.block))
-    return w.kept or 0
+def masks_of(forward: list[Work], recording: Recording) -> dict[str, tuple[tuple[int, int] | None, int | None, int]]:
+    """Block, kept blocks and kept elements of every parameter whose mask a forward uses: of all of it, though an op reads a part."""
+    sizes = {name: p.numel() for name, p in recording.parameters.items()}
+    found = {w.weight: (w.block, w.nnzb, w.kept) for w in forward if w.kept is not None and w.weight in sizes}
+    read = {p.weight: p.mask for w in forward if w.call for p in w.call.inputs if p.weight in sizes and p.mask is not None}
+    for name, m in read.items():
+        if m.block and m.shape and prod(m.shape) == sizes[name] and tuple(m.values.shape) == grid_shape(m.shape, m.block):
+            found[name] = m.block, int(m.values.sum()), int(kept_elements(m.values, m.shape, m.block))
+    return found
 
 
 def coverage(works: list[Work], recording: Recording) -> tuple[list[dict[str, Any]], dict[str, float]]:

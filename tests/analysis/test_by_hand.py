@@ -76,6 +76,63 @@ def test_a_part_that_was_copied_counts_as_dense():
     assert s["flop"]["fwd"] == s["flop_dense"]["fwd"] == 2 * TOKENS * 33 * 64
 
 
+class Reading(nn.Module):
+    """Two masked Linears, read and multiplied as `forward` says, and what may be mixed in."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False), forward
+        self.low, self.up, self.scale = (nn.Parameter(torch.randn(shape)) for shape in ((4, 64), (32, 4), (32, 1)))
+        self.register_buffer("shift", torch.randn(32, 64))
+
+    def forward(self, x):
+        return self.how(self, x)
+
+
+def reading(forward):
+    torch.manual_seed(0)
+    overrides = {"a": {"read": "weight", "ratio": 0.75}, "b": {"read": "weight", "ratio": 0.25}}
+    return fxmask.apply(Reading(forward), ratio=0.5, block=BLOCK, overrides=overrides)
+
+
+def test_an_op_of_two_masked_weights():
+    model, x = reading(lambda m, x: F.linear(x, m.b.weight @ m.a.weight)), torch.randn(TOKENS, 64)
+    report = fxmask.analyze(model, x, device="h100-sxm", masked_step=True)
+    rest = 4 * 64 + 32 * 4 + 32
+    assert report.summary["params_kept"] == 2048 // 4 + 3 * 2048 // 4 + rest
+    assert {r["module"]: r["params_kept"] for r in report.tables["modules"] if r["module"] in "ab"} == {"a": 512, "b": 1536}
+    assert [r["nnzb"] for r in report.tables["nodes"] if r["phase"] == "opt"] == [2, 6], "a row each, and none of what has no gradient"
+    s = fxmask.analyze(reading(lambda m, x: F.linear(x, torch.cat([m.a.weight, m.b.weight.t()]))), x, device="h100-sxm").summary
+    assert s["params_kept"] == 512 + 1536 + rest
+
+
+def test_a_square_product_of_masked_weights_has_no_mask():
+    model = reading(lambda m, x: F.linear(x[:, :32], m.a.weight @ m.a.weight.t()))
+    s = analyze(model, torch.randn(TOKENS, 64)).summary
+    assert s["flop_dense"]["fwd"] == 2 * 32 * 32 * 64 + 2 * TOKENS * 32 * 32 and s["flop"]["fwd"] == 2 * 32 * 32 * 64 // 4 + 2 * TOKENS * 32 * 32
+
+
+MIXED = {
+    "low rank": (lambda m: m.up @ m.low, 2 * 32 * 4 * 64),
+    "weight": (lambda m: m.b.weight.t(), 0),
+    "buffer": (lambda m: m.shift, 0),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_is_added_to_a_masked_weight_is_multiplied_everywhere(name):
+    """A LoRA merged in the forward, and the like: W∘M + D has no block of zeros, and the gradient of D is wanted everywhere."""
+    more, made = MIXED[name]
+    s = analyze(reading(lambda m, x: F.linear(x, m.a.weight + more(m))), torch.randn(TOKENS, 64)).summary
+    assert s["flop"] == s["flop_dense"]
+    assert (s["flop"]["fwd"], s["flop"]["bwd_dw"]) == (2 * TOKENS * 2048 + made, 2 * TOKENS * 2048 + 2 * made)
+
+
+def test_a_masked_weight_that_is_scaled_keeps_its_blocks():
+    s = analyze(reading(lambda m, x: F.linear(x, m.scale * m.a.weight)), torch.randn(TOKENS, 64)).summary
+    assert s["flop"]["fwd"] == 2 * TOKENS * 512 and s["flop_dense"]["fwd"] == 2 * TOKENS * 2048
+
+
 # ---- weights that are computed ------------------------------------------------------------------------------------------------------------------------
 
 COMPUTED = {
@@ -112,6 +169,37 @@ def test_what_makes_a_weight_has_no_dx():
     assert (s["bwd_dx"], s["bwd_dw"]) == (0, 2 * TOKENS * 64 * 64 + 2 * one) and (s["fwd"], s["bwd_dw"]) == both(model, x)
     rows = analyze(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))), x).tables["nodes"]
     assert [r["phase"] for r in rows if "weight_norm" in r["op"]] == ["fwd", "dW"]
+
+
+class Latents(nn.Module):
+    """Queries that are made of a Parameter alone, as of a Perceiver or a DETR."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents, self.q, self.k = nn.Parameter(torch.randn(16, 64)), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return F.softmax(self.q(self.latents) @ self.k(x).T, -1)
+
+
+@pytest.mark.parametrize("how", ["masked", "reference", "read", "dropped", "pruned"])
+def test_phases_of_layers_of_parameters_are_those_of_the_dense_model(how):
+    model, x = nn.Sequential(Latents()), torch.randn(TOKENS, 64)
+    plain = analyze(model, x).summary["flop"]
+    if how == "dropped":
+        fxmask.apply(model, fxmask.BlockDropout(block=BLOCK, p=0.5), include=["0.q"])
+    elif how == "pruned":
+        fxmask.apply(model, fxmask.ActivationPruning(0.5, 16))
+    else:
+        fxmask.apply(model, ratio=0.5, block=BLOCK, overrides={"0.q": {"read": "weight"}} if how == "read" else {})
+    assert analyze(model, x, impl="reference" if how == "reference" else None).summary["flop_dense"] == plain
+
+
+@pytest.mark.parametrize(("width", "ragged"), [(64, False), (40, True)])
+def test_the_note_on_drawn_masks_names_ragged_edges_where_there_are_some(width, ragged):
+    model = fxmask.apply(nn.Sequential(nn.Linear(width, 64)).to("meta"), ratio=0.5, block=BLOCK)
+    (said,) = (n for n in analyze(model, torch.randn(TOKENS, width)).notes if "drawn at random" in n)
+    assert said.endswith(", but at ragged edges with another number of elements.") == ragged
 
 
 # ---- what does not run, and what a graph calls --------------------------------------------------------------------------------------------------------
@@ -153,6 +241,13 @@ def test_a_layer_with_ops_of_its_own_does_them_densely_too():
     plain = analyze(model, x).summary["t_min_us"]
     fxmask.apply(model, ratio=0.5, block=BLOCK, overrides={"0": {"read": "weight"}})
     assert analyze(model, x).summary["t_dense_min_us"] == plain
+
+
+def test_a_layer_that_is_read_and_called_has_no_ops_of_its_own():
+    """linear1 of an encoder layer; the 0 that the mask of out_proj writes is an op like any other, and one launch."""
+    model, x = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.randn(2, TOKENS, 64)
+    plain = analyze(model, x).summary["t_min_us"]
+    assert analyze(fxmask.apply(model, ratio=0.5, block=BLOCK), x).summary["t_dense_min_us"] == pytest.approx(plain + 2)
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------------------------------------------

@@ -264,6 +264,8 @@ def test_explain_options_reach_apply(capsys):
     rows = json.loads(out)["rows"]
     assert code == 0 and [(r["masked"], r["reason"], r["ranks_by"]) for r in rows] == [(True, "selected", "l1"), (False, "in exclude", None)]
     assert [r["masked"] for r in json.loads(explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--include", "2", "--format", "json")[1])["rows"]] == [False, True]
+    code, out, _ = explain(capsys, "--ratio", "0.5", "--include", "0", "--include", "2", f"{SPEC}:net", "--format", "json")
+    assert code == 0 and [r["masked"] for r in json.loads(out)["rows"]] == [True, True], "a pattern each, and the model after them"
     code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--format", "csv")
     assert code == 0 and [r["name"] for r in csv.DictReader(out.splitlines())] == ["0", "2"]
 

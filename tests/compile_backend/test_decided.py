@@ -10,6 +10,7 @@ from compile_backend.helpers import Wrap, compiled
 from torch import nn
 
 import fxmask
+from fxmask import backend
 from fxmask.errors import StateError
 
 
@@ -89,3 +90,29 @@ def test_nothing_is_left_of_a_decision_after_restore():
     before = set(nn.Linear(32, 32).__dict__)
     fxmask.restore(model)
     assert all(set(m.__dict__) == before and not m.weight.__dict__ for m in model.values())
+
+
+class Broken(nn.Module):
+    """A lookup of a table that is a head's weight as well, and behind a break a linear and the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.fc, self.head = nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, words):
+        x = self.table(words)
+        torch._dynamo.graph_break()
+        return self.head(self.fc(x))
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing", "ignore:.*stays dense")
+def test_graphs_without_linears_serve_everybody():
+    """Norms, penalties and lookups of weights that `apply` has decided about, and of others."""
+    model, plain = pair(), nn.Linear(32, 32)
+    square = torch.compile(lambda w: w.square().sum(), backend=backend.fxmask_backend, options={"inner": "eager"})
+    for w in (model["a"].weight, plain.weight, fxmask.restore(model)["a"].weight):
+        torch.testing.assert_close(square(w), w.square().sum())
+    student, teacher, words = fxmask.apply(Broken(), ratio=0.5, block=(8, 8)), Broken(), torch.randint(0, 48, (2, 3))
+    for net in (student, teacher):
+        torch.compile(net, backend=backend.fxmask_backend, options={"inner": "eager"})(words)

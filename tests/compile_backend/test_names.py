@@ -87,3 +87,23 @@ def test_a_pattern_for_another_graph_matches_something(options):
 def test_a_pattern_for_no_graph_is_told():
     with pytest.warns(FxMaskWarning, match="exclude: 'c' matches nothing; there are: [ab]"):
         compiled(Halves(), **OPTIONS, exclude=["a", "c"])(torch.randn(4, 64))
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing")
+@pytest.mark.parametrize("option", ["exclude", "include"])
+def test_the_other_name_of_a_tied_layer_has_no_effect_and_is_told(option):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    with pytest.warns(FxMaskWarning, match=f"{option}: 'inner.1' matches nothing; there are: inner.0"):
+        compiled(Wrap(model), **OPTIONS, **{option: "inner.1"})(torch.randn(4, 64))
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_names_under_ddp_are_the_model_s():
+    """Dynamo skips DDP's own forward: the graph begins in what it wraps, without any break."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            compiled(nn.parallel.DistributedDataParallel(Wrap(mlp())), **OPTIONS, exclude="inner.0", criterion="random")(torch.randn(4, 64))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,7 +1,9 @@
 """A mask is a function of the weight: whoever writes it, the next mask is the new weight's."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -143,6 +145,55 @@ def test_tied_layers_of_a_checkpoint_that_tells_them_apart(form, copier, assign)
     masks = fxmask.masks(model)
     assert len(masks) == 2 and all(torch.equal(mask, best_blocks(model.get_parameter(name), BLOCK, RATIO)) for name, mask in masks.items())
     fxmask.restore(model).load_state_dict(given)
+
+
+COPIERS = pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+
+
+def tied(n):
+    """n cached masks of one weight, in layers that each load by themselves."""
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(n))
+    for m in model:
+        m.weight = model[0].weight
+    return fxmask.apply(model, ratio=RATIO, block=BLOCK, refresh=0)
+
+
+@COPIERS
+def test_copies_of_many_tied_layers(copier):
+    """Their masks know each other in the copy, and none of the first ones."""
+    model = tied(300)
+    again, before = copier(model), fxmask.masks(model)
+    again[7].load_state_dict({"weight": torch.randn(64, 64), "bias": torch.zeros(64)})
+    best = best_blocks(again[0].weight, BLOCK, RATIO)
+    assert all(m.weight is again[0].weight and torch.equal(m._fxmask_mask, best) for m in again)
+    assert all(torch.equal(mask, before[name]) for name, mask in fxmask.masks(model).items())
+    assert not torch.equal(best, model[0]._fxmask_mask)
+
+
+@COPIERS
+def test_a_copy_of_one_tied_layer_brings_no_other(copier):
+    model, alone, memo = tied(300), tied(1)[0], {}
+    copy.deepcopy(model[0], memo)
+    assert sum(isinstance(value, nn.Module) for value in memo.values()) == 1
+    assert len(pickle.dumps(model[0])) < len(pickle.dumps(alone)) + 100
+    again = copier(model[0])
+    again.load_state_dict({"weight": torch.randn(64, 64), "bias": torch.zeros(64)})
+    assert torch.equal(again._fxmask_mask, best_blocks(again.weight, BLOCK, RATIO))
+    assert all(torch.equal(m._fxmask_mask, best_blocks(model[0].weight, BLOCK, RATIO)) for m in model)
+
+
+def test_tied_layers_keep_no_layer_alive_and_forget_what_is_masked_anew():
+    model = tied(3)
+    gone = weakref.ref(model[2])
+    del model[2]
+    gc.collect()
+    assert gone() is None
+    fxmask.restore(model[1])
+    model[0].load_state_dict({"weight": torch.randn(64, 64), "bias": torch.zeros(64)})
+    assert list(fxmask.masks(model)) == ["0.weight"]
+    fxmask.apply(model, ratio=RATIO, block=BLOCK, refresh=0, exclude="0")
+    model[0].load_state_dict({"weight": torch.randn(64, 64), "bias": torch.zeros(64)})
+    assert all(torch.equal(m._fxmask_mask, best_blocks(model[0].weight, BLOCK, RATIO)) for m in model)
 
 
 def test_accumulation_counts_one_step():

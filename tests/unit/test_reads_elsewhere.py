@@ -1,15 +1,18 @@
 """Weights that an owner's forward reads where it does not itself: in compiled methods, in eager parts of a compiled forward, in threads, checkpoints."""
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
@@ -287,14 +290,47 @@ def test_a_write_that_no_source_shows_raises_where_it_would_be_lost():
 
 class ReadsOften(Own):
     def forward(self, x):
-        for _ in range(9):
+        for _ in range(lost_writes.MOST + 5):
             self.inner(x)
         self.held = len(lost_writes._read.get(self.fc, ()))
         return self.inner(x)
 
 
-def test_what_is_read_is_held_in_the_first_eager_forward_alone():
+def test_reads_are_looked_at_in_the_first_eager_forward_alone():
     model, x, _ = outputs(ReadsOften)
     for held in (lost_writes.MOST, 0, 0):
         model(x)
         assert model.held == held and model.fc not in lost_writes._read
+
+
+class Fails(WritesInAFunction):
+    """As one that runs out of memory does, and is tried again."""
+
+    bad, seen = True, ()
+
+    def forward(self, x):
+        w = self.fc.weight
+        self.seen = (*self.seen, weakref.ref(w))
+        y = F.linear(x, w)
+        if self.bad:
+            raise RuntimeError("out of memory")
+        halve(w)
+        return self.out(y)
+
+
+def test_a_forward_that_fails_leaves_no_memory_and_the_next_one_is_looked_at():
+    model, x = fxmask.apply(Fails(), ratio=0.5), torch.randn(8, 64)
+    for _ in range(lost_writes.MOST + 5):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(x)
+    gc.collect()
+    assert model.seen and all(ref() is None for ref in model.seen)
+    model.bad = False
+    with pytest.raises(UnsupportedError, match="the forward of Fails writes into the weight of this layer"):
+        model(x)
+
+
+def test_a_trace_records_no_look_at_what_is_read():
+    model, x, _ = outputs(Own)
+    traces = [make_fx(model)(x).code for _ in range(2)]
+    assert traces[0] == traces[1]

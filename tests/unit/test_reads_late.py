@@ -86,15 +86,23 @@ class BrokenAnew(CompiledAnew):
     compiled = torch.compile(inner, backend="eager")
 
 
+def test_compiled_code_in_a_generator():
+    torch._dynamo.reset()
+    model, x = fxmask.apply(CompiledPieces(), ratio=0.5), torch.randn(8, 64)
+    torch.testing.assert_close(torch.cat(list(model(x))), model.fc(x).tanh())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_generator_that_is_compiled(fullgraph):
+    torch._dynamo.reset()
+    model, x = fxmask.apply(Pieces(), ratio=0.5), torch.randn(8, 64)
+    torch.testing.assert_close(torch.cat(list(torch.compile(model, backend="eager", fullgraph=fullgraph)(x))), model.fc(x).tanh())
+    assert model.fc.weight is model.fc._parameters["weight"]
+
+
 def refused():
     text = r"(?s)compiled code reads a masked weight for a forward that has ended.*a module that reads a weight.*let the method call the layer"
     return pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match=text)
-
-
-def test_compiled_code_in_a_generator_is_refused():
-    torch._dynamo.reset()
-    with refused():
-        list(fxmask.apply(CompiledPieces(), ratio=0.5)(torch.randn(8, 64)))
 
 
 @pytest.mark.parametrize("kind", [CompiledAnew, BrokenAnew])

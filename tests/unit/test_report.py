@@ -72,18 +72,24 @@ def test_an_unmasked_model_says_so():
 
 
 def test_wide_reports_print_short():
-    """What all rows say alike stands once below, long cells are cut; rows, table() and what is saved stay whole."""
-    alike = {"masked": True, "reason": "selected", "block": "32x32"}
-    rows = [{"name": f"l{i}", **alike, "step": None if i else 3, "ratio": i / 8, "why": f"measured {i} " + "x" * 90} for i in range(3)]
-    report = fxmask.Report("wide", [*rows, {"name": "head", "masked": False, "reason": "its owner " + "x" * 50}])
+    """What all rows, or all masked ones, say alike stands once below, long cells are cut; names, reasons, rows and whole tables stay."""
+    alike = {"masked": True, "reason": "selected", "shape": "64x64", "block": "32x32"}
+    rows = [{"name": f"l{i}", **alike, "ranks_by": "taylor" if i else None, "ratio": i / 8, "why": f"measured {i} " + "x" * 90} for i in range(3)]
+    report = fxmask.Report("wide", [*rows, {"name": "head", "masked": False, "reason": "its owner " + "x" * 50, "shape": "64x64"}])
     text = str(report)
-    assert "in all rows that have one: block 32x32" in text and text.count("32x32") == 1
-    assert "x" * 60 not in text and "report.table() and report.rows have it whole" in text
-    assert max(map(len, text.splitlines())) < max(map(len, report.table().splitlines())) - 40
-    assert "x" * 50 in text and "step" in text.splitlines()[1]  # a reason is whole, and what one row alone has stays a column
-    assert report.rows[0]["why"] in report.table() and report.table().count("32x32") == 3
+    assert "\nall rows: shape 64x64\n" in text and "\nmasked rows: block 32x32\n" in text and text.count("32x32") == 1
+    assert max(map(len, text.splitlines())) < max(map(len, report.table().splitlines())) - 40 and "x" * 60 not in text
+    assert "x" * 50 in text and text.count("taylor") == 2  # which of the masked rows have it is part of what the table says
+    assert "report.table() and --format text have it whole" in text and text.isascii()
+    assert rows[0]["why"] in report.whole() and report.table() in report.whole() and report.table().count("32x32") == 3
     narrow = fxmask.Report("narrow", [{"name": "a", "block": "32x32"}, {"name": "b", "block": "32x32"}])
-    assert str(narrow) == "narrow\n" + narrow.table()
+    assert str(narrow) == narrow.whole() == "narrow\n" + narrow.table()
+
+
+def test_long_lines_below_a_wide_table_are_wrapped():
+    rows = [{"name": str(i), "masked": True, "reason": "selected", **{f"column_{c}": "v" * 30 for c in "abcdefgh"}} for i in range(2)]
+    lines = str(fxmask.Report("t", rows)).splitlines()
+    assert max(map(len, lines)) <= 120 and lines[-1].startswith("  ")
 
 
 def test_formats_of_a_table():
