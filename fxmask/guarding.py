@@ -60,8 +60,6 @@ class GuardHandle:
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
-        # other optimisers: how many parameters each had, and how many steps this guard had counted when it last stepped (None: it has none of these weights)
-        self.others: weakref.WeakKeyDictionary[Optimizer, tuple[int, int | None]] = weakref.WeakKeyDictionary()
         self._held, self._applied = _count(optimizer), times_applied()
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         if masked_step:  # whoever looks after a step sees weights that have moved

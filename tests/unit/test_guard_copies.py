@@ -186,3 +186,12 @@ def test_a_copy_that_does_not_move_says_nothing():
     twin.requires_grad_(True)
     with pytest.warns(FxMaskWarning, match=TEXT):
         train(twin, other)
+
+
+def test_a_guard_of_a_model_that_is_dense_again_says_nothing():
+    model, optimiser, _ = guarded()
+    fxmask.restore(model)
+    other = optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        train(model, other)
+    assert optimiser.state == {}
