@@ -96,7 +96,12 @@ def test_compiled_code_in_a_generator():
 def test_a_generator_that_is_compiled(fullgraph):
     torch._dynamo.reset()
     model, x = fxmask.apply(Pieces(), ratio=0.5), torch.randn(8, 64)
-    torch.testing.assert_close(torch.cat(list(torch.compile(model, backend="eager", fullgraph=fullgraph)(x))), model.fc(x).tanh())
+    call = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    if fullgraph and torch.__version__ < "2.13":  # Dynamo follows no `yield from` yet, and says so
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            list(call(x))
+        return
+    torch.testing.assert_close(torch.cat(list(call(x))), model.fc(x).tanh())
     assert model.fc.weight is model.fc._parameters["weight"]
 
 
