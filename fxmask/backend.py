@@ -143,8 +143,8 @@ def __getattr__(name: str) -> Any:
     return _backend
 
 
-def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor]]:
-    """Mask one Dynamo graph in place: names and real Parameters of what was masked."""
+def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor, backend_watch.Done]]:
+    """Mask one Dynamo graph in place: names and real Parameters of what was masked, and how."""
     bodies = graphs_of(gm)
     for body in bodies:
         run_passes(body.graph, o.passes)
@@ -172,7 +172,14 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     gm.recompile()
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
-    return list({id(d): (d.candidate.name, d.candidate.weight) for d in [*done, *pruned]}.values())
+    words = {id(d): config.words() for d, config in chosen}
+    backend_watch.note_left((d.candidate.weight, d.reason) for d in decisions if d.config is None)
+    return [(d.candidate.name, d.candidate.weight, _done(d, o, words.get(id(d)))) for d in {id(d): d for d in [*done, *pruned]}.values()]
+
+
+def _done(d: Decision, o: Options, activations: str | None) -> backend_watch.Done:
+    mask = None if o.alone or d.candidate.product else d.config
+    return backend_watch.Done(mask, d.candidate.param_name, any(n.target in LINEARS for n in d.candidate.nodes), activations)
 
 
 def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
@@ -253,7 +260,7 @@ def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> No
     if missing:
         names = ", ".join(d.candidate.name for d in masked) or "nothing"
         what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
-        raise UnsupportedError(message(what, WHERE, WAYS))
+        raise UnsupportedError(message(what, WHERE, f"{WAYS} What is meant to stay dense goes into exclude."))
     if not masked:
         warnings.warn(message(f"backend='fxmask' {done} nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
 

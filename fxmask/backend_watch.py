@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +16,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .decided import decided_by_apply, mark_again
 from .kernels.errors import FxMaskWarning, StateError, message
+from .passes.config import WeightMask
+
+
+class Done(NamedTuple):
+    """What a graph does to a linear: its mask, if it has one, the name that random masks of it go by, and what is dropped of its saved input."""
+
+    mask: WeightMask | None
+    stream_name: str
+    called: bool  # not read by something that takes weights as arguments
+    activations: str | None
 
 
 @dataclasses.dataclass
 class Use:
-    """How often graphs with a masked weight were called, and how often they had been at the last optimiser step."""
+    """How often graphs with a masked weight were called, what the last one did, and how often they had been called at the last optimiser step."""
 
     name: str
+    done: Done | None = None
     calls: int = 0
     seen: int = 0
     gradient: weakref.ref[Tensor] | None = None  # which it was then, and its version: several hooks may see one step, and several steps one gradient
@@ -40,6 +51,7 @@ class State:
 
 state = State()
 _uses = WeakTensorKeyDictionary()  # real Parameter -> Use
+_left = WeakTensorKeyDictionary()  # real Parameter that a graph has left dense -> why
 _installed: list[Any] = []
 
 
@@ -50,7 +62,7 @@ def asked() -> None:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs: Sequence[Any]) -> Callable[..., Any]:
+def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor, Done]], inputs: Sequence[Any]) -> Callable[..., Any]:
     """The compiled graph, counting its calls for the weights that it masks. `inputs`: what it was compiled for, among which the weights are.
 
     Dynamo calls one graph with the weights of several layers, where their frames are compiled on their own: those that are given count.
@@ -59,14 +71,14 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
     if not masked:
         return compiled
     places = {id(given): i for i, given in enumerate(inputs)}
-    fixed = [_use(name, w) for name, w in masked if id(w) not in places]
-    last = [(places[id(w)], name, weakref.ref(w), _use(name, w)) for name, w in masked if id(w) in places]
+    fixed = [(_use(name, w), done) for name, w, done in masked if id(w) not in places]
+    last = [(places[id(w)], name, done, weakref.ref(w), _use(name, w)) for name, w, done in masked if id(w) in places]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
-        for u in fixed:
-            u.calls += 1
-        for j, (i, name, given, u) in enumerate(last):
+        for u, done in fixed:
+            u.calls, u.done = u.calls + 1, done
+        for j, (i, name, done, given, u) in enumerate(last):
             known = given() is args[i]
             if not known and args[i] not in _uses:
                 mark_again()
@@ -75,8 +87,8 @@ def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor]], inputs
                 raise StateError(message(what, name, "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."))
             if not known:  # looked up only then, as a lookup costs microseconds
                 u = _use(f"{name} (of another layer, which shares its graph)", args[i])
-                last[j] = (i, name, weakref.ref(args[i]), u)
-            u.calls += 1
+                last[j] = (i, name, done, weakref.ref(args[i]), u)
+            u.calls, u.done = u.calls + 1, done
         return compiled(*args)
 
     return counted
@@ -98,6 +110,20 @@ def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Seq
         return compiled(*args)
 
     return checked
+
+
+def note_left(weights: Iterable[tuple[Tensor, str]]) -> None:
+    """Note what a graph has left dense, and why."""
+    for w, why in weights:
+        _left[w] = why
+        if (use := _uses.get(w)) is not None:
+            use.done = None  # till a graph that masks it runs again
+
+
+def seen(w: Tensor) -> tuple[Done | None, str | None]:
+    """What the last graph that has run with a weight does to it; why the last one that was compiled leaves it dense."""
+    use = _uses.get(w)
+    return None if use is None else use.done, _left.get(w)
 
 
 def _use(name: str, w: Tensor) -> Use:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
 from .passes.choose import Decision
 from .passes.find import graph_modules, join
@@ -127,10 +127,10 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         if not isinstance(owner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
             found += [join(path, other) for other, m in owner.named_children() if isinstance(m, DROPOUTS) and type(m) is not FusedDropout and m.p > 0]
     if found:
-        shown = ", ".join(list(dict.fromkeys(found))[:5])
+        shown = first_of(list(dict.fromkeys(found)))
         what = f"BlockDropout(p=...) drops beside {shown}, which stays: expected one dropout before a layer, and where one of them feeds it there are two."
         fix = "set that one's p to 0 where it does; a trace (torch.fx.symbolic_trace) shows which, and has it fused."
-        warnings.warn(message(what, ", ".join(names[:5]), fix), FxMaskWarning, stacklevel=4)
+        warnings.warn(message(what, first_of(names), fix), FxMaskWarning, stacklevel=4)
 
 
 def undrop(model: nn.Module) -> None:

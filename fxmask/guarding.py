@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from . import other_steps
 from .decided import decided_by_apply, times_applied
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
-from .passes import copies, elementwise, phases, pruning_schedule, ranks, rebuild
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
+from .passes import elementwise, lost_guards, phases, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
 from .passes import site as state
-from .passes.bypass import first_of, warn_of_dense_gradients, warn_of_dense_readers
+from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.find import graph_modules, resolve
 from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, note_masks, reset_returned
 from .passes.saliency import observe, refuse_shard
@@ -196,7 +196,7 @@ class GuardHandle:
             self.remove()
             for site, policy in left:  # nobody has taken it off
                 site._fxmask_was = policy
-                copies.expect_guard(site)
+                lost_guards.expect_guard(site)
 
     def __enter__(self) -> GuardHandle:
         return self

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .passes.activation_pruning import ActivationPruning
 from .passes.block_dropout import BlockDropout
 from .passes.choose import Decision, matches
@@ -111,7 +111,7 @@ def warn_of_products(decisions: list[Decision]) -> None:
     products = [d for d in decisions if d.candidate.product]
     left = [d for d in products if d.config is None and d.reason == d.candidate.skip]
     if left:
-        names = ", ".join(d.candidate.name for d in left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        names = first_of([d.candidate.name for d in left])
         fix = "graphs have them as calls: apply it to a torch.fx.symbolic_trace or torch.export of the model, or torch.compile(model, backend='fxmask')."
         warnings.warn(message(f"affine=True leaves products with these parameters dense: {names}: {left[0].reason}.", "", fix), FxMaskWarning, stacklevel=3)
     if all(d.config is None for d in products) and any(d.config is not None for d in decisions):

@@ -10,9 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .kernels.errors import FxMaskWarning, message
-from .passes.bypass import first_of
-from .passes.copies import KEPT
+from .kernels.errors import FxMaskWarning, first_of, message
+from .passes.lost_guards import KEPT
 
 if TYPE_CHECKING:
     from .guarding import GuardHandle

@@ -6,7 +6,7 @@ the import order because the kernels raise them too; users find them in `fxmask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 OTHERS_SAY = {  # in papers and in other libraries: here
@@ -56,6 +56,11 @@ def message(what: str, where: str = "", fix: str = "") -> str:
     if fix:
         lines.append(f"  fix: {fix}")
     return "\n".join(lines)
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """Names for a message: the first few, and how many there are besides."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def meant(got: object, known: Iterable[str]) -> str:

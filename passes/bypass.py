@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..kernels.errors import FxMaskWarning, message
+from ..kernels.errors import FxMaskWarning, first_of, message
 from ..kernels.grid import expand_mask, to_blocks
 from . import ranks
 from . import site as state
@@ -35,11 +35,6 @@ def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
     unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
     return [name for name, site, grad in unseen if state.traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
-
-
-def first_of(names: list[str]) -> str:
-    """Names for a message, five at most."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:

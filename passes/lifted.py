@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .find import EMBEDDINGS, LINEARS, Candidate, call_stack, weight_arg, weight_problem
+from .find import EMBEDDINGS, IN_PROJ, IN_PROJ_WEIGHTS, LINEARS, Candidate, call_stack, weight_arg, weight_problem
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -23,6 +23,12 @@ READERS: dict[Any, dict[str, str]] = {
     F.multi_head_attention_forward: {f"{x}_proj_weight": f"{x}_proj" for x in ("out", "q", "k", "v")},
     torch._native_multi_head_attention: {"7": "out_proj"},
     torch._transformer_encoder_layer_fwd: {"5": "self_attn.out_proj", "14": "linear1", "16": "linear2"},
+}
+# their arguments that are packed projections, which are no Linear's weights, and no linear calls
+PACKED: dict[Any, tuple[str, ...]] = {
+    F.multi_head_attention_forward: IN_PROJ_WEIGHTS,
+    torch._native_multi_head_attention: ("5",),
+    torch._transformer_encoder_layer_fwd: ("3",),
 }
 # bodies that compute what they say, of operands that are passed one by one
 TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
@@ -81,6 +87,12 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
             for w, layer in _read_weights(node):
                 if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight"):
                     _add(found, body, node, w, layer, real)
+            for key in PACKED.get(node.target, ()):
+                w = _arguments(node).get(key)
+                if isinstance(w, Node) and (id(body.graph), w) not in found:
+                    _add(found, body, node, w, "in_proj", real)
+                    c = found[id(body.graph), w]
+                    c.problem, c.skip, c.quiet, c.module = "", IN_PROJ, True, None
             if node.target in EMBEDDINGS:
                 for a in node.all_input_nodes:
                     value = real.get(body.origin.get(a, a))
@@ -96,10 +108,15 @@ def _read_weights(node: Node) -> list[tuple[Node, str]]:
     layers = READERS.get(node.target)
     if layers is None:
         return []
-    given = {str(i): a for i, a in enumerate(node.args)}
-    if node.target is F.multi_head_attention_forward:
-        given = inspect.signature(F.multi_head_attention_forward).bind_partial(*node.args, **node.kwargs).arguments
+    given = _arguments(node)
     return [(a, layer) for key, layer in layers.items() if isinstance(a := given.get(key), Node)]
+
+
+def _arguments(node: Node) -> Mapping[str, Any]:
+    """What a reader is given, by name or, where it has no signature, by position."""
+    if node.target is F.multi_head_attention_forward:
+        return inspect.signature(F.multi_head_attention_forward).bind_partial(*node.args, **node.kwargs).arguments
+    return {str(i): a for i, a in enumerate(node.args)}
 
 
 def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import dispatch
-from ..kernels.errors import FxMaskWarning, message
+from ..kernels.errors import FxMaskWarning, first_of, message
 from ..kernels.grid import as_matrix
 from . import looks, phase_change, ranks
 from . import site as state
@@ -143,7 +143,7 @@ def after_load(site: Site, weight: Tensor) -> None:
 def _warn_of_order(site: Site, restored: list[str]) -> None:
     """Once for all masks of a state: layers load one after the other, and the first one that loses its mask cannot know which of the others will."""
     what = "weights were loaded after fxmask.load_state_dict, and masks that it brought are built anew from them: expected the weights first, then the masks."
-    names = ", ".join(restored[:3]) + (f" and {len(restored) - 3} more" if len(restored) > 3 else "")
+    names = first_of(restored, 3)
     fix = "load the weights first, then the masks: model.load_state_dict, then fxmask.load_state_dict, for all layers."
     restored.clear()
     warnings.warn(message(what, f"{site._fxmask_name}; masks had been brought for {names}", fix), FxMaskWarning, stacklevel=2)

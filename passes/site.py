@@ -22,7 +22,7 @@ from ..kernels import ops
 from ..kernels.dispatch import runs_triton
 from ..kernels.errors import FxMaskWarning, ShapeError, StateError, UnsupportedError, message
 from ..kernels.grid import as_matrix, grid_shape, matrix_shape
-from . import copies, feedback, phases, ranks
+from . import feedback, lost_guards, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
 from .weights import is_ensemble
@@ -112,7 +112,7 @@ class Site(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.__dict__.get("_fxmask_was") is not None:
-            copies.expect_guard(self)
+            lost_guards.expect_guard(self)
         ties = self.__dict__.get("_fxmask_tied")
         if ties is not None and "weight" in self._parameters:  # masks in graphs hold no weight, and join when theirs is loaded
             ties.join(self, self, "weight")

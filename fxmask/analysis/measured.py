@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..kernels.errors import first_of
 from . import ncu
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def attach(report: Analysis, ncu_csv: str | Path | None, timings: Mapping[str, f
     rows = report.tables["roofline"]
     matched = {name: group for name in found if (group := rows_of(rows, name))}
     if found and not matched:
-        names = ", ".join(list(found)[:5])
+        names = first_of(list(found))
         raise ConfigError(f"measurements are named {names}: expected nodes or modules of this analysis, such as {rows[0]['node']!r} or {rows[0]['module']!r}.")
     measured = [_row(name, found[name], group, report) for name, group in matched.items()]
     if measured:
@@ -35,7 +36,7 @@ def attach(report: Analysis, ncu_csv: str | Path | None, timings: Mapping[str, f
                 matched[row["name"]][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
     left = [name for name in found if name not in matched]
     if left:
-        report.notes.append(f"{len(left)} measured ranges are no node or module of this analysis: {', '.join(left[:5])}.")
+        report.notes.append(f"{len(left)} measured ranges are no node or module of this analysis: {first_of(left)}.")
     if energy is not None:
         report.tables["energy"] = [dict(energy)]
 

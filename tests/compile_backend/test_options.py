@@ -148,8 +148,31 @@ def test_functions_of_apply_say_where_the_masks_are():
     model = mlp()
     call = torch.compile(model, backend="fxmask", options={**OPTIONS, "inner": "eager"})
     call(torch.randn(4, 64))
-    assert any("masks live in the compiled graphs alone" in note for note in fxmask.explain(call).notes)
+    assert any("anew in each call of its graphs" in note for note in fxmask.explain(call).notes)
     for function in (fxmask.masks, lambda m: fxmask.guard(torch.optim.SGD(m.parameters(), 0.1), m)):
         with pytest.raises(StateError, match=r"(?s)compiled by backend='fxmask'.*fix: give fxmask.apply the backend's options instead"):
             function(call)
     assert not any("compiled graphs" in note for note in fxmask.explain(torch.compile(mlp())).notes)
+
+
+def test_packed_projections_stay_dense_and_are_told():
+    model, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 5, 32)
+    error = failing(Attends(model), x, **OPTIONS, require=True)
+    assert "expected inner.in_proj_weight to be masked" in str(error) and "no Linear" in str(error) and "goes into exclude" in str(error)
+    torch._dynamo.reset()
+    y = compiled(Attends(model), **OPTIONS, require=True, exclude="*.in_proj_weight")(x)
+    assert torch.equal(y, Attends(fxmask.apply(model, **OPTIONS))(x))
+
+
+class Attends(Wrap):
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_so_they_are_in_an_encoder_layer(train):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).train(train)
+    with torch.set_grad_enabled(train):
+        error = failing(Wrap(layer), torch.randn(2, 5, 32), **OPTIONS, require=True)
+    assert "expected inner.self_attn.in_proj_weight to be masked" in str(error)
+    assert all(f"inner.{name}" in str(error) for name in ("self_attn.out_proj", "linear1", "linear2"))

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..kernels.errors import FxMaskWarning, message
+from ..kernels.errors import FxMaskWarning, first_of, message
 
 if TYPE_CHECKING:
     from .site import Site
@@ -54,6 +54,5 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if left:
         what = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none."
         what += " Masked weights can move."
-        where = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
         fix = "call fxmask.guard(optimizer, model); without one on purpose: fxmask.step(model, 0)."
-        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=3)
+        warnings.warn(message(what, first_of(left), fix), FxMaskWarning, stacklevel=3)

@@ -1,0 +1,147 @@
+"""One row of `explain`: what became of a layer, by `apply` or in the graphs of `backend="fxmask"`, and what runs it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backend_watch import Done, seen
+from .conv_layers import LISTS, why_dense
+from .kernels import ops
+from .kernels.cpu import deciding
+from .kernels.grid import grid_shape, kept_elements, matrix_shape
+from .kernels.tune import Choice
+from .passes import site as state
+from .passes.config import WeightMask
+from .passes.site import Site, stream_of
+
+IN_GRAPHS = "in graphs of backend='fxmask' alone"
+OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
+
+
+def dense_row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
+    columns = ["block", "blocks", "target_ratio", "final_ratio", "achieved_ratio", "backward", "masked_weights", "ranks_by", "impl", "why", "step"]
+    row, shape = dict.fromkeys([*columns, "mask_age", "flips"]), "x".join(map(str, weight.shape))
+    return {"name": name, "masked": False, "reason": reason, "shape": shape, **row, "elements": weight.numel(), "kept": weight.numel()}
+
+
+def _policy(site: Site, weight: Tensor | None) -> str:
+    why = "no guard" if site._fxmask_guard is None or isinstance(weight, nn.Parameter) else "other parameters make this weight"
+    policy = site._fxmask_policy or f"left to the optimiser ({why})"
+    return f"{policy}, from step {site._fxmask_config.softened_from}; free till then" if site._fxmask_softening and policy in ("freeze", "decay") else policy
+
+
+def _ranking(c: WeightMask) -> str | None:
+    """What decides which blocks are kept, where it is more than the norm of the weight."""
+    parts = [] if c.criterion == "fro" else [c.criterion]
+    parts += [f"{name} {value:g}" for name, value in (("average", c.average), ("hysteresis", c.hysteresis)) if value]
+    parts += [f"regrow {c.regrow.by} {c.regrow.fraction:g}"] if c.regrow is not None else []
+    parts += [name for name in ("cover", "soft", "gain") if getattr(c, name)]
+    return ", ".join(parts) or None
+
+
+def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, layer: nn.Module | None = None) -> dict[str, str]:
+    """What runs a layer, and why: the numbers of the choices where some were made."""
+    if c.read == "weight":
+        return {"impl": "reference", "why": "its owner reads W∘M"}
+    if isinstance(layer, nn.Conv2d) and weight is not None:
+        dense = why_dense(layer, weight)
+        if dense or c.impl not in LISTS:
+            why = dense or ("asked for" if c.impl == "reference" else "no recorded run shows a faster one")
+            return {"impl": "masked_dense", "why": f"PyTorch's convolution of W∘M: {why}"}
+    if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
+        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no recorded run shows a faster one" if c.impl == "auto" else "asked for"}
+    density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
+    if density == 1:
+        return {"impl": "masked_dense", "why": "no block is masked"}
+    found = {op: deciding.made(op, matrix_shape(weight.shape), c.block, density, c.impl == "cpu") for op in OPS}
+    ran = {op: f for op, f in found.items() if f}
+    if not ran:
+        return {"impl": c.impl, "why": "chosen when it first runs"}
+    why = "; ".join(f"{op} {_reasons_of(choice)}" for op, f in ran.items() for choice in f.values())
+    return {"impl": ", ".join(f"{op} {_names_of(f)}" for op, f in ran.items()), "why": why}
+
+
+def _names_of(choices: dict[int, Choice]) -> str:
+    """The plan; where calls of layers of this kind differ in tokens and plans, each with its number of tokens."""
+    if len({c.name for c in choices.values()}) == 1:
+        return next(iter(choices.values())).name
+    return " or ".join(f"{c.name} ({f'about {tokens:,} tokens' if tokens else 'few tokens'})" for tokens, c in choices.items())
+
+
+def _reasons_of(choice: Choice) -> str:
+    """A choice's times in ms, fastest first, and over how many tokens."""
+    times = sorted(choice.times.items(), key=lambda t: t[1])[:4]
+    busy = ", on a busy machine: will be repeated" if choice.busy else ""
+    return f"{choice.why} over {choice.tokens:,} tokens{busy}: " + ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in times)
+
+
+@torch.no_grad()
+def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
+    c = site._fxmask_config
+    nb, kb = site._fxmask_grid
+    known = weight is not None and not weight.is_meta
+    shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
+    mask = state.mask_outside(site, weight.detach()) if known and weight is not None else None
+    kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
+    elements = math.prod(shape)
+    soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
+    row = dense_row(name, torch.empty(shape, device="meta"), soft if site._fxmask_softening else "selected")
+    row.update(
+        masked=True,
+        block="x".join(map(str, c.block)),
+        blocks=nb * kb,
+        target_ratio=0.0 if site._fxmask_is_dense else c.ratio_at(site._fxmask_step),
+        final_ratio=site._fxmask_given.final_ratio,
+        achieved_ratio=None if kept is None or not elements else 1 - kept / elements,
+        backward=c.backward,
+        masked_weights=_policy(site, weight),
+        ranks_by=_ranking(c),
+        **_implementation(c, weight, mask, site),
+        step=site._fxmask_step,
+        mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
+        flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),
+        kept=kept,
+        elements=elements,
+    )
+    return row
+
+
+def unapplied_row(name: str, weight: Tensor, unseen: str) -> dict[str, Any]:
+    """A layer of which `apply` knows nothing: what graphs of the backend do, and else what is to be said of one that nobody has seen."""
+    done, left = seen(weight)
+    if done is None:
+        return dense_row(name, weight, unseen if left is None else f"{left} (backend='fxmask')")
+    return {**_graph_row(name, weight, done), "activations": done.activations}
+
+
+@torch.no_grad()
+def _graph_row(name: str, weight: Tensor, done: Done) -> dict[str, Any]:
+    """A layer that compiled graphs of the backend mask. They keep nothing, so the mask is made here, from the weight as it is now."""
+    c = done.mask
+    if c is None:
+        return dense_row(name, weight, f"not masked; input pruned {IN_GRAPHS}")
+    nb, kb = grid_shape(weight.shape, c.block)
+    row, mask = dense_row(name, weight, f"selected {IN_GRAPHS}"), None
+    if not weight.is_meta:
+        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in (c.keep_at(0, nb * kb), 0))
+        stream = stream_of(c.seed, done.stream_name) if c.criterion == "random" else 0
+        mask = ops.index(weight.detach(), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
+        row["kept"] = int(kept_elements(mask, matrix_shape(weight.shape), c.block))
+        row["achieved_ratio"] = 1 - row["kept"] / weight.numel()
+    runs = _implementation(c, weight, mask) if done.called else {"impl": "reference", "why": "its reader takes W∘M as an argument"}
+    row.update(
+        masked=True,
+        block="x".join(map(str, c.block)),
+        blocks=nb * kb,
+        target_ratio=c.ratio,
+        final_ratio=c.ratio,
+        backward=c.backward,
+        masked_weights="left to the optimiser (no guard)",
+        ranks_by=_ranking(c),
+        **runs,
+    )
+    return row
