@@ -62,7 +62,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
     flips (blocks that changed place, for cached masks), activations (what is dropped of the input that is saved for the backward), dropout
     (of the input, in blocks). Under `ActivationPruning(affine=True)` rows of products with parameters follow, by the parameters' names.
-    Of `torch.compile(model, backend="fxmask")` it says what its graphs have done so far: call the model once, then ask; weights that no Linear holds have rows, too.
+    Of `torch.compile(model, backend="fxmask")` it says what its graphs have done so far: call the model once, then ask. Weights of no Linear have rows, too.
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
 
     Args:

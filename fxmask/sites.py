@@ -63,7 +63,8 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         what = f"{caller}: nothing is masked in this model: {EXPECTED}."
         if backend_of(model) == "fxmask":
             what = f"{caller}: this model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: {EXPECTED}."
-            raise StateError(message(what, type(model).__name__, "give fxmask.apply the backend's options instead, then torch.compile without a backend; fxmask.explain lists what graphs mask."))
+            fix = "give fxmask.apply the backend's options instead, then torch.compile without a backend; fxmask.explain lists what graphs mask."
+            raise StateError(message(what, type(model).__name__, fix))
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:

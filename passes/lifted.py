@@ -88,10 +88,10 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
                 if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight"):
                     _add(found, body, node, w, layer, real)
             for key in PACKED.get(node.target, ()):
-                w = _arguments(node).get(key)
-                if isinstance(w, Node) and (id(body.graph), w) not in found:
-                    _add(found, body, node, w, "in_proj", real)
-                    c = found[id(body.graph), w]
+                packed = _arguments(node).get(key)
+                if isinstance(packed, Node) and (id(body.graph), packed) not in found:
+                    _add(found, body, node, packed, "in_proj", real)
+                    c = found[id(body.graph), packed]
                     c.problem, c.skip, c.quiet, c.module = "", IN_PROJ, True, None
             if node.target in EMBEDDINGS:
                 for a in node.all_input_nodes:

@@ -22,6 +22,13 @@ from fxmask.passes.find import find
 SMALL = {"seconds": 6.0, "blocks": [32], "ratios": [0.5]}
 
 
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch, request):
+    """Each cell is timed once, and not again for half of the time, where no test looks at the figures."""
+    if "one_thread" not in request.fixturenames:
+        monkeypatch.setattr("fxmask.advice.search.REPEATED", 0.0)
+
+
 def seen(model: nn.Module, *args, include=None) -> list:
     decisions = choose(find(model), fxmask.WeightMask(ratio=0.5, block=(16, 16)), include, None, None, model)
     return layers_of(model, decisions, args, {})
