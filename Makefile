@@ -16,6 +16,10 @@ READY := $(if $(filter command line,$(origin PY)),,$(STAMP))
 # torch takes every core by default and slows down on a shared machine
 export OMP_NUM_THREADS ?= 2
 
+# tests run in so many processes of one thread each, whole files at a time: on more cores, make test JOBS=8
+JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile
+
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo test test-all models aot zoo lint gpu clean
@@ -27,10 +31,10 @@ demo: $(READY)  ## train a small masked model on the CPU and print its report
 	@$(PY) examples/demo.py
 
 test: $(READY)  ## the tests, but for the slow ones
-	@$(PY) -m pytest -m "not slow and not gpu and not models"
+	@$(PYTEST) -m "not slow and not gpu and not models"
 
 test-all: $(READY)  ## the tests, slow ones included
-	@$(PY) -m pytest -m "not gpu and not models"
+	@$(PYTEST) -m "not gpu and not models"
 
 models: $(READY)  ## the tests with models of timm, Hugging Face and peft, which it installs
 	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'

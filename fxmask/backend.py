@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from . import backend_watch
 from .backend_names import of_model, warn_of_parts
+from .backend_watch import Done
 from .decided import decided_by_apply, mark_again
 from .inputs import mask_overrides, selected
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
@@ -127,12 +128,12 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     """The backend itself, as torch.compile calls it for each graph; see `Options`. Raises: FxMaskError, which torch.compile wraps with its text."""
     backend_watch.state.reached = True
     o = parse(options)
-    masked = rewrite(gm, example_inputs, o)
+    found = rewrite(gm, example_inputs, o)
     real, bodies = _real(gm, example_inputs), graphs_of(gm)
-    left = not masked and not any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
+    left = not any(done.changes for _, _, done in found) and not any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
     weights = [c.weight for c in find_lifted(bodies, real)] if left else []
     compiled, given = _inner(o, mode)(gm, example_inputs), list(real.values())
-    return backend_watch.watch_left(compiled, given, weights) if left else backend_watch.watch(compiled, masked, given)
+    return backend_watch.watch(backend_watch.watch_left(compiled, given, weights), found, given)
 
 
 def __getattr__(name: str) -> Any:
@@ -143,8 +144,8 @@ def __getattr__(name: str) -> Any:
     return _backend
 
 
-def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor, backend_watch.Done]]:
-    """Mask one Dynamo graph in place: names and real Parameters of what was masked, and how."""
+def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor, Done]]:
+    """Mask one Dynamo graph in place: names and real Parameters of its linears, and what is done to them."""
     bodies = graphs_of(gm)
     for body in bodies:
         run_passes(body.graph, o.passes)
@@ -173,13 +174,23 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
     words = {id(d): config.words() for d, config in chosen}
-    backend_watch.note_left((d.candidate.weight, d.reason) for d in decisions if d.config is None)
-    return [(d.candidate.name, d.candidate.weight, _done(d, o, words.get(id(d)))) for d in {id(d): d for d in [*done, *pruned]}.values()]
+    return _done(decisions, {id(d) for d in done}, words)
 
 
-def _done(d: Decision, o: Options, activations: str | None) -> backend_watch.Done:
-    mask = None if o.alone or d.candidate.product else d.config
-    return backend_watch.Done(mask, d.candidate.param_name, any(n.target in LINEARS for n in d.candidate.nodes), activations)
+def _done(decisions: list[Decision], masked: set[int], words: Mapping[int, str]) -> list[tuple[str, Tensor, Done]]:
+    """For every weight what the graph does to it. `words`: of pruned inputs. Both go by the decision's id."""
+    found: dict[int, tuple[str, Tensor, Done]] = {}
+    for d in decisions:
+        c, activations = d.candidate, words.get(id(d))
+        name, w, before = found.get(id(c.weight), (c.name, c.weight, Done(product=c.product)))
+        if id(d) in masked:
+            now = before._replace(mask=d.config, stream_name=c.param_name, called=any(n.target in LINEARS for n in c.nodes))
+        else:
+            why = d.reason if d.config is None else "its reader takes the weight as an argument, and no linear call prunes its input"
+            now = before if activations else before._replace(dense=why)
+        now = now._replace(activations=activations or before.activations, product=before.product and c.product)
+        found[id(w)] = (name if before.changes else c.name), w, now
+    return list(found.values())
 
 
 def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:

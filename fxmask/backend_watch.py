@@ -22,17 +22,25 @@ from .passes.config import WeightMask
 class Done(NamedTuple):
     """What a graph does to a linear: its mask, if it has one, the name that random masks of it go by, and what is dropped of its saved input."""
 
-    mask: WeightMask | None
-    stream_name: str
-    called: bool  # not read by something that takes weights as arguments
-    activations: str | None
+    mask: WeightMask | None = None
+    stream_name: str = ""
+    called: bool = True  # not read by something that takes weights as arguments
+    activations: str | None = None
+    product: bool = False  # with a parameter, and no linear
+    dense: str = ""  # why it is not masked, or why one of its uses is not
+
+    @property
+    def changes(self) -> bool:
+        """Whether the graph is another one than without the backend."""
+        return self.mask is not None or self.activations is not None
 
 
 @dataclasses.dataclass
 class Use:
-    """How often graphs with a masked weight were called, what the last one did, and how often they had been called at the last optimiser step."""
+    """How often graphs that mask a weight were called, and had been at the last optimiser step; and what the last graph that has run does to it."""
 
     name: str
+    masks: bool = False  # whether there are such graphs
     done: Done | None = None
     calls: int = 0
     seen: int = 0
@@ -51,7 +59,6 @@ class State:
 
 state = State()
 _uses = WeakTensorKeyDictionary()  # real Parameter -> Use
-_left = WeakTensorKeyDictionary()  # real Parameter that a graph has left dense -> why
 _installed: list[Any] = []
 
 
@@ -62,33 +69,35 @@ def asked() -> None:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def watch(compiled: Callable[..., Any], masked: list[tuple[str, Tensor, Done]], inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The compiled graph, counting its calls for the weights that it masks. `inputs`: what it was compiled for, among which the weights are.
+def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The compiled graph, noting its calls for the weights that it masks or leaves dense. `inputs`: what it was compiled for, among which the weights are.
 
     Dynamo calls one graph with the weights of several layers, where their frames are compiled on their own: those that are given count.
     Raises: StateError where one of them is a layer's that `apply` has left dense since, or in another model: Dynamo's guards do not see that.
     """
-    if not masked:
+    if not found:
         return compiled
     places = {id(given): i for i, given in enumerate(inputs)}
-    fixed = [(_use(name, w), done) for name, w, done in masked if id(w) not in places]
-    last = [(places[id(w)], name, done, weakref.ref(w), _use(name, w)) for name, w, done in masked if id(w) in places]
+    fixed = [(_use(name, w, done), done) for name, w, done in found if id(w) not in places]
+    last = [(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
         for u, done in fixed:
-            u.calls, u.done = u.calls + 1, done
+            u.calls, u.done = u.calls + done.changes, done
         for j, (i, name, done, given, u) in enumerate(last):
             known = given() is args[i]
-            if not known and args[i] not in _uses:
-                mark_again()
-            if decided_by_apply(args[i]):
-                what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
-                raise StateError(message(what, name, "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."))
+            if done.changes:
+                if not known and args[i] not in _uses:
+                    mark_again()
+                if decided_by_apply(args[i]):
+                    what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
+                    fix = "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."
+                    raise StateError(message(what, name, fix))
             if not known:  # looked up only then, as a lookup costs microseconds
-                u = _use(f"{name} (of another layer, which shares its graph)", args[i])
+                u = _use(f"{name} (of another layer, which shares its graph)", args[i], done)
                 last[j] = (i, name, done, weakref.ref(args[i]), u)
-            u.calls, u.done = u.calls + 1, done
+            u.calls, u.done = u.calls + done.changes, done
         return compiled(*args)
 
     return counted
@@ -112,24 +121,24 @@ def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Seq
     return checked
 
 
-def note_left(weights: Iterable[tuple[Tensor, str]]) -> None:
-    """Note what a graph has left dense, and why."""
-    for w, why in weights:
-        _left[w] = why
-        if (use := _uses.get(w)) is not None:
-            use.done = None  # till a graph that masks it runs again
-
-
-def seen(w: Tensor) -> tuple[Done | None, str | None]:
-    """What the last graph that has run with a weight does to it; why the last one that was compiled leaves it dense."""
+def seen(w: Tensor) -> Done | None:
+    """What the last graph of the backend that has run with a weight does to it; None where none has, or `apply` has decided since."""
     use = _uses.get(w)
-    return None if use is None else use.done, _left.get(w)
+    return None if use is None else use.done
 
 
-def _use(name: str, w: Tensor) -> Use:
+def forget(weights: Iterable[Tensor]) -> None:
+    """`apply` has decided about these: what graphs did before is past."""
+    for w in weights:
+        if (use := _uses.get(w)) is not None:
+            use.done = None
+
+
+def _use(name: str, w: Tensor, done: Done) -> Use:
     found = _uses.get(w)
     if found is None:
         found = _uses[w] = Use(name)
+    found.masks |= done.changes
     return cast(Use, found)
 
 
@@ -145,7 +154,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for group in optimizer.param_groups:
         for p in group["params"]:
             use = _uses.get(p) if isinstance(p, Tensor) else None
-            if use is None or p.grad is None:
+            if use is None or not use.masks or p.grad is None:
                 continue
             same = use.gradient is not None and use.gradient() is p.grad and use.version == p.grad._version
             if use.calls == use.seen and not same:

@@ -31,7 +31,7 @@ from .pruning import pruned_layers
 from .report import Report
 from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of
 
-NO_GRAPH = "dense so far: no graph of backend='fxmask' has run with it"
+NO_GRAPH = "no graph of backend='fxmask' that has run is known to mask it"
 UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
 
 
@@ -62,7 +62,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
     flips (blocks that changed place, for cached masks), activations (what is dropped of the input that is saved for the backward), dropout
     (of the input, in blocks). Under `ActivationPruning(affine=True)` rows of products with parameters follow, by the parameters' names.
-    Of `torch.compile(model, backend="fxmask")` it says what its graphs have done so far: call the model once, then ask. Weights of no Linear have rows, too.
+    Of `torch.compile(model, backend="fxmask")` it says what its graphs have done so far: call the model once, then ask. Parameters of no Linear have rows, too.
     Achieved figures are None where the weight has no values. Cost: one `block_index` a layer that has no cached mask.
 
     Args:
@@ -78,19 +78,20 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     rows = []
     nm = dict(nm_layers(model))
     found = _candidates(model, reasons)
-    by_backend = backend_of(model) == "fxmask"
+    by_backend = backend_of(model) == "fxmask" or any(seen(p) for p in model.parameters())
     unseen = NO_GRAPH if by_backend else UNSEEN
     for c in found:
         entry = masked.pop(c.param_name, None)
         if c.name in nm:
             rows.append({**dense_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})
         elif entry is None:
-            rows.append(dense_row(c.name, c.weight, reasons[c.name]) if c.name in reasons else unapplied_row(c.name, c.weight, unseen))
+            rows.append(dense_row(c.name, c.weight, reasons[c.name]) if c.name in reasons else unapplied_row(c.name, c.weight, unseen, health is not False))
         else:
             rows.append({**masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
     weights = [c.weight for c in found]
-    bare = [(name, p) for name, p in model.named_parameters() if seen(p)[0] and not any(p is w for w in weights)]  # of calls such as F.linear
-    rows += [unapplied_row(name, p, unseen) for name, p in bare]
+    others = [(name, p, done) for name, p in model.named_parameters() if (done := seen(p)) and not any(p is w for w in weights)]
+    bare = [(name, p) for name, p, done in others if not done.product]  # of calls such as F.linear
+    rows += [unapplied_row(name, p, unseen, health is not False) for name, p in bare]
     pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
     held: dict[int, tuple[int, int]] = {}  # a weight of two layers is one in memory, and whole where one of them is dense
     for weight, row in zip([*weights, *(p for _, p in bare)], rows, strict=True):
@@ -101,9 +102,10 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
         held[id(weight)] = row.pop("elements"), max(row.pop("kept") or 0, held.get(id(weight), (0, 0))[1])
     total, kept = (sum(part) for part in zip(*held.values(), strict=True)) if held else (0, 0)
     products = [dense_row(c.name, c.weight, reasons[c.name]) for c in find_products(model) if c.name in reasons]
+    products += [unapplied_row(name, p, unseen) for name, p, done in others if done.product]
     for row in products:
         del row["elements"], row["kept"]
-        row |= {"activations": pruned.get(row["name"]), "dropout": None}
+        row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": None}
     notes = [
         "masked_dense and reference multiply by the masked weight and save no time.",
         "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
@@ -122,7 +124,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     if lost:
         notes.append(f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them.")
     if by_backend or any(IN_GRAPHS in r["reason"] for r in rows):
-        notes.append("Masks of backend='fxmask' are made anew in each call of its graphs; eager code is dense. FXMASK_DUMP=dir writes the graphs down.")
+        notes.append("Masks of backend='fxmask' are made in its graphs: rows are of the last that ran; other code is dense. FXMASK_DUMP=dir writes them down.")
     if dropped and (left := other_dropouts(model)):
         notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
     return Report("fxmask.explain", [*rows, *products], notes, summary)

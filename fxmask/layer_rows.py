@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .backend_watch import Done, seen
 from .conv_layers import LISTS, why_dense
+from .health_signs import signs
 from .kernels import ops
 from .kernels.cpu import deciding
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
@@ -110,20 +111,26 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     return row
 
 
-def unapplied_row(name: str, weight: Tensor, unseen: str) -> dict[str, Any]:
+def unapplied_row(name: str, weight: Tensor, unseen: str, health: bool = False) -> dict[str, Any]:
     """A layer of which `apply` knows nothing: what graphs of the backend do, and else what is to be said of one that nobody has seen."""
-    done, left = seen(weight)
+    done = seen(weight)
     if done is None:
-        return dense_row(name, weight, unseen if left is None else f"{left} (backend='fxmask')")
-    return {**_graph_row(name, weight, done), "activations": done.activations}
+        return dense_row(name, weight, unseen)
+    c = done.mask
+    if c is None:
+        reason = f"not masked; input pruned {IN_GRAPHS}" if done.activations else f"{done.dense} (backend='fxmask')"
+        return {**dense_row(name, weight, reason), "activations": done.activations}
+    if weight.dim() != 2:
+        return dense_row(name, weight, f"selected {IN_GRAPHS}, and given another shape since")
+    row = {**_graph_row(name, weight, c, done, health), "activations": done.activations}
+    if done.dense:  # an owner of two ways to use it
+        row |= {"reason": f"{row['reason']}, in some of its uses; in others: {done.dense}", "kept": weight.numel()}
+    return row
 
 
 @torch.no_grad()
-def _graph_row(name: str, weight: Tensor, done: Done) -> dict[str, Any]:
+def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: bool) -> dict[str, Any]:
     """A layer that compiled graphs of the backend mask. They keep nothing, so the mask is made here, from the weight as it is now."""
-    c = done.mask
-    if c is None:
-        return dense_row(name, weight, f"not masked; input pruned {IN_GRAPHS}")
     nb, kb = grid_shape(weight.shape, c.block)
     row, mask = dense_row(name, weight, f"selected {IN_GRAPHS}"), None
     if not weight.is_meta:
@@ -131,7 +138,8 @@ def _graph_row(name: str, weight: Tensor, done: Done) -> dict[str, Any]:
         stream = stream_of(c.seed, done.stream_name) if c.criterion == "random" else 0
         mask = ops.index(weight.detach(), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
         row["kept"] = int(kept_elements(mask, matrix_shape(weight.shape), c.block))
-        row["achieved_ratio"] = 1 - row["kept"] / weight.numel()
+        row["achieved_ratio"] = 1 - row["kept"] / weight.numel() if weight.numel() else None
+        row |= signs(weight.detach(), mask, c.block)[0] if health else {}
     runs = _implementation(c, weight, mask) if done.called else {"impl": "reference", "why": "its reader takes W∘M as an argument"}
     row.update(
         masked=True,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .allocating import allocated
+from .backend_watch import forget
 from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
 from .dropping import DroppedLinear, any_dropped, undrop
@@ -144,6 +145,7 @@ def apply(
     done = saved_pruned(model, products)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
     mark_decided(decisions)
+    forget(d.candidate.weight for d in decisions)
     return model
 
 

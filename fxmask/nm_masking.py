@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .backend_watch import forget
 from .decided import mark_decided
 from .inputs import mask_overrides
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
@@ -52,6 +53,7 @@ def apply_nm(
     taken = {id(d) for d, _ in chosen}
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
     mark_decided(decisions)
+    forget(d.candidate.weight for d in decisions)
     return model
 
 

@@ -36,7 +36,7 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
     """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear; a type does by its own or by that of a module around it.
 
     A linear whose weight the graph computes goes by its module's name, and exactly by that of its call, which is its name in `explain`.
-    A linear call in a graph that no module makes is shown to callables as an nn.Linear of its shape, on the meta device.
+    A linear that no module makes, and a packed projection, is shown to callables as an nn.Linear of its shape, on the meta device.
     """
     if isinstance(pattern, str):
         if pattern.startswith("re:"):
@@ -45,10 +45,16 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
     if isinstance(pattern, type):
         return issubclass(pattern, nn.Module) and (pattern in c.types or pattern in c.inside)
     try:
-        return bool(pattern(c.module, c.name))
+        return bool(pattern(_shown(c), c.name))
     except Exception as e:  # one of its own, or of arguments that it does not take
         what = f"a pattern failed: expected a callable (module, name) -> bool, got {type(e).__name__}: {e}"
         raise ConfigError(message(what, c.name, f"write it as def pattern(module, name); here it is {pattern!r}.")) from e
+
+
+def _shown(c: Candidate) -> nn.Module | None:
+    if c.module is not None or c.weight.dim() != 2:
+        return c.module
+    return nn.utils.skip_init(nn.Linear, c.weight.shape[1], c.weight.shape[0], device="meta")
 
 
 def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
@@ -78,7 +84,7 @@ def choose(
     defaults = exclude is None or bool(excluded)  # exclude=() switches the default exclusions off
     changes = _check_overrides(overrides)
     _warn_unused(found, {"include": included or [], "exclude": excluded or [], "overrides": list(changes)}, others)
-    decisions = []
+    decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
         chosen: WeightMask | None = config
@@ -89,7 +95,7 @@ def choose(
             reason = "overrides: False"
         if not reason and c.skip and not (c.module in c.owners and chosen is not None and chosen.read == "weight"):
             reason = c.skip
-            if not c.quiet:
+            if not c.quiet or id(c) in asked:
                 warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
         if reason:
             chosen = None
@@ -144,6 +150,12 @@ def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]], othe
                 under = f"{p}.*" if isinstance(p, str) else ""
                 hint = f" For what lies in it write {under!r}." if under and any(matches(under, c) for c in found) else ""
                 warnings.warn(f"{option}: {p!r} matches nothing; there are: {names}.{hint}", FxMaskWarning, stacklevel=5)
+
+
+def _asked_in_vain(found: list[Candidate], patterns: list[Pattern]) -> set[int]:
+    """What patterns name that select nothing else than linears which stay dense: whoever wrote these means them."""
+    hits = [[c for c in found if matches(p, c)] for p in patterns]
+    return {id(c) for hit in hits if all(c.skip for c in hit) for c in hit}
 
 
 def _check_selected(decisions: list[Decision]) -> None:

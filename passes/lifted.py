@@ -84,15 +84,13 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
                 continue
             if node.target in LINEARS:
                 _add(found, body, node, weight_arg(node), "", real)
-            for w, layer in _read_weights(node):
-                if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight"):
-                    _add(found, body, node, w, layer, real)
-            for key in PACKED.get(node.target, ()):
-                packed = _arguments(node).get(key)
-                if isinstance(packed, Node) and (id(body.graph), packed) not in found:
-                    _add(found, body, node, packed, "in_proj", real)
-                    c = found[id(body.graph), packed]
-                    c.problem, c.skip, c.quiet, c.module = "", IN_PROJ, True, None
+            read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
+            for w, layer in read:
+                _add(found, body, node, w, layer, real)
+            packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
+            for w in packed:
+                if not any(w is other for other, _ in read):
+                    _add(found, body, node, w, "in_proj", real, packed=True)
             if node.target in EMBEDDINGS:
                 for a in node.all_input_nodes:
                     value = real.get(body.origin.get(a, a))
@@ -119,8 +117,11 @@ def _arguments(node: Node) -> Mapping[str, Any]:
     return {str(i): a for i, a in enumerate(node.args)}
 
 
-def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any]) -> None:
-    """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call)."""
+def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any], packed: bool = False) -> None:
+    """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call).
+
+    `packed`: a projection that stays dense, which is apart from linear calls of the same weight.
+    """
     source = body.origin.get(w)
     value = real.get(source) if source is not None else None
     if not isinstance(value, Tensor):
@@ -129,12 +130,14 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     stacked = ".".join(filter(None, (path, layer)))
     param = source_name(source) if source is not None else ""
     name = (param.removesuffix(".weight") if param != "weight" else "") or stacked or node.name
-    c = found.get((id(body.graph), w))
+    c = found.get((id(body.graph), w, packed))
     if c is None:
         shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
         c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
-        found[id(body.graph), w] = c
-        if not isinstance(value, Tensor):
+        found[id(body.graph), w, packed] = c
+        if packed:
+            c.skip, c.quiet = IN_PROJ if source is not None else "the graph packs it from other weights for its attention; use fxmask.apply", True
+        elif not isinstance(value, Tensor):
             c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
         elif weight_problem(value):
             c.problem = weight_problem(value)
@@ -142,7 +145,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
             c.skip = f"its weight has the shape {tuple(value.shape)}"
         elif body.closed:
             c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
-        if isinstance(value, Tensor) and not c.problem and not c.skip:
+        if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:
             c.module = nn.utils.skip_init(nn.Linear, value.shape[1], value.shape[0], device="meta")  # for patterns that look at a module
             c.types = (*c.types, *nn.Linear.__mro__) if nn.Linear not in c.types else c.types
     c.nodes.append(node)

@@ -127,8 +127,8 @@ def with_backend(s: Subject, train: bool, options: dict[str, Any], dtype: torch.
         found = run(model, s.made, torch.compile(model, backend=fxmask_backend, options=options), dtype)
     uses = {id(w) for w, use in backend_watch._uses.items() if use.calls}
     own = {id(p): name for name, p in model.named_parameters()}
-    computed = {name for name, w, _ in rewritten if id(w) not in own}
-    aside = computed | {name for name, w, _ in rewritten if id(w) in tied(s, model)}
+    computed = {name for name, w, done in rewritten if done.changes and id(w) not in own}
+    aside = computed | {name for name, w, done in rewritten if done.changes and id(w) in tied(s, model)}
     if aside:
         found, _, _ = with_backend(s, train, {**options, "exclude": sorted(aside)}, dtype)
     return found, {name for i, name in own.items() if i in uses} | {name + COMPUTED for name in computed}, told(caught)

@@ -148,7 +148,7 @@ def test_functions_of_apply_say_where_the_masks_are():
     model = mlp()
     call = torch.compile(model, backend="fxmask", options={**OPTIONS, "inner": "eager"})
     call(torch.randn(4, 64))
-    assert any("anew in each call of its graphs" in note for note in fxmask.explain(call).notes)
+    assert any("rows are of the last that ran" in note for note in fxmask.explain(call).notes)
     for function in (fxmask.masks, lambda m: fxmask.guard(torch.optim.SGD(m.parameters(), 0.1), m)):
         with pytest.raises(StateError, match=r"(?s)compiled by backend='fxmask'.*fix: give fxmask.apply the backend's options instead"):
             function(call)
@@ -174,5 +174,44 @@ def test_so_they_are_in_an_encoder_layer(train):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).train(train)
     with torch.set_grad_enabled(train):
         error = failing(Wrap(layer), torch.randn(2, 5, 32), **OPTIONS, require=True)
+    masked = str(error).partition("got ")[2].partition(" (dense")[0]
     assert "expected inner.self_attn.in_proj_weight to be masked" in str(error)
-    assert all(f"inner.{name}" in str(error) for name in ("self_attn.out_proj", "linear1", "linear2"))
+    assert set(masked.split(", ")) == {f"inner.{name}" for name in ("self_attn.out_proj", "linear1", "linear2")}
+
+
+def test_so_they_are_without_gradients_and_with_keys_of_another_width():
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        error = failing(Attends(nn.MultiheadAttention(32, 4, batch_first=True).eval()), x, **OPTIONS, require=True)
+    assert "expected inner.in_proj_weight to be masked" in str(error)
+
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, kdim=16, vdim=48, batch_first=True)
+
+        def forward(self, x, k, v):
+            return self.attention(x, k, v, need_weights=False)[0]
+
+    torch._dynamo.reset()
+    error = failing(Crossed(), x, torch.randn(2, 5, 16), torch.randn(2, 5, 48), **OPTIONS, require=True)
+    assert all(f"attention.{p}_proj_weight" in str(error) for p in "qkv")
+
+
+@pytest.mark.parametrize("by", [dict(include=["*in_proj_weight", "*out_proj"]), dict(overrides={"*in_proj_weight": dict(ratio=0.5)})])
+def test_whoever_asks_for_them_by_name_is_told(by):
+    with pytest.warns(FxMaskWarning, match=r"inner\.in_proj_weight stays dense: its in_proj is a Parameter"):
+        compiled(Attends(nn.MultiheadAttention(32, 4, batch_first=True)), **OPTIONS, **by)(torch.randn(2, 5, 32))
+    with pytest.warns(FxMaskWarning, match=r"in_proj_weight stays dense: its in_proj is a Parameter"):
+        fxmask.apply(nn.Sequential(nn.MultiheadAttention(32, 4)), **OPTIONS, **by)
+
+
+def test_patterns_are_shown_their_shape():
+    big = lambda module, name: module.weight.shape[0] > 40  # noqa: E731
+    model = Attends(nn.MultiheadAttention(32, 4, batch_first=True))
+    with pytest.warns(FxMaskWarning) as told:
+        compiled(model, **OPTIONS, include=big)(torch.randn(2, 5, 32))
+    first, second = (str(w.message) for w in told)
+    assert first.startswith("inner.in_proj_weight stays dense") and "masked nothing in a graph: inner.out_proj: not in include; inner.in_proj_weight: its in_proj" in second
+    rows = fxmask.explain(fxmask.apply(nn.MultiheadAttention(32, 4), **OPTIONS, exclude=lambda m, n: not big(m, n))).rows
+    assert [row["reason"].startswith("its in_proj") for row in rows] == [True, False] and rows[1]["reason"] == "in exclude"

@@ -15,7 +15,7 @@ from torch import optim
 
 import fxmask
 from fxmask import FxMaskWarning
-from fxmask.passes import copies
+from fxmask.passes import lost_guards
 
 TEXT = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none"
 FIX = r"where: 0.weight, 2.weight(.|\n)*fix: call fxmask.guard\(optimizer, model\); without one on purpose: fxmask.step\(model, 0\)"
@@ -87,7 +87,7 @@ def test_an_average_that_no_optimiser_holds_says_nothing():
         ema.update_parameters(model)
     optim.swa_utils.update_bn([torch.randn(2, 64)], ema)
     del ema
-    assert all(site.__dict__.get("_fxmask_guard") is None for site in copies._waiting)
+    assert all(site.__dict__.get("_fxmask_guard") is None for site in lost_guards._waiting)
 
 
 def test_a_guard_at_the_end_of_a_process_says_nothing():
