@@ -225,7 +225,7 @@ def _check_model(model: nn.Module) -> None:
             raise UnsupportedError(message(f"fxmask.apply: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))
 
 
-def _stream_names(model: nn.Module, decisions: list[Decision]) -> dict[int, str]:
+def _stream_names(decisions: list[Decision]) -> dict[int, str]:
     """A weight that has two names has one random mask: the first name's."""
     names: dict[int, str] = {}
     for d in decisions:
@@ -244,7 +244,7 @@ def _owners(model: nn.Module, d: Decision) -> list[nn.Module]:
 
 def _change(model: nn.Module, decisions: list[Decision]) -> None:
     """Mask what was chosen; where that fails, change back what was changed. Masks that were there before stay."""
-    streams = _stream_names(model, decisions)
+    streams = _stream_names(decisions)
     owners = {id(d): _owners(model, d) for d in decisions}
     new_readers = [m for found in owners.values() for m in found if not isinstance(m, WeightReader)]
     rewrite = MaskWeights(decisions, streams)

@@ -78,22 +78,21 @@ def drops(op: str, shape: tuple[int, int], block: tuple[int, int]) -> bool:
 
 
 def dropped(
-    op: str, tokens: int, shape: tuple[int, int], keep: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
-    splits: int = 0,
-) -> Cost:  # fmt: skip
+    op: str, tokens: int, shape: tuple[int, int], keep: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, splits: int = 0
+) -> Cost:
     """One op of block dropout by the kernels, over a mask `keep` of the input (tokens, K); see `kernels.triton.dropped`. Lists are given.
 
     Operands are x, w, bias, y of the forward; dy, w, dx; dy, x, dw; and `parts`, the float32 sums of splits.
     """
     (n, k), m, item = shape, tokens, dtype.itemsize
-    tile = tile_for(dtype, tf32)
+    tile = tile_for(dtype)
     found = lists_of(keep, (m, k), block, op == "dw", tile.strip)
     lay = found.layout
     if op == "forward":
         made = matmul_cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, bias_m=True)
         return made.renamed({"x": "w", "w": "x"})
     if op == "dx":
-        return by_lists("dw", n, (m, k), keep, block, dtype, tf32=tf32, splits=splits, whole=True).renamed({"gy": "dy", "x": "w", "out": "dx"})
+        return by_lists("dw", n, (m, k), keep, block, dtype, splits=splits, whole=True).renamed({"gy": "dy", "x": "w", "out": "dx"})
     splits = splits or splits_of(m, -(-n // tile.tokens) * lay.strips)
     made = matmul_cost.list_matmul(found, n, item, tile_tokens=tile.tokens, step=tile.step, predicated=True, splits=splits)
     made = made.renamed({"x": "dy", "w": "x", "y": "dw" if splits == 1 else "parts"})
@@ -125,11 +124,11 @@ def _merged(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 def layer(
     op: str, impl: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, tile: tuple[int, int], *,
-    bias: bool = False, tf32: bool = False, inner: bool = False,
+    bias: bool = False, inner: bool = False,
 ) -> Cost:  # fmt: skip
     """One op (`forward`, `dx`, `dw`) of a masked layer by `impl`: `triton`, or anything else for masked-dense. `tile`: a dense matmul's, see `dense_cost`."""
     if impl == "triton" and listed(block):
-        return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, tf32=tf32, inner=inner)
+        return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, inner=inner)
     return masked_dense(op, tokens, shape, int(kept_elements(mask, shape, block)), dtype.itemsize, tile, bias=bias)
 
 

@@ -74,11 +74,11 @@ class Layout(NamedTuple):
         return (-(-self.units // self.per_step) + 1) * self.per_step
 
 
-def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP, step: int = STEP) -> Layout:
+def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> Layout:
     """Lists of the forward (strips of out_features) or, transposed, of dX (strips of in_features)."""
     rows, cols = grid[::-1] if transposed else grid
     row_block, col_block = block[::-1] if transposed else block
-    return Layout(rows, cols, row_block, col_block, strip, step)
+    return Layout(rows, cols, row_block, col_block, strip, STEP)
 
 
 def pair(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> tuple[Layout, Layout]:

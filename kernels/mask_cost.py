@@ -6,6 +6,8 @@ from .cost import BINS, INDEX, Cost, cdiv
 from .grid import grid_shape
 from .lists import STRIP, pair
 
+KEEP = 8  # bytes of the number of kept blocks, int64
+
 
 def mask_cast(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int, out_itemsize: int) -> Cost:
     """W∘M in another dtype. Requested B: w b kept, mask N K, out b' N K written. Compulsory: the mask once, NB KB."""
@@ -21,29 +23,29 @@ def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) ->
     return Cost(reads=reads, writes=keys, reads_min=dict(reads), writes_min=dict(keys))
 
 
-def select(blocks: int, keep_itemsize: int = 8) -> Cost:
+def select(blocks: int) -> Cost:
     """Selection among `blocks` keys by one program. Requested and compulsory B: key 4 blocks, keep one scalar, mask blocks written."""
-    reads, mask = {"key": INDEX * blocks, "keep": keep_itemsize * min(blocks, 1)}, {"mask": blocks}
+    reads, mask = {"key": INDEX * blocks, "keep": KEEP * min(blocks, 1)}, {"mask": blocks}
     return Cost(reads=reads, writes=mask, reads_min=dict(reads), writes_min=dict(mask))
 
 
-def histogram(blocks: int, digit: int, chunk: int, keep_itemsize: int = 8) -> Cost:
+def histogram(blocks: int, digit: int, chunk: int) -> Cost:
     """One histogram of the selection above 16,384 blocks, ⌈blocks / chunk⌉ programs, each adding 2,048 bins, and reading those of the digits before.
 
     Requested B   key 4 blocks; keep one scalar and bins 8,192 (digit + 1) a program read, 8,192 a program written
     """
     programs = cdiv(blocks, chunk)
-    reads = {"key": INDEX * blocks, "keep": keep_itemsize * programs, "bins": INDEX * BINS * programs * (digit + 1)}
-    least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": INDEX * BINS * (digit + 1)}
+    reads = {"key": INDEX * blocks, "keep": KEEP * programs, "bins": INDEX * BINS * programs * (digit + 1)}
+    least = {"key": INDEX * blocks, "keep": KEEP, "bins": INDEX * BINS * (digit + 1)}
     return Cost(reads=reads, writes={"bins": INDEX * BINS * programs}, reads_min=least, writes_min={"bins": INDEX * BINS})
 
 
-def write_mask(blocks: int, chunk: int, ties_split: bool, keep_itemsize: int = 8) -> Cost:
+def write_mask(blocks: int, chunk: int, ties_split: bool) -> Cost:
     """The mask of that selection. Where not all blocks that tie at the threshold are kept (`ties_split`), a program also reads the keys before its own."""
     programs = cdiv(blocks, chunk)
     before = chunk * programs * (programs - 1) // 2 if ties_split else 0
-    reads = {"key": INDEX * (blocks + before), "keep": keep_itemsize * programs, "bins": 3 * INDEX * BINS * programs}
-    least = {"key": INDEX * blocks, "keep": keep_itemsize, "bins": 3 * INDEX * BINS}
+    reads = {"key": INDEX * (blocks + before), "keep": KEEP * programs, "bins": 3 * INDEX * BINS * programs}
+    least = {"key": INDEX * blocks, "keep": KEEP, "bins": 3 * INDEX * BINS}
     return Cost(reads=reads, writes={"mask": blocks}, reads_min=least, writes_min={"mask": blocks})
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from math import gcd
 
-SECTOR, LINE = 32, 128
-
 
 def rounded(requested: int, width: int, pitch: int, granule: int, offset: int = 0) -> int:
     """Bytes of the granules that `requested` bytes touch, asked for in runs of `width` bytes.

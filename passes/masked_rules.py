@@ -23,7 +23,7 @@ def implementation(impl: str, target: Target) -> str:
     return "triton" if wanted in ("auto", "triton", "cpu") else "masked_dense"
 
 
-def mask_of(a: dict[str, Any], shape: tuple[int, int]) -> Tensor:
+def mask_of(a: dict[str, Any]) -> Tensor:
     """The mask of an op, as far as it is known."""
     p: Place = a["mask"]
     if p.mask is not None and p.mask.values.shape == p.shape:
@@ -35,7 +35,7 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
     """x: what has the tokens, the input or its gradient."""
     tokens, dtype = x.tokens, x.dtype
     block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
-    mask = mask_of(a, shape)
+    mask = mask_of(a)
     flag = a["dense"]  # of `rigl`: this step's dW is dense
     flagged = flag is not None and flag.mask is not None and flag.mask.values.dim() == 0 and bool(flag.mask.values)
     whole = (op == "dx" and mode == "unmasked") or (op == "dw" and (mode in ("ste", "unmasked") or flagged))

@@ -49,7 +49,7 @@ def _dw(call: Call, t: Target) -> list[Work]:
     gy, values, index, mask = a["gy"], a["values"], a["index"], a["mask"]
     (n, k), features, item = (gy.shape[-1], a["shape"][-1]), values.shape[2], gy.dtype.itemsize
     block = (a["block_rows"], a["block_cols"])
-    known = None if mask is None else mask_of(a, (n, k))
+    known = None if mask is None else mask_of(a)
     triton = implementation(a["impl"], t) == "triton" and features in LISTED and not a["turned"] and n % 2 == 0 and values.numel > 0 and item <= 4
     if triton:
         entries = values.shape[0] * values.shape[1]

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from ..kernels.grid import as_matrix, matrix_shape
 from .shapes import run
 
-PHASES = ("fwd", "dX", "dW", "db", "recompute")
 CALL_CODE = nn.Module._call_impl.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
 KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # of several tensors: what is masked in one stays 0

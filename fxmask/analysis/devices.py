@@ -158,10 +158,10 @@ def device(which: str | Device | torch.device) -> Device:
 # ---- this CPU --------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _least(call: Callable[[], Any], budget_s: float, repeats: int = 3) -> float:
-    """Least seconds of a call: what disturbs a time on a shared machine only ever adds to it."""
+def _least(call: Callable[[], Any], budget_s: float) -> float:
+    """Least seconds of a call, of three at least: what disturbs a time on a shared machine only ever adds to it."""
     call()
-    best, end = float("inf"), time.perf_counter() + budget_s
+    best, repeats, end = float("inf"), 3, time.perf_counter() + budget_s
     while repeats > 0 or time.perf_counter() < end:
         start = time.perf_counter()
         call()

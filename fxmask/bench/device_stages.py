@@ -31,14 +31,14 @@ from .session import Session
 from .sweeps import OPS, sweep
 from .table import key, what
 
-PRECOMPILED = 40
+PRECOMPILED, THREADS = 40, 16
 
 
-def precompile(threads: int = 16, dtype: str = "bf16") -> int:
+def precompile() -> int:
     """Compile what the benchmark will launch, by launching it once, in threads; Triton's cache on disk keeps it for the stages that follow."""
     device = check_device("cuda")
     cells: dict[tuple[str, str, str, int], Cell] = {}
-    for c in make_cells("cuda", dtype, providers=("fxmask_triton",), masks=("random",)):
+    for c in make_cells("cuda", "bf16", providers=("fxmask_triton",), masks=("random",)):
         if c.op != "step":
             cells.setdefault((c.op, c.phase, c.shape, c.block[0]), c)  # the real shape: Triton specialises on what divides it
     wanted = list(cells.values())[:PRECOMPILED]
@@ -51,7 +51,7 @@ def precompile(threads: int = 16, dtype: str = "bf16") -> int:
         return cell.name
 
     begin, failed = time.monotonic(), 0
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         jobs = {pool.submit(one, c): c for c in wanted}
         again = [jobs[job] for job in as_completed(jobs) if job.exception() is not None]
     for cell in again:  # alone: a failure may be the threads', and this one's words are the compiler's

@@ -82,7 +82,7 @@ def _train(out: Path) -> Stage:
     return Stage("train", command, 540, "" if script.exists() else "examples are only in a checkout")
 
 
-def make_stages(out: Path, ini: Path, full_s: float = 450, quick: bool = False) -> list[Stage]:
+def make_stages(out: Path, ini: Path, quick: bool = False) -> list[Stage]:
     """All stages, in order. `quick`: fewer cells, and neither `full` nor `train`."""
     part = ("-m", "fxmask.bench.device_stages")
     bench = ("-m", "fxmask", "bench", "--device", "cuda", "--out", str(out))
@@ -101,7 +101,7 @@ def make_stages(out: Path, ini: Path, full_s: float = 450, quick: bool = False) 
         Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
         *(_part(name, out, limit, quick) for name, limit in PARTS.items()),
         Stage("quick", python(*bench, "--quick", "--time-limit", "105"), 125),
-        *([] if quick else [Stage("full", python(*bench, "--time-limit", str(full_s)), full_s + 30), _train(out)]),
+        *([] if quick else [Stage("full", python(*bench, "--time-limit", "450"), 480), _train(out)]),
     ]
 
 

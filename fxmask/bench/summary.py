@@ -14,15 +14,15 @@ from .table import Row, number
 GROUP = ("op", "M", "K", "N", "dtype", "mask", "block_n")
 
 
-def crossovers(rows: Iterable[Row], prefix: str = "") -> list[dict[str, Any]]:
+def crossovers(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One dict a provider of fxmask, op, shape, dtype, kind of mask and block.
 
     `wins_from` is the lowest ratio from which every higher one measured wins, None where the highest loses; `x` maps each ratio to its factor over the faster
-    of dense and masked-dense. `prefix` "cold_" takes the cold times.
+    of dense and masked-dense (warm cache).
     """
     groups: dict[tuple[str, ...], dict[float, float]] = defaultdict(dict)
     for row in rows:
-        factor, ratio = number(row, f"{prefix}x_best"), number(row, "ratio")
+        factor, ratio = number(row, "x_best"), number(row, "ratio")
         if row["provider"].startswith("fxmask") and row["gate"] == "pass" and factor is not None and ratio is not None:
             names = (row["provider"], *(row[c] for c in GROUP))
             groups[names][ratio] = factor

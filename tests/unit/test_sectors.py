@@ -2,7 +2,9 @@
 
 import pytest
 
-from fxmask.kernels.sectors import LINE, SECTOR, rounded
+from fxmask.kernels.sectors import rounded
+
+SECTOR, LINE = 32, 128
 
 
 def touched(width, pitch, granule, offset):
