@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .kernels import conv
-from .passes import site as state
+from .passes.site_forward import forward_lists, forward_mask, refuse_tracing
 from .passes.weights import raw_weight
 from .swap import MaskedLayer, softened
 
@@ -23,14 +24,14 @@ class MaskedConv2d(MaskedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
-        if isinstance(input, state.Proxy):
-            state.refuse_tracing(self)
-        mask = state.forward_mask(self, weight)
+        if isinstance(input, Proxy):
+            refuse_tracing(self)
+        mask = forward_mask(self, weight)
         if self._fxmask_softening:
             return conv_forward(self, input, conv.in_format_of(softened(self, weight, mask), weight))
-        flag = state.dense_flag(self)
+        flag = self._fxmask_dense
         if c.impl in LISTS and not why_dense(self, weight) and conv.fits(input, weight):
-            lists = state.forward_lists(self, mask)
+            lists = forward_lists(self, mask)
             return conv.patchwise(input, weight, self.bias, mask, c.block, c.backward, flag, c.impl, lists, conv.pair(self.stride))
         made = conv.masked_weight(weight, mask, c.block, c.backward, flag)
         if c.backward != "unmasked" or not torch.is_grad_enabled():

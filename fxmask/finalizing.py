@@ -19,10 +19,10 @@ from .kernels.reference import masked
 from .masking import restore
 from .nm_finalizing import finalize_nm
 from .nm_layers import any_nm
-from .passes import site as state
 from .passes.config import WeightMask
 from .passes.find import find, graph_modules, resolve
 from .passes.site import Site
+from .passes.site_forward import refuse_lost
 from .passes.weight_mask import MASKED_LINEAR
 from .pruning import any_pruned
 from .semi_structured import semi_structured
@@ -114,7 +114,7 @@ def _end(site: Site) -> float:
 
 def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dict[int, str]) -> None:
     """Raise for what cannot be made permanent."""
-    state.refuse_lost(site)
+    refuse_lost(site)
     if site._fxmask_is_dense:
         raise StateError(message("fxmask.finalize inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
     if site._fxmask_guard is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
@@ -28,6 +29,7 @@ from .passes.pruning_schedule import copied, words
 from .passes.readers import forward_codes
 from .passes.rebuild import Job, after_load, rebuild
 from .passes.site import Site
+from .passes.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
 from .passes.weights import peek_weight, raw_weight
 from .reading import FORWARDS, count, is_read
 
@@ -56,20 +58,20 @@ class MaskedLinear(MaskedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
-        if isinstance(input, state.Proxy):
-            state.refuse_tracing(self)
+        if isinstance(input, Proxy):
+            refuse_tracing(self)
         dropping: BlockDropout | None = self.__dict__.get("_fxmask_dropping")
         ran(self)
-        state.check_input(self, input, weight)
+        check_input(self, input, weight)
         input = input if dropping is None else dropping.drop(input, self.training)
-        mask = state.forward_mask(self, weight)
+        mask = forward_mask(self, weight)
         prune: ActivationPruning | None = self.__dict__.get("_fxmask_pruning")
         if prune is not None:
             prune.draw_unused(input, weight, self.training)
         if self._fxmask_softening:
             return (F if prune is None else prune).linear(input, softened(self, weight, mask), self.bias)  # type: ignore[arg-type]
-        lists = state.forward_lists(self, mask)
-        flag, bias = state.dense_flag(self), self.bias
+        lists = forward_lists(self, mask)
+        flag, bias = self._fxmask_dense, self.bias
         if prune is not None and saves(weight):
             return prune.masked_linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
         return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
@@ -117,10 +119,10 @@ class ReadWeight(MaskedLinear):
             return parameter
         try:
             c, w = self._fxmask_config, raw_weight(self)
-            mask = state.forward_mask(self, w)
+            mask = forward_mask(self, w)
             if self._fxmask_softening:
                 return look_at(self, softened(self, w, mask))
-            return look_at(self, reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, state.dense_flag(self), c.backward)))
+            return look_at(self, reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, self._fxmask_dense, c.backward)))
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..kernels.errors import FxMaskWarning, first_of, message
 from ..kernels.grid import expand_mask, to_blocks
 from . import ranks
-from . import site as state
 from .optimiser import Guarded
 from .site import Site
+from .site_forward import traced_alike
 
 Found = Iterable[tuple[str, Site, Tensor | None]]
 
@@ -34,7 +34,7 @@ def warn_of_dense_readers(found: Found) -> None:
 def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
     unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
-    return [name for name, site, grad in unseen if state.traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
+    return [name for name, site, grad in unseen if traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
 
 
 def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
@@ -59,7 +59,7 @@ def _ran_unseen(site: Site, weight: Tensor) -> bool:
 
     Reads the device, once for such a layer.
     """
-    dtype, grad = state.traced_alike(site), weight.grad
+    dtype, grad = traced_alike(site), weight.grad
     if dtype is None or grad is None:
         return False
     site._fxmask_seen = dtype

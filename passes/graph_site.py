@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.lists import listed
 from .config import WeightMask
-from .site import Site, dense_flag, forward_lists, forward_mask, install
+from .site import Site, install
+from .site_forward import forward_lists, forward_mask
 
 
 class GraphSite(Site):
@@ -44,7 +45,7 @@ class GraphSite(Site):
                     "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too.",
                 )
             )
-        mask, dense = forward_mask(self, weight), dense_flag(self)
+        mask, dense = forward_mask(self, weight), self._fxmask_dense
         found = [t for t in (mask, dense, forward_lists(self, mask)) if t is not None]
         return mask if len(found) == 1 else tuple(found)
 
