@@ -1,237 +1,24 @@
-"""`fxmask.guard`: the optimiser's steps move the masks, and leave masked weights as the policy says."""
+"""`fxmask.guard`: an optimiser's steps count, and masked weights rest or move as the policy says. What it gives is in `guard_handle`."""
 
 from __future__ import annotations
 
-import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import other_steps
-from .decided import decided_by_apply, times_applied
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
-from .passes import elementwise, lost_guards, phases, pruning_schedule, ranks, rebuild
-from .passes import masked_step as kept_alone
+from .guard_handle import GuardHandle, guarded_weight
+from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
+from .passes import elementwise, phases, ranks
 from .passes import site as state
-from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.find import graph_modules, resolve
-from .passes.optimiser import POLICIES, RETURNING, Guarded, after_step, before_step, group_of, may_freeze, note_masks, reset_returned
-from .passes.saliency import observe, refuse_shard
+from .passes.optimiser import POLICIES, RETURNING, group_of, may_freeze
 from .passes.site import Site
-from .passes.weights import peek_weight
 from .pruning import scheduled_layers
-from .sites import required_sites, sites, values_of
+from .sites import required_sites, values_of
 from .swap import MaskedLayer
-
-Followed = tuple[Site, "torch.Tensor | None"]
-Named = tuple[str, Site, torch.Tensor]
-_AGAIN = (
-    "a guard ended with fxmask.restore, and its model is masked anew",
-    "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
-)
-_NEWLY = (
-    "layers were masked after fxmask.guard, which does not hold them",
-    "call remove() on its handle, then fxmask.guard(optimizer, model) again.",
-)
-
-
-class GuardHandle:
-    """What `guard` gives: `policies` {parameter's name: policy}, `masked_step` as it was asked for, and `remove()`.
-
-    A context manager, too. It ends with its optimiser, and with `restore`: masks of a later `apply` want a guard of their own, and a step without it warns.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str, masked_step: bool | str,
-        pruned: list[nn.Module], model: nn.Module,
-    ) -> None:  # fmt: skip
-        self._hooks: list[Any] = []
-        self._pruned = pruned
-        self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
-        self._guarded, self._followed, self._others = guarded, followed, others
-        self._choice, self._returning, self._token = choice, returning, object()
-        self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
-        self._model = weakref.ref(model)  # the optimiser must not keep it
-        self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
-        self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
-        self.optimizer, self.steps = weakref.ref(optimizer), 0
-        self._held, self._applied = _count(optimizer), times_applied()
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-        if masked_step:  # whoever looks after a step sees weights that have moved
-            optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        self._take(guarded, followed)
-        for m in pruned:
-            pruning_schedule.follow(m, self._token)
-        other_steps.watch(self)
-
-    def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
-        for g in guarded:
-            g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
-        for site, _ in followed:
-            site._fxmask_guard = self._token
-        rebuild.advance(followed, 0)
-
-    @property
-    def policies(self) -> dict[str, str]:
-        """What happens to the masked part of each weight."""
-        return {g.name: g.policy for g in self._guarded if self._is_ours(g.site)}
-
-    def _is_ours(self, site: Site) -> bool:
-        return site.__dict__.get("_fxmask_guard") is self._token  # neither restored since nor masked anew
-
-    def _counts(self, m: nn.Module) -> bool:
-        return m.__dict__.get("_fxmask_pruning_guard") is self._token
-
-    def _adopt(self, optimizer: Optimizer) -> None:
-        """Guard masked weights that `add_param_group` has brought since."""
-        if _count(optimizer) == self._held:
-            return
-        self._held = _count(optimizer)
-        new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
-        guarded = [_guarded(n, s, w, self._choice) for n, s, w in new]
-        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is None]
-        self._guarded, self._followed = self._guarded + guarded, self._followed + followed
-        self._take(guarded, followed)
-
-    def _let_go(self) -> None:
-        """Leave alone what was restored."""
-        ours = [g for g in self._guarded if self._is_ours(g.site)]
-        if len(ours) < len(self._guarded):
-            self._lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
-        self._guarded = ours
-        self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
-
-    def _warn_of_new_masks(self, optimizer: Optimizer) -> None:
-        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
-        again, newly = any(decided_by_apply(w) for _, _, w in self._lost), self._applied != times_applied()
-        if not (again or newly):  # what was restored is dense
-            return
-        self._applied = times_applied()
-        model = self._model()
-        found = self._lost if model is None else sites(model)
-        bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
-        self._lost = [] if again else self._lost
-        if bare:
-            what, fix = _AGAIN if again else _NEWLY
-            what += ": expected a new guard, got none. Masked weights move, steps do not count."
-            warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
-
-    @torch.compiler.disable
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if _is_no_step(optimizer):
-            return None
-        self._under_way = None  # what a step that raised has left
-        self._let_go()
-        self._adopt(optimizer)
-        if self._lost or self._applied != times_applied():
-            self._warn_of_new_masks(optimizer)
-        for g in self._guarded:
-            if g.site._fxmask_is_dense:
-                what = "optimizer.step() inside fxmask.dense: expected masks in force."
-                raise StateError(message(what, g.name, "leave the with block first."))
-            if isinstance(g.weight, nn.Parameter) and g.site.__dict__.get("_parameters", {}).get("weight", g.weight) is not g.weight:
-                what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
-                fix = "make the optimiser of the new Parameters, then call fxmask.guard again, and fxmask.refresh(model) where masks are cached."
-                raise StateError(message(what, g.name, fix))
-        warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
-        closure = any(map(callable, (*args[1:], *kwargs.values())))
-        masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
-        if masked_step:
-            elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
-        for g in self._guarded:
-            if closure and g.site._fxmask_config.needs_grad:
-                what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
-                raise UnsupportedError(message(what, g.name, "use a criterion of the weight alone, without regrow by gradient."))
-        for g in self._guarded:
-            scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
-            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}), g.stateless, scale, skipped)
-        if masked_step:
-            self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
-        else:
-            before_step(optimizer, self._guarded, closure)
-        note_masks(optimizer, self._guarded, zero=self._returning == "zero")
-        if not closure and len(self._looked_at) < len(self._guarded):
-            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and state.masks_any(g.site)]
-            self._looked_at.update(id(g.site) for g in masked)
-            warn_of_dense_gradients(masked)
-        return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
-
-    @torch.compiler.disable
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _is_no_step(optimizer):
-            return
-        self.steps += 1
-        if self._under_way is not None:
-            kept_alone.finish(optimizer, self._under_way)
-            self._under_way = None
-        if not self.masked_step:
-            after_step(optimizer, self._guarded)
-        for g in self._guarded:
-            g.stateless = g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
-        rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
-        for m in filter(self._counts, self._pruned):
-            pruning_schedule.advance(m, 1)
-        reset_returned(optimizer, self._guarded)
-
-    def remove(self) -> None:
-        """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
-        for hook in self._hooks:
-            hook.remove()
-        other_steps.unwatch(self)
-        for site in [s for s, _ in self._followed if self._is_ours(s)] if self._hooks else []:
-            site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
-        for m in filter(self._counts, self._pruned) if self._hooks else []:
-            pruning_schedule.follow(m, None)
-        self._hooks = []
-
-    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        """The hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes. At the process's end PyTorch's modules are half gone."""
-        if not ends():
-            left = [(g.site, g.policy) for g in self._guarded if self._is_ours(g.site)] if self._hooks else []
-            self.remove()
-            for site, policy in left:  # nobody has taken it off
-                site._fxmask_was = policy
-                lost_guards.expect_guard(site)
-
-    def __enter__(self) -> GuardHandle:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
-    """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
-    if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLayer)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
-        return weight
-    with torch.no_grad():
-        return peek_weight(site)
-
-
-_STEP = elementwise.STEP
-
-
-def _is_no_step(optimizer: Optimizer) -> bool:
-    """Whether another step of this optimiser is running, that of a subclass which calls super().step(): the outermost alone is a step.
-
-    Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
-    """
-    frame, steps = sys._getframe(), 0
-    while frame is not None:
-        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
-        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return steps > 1
 
 
 def guard(
@@ -288,7 +75,7 @@ def guard(
         held = weight is not None and group_of(optimizer, weight) is not None
         derived = weight is None or not isinstance(weight, nn.Parameter)
         if held and weight is not None:
-            guarded.append(_guarded(name, site, weight, masked_weights, bool(masked_step)))
+            guarded.append(guarded_weight(name, site, weight, masked_weights, bool(masked_step)))
             if masked_step:
                 elementwise.refuse_shard(name, weight)
         elif derived and masked_weights in ("freeze", "decay"):
@@ -346,23 +133,3 @@ def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
                 if node.op in ("get_attr", "call_module"):
                     maker = resolve(gm, str(node.target))
                     yield from [maker] if isinstance(maker, nn.Parameter) else maker.parameters() if node.op == "call_module" else ()
-
-
-def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The weights that an optimiser steps on kept blocks alone, because its guard says so."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle) and h.masked_step]
-    return [g.weight for h in handles for g in h._guarded if h._is_ours(g.site)]
-
-
-def _guarded(name: str, site: Site, weight: torch.Tensor, masked_weights: str, masked_step: bool = False) -> Guarded:
-    moving = [c.backward for c in phases.in_turn(site._fxmask_given) if not may_freeze(c)]  # in any phase
-    refuse_shard(site, weight)
-    if site._fxmask_policy is not None:
-        what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
-        raise StateError(message(what, name, "call remove() on the first handle."))
-    if masked_weights == "freeze" and moving:
-        asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
-        what = f"{asked} with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
-        raise UnsupportedError(message(what, name, fix))
-    return Guarded(name, site, weight, masked_weights)

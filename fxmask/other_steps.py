@@ -14,7 +14,7 @@ from .kernels.errors import FxMaskWarning, first_of, message
 from .passes.lost_guards import KEPT
 
 if TYPE_CHECKING:
-    from .guarding import GuardHandle
+    from .guard_handle import GuardHandle
 
 _guards: weakref.WeakSet[GuardHandle] = weakref.WeakSet()
 _times = 0  # that a guard was made

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..guarding import masked_step_of
+from ..guard_handle import masked_step_of
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import grid_shape, matrix_shape
