@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from saved_states import same
 from thesis import checkpoint
 from thesis import imagenet as program
 from thesis.imagenet_run import Run
@@ -41,15 +42,6 @@ def make_folder(root: Path, train: int = 12, test: int = 5) -> Path:
                 pixels[..., c % 3] += 100 * (c < 3)
                 Image.fromarray(pixels.numpy()).save(folder / f"{i}.png")
     return root
-
-
-def same(a: object, b: object) -> bool:
-    """Equal to the bit, through dicts and lists."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else type(a) is type(b) and a == b
 
 
 def state(out: Path) -> dict[str, Any]:

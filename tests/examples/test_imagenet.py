@@ -14,7 +14,8 @@ import plots
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.imagenet_runs import OPTIONS, ROOT, TEST_IMAGES, broken_off, make_folder, rows, same, state
+from distributed.imagenet_runs import OPTIONS, ROOT, TEST_IMAGES, broken_off, make_folder, rows, state
+from saved_states import same
 from thesis import checkpoint, imagenet_data
 from thesis import imagenet as program
 from thesis.imagenet_data import Seeded, open_images, torchvision_sets

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 from data import DataMissing
-from distributed.imagenet_runs import OPTIONS, make_folder, same, state
+from distributed.imagenet_runs import OPTIONS, make_folder, state
+from saved_states import same
 from thesis import checkpoint
 from thesis import imagenet as program
 from thesis.imagenet_data import open_images

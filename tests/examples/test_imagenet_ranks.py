@@ -12,8 +12,9 @@ import time
 import plots
 import pytest
 import torch
-from distributed.imagenet_runs import OPTIONS, PATHS, ROOT, TEST_IMAGES, make_folder, rows, same, state
+from distributed.imagenet_runs import OPTIONS, PATHS, ROOT, TEST_IMAGES, make_folder, rows, state
 from distributed.launch import torchrun
+from saved_states import same
 from thesis import checkpoint
 from thesis import imagenet as program
 from thesis.imagenet_run import Run

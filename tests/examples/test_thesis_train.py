@@ -15,6 +15,7 @@ import plots
 import pytest
 import torch
 from resmlp import ResMLP
+from saved_states import same
 from thesis import checkpoint
 from thesis import train as program
 from thesis.recipe import CIFAR10, IMAGENET, Mixing, Recipe, optimiser, scheduler
@@ -30,15 +31,6 @@ MASKED = (*SHORT, "--schedule", "cubic:20", "--refresh", "2")
 
 def rows(out: Path) -> list[dict[str, str]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in plots.read_csv(out / "log.csv")]
-
-
-def same(a: object, b: object) -> bool:
-    """Equal to the bit, through dicts and lists."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) and torch.is_tensor(b) else type(a) is type(b) and a == b
 
 
 def state(out: Path) -> dict[str, object]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed.imagenet_runs import MODEL, SHORT, TEST_IMAGES, broken_off, make_folder, rows, same, state
+from distributed.imagenet_runs import MODEL, SHORT, TEST_IMAGES, broken_off, make_folder, rows, state
+from saved_states import same
 from thesis import imagenet as program
 from thesis.imagenet_data import open_images
 from thesis.imagenet_model import build

@@ -1,7 +1,6 @@
 """Masks whose ratio a feedback drives, for the tests of feedback."""
 
 import pytest
-import torch
 from sample_models import mlp
 from torch import fx
 
@@ -10,15 +9,6 @@ import fxmask
 LOSS = fxmask.Feedback("loss", every=1, change=0.2)
 FLIPS = fxmask.Feedback("flip_rate", every=2, goal=0.1, change=0.15)
 FORMS = pytest.mark.parametrize("form", ["module", "graph"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
 
 
 def masked(schedule, weights=0, form="module", **options):

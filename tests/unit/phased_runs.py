@@ -1,7 +1,5 @@
 """Runs whose masks change by phases, for the tests of phases."""
 
-import pytest
-import torch
 from sample_models import mlp, noisy_step
 from torch import fx, optim
 
@@ -9,15 +7,6 @@ import fxmask
 
 PHASES = {3: dict(backward="ste"), 6: dict(block=(16, 16), refresh=2), 10: dict(backward="masked", criterion="l1")}
 LAST = 13
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
 
 
 def config(phases=PHASES, **options):

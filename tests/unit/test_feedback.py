@@ -10,12 +10,14 @@ import torch.distributed as dist
 from sample_models import Twice, mlp, noisy_step
 from saved_states import same, through_a_file
 from torch import nn, optim
-from unit.feedback_masks import FLIPS, FORMS, LOSS, kept, masked, one_thread, ratios, told  # noqa: F401  (one_thread is a fixture)
+from unit.feedback_masks import FLIPS, FORMS, LOSS, kept, masked, ratios, told
 
 import fxmask
 from fxmask.errors import ConfigError, FxMaskWarning, StateError
 from fxmask.passes import looks
 from fxmask.sites import sites
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- by a loss ---------------------------------------------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from sample_models import Computed, mlp
 from saved_states import same
-from unit.feedback_masks import FLIPS, LOSS, kept, masked, one_thread, told  # noqa: F401  (one_thread is a fixture)
+from unit.feedback_masks import FLIPS, LOSS, masked
 
 import fxmask
 from fxmask import backend
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WRONG = [
     (dict(measure="accuracy"), r"unknown measure: expected one of loss, flip_rate, bytes, got 'accuracy'"),

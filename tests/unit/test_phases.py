@@ -10,11 +10,13 @@ from saved_states import same
 from torch import optim
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import symbolic_trace
-from unit.phased_runs import LAST, PHASES, config, one_thread, run, train  # noqa: F401  (one_thread is a fixture)
+from unit.phased_runs import LAST, PHASES, config, run, train
 
 import fxmask
 from fxmask.errors import UnsupportedError
 from fxmask.passes.phases import in_force
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = ["0.weight", "2.weight"]
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 from sample_models import best_blocks, mlp
 from saved_states import same, through_a_file
-from unit.phased_runs import LAST, config, one_thread, run, train  # noqa: F401  (one_thread is a fixture)
+from unit.phased_runs import LAST, config, run, train
 
 import fxmask
 from fxmask.errors import StateError
 from fxmask.sites import sites
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUTS = [(4, 0), (7, 0), (2, 12), (11, 12)]
 

@@ -5,11 +5,13 @@ import re
 import pytest
 import torch
 from sample_models import mlp
-from unit.phased_runs import PHASES, config, one_thread, run  # noqa: F401  (one_thread is a fixture)
+from unit.phased_runs import PHASES, config, run
 
 import fxmask
 from fxmask import backend
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WRONG = [
     (3, r"phases: expected \{optimiser step: dict of options, ...\}, such as .*, got 3\."),
