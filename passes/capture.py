@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
+from .calls import Call, Place
 from .fakes import Fakes, swap
 from .lifted import source_name
 from .other_masks import kept_of_idle, masks_of_computed
-from .record import CALL_CODE, Call, Place, Recorder
+from .record import CALL_CODE, Recorder
 from .site import Site
 from .untouched import plain_ops, unchanged
 

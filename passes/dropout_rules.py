@@ -11,8 +11,8 @@ from ..kernels import layer_cost, mask_cost
 from ..kernels.cost import Cost
 from ..kernels.lists import listed
 from ..kernels.triton.tiles import DRAWN
+from .calls import Call, Place, typical_mask
 from .masked_rules import PHASE, ROLES, implementation
-from .record import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
 
 

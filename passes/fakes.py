@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..kernels.errors import UnsupportedError, message
 from . import pruning_schedule, ranks
 from . import site as state
-from .record import typical_mask
+from .calls import typical_mask
 from .site import Site
 
 

@@ -10,7 +10,7 @@ from ..kernels import layer_cost
 from ..kernels.grid import kept_elements
 from ..kernels.lists import listed
 from ..kernels.strides import are_tokens_inner
-from .record import Call, Place, typical_mask
+from .calls import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
 
 PHASE = {"forward": "fwd", "dx": "dX", "dw": "dW"}

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
+from .calls import Call, Place
 from .known_ops import ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, SUMS
-from .record import Call, Place
 from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
 
 LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")

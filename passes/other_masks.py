@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.grid import kept_elements
-from .record import is_real, typical_mask
+from .calls import is_real, typical_mask
 from .site import Site, current_mask
 from .weights import peek_weight
 

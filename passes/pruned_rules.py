@@ -8,8 +8,8 @@ from ..kernels import dense_cost, layer_cost, pruned_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import kept_elements
 from ..kernels.lists import LISTED
+from .calls import Call, Place
 from .masked_rules import ROLES, implementation, lists_of, mask_of, masked_work
-from .record import Call, Place
 from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
 
 

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ..kernels.cost import Cost
 from ..kernels.errors import ConfigError
+from .calls import Call, Place
 from .moves import stream_of
-from .record import Call, Place
 from .work import REGISTERED, RULES, Target, Work, phase_of
 
 

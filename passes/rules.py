@@ -8,8 +8,8 @@ from typing import Any
 from ..kernels import dense_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import expand_mask, grid_shape, kept_elements
+from .calls import Call, Place
 from .moves import stream_of
-from .record import Call, Place
 from .work import EXACT, Target, Work, phase_of, rule
 
 

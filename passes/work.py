@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..kernels.cost import Cost
-from .record import Call
+from .calls import Call
 
 EXACT, REGISTERED, ELEMENTWISE, FREE, UNKNOWN = "exact", "registered", "elementwise", "free", "unknown"
 

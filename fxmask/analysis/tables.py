@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..kernels.grid import grid_shape, kept_elements
+from ..passes.calls import Call
 from ..passes.capture import Recording
-from ..passes.record import Call
 from ..passes.work import ELEMENTWISE, FREE, UNKNOWN, Work
 from . import roofline, traffic
 from .devices import Device
