@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 
 @pytest.fixture
@@ -12,3 +14,11 @@ def one_thread():
     torch._dynamo.reset()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def mesh():
+    """One process, and a mesh of it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -4,9 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import optim
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from unit.test_masked_step import ADAMW, build, gradients, net, pair, same, train
 
@@ -126,13 +124,6 @@ def test_weights_that_must_move_or_that_others_make():
     refused(lambda m: optim.SGD(m.parameters(), lr=0.1), limit, backward="ste")
     make = lambda: torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(64, 64)))  # noqa: E731
     refused(lambda m: optim.SGD(m.parameters(), lr=0.1), "a weight that other parameters make", make=make)
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.interface. is deprecated:DeprecationWarning")  # torch's own, where its optimisers are imported

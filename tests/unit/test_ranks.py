@@ -6,24 +6,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from sample_models import mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fxmask
 from fxmask.errors import StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(mesh, **options):
