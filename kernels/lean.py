@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import _C
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # as in PyTorch 2.11 to 2.13
 
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _BELOW = _C._after_autograd_keyset - _VIEWS
@@ -95,9 +96,5 @@ def _unseen(function: Any) -> Any:
 
     Marked in its code, which costs a call nothing; `torch._disable_dynamo` does it at every call.
     """
-    try:
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:
-        return torch._disable_dynamo(function)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
