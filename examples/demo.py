@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     times = runs[1].median_ms / runs[0].median_ms
     print(
         "\nThe FLOP ratio is not a speed-up. Matmuls as small as these, in blocks of 16x16 at 50 %, gain nothing by skipping blocks, so the\n"
-        "layers multiply densely by the masked weight; building the masks comes on top. README.md says from which sizes and ratios on a CPU gains.\n"
+        "layers multiply densely by the masked weight; building the masks comes on top. docs/speed.md says from which sizes and ratios on a CPU gains.\n"
         f"Measured here, a masked step takes {times:.2f} times as long as a dense one.\n"
         "Masked weights get no gradient in mode masked, so few blocks, if any, change place; in mode ste they do, and their blocks can come back."
     )

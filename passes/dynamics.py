@@ -37,7 +37,7 @@ def check_dynamics(c: WeightMask) -> None:
     if c.refresh == 0 and (c.observes or c.hysteresis or c.regrow is not None):
         raise ConfigError("refresh=0 builds the mask once: expected refresh of at least 1 with gradient criteria, average, hysteresis or regrow.")
     if c.wants_growth and c.backward not in ("rigl", "ste", "unmasked"):
-        what = f"regrow by gradient needs dense gradients, and backward={c.backward!r} gives masked blocks none: expected backward='rigl' or 'ste'."
+        what = f"regrow by gradient needs dense gradients, and backward={c.backward!r} gives masked blocks none: expected backward='rigl', 'ste' or 'unmasked'."
         raise ConfigError(f"{what} Regrow('random') works with any.")
     if c.soft and not (isinstance(c.schedule, Schedule) and c.schedule.moves):
         what = "soft=True scales masked blocks down over the ramp of a schedule"
