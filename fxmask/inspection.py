@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
 from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.errors import first_of
-from .layer_rows import IN_GRAPHS, dense_row, masked_row, unapplied_row
+from .layer_rows import dense_row, masked_row, unapplied_row
 from .nm_layers import any_nm, element_mask, has_values, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
@@ -32,6 +33,11 @@ from .report import Report
 from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of
 
 NO_GRAPH = "no graph of backend='fxmask' that has run is known to mask it"
+_NOTES = [
+    "masked_dense and reference multiply by the masked weight and save no time.",
+    "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
+]
+_NM_NOTES = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."]
 UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
 
 
@@ -106,28 +112,27 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     for row in products:
         del row["elements"], row["kept"]
         row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": None}
-    notes = [
-        "masked_dense and reference multiply by the masked weight and save no time.",
-        "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
-    ]
     layers = "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
     summary |= {"products with parameters": len(products)} if products else {}
-    notes = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."] if nm else notes
-    notes = notes if any(r["masked"] for r in rows) else []
+    notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
+    return Report("fxmask.explain", [*rows, *products], [*notes, *_notes(model, by_backend, bool(dropped))], summary)
+
+
+def _notes(model: nn.Module, by_backend: bool, drops: bool) -> Iterator[str]:
+    """What no row can say."""
     if idle := never_run(sites(model)):
         why = "it is older than the masks, or made inside fxmask.dense, or something reads .weight whole"
-        notes.append(f"Have a gradient, and their masked forward has not run: {first_of(idle)}; {why}.")
+        yield f"Have a gradient, and their masked forward has not run: {first_of(idle)}; {why}."
     resting, lost = resting_dropouts(model)
     if resting:
-        notes.append(f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing.")
+        yield f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing."
     if lost:
-        notes.append(f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them.")
-    if by_backend or any(IN_GRAPHS in r["reason"] for r in rows):
-        notes.append("Masks of backend='fxmask' are made in its graphs: rows are of the last that ran; other code is dense. FXMASK_DUMP=dir writes them down.")
-    if dropped and (left := other_dropouts(model)):
-        notes.append(f"Dropouts that are left alone: {', '.join(left)}.")
-    return Report("fxmask.explain", [*rows, *products], notes, summary)
+        yield f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them."
+    if by_backend:
+        yield "Masks of backend='fxmask' are made in its graphs: rows are of the last that ran; other code is dense. FXMASK_DUMP=dir writes them down."
+    if drops and (left := other_dropouts(model)):
+        yield f"Dropouts that are left alone: {', '.join(left)}."
 
 
 def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:
