@@ -3,7 +3,7 @@
 One file a decision, written beside and moved into place, so that two processes cannot damage each other's. The file's name holds the device and the versions;
 a file that says otherwise inside, or cannot be read, is made again with one warning, and a folder that cannot be written costs one warning and nothing else.
 `FXMASK_CACHE` names the folder (default: fxmask in the user's cache folder), `FXMASK_TUNE=0` switches measuring and files off, and so does
-`torch.use_deterministic_algorithms(True)`: then the cost model alone decides, the same in every run.
+`torch.use_deterministic_algorithms(True)`: then the cost model alone decides, the same in every run. The logger `fxmask` says at level INFO what was timed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
 import platform
 import random
@@ -32,6 +33,7 @@ OVER = 3.0  # times the budget that TURNS may take
 TURNS, LEAST = 4, 2  # at least, and where those take longer still; the first one warms up
 AGAIN = 60.0  # seconds until a tune on a busy machine is repeated; twice as many after each repeat that was busy too
 FIX = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
+LOG = logging.getLogger("fxmask")
 _warned: set[str] = set()
 
 
@@ -121,6 +123,7 @@ def load(key: str, names: Container[str]) -> Choice | None:
 
 def store(key: str, choice: Choice) -> None:
     """Write a decision; a warning, once, where that cannot be done."""
+    LOG.info("timed %d ways of %s: %s is taken, %.3g ms", len(choice.times), key, choice.name, 1e3 * choice.times[choice.name])
     content = {"stamp": stamp(), "key": key, **{k: v for k, v in choice._asdict().items() if k != "why"}}
     try:
         path = _path(key)

@@ -30,6 +30,15 @@ def test_a_choice_is_measured_once_kept_and_loaded(table, monkeypatch, impl):
     assert list(deciding.decisions.values()) == [first] and table.files() == [file]
 
 
+def test_it_is_logged(table, caplog):
+    with caplog.at_level("INFO", logger="fxmask"):
+        forward()
+        forward()
+    (record,) = [r for r in caplog.records if r.name == "fxmask"]
+    (choice,) = deciding.decisions.values()
+    assert record.getMessage().startswith(f"timed {len(choice.times)} ways of forward/") and f": {choice.name} is taken, " in record.getMessage()
+
+
 def test_every_op_its_dtype_and_tokens_decide_for_themselves(table):
     a, b, gy = X.clone().requires_grad_(), W.clone().requires_grad_(), GY
     ops.linear(a, b, None, MASK, BLOCK, "masked", None, "cpu").backward(gy)
