@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -19,6 +20,25 @@ def torchvision() -> ModuleType:
         return import_torchvision()
     except ImportError as error:
         pytest.skip(str(error))
+
+
+def settings() -> dict[str, object]:
+    """What a process has once, and the next test would meet."""
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "denormals": torch.tensor(1e-40).mul(1.0).item() > 0,
+    }
+
+
+@pytest.fixture(autouse=True)
+def settings_stay() -> Iterator[None]:
+    """Each process runs its files in an order of its own, so a setting that a test leaves changed breaks one that nobody suspects."""
+    before = settings()
+    yield
+    assert settings() == before
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,7 @@ import torch
 from data import DataMissing
 from tabulate import tabulate
 from thesis.side_by_side import published
+from train import flushed_denormals
 
 from fxmask.errors import ConfigError
 from sparsedrop.tasks import TASKS, Loaded, load
@@ -84,6 +85,7 @@ def side_by_side(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     return table
 
 
+@flushed_denormals()
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tasks", nargs="+", choices=tuple(TASKS["full"]), default=["digits", "gpt"])
@@ -100,7 +102,6 @@ def main(argv: list[str] | None = None) -> int:
         check(a)
     except ConfigError as error:
         p.exit(2, f"table_1.py: {error}\n")
-    torch.set_flush_denormal(True)
     loaded: dict[str, Loaded] = {}
     for job in jobs(a):
         if any(all(row[k] == job[k] for k in KEY) for row in read(a.csv)):
