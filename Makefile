@@ -16,10 +16,6 @@ READY := $(if $(filter command line,$(origin PY)),,$(STAMP))
 # torch takes every core by default and slows down on a shared machine
 export OMP_NUM_THREADS ?= 2
 
-# tests run in so many processes of one thread each, whole files at a time: on more cores, make test JOBS=8
-JOBS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile
-
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo test test-all models aot zoo lint gpu clean
@@ -31,10 +27,10 @@ demo: $(READY)  ## train a small masked model on the CPU and print its report
 	@$(PY) examples/demo.py
 
 test: $(READY)  ## the tests, but for the slow ones
-	@$(PYTEST) -m "not slow and not gpu and not models"
+	@$(PY) -m pytest -m "not slow and not gpu and not models"
 
 test-all: $(READY)  ## the tests, slow ones included
-	@$(PYTEST) -m "not gpu and not models"
+	@$(PY) -m pytest -m "not gpu and not models"
 
 models: $(READY)  ## the tests with models of timm, Hugging Face and peft, which it installs
 	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'

@@ -89,6 +89,7 @@ def test_refreshes_in_the_interpreter(tmp_path):
         assert int(row["launches"]) == 4 * (1 if row["form"] == "group" else int(row["weights"]))
 
 
+@pytest.mark.slow
 def test_dropout_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     interpreted(STAGES, tmp_path, "dropout")
@@ -122,6 +123,7 @@ def test_what_was_found_of_dropout():
     assert findings._dropout([]) == ["dropout / not measured"]
 
 
+@pytest.mark.slow
 def test_pruned_products_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     interpreted(STAGES, tmp_path, "pruning")
@@ -133,6 +135,7 @@ def test_pruned_products_in_the_interpreter(tmp_path):
         assert int(row["flop"]) <= int(row["flop_issued"]) or row["form"] == "dense"
 
 
+@pytest.mark.slow
 def test_nm_masks_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     interpreted(STAGES, tmp_path, "nm")
