@@ -15,8 +15,8 @@ from torch import Tensor
 from . import dense_cost, mask_cost, matmul_cost, pruned_cost
 from .cost import Cost
 from .grid import expand_mask, grid_shape, kept_elements
-from .lists import STEP, STRIP, listed
-from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, candidates, pruned_tiles, splits_of, tile_for
+from .lists import STEP, listed
+from .triton.tiles import CHUNK, SELECT_MAX, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
 
 OPS = ("forward", "dx", "dw")
 
@@ -54,20 +54,26 @@ def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], trans
 
 def by_lists(
     op: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
-    tile: Tile | None = None, splits: int = 0, inner: bool = False, whole: bool = False,
+    tile: Tile | None = None, splits: int = 0, features: int = 0, inner: bool = False, whole: bool = False,
 ) -> Cost:  # fmt: skip
-    """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the default tile and splits unless given. `shape` is W's (N, K).
+    """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the tile and splits that a Hopper GPU gets unless given. `shape` is W's (N, K).
 
-    inner: the input's tokens lie side by side (`kernels.strides`). whole: see `kernels.matmul_cost.sampled_matmul`.
+    features: of a given tile of dW. inner: the input's tokens lie side by side (`kernels.strides`). whole: see `kernels.matmul_cost.sampled_matmul`.
     """
     item = dtype.itemsize
-    tile = tile or candidates(dtype, block, op == "dx", tf32)[0]
+    if tile is None and op == "dw":
+        tile, features = best_dw_tile(dtype, block, shape[1], tf32=tf32, inner=inner or whole)
+    elif tile is None:
+        across, along = shape[::-1] if op == "dx" else shape
+        described = all(n * item % 16 == 0 for n in (along, shape[1]))
+        tile = best_tile(dtype, block, op == "dx", (tokens, across, along), tf32=tf32, inner=inner, tma=described)
+    assert tile is not None
     found = lists_of(mask, shape, block, op == "dx", tile.strip)
     if op != "dw":
         return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
     lay = found.layout
-    splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, TILE_FEATURES // lay.unit)))
-    total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=TILE_FEATURES, whole=whole)
+    splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, features // lay.unit)))
+    total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=features, whole=whole)
     total += matmul_cost.zero_fill(shape, item)
     return total if splits == 1 else total + matmul_cost.sum_splits(shape, block, found.kept, item, splits=splits)
 
@@ -85,7 +91,7 @@ def dropped(
     Operands are x, w, bias, y of the forward; dy, w, dx; dy, x, dw; and `parts`, the float32 sums of splits.
     """
     (n, k), m, item = shape, tokens, dtype.itemsize
-    tile = tile_for(dtype)
+    tile = tile_for(dtype, strip_for(block, op == "dw"))
     found = lists_of(keep, (m, k), block, op == "dw", tile.strip)
     lay = found.layout
     if op == "forward":
@@ -169,7 +175,7 @@ def pruned_dw(
 ) -> Cost:  # fmt: skip
     """dW of `impl="triton"` from `entries` kept blocks of `features` of an input of `tokens` rows, as many in each strip; their list made by plain PyTorch.
 
-    given: the mask's lists are, in strips of 128 features; others are made.
+    given: the mask's lists are, and are used where their strips are as wide as the input's blocks; others are made.
     """
     (n, k), item = shape, dtype.itemsize
     gathered = mask if mask is not None and listed(block) else None
@@ -180,13 +186,13 @@ def pruned_dw(
     lists = None if gathered is None else lists_of(gathered, shape, block, True, features)
     kept = [] if gathered is None else kept_by_strip(gathered, shape, block, features)
     total = pruned_cost.strip_rows(strips * tokens, entries, index_itemsize) + pruned_cost.pruned_matmul(
-        even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=min(STEP, tile_for(dtype, tf32).step), lists=lists, kept=kept
+        even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=min(STEP, tile_for(dtype, features, tf32).step), lists=lists, kept=kept
     )
     grid, sides, written = grid_shape(shape, block), (n, k), n * k
     if lists is not None:
         sides, written = block, lists.kept
         total += matmul_cost.zero_fill(shape, item)
-        if not given or features != STRIP:
+        if not given or features != strip_for(block, True):
             total += mask_cost.strip_lists(grid, block, features) + mask_cost.order(grid, block, features)
     if splits > 1:
         total += matmul_cost.sum_splits(shape, sides, written, item, splits=splits)

@@ -1,10 +1,10 @@
 """Strip lists: which blocks a tile of the list matmul must visit, in plain PyTorch.
 
-The output's feature axis is cut into strips of `strip` features; along the reduction axis the mask is cut into units of at most `step` features, one step of
-the matmul taking `per_step` of them. A strip's list holds the units in which any of its blocks is kept, ascending, as `bits << 16 | unit`: bit g says that
-block g of the strip is kept there. Lists have full capacity and a zero tail of at least one step, so that shapes are static, nothing is read back to the
-host, and the matmul may load one step ahead. For dX the same is built over the transposed mask. Both directions lie behind one another in one int32 tensor
-(`packed`), which depends on the mask and the block alone: forward, dX and dW of any dtype read it, and it can outlive a step.
+The output's feature axis is cut into strips of 64 or 128 features (`strip_of`); along the reduction axis the mask is cut into units of at most `step` features,
+one step of the matmul taking `per_step` of them. A strip's list holds the units in which any of its blocks is kept, ascending, as `bits << 16 | unit`: bit g
+says that block g of the strip is kept there. Lists have full capacity and a zero tail of at least one step, so that shapes are static, nothing is read back
+to the host, and the matmul may load one step ahead. For dX the same is built over the transposed mask. Both directions lie behind one another in one int32
+tensor (`packed`), which depends on the mask and the block alone: forward, dX and dW of any dtype read it, and it can outlive a step.
 
 | tensor | shape | what |
 | --- | --- | --- |
@@ -12,7 +12,7 @@ host, and the matmul may load one step ahead. For dX the same is built over the 
 | counts | [strips] int32 | real entries of each list |
 | order | [strips] int32 | strips, longest list first, ties to the lower index |
 
-Why lists of unions and not of blocks: a tile's matmul instruction wants 128 features at once, more than a small block has (`DESIGN.md`).
+Why lists of unions and not of blocks: a tile's matmul instruction wants 64 features or more at once, more than a small block has (`DESIGN.md`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,21 @@ from .errors import UnsupportedError
 
 UNITS = 1 << 16  # an entry names a unit in 16 bits
 LISTED = (16, 32, 64, 128)  # block sizes that the list matmul takes, in either direction
-STRIP, STEP = 128, 64  # features of a strip, and of a step at most
+STRIP, STEP = 128, 64  # features of a strip at most, and of a step at most
 
 
 def listed(block: tuple[int, int]) -> bool:
     """Whether the list matmul takes a block; others are masked and cast, then multiplied densely."""
     return block[0] in LISTED and block[1] in LISTED
+
+
+def strip_of(row_block: int) -> int:
+    """Features of a strip over blocks of `row_block` features.
+
+    Half as wide a strip has half as many blocks in its union, and so multiplies less for nothing, but loads X twice as often. Blocks of 64 and 32 gain by it
+    on an H200 (`examples/results/h200/tiles.csv`); 128 would be cut, and the union of four of 16 is nearly that of eight.
+    """
+    return 64 if row_block in (32, 64) else STRIP
 
 
 class Layout(NamedTuple):
@@ -41,7 +50,7 @@ class Layout(NamedTuple):
     cols: int
     row_block: int  # features of a block along the strip axis
     col_block: int  # and along the reduction axis
-    strip: int = STRIP  # features of a strip
+    strip: int  # features of a strip
     step: int = STEP  # features that one step of the matmul takes at most along the reduction axis
 
     @property
@@ -74,14 +83,14 @@ class Layout(NamedTuple):
         return (-(-self.units // self.per_step) + 1) * self.per_step
 
 
-def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> Layout:
-    """Lists of the forward (strips of out_features) or, transposed, of dX (strips of in_features)."""
+def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> Layout:
+    """Lists of the forward (strips of out_features) or, transposed, of dX (strips of in_features); `strip`: another width than `strip_of` says."""
     rows, cols = grid[::-1] if transposed else grid
     row_block, col_block = block[::-1] if transposed else block
-    return Layout(rows, cols, row_block, col_block, strip, STEP)
+    return Layout(rows, cols, row_block, col_block, strip or strip_of(row_block))
 
 
-def pair(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> tuple[Layout, Layout]:
+def pair(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> tuple[Layout, Layout]:
     """Lists of the forward and of dX. UnsupportedError where an entry could not name every unit."""
     found = layout(grid, block, False, strip), layout(grid, block, True, strip)
     most = max(lay.units for lay in found)
@@ -96,12 +105,12 @@ def _sections(lay: Layout) -> tuple[int, int, int]:
     return -(-lay.strips * lay.capacity // 4) * 4, -(-lay.strips // 4) * 4, -(-lay.strips // 4) * 4
 
 
-def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> int:
+def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> int:
     """Length of the packed lists of a mask. Asks nothing of the grid, whose sizes a compiler may not know."""
     return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True))
 
 
-def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """One direction's (entries, counts, order), views into packed lists."""
     forward, lay = layout(grid, block, False, strip), layout(grid, block, transposed, strip)
     entries, counts, order = _sections(lay)
@@ -114,7 +123,7 @@ def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transpo
     )
 
 
-def packed(mask: Tensor, block: tuple[int, int], strip: int = STRIP) -> Tensor:
+def packed(mask: Tensor, block: tuple[int, int], strip: int | None = None) -> Tensor:
     """Lists of both directions of a mask bool [NB, KB]: int32 [packed_length], what is between the parts is zero."""
     grid = (mask.shape[0], mask.shape[1])
     lists = torch.zeros(packed_length(grid, block, strip), dtype=torch.int32, device=mask.device)

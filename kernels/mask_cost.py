@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .cost import BINS, INDEX, Cost, cdiv
 from .grid import grid_shape
-from .lists import STRIP, pair
+from .lists import pair
 
 KEEP = 8  # bytes of the number of kept blocks, int64
 
@@ -55,7 +55,7 @@ def draw(blocks: int, chunk: int) -> Cost:
     return Cost(reads={"seed": 8 * cdiv(blocks, chunk)}, writes=mask, reads_min={"seed": 8 * min(blocks, 1)}, writes_min=dict(mask))
 
 
-def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
+def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> Cost:
     """Entries and counts of both directions; the same for every mask, since lists have full capacity.
 
     Requested B   mask: units * rows, or units * S where a block is wider than a strip, of each direction; lists 4 S (capacity + 1) written
@@ -67,7 +67,7 @@ def strip_lists(grid: tuple[int, int], block: tuple[int, int], strip: int = STRI
     return Cost(reads=reads, writes=lists, reads_min={"mask": grid[0] * grid[1]}, writes_min=dict(lists))
 
 
-def order(grid: tuple[int, int], block: tuple[int, int], strip: int = STRIP) -> Cost:
+def order(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> Cost:
     """The order of the strips of both directions, one program a strip. Requested B: counts 4 S (S + 1), order 4 S written; compulsory 4 S each."""
     strips = [lay.strips for lay in pair(grid, block, strip)]
     ranks = {"lists": INDEX * sum(strips)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .cost import INDEX, PARTIAL, Cost, cdiv
 from .grid import grid_shape, kept_elements
-from .lists import STEP, STRIP, Layout, layout
+from .lists import STEP, Layout, layout
 from .lists import strip_lists as build_lists
 
 
@@ -38,7 +38,7 @@ class Lists:
         return sum(self.features) + empty * min(self.layout.unit, self.along)
 
 
-def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int = STRIP) -> Lists:
+def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> Lists:
     """Exact numbers of a mask bool (NB, KB) of a weight `shape` (N, K). Reads the mask back: on a GPU a host sync."""
     mask = mask.detach().cpu()
     lay = layout(grid_shape(shape, block), block, transposed, strip)

@@ -25,14 +25,14 @@ def _columns(total: Cost) -> dict[str, int]:
     return {"flop_useful": total.flop_useful, "flop_issued": total.flop_issued, "bytes_min": total.bytes_min, "bytes_req": total.bytes_req}
 
 
-def triton_cost(i: Inputs, tile: Any = None, splits: int = 0) -> dict[str, int]:
-    """All four counts of a matmul op by our kernels, with another tile or another number of splits than the launchers choose; empty without Triton."""
+def triton_cost(i: Inputs, tile: Any = None, splits: int = 0, features: int = 0) -> dict[str, int]:
+    """All four counts of a matmul op by our kernels, with other tiles (dW's with its features) or splits than the launchers choose; empty without Triton."""
     total = Cost()
     try:
         triton_ops()
         mask, shape, tf32 = i.mask.cpu(), (i.cell.N, i.cell.K), i.cell.dtype == "tf32"
         for op in PARTS.get(i.cell.op, (i.cell.op,)):
-            total += layer_cost.by_lists(op, i.cell.M, shape, mask, i.block, i.w.dtype, tf32=tf32, tile=tile, splits=splits)
+            total += layer_cost.by_lists(op, i.cell.M, shape, mask, i.block, i.w.dtype, tf32=tf32, tile=tile, splits=splits, features=features)
     except UnsupportedError:
         return {}
     return _columns(total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,16 @@ def require(t: Tensor) -> None:
     reason = why_not(t)
     if reason:
         raise UnsupportedError(f"impl='triton' cannot run on {reason}; use impl='auto' or impl='reference'.")
+
+
+@cache
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def major(t: Tensor) -> int:
+    """Major compute capability of a tensor's device; in the interpreter that of the devices for which tiles were measured."""
+    return _major(t.device) if t.is_cuda else 9
 
 
 def allows_tf32(t: Tensor) -> bool:

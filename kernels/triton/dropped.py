@@ -19,12 +19,12 @@ from torch import Tensor
 
 import triton
 
-from ..lists import STRIP, layout
+from ..lists import layout
 from ..reference import rows
 from . import launch, refresh
 from .device import aligned, allows_tf32, divisor, rows_of
 from .draw import draw as draw
-from .tiles import splits_of, tile_for
+from .tiles import splits_of, strip_for, tile_for
 
 
 def scale_of(p: float) -> float:
@@ -46,7 +46,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
     y = torch.empty(len(flat), n, dtype=x.dtype, device=x.device)
     launch.launch_list_matmul(
         w, flat, bias if bias is None else bias.expand(n).contiguous(), y, refresh.strip_lists(keep, block) if lists is None else lists, _grid(keep), block,
-        False, tile_for(x.dtype, tf32), (1, len(flat), k), n, w.stride(0), units=(1, divisor(k)), y_inner=True, bias_m=True, tf32=tf32, scale=scale_of(p),
+        False, tile_for(x.dtype, strip_for(block, False), tf32), (1, len(flat), k), n, w.stride(0), units=(1, divisor(k)), y_inner=True, bias_m=True,
+        tf32=tf32, scale=scale_of(p),
     )  # fmt: skip
     return y.view(*x.shape[:-1], n)
 
@@ -70,8 +71,8 @@ def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, li
         return g.t() @ launch.mask_cast(flat, keep, block, x.dtype, scale=scale_of(p))
     launch.same_dtype(gy=gy, x=x)
     g, flat, tf32 = aligned(rows_of(g)), aligned(rows_of(flat)), allows_tf32(x)
-    tile = tile_for(x.dtype, tf32)
-    splits = splits or splits_of(len(flat), triton.cdiv(n, tile.tokens) * layout(_grid(keep), block, True, STRIP).strips)
+    tile = tile_for(x.dtype, strip_for(block, True), tf32)
+    splits = splits or splits_of(len(flat), triton.cdiv(n, tile.tokens) * layout(_grid(keep), block, True).strips)
     out = torch.empty(n, k, dtype=x.dtype, device=x.device)
     parts = out if splits == 1 else torch.empty(splits, n, k, dtype=torch.float32, device=x.device)
     launch.launch_list_matmul(

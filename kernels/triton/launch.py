@@ -10,14 +10,14 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import STEP, STRIP, layout, listed, unpack
+from ..lists import STEP, layout, listed, unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
 from .elementwise import mask_cast_kernel
 from .list_matmul import list_matmul_kernel
 from .sampled_matmul import sampled_matmul_kernel, sum_splits_kernel
-from .tiles import TILE_FEATURES, TOKEN_GROUP, Tile, candidates, splits_of, takes_tma
+from .tiles import TILE_FEATURES, TOKEN_GROUP, Tile, best_dw_tile, best_tile, other_strip, splits_of, takes_tma
 
 
 def _descriptor(t: Tensor, box: list[int]) -> Any:
@@ -54,12 +54,10 @@ def list_matmul(
 ) -> Tensor:
     """y = act(x (W∘M)^T + bias), or x (W∘M) where `transposed` (dX): x (..., K) -> y (..., N), in x's dtype.
 
-    `lists`: those of the mask, packed; made here where there are none. y is contiguous, or has its tokens contiguous where x has (`kernels.strides`).
+    `lists`: those of the mask, packed, in strips as wide as the tile's; made here where there are none. y is contiguous, or has its tokens contiguous where
+    x has (`kernels.strides`).
     """
     same_dtype(x=x, w=w, bias=bias)
-    tile = tile or candidates(x.dtype, block, transposed, tf32)[0]
-    if lists is None or tile.strip != STRIP:
-        lists = refresh.strip_lists(mask, block, tile.strip)
     grid = (mask.shape[0], mask.shape[1])
     inner, shape, w = tokens_inner(x), x.shape[:-1], aligned(rows_of(w))
     n, k = w.shape[::-1] if transposed else w.shape
@@ -70,8 +68,13 @@ def list_matmul(
         x = aligned(rows_of(x))
         m, tokens, batch, stride = x.shape[0], 1, 0, x.stride(0)
         y = torch.empty((*shape, n), dtype=x.dtype, device=x.device)
+    if tile is None:
+        described = all(t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
+        tile = best_tile(x.dtype, block, transposed, (m * tokens, n, k), tf32=tf32, inner=inner, tma=described, major=device.major(x))
+    if lists is None:
+        lists = refresh.strip_lists(mask, block, other_strip(tile.strip, block, transposed))
     tma = tile.tma and m * tokens > 0
-    if tma and (inner or not takes_tma(block, transposed)):
+    if tma and (inner or not takes_tma(block, transposed, tile.strip)):
         raise ShapeError(f"a TMA tile takes blocks of one strip and one step, and contiguous features: got block {block}, strides {x.stride()}.")
     launch_list_matmul(
         x, w, bias if bias is None else bias.expand(n).contiguous(), y, lists, grid, block, transposed, tile, (m, n, k), tokens, stride, batch,
@@ -92,11 +95,12 @@ def launch_list_matmul(
     """
     (m, n, k), (nm, km), lay = sizes, units, layout(grid, block, transposed, tile.strip)
     tiles, step, strip = triton.cdiv(m * tokens, tile.tokens), tile.step, tile.strip
+    parts = unpack(lists, grid, block, transposed, other_strip(strip, block, transposed))
     xm, wm, im = (divisor(i) for i in (stride, w.stride(0), tokens))
     im = min(im, divisor(batch)) if x_inner or y_inner else 1
     operands = (_descriptor(x, [tile.tokens, step]), _descriptor(w, [step, strip] if transposed else [strip, step])) if tma else (x, w)
     device.launch(
-        list_matmul_kernel, (tiles * lay.strips, splits), x, *operands, bias, y, *unpack(lists, grid, block, transposed, strip), m, n // nm, k // km,
+        list_matmul_kernel, (tiles * lay.strips, splits), x, *operands, bias, y, *parts, m, n // nm, k // km,
         stride // xm, w.stride(0) // wm, tokens // im, batch // im, lay.capacity, lay.strips, tiles, scale, n * m * tokens if splits > 1 else None,
         NM=nm, KM=km, XM=xm, WM=wm, IM=im, X_INNER=x_inner, Y_INNER=y_inner, TMA=tma, W_ROWS=not transposed, BM=tile.tokens, BN=strip, STEP=step,
         ROW_BLOCK=min(lay.row_block, strip), UNIT_W=lay.unit, BITS=lay.group > 1 or lay.unit < step, RAGGED=lay.units * lay.unit != k,
@@ -118,26 +122,29 @@ def sampled_matmul(
     tile: Tile | None = None,
     inner: tuple[bool, bool] | None = None,
     scale: float | None = None,
+    features: int = TILE_FEATURES,
 ) -> Tensor:
     """dW = scale gy^T x for the kept blocks: gy (..., N), x (..., K) -> [N, K]. New and zero elsewhere, or added to `out`, whose other blocks are not touched.
 
-    `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device. `inner`: which of gy and x are read with their tokens
-    side by side, and then both are 3-D, of one batch, and lie so; None: as `kernels.strides` says.
+    `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device. `features`: of a given `tile`. `inner`: which of gy
+    and x are read with their tokens side by side, and then both are 3-D, of one batch, and lie so; None: as `kernels.strides` says.
     """
     same_dtype(gy=gy, x=x)
     if out is not None and (out.shape != (gy.shape[-1], x.shape[-1]) or not out.is_contiguous() or out.device != x.device):
         expected = f"contiguous ({gy.shape[-1]}, {x.shape[-1]}) on {x.device}"
         raise ShapeError(f"sampled_matmul adds to `out`: expected it {expected}, got {tuple(out.shape)} with strides {out.stride()} on {out.device}.")
     mask = mask.contiguous()
-    tile = tile or candidates(x.dtype, block, False, tf32)[0]
-    if lists is None or tile.strip != STRIP:
-        lists = refresh.strip_lists(mask, block, tile.strip)
     grid, (g_inner, x_inner) = (mask.shape[0], mask.shape[1]), inner or (tokens_inner(gy), tokens_inner(x))
+    if tile is None:
+        tile, features = best_dw_tile(x.dtype, block, x.shape[-1], tf32=tf32, inner=g_inner or x_inner, major=device.major(x))
+    strip = other_strip(tile.strip, block, False)
+    if lists is None:
+        lists = refresh.strip_lists(mask, block, strip)
     lay = layout(grid, block, False, tile.strip)
     tokens = x.shape[1] if g_inner or x_inner else 1
     (gy, batch_g, stride_g), (x, batch_x, stride_x) = (_operand(t, i) for t, i in ((gy, g_inner), (x, x_inner)))
     n, k, m = gy.shape[-1], x.shape[-1], x.shape[:-1].numel()
-    q, bt, accumulate = max(1, TILE_FEATURES // lay.unit), min(STEP, tile.step), out is not None
+    q, bt, accumulate = max(1, features // lay.unit), min(STEP, tile.step), out is not None
     ieee = x.dtype == torch.float32 and not tf32
     result = torch.zeros(n, k, dtype=x.dtype, device=x.device) if out is None else out
     tiles = triton.cdiv(lay.units, q)
@@ -147,7 +154,7 @@ def sampled_matmul(
     nm, km, gm, xm = (divisor(i) for i in (1 if inner else n, k, stride_g, stride_x))
     im = min(divisor(i) for i in (tokens, batch_g, batch_x)) if g_inner or x_inner else 1
     device.launch(
-        sampled_matmul_kernel, (lay.strips * tiles, splits), x, gy, x, target, *unpack(lists, grid, block, False, tile.strip), m // im, n // nm, k // km,
+        sampled_matmul_kernel, (lay.strips * tiles, splits), x, gy, x, target, *unpack(lists, grid, block, False, strip), m // im, n // nm, k // km,
         stride_g // gm, stride_x // xm, tokens // im, None if inner else batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, scale,
         NM=nm, KM=km, GM=gm, XM=xm, IM=im, G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit,
         Q=q, ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,

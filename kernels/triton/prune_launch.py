@@ -8,12 +8,12 @@ from torch import Tensor
 import triton
 
 from .. import prune
-from ..lists import LISTED, STEP, STRIP, layout, listed, unpack
+from ..lists import LISTED, STEP, layout, listed, unpack
 from . import device, launch, refresh
 from .device import aligned, divisor, rows_of
 from .pruned_matmul import pruned_matmul_kernel
 from .sampled_matmul import sum_splits_kernel
-from .tiles import TILE_FEATURES, pruned_tiles, splits_of, tile_for
+from .tiles import TILE_FEATURES, other_strip, pruned_tiles, splits_of, tile_for
 
 WHOLE = 1 << 30  # side of a block that no weight reaches the end of: a mask of one block keeps everything
 
@@ -35,7 +35,7 @@ def pruned_dw(
     """dW = dY^T X_s (N, K) of what `takes` takes: gy (..., N); values, index: the kept blocks of an input of `shape` (..., K), see `kernels.prune`.
 
     mask: bool [NB, KB], in blocks of `block`: zeros elsewhere. Blocks of `kernels.lists.LISTED` are never multiplied where they are masked; with others the
-    product is computed whole and masked then. lists: the mask's, packed, in strips of 128 features; used where these are the strips of the input.
+    product is computed whole and masked then. lists: the mask's, packed; used where these are the strips of the input.
     splits: shares of a strip's kept blocks, added in a fixed order; 0 chooses enough of them to fill the device. by_strip: of `kernels.prune.strip_rows`, made
     here where it is not given.
     """
@@ -51,16 +51,17 @@ def pruned_dw(
     grid = None
     if mask is not None and gathers:
         grid = (mask.shape[0], mask.shape[1])
-        if lists is None or b != STRIP:
-            lists = refresh.strip_lists(mask, block, b)
+        strip = other_strip(b, block, True)
+        if lists is None or strip is not None:
+            lists = refresh.strip_lists(mask, block, strip)
         lay = layout(grid, block, True, b)
-        entries, counts, _ = unpack(lists, grid, block, True, b)
+        entries, counts, _ = unpack(lists, grid, block, True, strip)
         capacity, unit, col_block = lay.capacity, lay.unit, min(lay.row_block, b)
     tiles = pruned_tiles(n, b, grid, block)
     splits = splits or splits_of(slots.numel() // strips, tiles * strips)
     result = torch.zeros(n, k, dtype=gy.dtype, device=gy.device) if gathers else torch.empty(n, k, dtype=gy.dtype, device=gy.device)
     target = result if splits == 1 else torch.empty(splits, n, k, dtype=torch.float32, device=gy.device)
-    tile = tile_for(gy.dtype, tf32)
+    tile = tile_for(gy.dtype, b, tf32)
     ieee = gy.dtype == torch.float32 and not tf32
     nm, gm = divisor(n), divisor(gy.stride(0))
     device.launch(

@@ -20,7 +20,7 @@ from torch import Tensor
 import triton
 
 from ..grid import grid_shape
-from ..lists import STEP, STRIP, packed_length, pair
+from ..lists import STEP, packed_length, pair, strip_of
 from ..score import KEY_INF, KEY_NAN, MANTISSA, OFFSET, sum_shift
 from . import device
 from .group import Group, group_of, place
@@ -88,7 +88,7 @@ def _select(keys: Tensor, keep: Tensor, mask: Tensor, sizes: Sequence[int], grou
     device.launch(write_mask_kernel, (chunks,), keys, keys, keep, bins, bits, table, owner, n, CH=CHUNK, **shared, num_warps=8)
 
 
-def strip_lists(mask: Tensor, block: tuple[int, int], strip: int = STRIP) -> Tensor:
+def strip_lists(mask: Tensor, block: tuple[int, int], strip: int | None = None) -> Tensor:
     """Packed lists of a mask, equal to kernels.lists.packed."""
     mask = mask.contiguous()
     grid = (mask.shape[0], mask.shape[1])
@@ -99,11 +99,13 @@ def strip_lists(mask: Tensor, block: tuple[int, int], strip: int = STRIP) -> Ten
 
 
 def _launch_lists(
-    mask: Tensor, lists: Tensor, table: Any, owner: Any, n: int, k: int, km: int, grids: Sequence[tuple[int, int]], block: tuple[int, int], strip: int
-) -> None:
+    mask: Tensor, lists: Tensor, table: Any, owner: Any, n: int, k: int, km: int, grids: Sequence[tuple[int, int]], block: tuple[int, int],
+    strip: int | None = None,
+) -> None:  # fmt: skip
     pairs = [lay for grid in grids for lay in pair(grid, block, strip)]
     programs, longest = sum(lay.strips for lay in pairs), max(lay.capacity for lay in pairs)
-    shared = {"KM": km, "BH": block[0], "BW": block[1], "STRIP": strip, "STEP": STEP, "GROUPED": table is not None}
+    widths = {"STRIP_F": strip or strip_of(block[0]), "STRIP_T": strip or strip_of(block[1])}
+    shared = {"KM": km, "BH": block[0], "BW": block[1], **widths, "STEP": STEP, "GROUPED": table is not None}
     size = min(LIST_CHUNK, _pow2(longest))
     device.launch(strip_lists_kernel, (programs,), mask, mask.view(torch.int8), lists, table, owner, n, k, CH=size, **shared, num_warps=4)
     order = min(256, _pow2(max(lay.strips for lay in pairs)))
@@ -124,7 +126,7 @@ def refresh_group(weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tup
     units = {"AT": group.weight_unit, "KM": group.cols_unit, "WM": group.stride_unit}
     _launch_keys((group.tiles.numel(),), first, keys, group.table, group.tiles, 0, 0, 0, block, **units)
     _select(keys, keeps[0], mask, [nb * kb for nb, kb in group.grids], group, block)
-    _launch_lists(mask, lists, group.table, group.strips, 0, 0, group.cols_unit, group.grids, block, STRIP)
+    _launch_lists(mask, lists, group.table, group.strips, 0, 0, group.cols_unit, group.grids, block)
     return [
         (mask[b : b + nb * kb].view(nb, kb), lists[at : at + packed_length((nb, kb), block)])
         for (nb, kb), b, at in zip(group.grids, group.blocks, group.lists, strict=False)

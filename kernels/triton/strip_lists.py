@@ -27,8 +27,9 @@ def _direction(rows, cols, ROW_BLOCK: tl.constexpr, COL_BLOCK: tl.constexpr, STR
 
 @triton.jit
 def _place(
-    table_ptr, owner_ptr, N, K, KM: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, STRIP: tl.constexpr, STEP: tl.constexpr, GROUPED: tl.constexpr
-):
+    table_ptr, owner_ptr, N, K, KM: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, STRIP_F: tl.constexpr, STRIP_T: tl.constexpr, STEP: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
     """Of a program: its mask's first block and lists' first place, NB and KB, whether it is of the transposed lists, its strip, and its direction's sizes."""
     pid = tl.program_id(0)
     mask_at = pid.to(tl.int64) * 0
@@ -42,8 +43,8 @@ def _place(
         pid -= tl.load(row + STRIP0).to(tl.int32)
     nb = tl.cdiv(N, BH)
     kb = tl.cdiv(K * KM, BW)
-    units_f, strips_f, capacity_f, counts_f, order_f, end_f = _direction(nb, kb, BH, BW, STRIP, STEP)
-    units_t, strips_t, capacity_t, counts_t, order_t, _ = _direction(kb, nb, BW, BH, STRIP, STEP)
+    units_f, strips_f, capacity_f, counts_f, order_f, end_f = _direction(nb, kb, BH, BW, STRIP_F, STEP)
+    units_t, strips_t, capacity_t, counts_t, order_t, _ = _direction(kb, nb, BW, BH, STRIP_T, STEP)
     turned = pid >= strips_f
     return (
         mask_at, lists_at + tl.where(turned, end_f, 0), nb, kb, turned, tl.where(turned, pid - strips_f, pid), tl.where(turned, units_t, units_f),
@@ -63,23 +64,26 @@ def strip_lists_kernel(
     KM: tl.constexpr,
     BH: tl.constexpr,
     BW: tl.constexpr,
-    STRIP: tl.constexpr,
+    STRIP_F: tl.constexpr,
+    STRIP_T: tl.constexpr,
     STEP: tl.constexpr,
     CH: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
-    """Entries and counts. Grid: (strips of the forward, then of the transposed lists,). mask bool [NB, KB] of a weight [N, K * KM]; lists packed int32.
+    """Entries and counts. mask bool [NB, KB] of a weight [N, K * KM]; lists packed int32.
+
+    Grid: (strips of STRIP_F features of the forward, then of STRIP_T features of the transposed lists,).
 
     Two passes in chunks of CH units: what is kept, one place after the other, then the zero tail. One chunk as long as the list would spill.
     """
-    mask_at, lists_at, nb, kb, turned, strip, units, _, capacity, counts, _ = _place(table_ptr, owner_ptr, N, K, KM, BH, BW, STRIP, STEP, GROUPED)
+    mask_at, lists_at, nb, kb, turned, strip, units, _, capacity, counts, _ = _place(table_ptr, owner_ptr, N, K, KM, BH, BW, STRIP_F, STRIP_T, STEP, GROUPED)
     wide = tl.where(turned, (BH + STEP - 1) // STEP, (BW + STEP - 1) // STEP)  # units of a block
     rows = tl.where(turned, kb, nb)
     stride_row = tl.where(turned, 1, kb)
     stride_unit = tl.where(turned, kb, 1)
-    first = strip * STRIP // tl.where(turned, BW, BH)
-    group = tl.where(turned, STRIP // BW, STRIP // BH)  # blocks of a strip; 0 where a block is wider, and then it has one
-    GROUP: tl.constexpr = STRIP // (BH if BH < BW else BW)  # noqa: FURB136
+    first = tl.where(turned, strip * STRIP_T // BW, strip * STRIP_F // BH)
+    group = tl.where(turned, STRIP_T // BW, STRIP_F // BH)  # blocks of a strip; 0 where a block is wider, and then it has one
+    GROUP: tl.constexpr = STRIP_F // BH if STRIP_F // BH > STRIP_T // BW else STRIP_T // BW  # noqa: FURB136
     entries = lists_ptr + lists_at + strip.to(tl.int64) * capacity
     count = tl.full((), 0, tl.int32)
     for start in range(0, units, CH):
@@ -109,13 +113,14 @@ def order_kernel(
     KM: tl.constexpr,
     BH: tl.constexpr,
     BW: tl.constexpr,
-    STRIP: tl.constexpr,
+    STRIP_F: tl.constexpr,
+    STRIP_T: tl.constexpr,
     STEP: tl.constexpr,
     CH: tl.constexpr,
     GROUPED: tl.constexpr,
 ):
     """The order: strips by falling count, ties to the lower index. Grid as of `strip_lists_kernel`; each program finds the rank of its strip."""
-    _, lists_at, _, _, _, strip, _, strips, _, counts, order = _place(table_ptr, owner_ptr, N, K, KM, BH, BW, STRIP, STEP, GROUPED)
+    _, lists_at, _, _, _, strip, _, strips, _, counts, order = _place(table_ptr, owner_ptr, N, K, KM, BH, BW, STRIP_F, STRIP_T, STEP, GROUPED)
     counts_ptr = lists_ptr + lists_at + counts
     mine = tl.load(counts_ptr + strip)
     before = tl.zeros((CH,), tl.int32)

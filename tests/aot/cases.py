@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxmask.kernels.lists import LISTED
 from fxmask.kernels.triton import (
+    device,
     draw,
     dropped,
     elementwise,
@@ -260,7 +261,7 @@ def enumerate_configs(arch: int, selection: str) -> list[Config]:
     """The configurations for an architecture, each once."""
     found: dict[tuple[str, str], Config] = {}
     for op, case in cases_of(selection):
-        with recording() as calls:
+        with recording() as calls, mock.patch.object(device, "major", return_value=arch // 10):
             op(*case, **({"arch": arch} if op is tile else {}))
         for call in calls:
             config = configure(call, arch, describe(op, case))

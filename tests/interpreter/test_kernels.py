@@ -224,9 +224,25 @@ def test_tiles_that_are_no_default(block, transposed):
     plain = reference.masked_linear_dx(gy, w, mask, block, "masked") if transposed else reference.masked_linear(*args)
     exact = gy.double() @ reference.masked(w, mask, block).double() if transposed else reference.masked_linear(x.double(), w.double(), b.double(), mask, block)
     found = tiles.candidates(dtype, block, transposed)
-    assert any(tile.tma for tile in found) == (block in ((128, 128), (64, 128) if transposed else (128, 64)))
+    assert any(tile.tma for tile in found) == (block != (16, 16))
     for tile in found:
         close(launch.list_matmul(t, w, bias, mask, block, transposed, tile=tile), exact, plain, dtype, tile)
+
+
+@pytest.mark.parametrize("block", [(64, 64), (128, 128)], ids=str)
+def test_the_large_tile_by_tma_is_the_default_for_long_rows_that_a_descriptor_can_name(monkeypatch, block):
+    monkeypatch.setattr(tiles, "LONG", 100)
+    monkeypatch.setattr(tiles, "MULTIPROCESSORS", 1)
+    chosen = []
+    monkeypatch.setattr(launch, "best_tile", lambda *a, **k: chosen.append(tiles.best_tile(*a, **k)) or chosen[-1])
+    dtype = torch.float16
+    for k in (200, 204):  # rows of 400 bytes, and of 408, which 16 does not divide
+        x, w, b, gy, mask = make((300, 264, k), block, 0.6, dtype)
+        y, dx = launch.list_matmul(x, w, b, mask, block, False), launch.list_matmul(gy, w, None, mask, block, True)
+        exact = reference.masked_linear(x.double(), w.double(), b.double(), mask, block), gy.double() @ reference.masked(w, mask, block).double()
+        close(y, exact[0], reference.masked_linear(x, w, b, mask, block), dtype, "y")
+        close(dx, exact[1], reference.masked_linear_dx(gy, w, mask, block, "masked"), dtype, "dx")
+    assert [(t.tokens, t.tma) for t in chosen] == [(256, True)] * 2 + [(128, False)] * 2
 
 
 def test_lists_are_made_once_for_forward_and_backward():

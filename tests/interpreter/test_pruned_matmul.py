@@ -226,8 +226,8 @@ def test_float64_raises_in_the_forward():
 
 
 def test_a_cached_masks_lists_are_used():
-    """Those that the layer has are in strips of 128, and so are the blocks."""
-    gy, values, index, shape, mask = make(2, 30, 256, 160, 128, 20, FP16, 1, (32, 64), 0.5)
+    """Where their strips are as wide as the input's blocks."""
+    gy, values, index, shape, mask = make(2, 30, 256, 160, 64, 20, FP16, 1, (32, 64), 0.5)
     lists = prune_launch.refresh.strip_lists(mask, (32, 64))
     LAUNCHES.clear()
     got = prune_ops.pruned_dw(gy, values, index, list(shape), False, mask, 32, 64, "triton", lists)

@@ -89,7 +89,7 @@ def check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed, t
     mask, w = make_mask((n, k), block, ratio, extra), make(n, k, dtype, extra)
     x, bias = make(m, n if transposed else k, dtype, extra), make(1, n, dtype, "")[0] if has_bias and not transposed else None
     entries = recorded(launch.list_matmul, x, w, bias, mask, block, transposed, tile=tile)
-    tile = tile or tiles.tile_for(dtype)
+    tile = tile or tiles.best_tile(dtype, block, transposed, (m, *((k, n) if transposed else (n, k))))
     lists = matmul_cost.lists_of(mask, (n, k), block, transposed, tile.strip)
     expected = matmul_cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None)
     lists_agree(entries, mask.shape, block, tile.strip)
@@ -116,7 +116,7 @@ def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, ti
     mask, gy, x = make_mask((n, k), block, ratio, extra), make(m, n, dtype, extra), make(m, k, dtype, extra)
     entries = recorded(launch.sampled_matmul, gy, x, mask, block, torch.zeros(n, k, dtype=dtype) if accumulate else None, splits, tile=tile)
     entry = entries["sampled_matmul"]
-    strip = (tile or tiles.tile_for(dtype)).strip
+    strip = tile.strip if tile else tiles.strip_for(block, False)
     lists = matmul_cost.lists_of(mask, (n, k), block, False, strip)
     constants = entry.scalars
     expected = matmul_cost.sampled_matmul(
@@ -170,7 +170,7 @@ def test_token_mixing(shape, block, transposed):
     mask, w = make_mask((n, k), block, 0.6, ""), make(n, k, FP16, "")
     x = make(b * (n if transposed else k), c, FP16, "").reshape(b, -1, c).transpose(1, 2)
     assert tokens_inner(x)
-    lists, tile = matmul_cost.lists_of(mask, (n, k), block, transposed), tiles.tile_for(FP16)
+    lists, tile = matmul_cost.lists_of(mask, (n, k), block, transposed), tiles.tile_for(FP16, tiles.strip_for(block, transposed))
     entry = recorded(launch.list_matmul, x, w, None, mask, block, transposed)["list_matmul"]
     assert entry.operands["x"].tensor.data_ptr() == x.data_ptr()
     expected = matmul_cost.list_matmul(lists, b * c, 2, tile_tokens=tile.tokens, predicated=True)

@@ -58,8 +58,10 @@ def test_tiles_of_the_sweep(monkeypatch):
     assert len(names) == len(set(names)) and names[0] == sweeps.tile_name(sweeps.candidates(torch.bfloat16, (128, 128), False)[0])
     sizes = [f"{size}-s{stages}" for size in ("256x128x64-w8", "128x128x64-w8", "128x128x64-w4") for stages in (3, 4)]
     assert {*sizes, *(f"{s}-tma" for s in sizes)} == set(names)
-    assert set(sizes) == {sweeps.tile_name(t) for t in sweeps.tiles_of(torch.bfloat16, (64, 64), CPU)}  # bits: no TMA
-    for capability, room, left in (((9, 0), 232_448, set(names)), ((8, 0), 166_912, {s for s in sizes if not s.startswith("256")})):
+    narrow = {s.replace("x128x64", "x64x64") for s in sizes} | {"256x64x64-w4-s3", "256x64x64-w4-s4"}
+    smaller = {b: {sweeps.tile_name(t) for t in sweeps.tiles_of(torch.bfloat16, (b, b), CPU)} for b in (64, 32)}
+    assert smaller[64] == {*sizes, *narrow, *(f"{s}-tma" for s in narrow)} and smaller[32] == {*sizes, *narrow}  # bits: no TMA
+    for capability, room, left in (((9, 0), 232_448, set(names)), ((8, 0), 166_912, {s for s in sizes if s.startswith("128") and "w8" in s})):
         properties = SimpleNamespace(shared_memory_per_block_optin=room, shared_memory_per_block=49_152)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
@@ -70,14 +72,14 @@ def test_tiles_of_the_sweep(monkeypatch):
 def test_cells_of_the_sweeps(stage):
     cells, settings = sweeps.sweep(stage, CPU, False)
     assert len(cells) == len(set(cells)) and settings["csv"] == f"{stage}.csv"
-    assert {(c.block[0], c.ratio) for c in cells if c.block[0]} == {(b, r) for b in (128, 64) for r in (0.8, 0.5, 0.9)}
+    assert {(c.block[0], c.ratio) for c in cells if c.block[0]} == {(b, r) for b in (128, 64, 32, 16) for r in (0.8, 0.5, 0.9)}
     assert all(c.provider in settings["registry"] for c in cells)
     for n, c in enumerate(cells):  # baselines before what is compared with them, and the library's own choice before the others
         if c.provider not in ("dense", "masked_dense"):
             assert {c.dense(), c.by("masked_dense")} <= set(cells[:n]) and (c.provider == "own" or c.by("own") in cells[:n])
     assert {c.ratio for c in sweeps.sweep(stage, CPU, True)[0]} == {0.0, 0.8}
     if stage == "splits":
-        assert {f"splits-{s}" for s in (1, 2, 4, 8, 16)} < {c.provider for c in cells}
+        assert {f"128x128x64-w8-s4-splits-{s}" for s in (1, 2, 4)} < {c.provider for c in cells}
 
 
 def test_a_choice_has_its_own_cost():
