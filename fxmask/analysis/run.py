@@ -235,6 +235,6 @@ def _hash(forward: list[Work]) -> str:
         if w.call is not None and w.kept is not None:
             for p in w.call.inputs:
                 if p.mask is not None:
-                    h.update(p.mask.values.numpy().tobytes())
+                    h.update(p.mask.values.cpu().numpy().tobytes())
     return h.hexdigest()[:16]
 
