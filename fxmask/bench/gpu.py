@@ -5,7 +5,7 @@
 
 | stages | what | limit in s, together |
 | --- | --- | --- |
-| versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copy reach | 60 to 240 each |
+| versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a kernel that copies reach | 60 to 240 each |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
