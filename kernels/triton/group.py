@@ -75,7 +75,10 @@ def _owners(counts: list[int], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def group_of(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], tile: tuple[int, int], device: torch.device) -> Group:
-    """The table of weights of one dtype in one block. Cost: four small copies to the device, once for these places; no host sync."""
+    """The table of weights of one dtype in one block. Cost: four small copies to the device, once for these places; no host sync.
+
+    They are in the order of the stream that asks first: as for the masks, another one has to wait for it.
+    """
     first = places[0]
     distances = [(p.address - first.address) // itemsize for p in places]
     aligned = all(p.address % 16 == 0 for p in places)
