@@ -26,6 +26,7 @@ CASES = [
     (training_bodies.check_training, ("cpu",)),
     (training_bodies.check_training, ("cpu", torch.float16, 0.01)),
     (training_bodies.check_optimiser_steps, ("cpu", nullcontext, 1)),
+    (training_bodies.check_optimiser_steps, ("cpu", nullcontext, 1, {"masked_step": True})),
     (training_bodies.check_backward_thread, ("cpu", False)),
     (training_bodies.check_compiled, ("cpu", "aot_eager")),
     (training_bodies.check_autocast, ("cpu", torch.float16)),
