@@ -127,7 +127,8 @@ def run_stages(stages: Sequence[Stage], out: Path, time_limit: float | None = No
             except BaseException:  # interrupted: threads would wait for what they have started
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in started:
-                    _end(process)
+                    if process.poll() is None:
+                        _end(process)
                 raise
     return results
 
