@@ -5,7 +5,13 @@ import torch
 
 from fxmask.errors import UnsupportedError
 
-device = pytest.importorskip("fxmask.kernels.triton.device")
+
+@pytest.fixture
+def device():
+    pytest.importorskip("triton")
+    from fxmask.kernels.triton import device
+
+    return device
 
 
 class Sent:
@@ -24,14 +30,14 @@ class Sent:
 
 
 @pytest.mark.parametrize(("where", "calls"), [("cpu", [("cpu", False)]), ("cuda", ["pinned", ("cuda", True)])])
-def test_no_wait_for_a_copy(monkeypatch, where, calls):
+def test_no_wait_for_a_copy(device, monkeypatch, where, calls):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     t = Sent()
     device.sent(t, torch.device(where))
     assert t.calls == calls
 
 
-def test_no_copy_inside_a_graph(monkeypatch):
+def test_no_copy_inside_a_graph(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnsupportedError, match="take a step before the capture"):
         device.sent(torch.zeros(1), torch.device("cuda"))
