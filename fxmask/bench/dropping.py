@@ -94,7 +94,7 @@ STEPS: dict[str, Callable[..., Step]] = {f.__name__: f for f in (dense, dropout_
 
 
 def differs(step: Step, tensors: tuple[Tensor, Tensor, Tensor], block: tuple[int, int], p: float) -> tuple[float, str]:
-    """The largest error of y, dX and dW against float64 under the step's own mask, and why it is too much: over twice plain PyTorch's, and a rounding."""
+    """The largest error of y, dX and dW against float64 under the step's own mask, and why it is too much, see `bench.tolerance`."""
     kept, scale, shape = step[3], 1 / (1 - p), tensors[0].shape
     if kept is not None and kept.shape != shape:
         kept = expand_mask(kept, shape, block)

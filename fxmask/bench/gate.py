@@ -1,6 +1,6 @@
 """No time for a wrong result: every provider is compared with float64 before it is timed.
 
-The budget is twice the error of masked-dense in the same precision, and a rounding of the largest value. Masks and lists must be equal to the bit.
+The budget is that of `bench.tolerance`, beside masked-dense in the same precision. Masks and lists must be equal to the bit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels import lists, reference
 from . import providers
 from .inputs import Inputs
+from .tolerance import allowed, largest
 
 
 class Verdict(NamedTuple):
@@ -38,11 +39,11 @@ def plain_outputs(i: Inputs, dtype: torch.dtype) -> list[Tensor]:
         "dx": lambda: reference.masked_linear_dx(gy, w, i.mask, block, "masked"),
         "dw": lambda: reference.masked_linear_dw(gy, x, i.mask, None, block, "masked"),
     }
-    return [made[name]() for name in {"step": ("forward", "dx", "dw")}.get(i.cell.op, (i.cell.op,))]
+    return [made[name]() for name in _products(i)]
 
 
-def _largest(t: Tensor) -> float:
-    return float(t.abs().max()) if t.numel() else 0.0
+def _products(i: Inputs) -> tuple[str, ...]:
+    return ("forward", "dx", "dw") if i.cell.op == "step" else (i.cell.op,)
 
 
 def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
@@ -52,13 +53,13 @@ def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
     worst, base, why = 0.0, 0.0, ""
     if len(outputs) != len(exact):
         return Verdict(False, None, None, f"expected {len(exact)} outputs, got {len(outputs)}")
-    for got, want, low in zip(outputs, exact, baseline, strict=True):
+    terms = {"forward": i.cell.K, "dx": i.cell.N, "dw": i.cell.M}
+    for name, got, want, low in zip(_products(i), outputs, exact, baseline, strict=True):
         got = dense_of(got)
         if got.shape != want.shape:
             return Verdict(False, None, None, f"expected shape {tuple(want.shape)}, got {tuple(got.shape)}")
-        low_err = _largest(low.double() - want)
-        err = _largest(got.double() - want)
-        budget = 2 * low_err + torch.finfo(i.w.dtype).eps * _largest(want)
+        low_err, err = largest(low.double() - want), largest(got.double() - want)
+        budget = allowed(want, low, terms[name], i.cell.dtype == "tf32")
         if not err <= budget:  # also where err is NaN
             why = why or f"error {err:.3g} over the budget {budget:.3g}"
         worst, base = max(worst, err if err == err else float("inf")), max(base, low_err)
@@ -68,11 +69,11 @@ def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
 def over_budget(step: Sequence[Tensor | None], exact: Sequence[Tensor], plain: Sequence[Tensor]) -> tuple[float, str]:
     """The largest error of y, dX and dW against float64, and which of them is over the budget, empty where none is. None: not computed."""
     worst, why = 0.0, ""
-    for what, got, want, low in zip(("y", "dX", "dW"), step, exact, plain, strict=False):
+    terms = exact[1].shape[-1], exact[0].shape[-1], exact[0].shape[0]  # K, N and tokens
+    for what, got, want, low, n in zip(("y", "dX", "dW"), step, exact, plain, terms, strict=False):
         if got is None:
             continue
-        error, base = (float((t.double() - want).abs().nan_to_num(float("inf")).max()) for t in (got, low))
-        budget = 2 * base + torch.finfo(low.dtype).eps * float(want.abs().max())
+        error, budget = largest((got.double() - want).nan_to_num(float("inf"))), allowed(want, low, n)
         worst = max(worst, error)
         why = why or ("" if error <= budget else f"{what}: error {error:.3g} over the budget {budget:.3g}")
     return worst, why
@@ -85,10 +86,10 @@ def of_the_dtypes_size(got: Sequence[Tensor], plain: Sequence[Tensor], exact: Se
     """
     worst, good = 0.0, len(got) == len(exact)
     for one, low, want in zip(got, plain, exact, strict=False):
-        size, eps = _largest(want) or 1.0, torch.finfo(one.dtype).eps
+        size, eps = largest(want) or 1.0, torch.finfo(one.dtype).eps
         own, base = ((t - want) / size for t in (one, low))
-        err, small = _largest(own), float(own.square().mean().sqrt()) <= 2 * float(base.square().mean().sqrt()) + eps
-        worst, good = max(worst, err if err == err else float("inf")), good and small and err <= 4 * _largest(base) + eps
+        err, small = largest(own), float(own.square().mean().sqrt()) <= 2 * float(base.square().mean().sqrt()) + eps
+        worst, good = max(worst, err if err == err else float("inf")), good and small and err <= 4 * largest(base) + eps
     return worst, good
 
 

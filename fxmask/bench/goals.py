@@ -18,6 +18,7 @@ STEP = {"128": (1.3, 2.0, 2.8, 4.8), "64": (1.0, 1.4, 2.0, 3.7)}
 CROSSOVER = {"128": 0.30, "64": 0.50, "32": 0.70, "16": 0.83}
 REFRESH_US = {"128": 60, "64": 60, "32": 90, "16": 130}
 LAUNCHES = 8
+ERROR = 1.5
 ROW_BYTES = {"32": 64, "16": 32}  # of a block in 16 bits; a step of the matmul takes 64 features, and so at most 128
 ANCHORS = {"64": 1.3, "32": 2.0, "16": 2.0}
 
@@ -74,11 +75,14 @@ def _exact(rows: Sequence[Row], stages: Mapping[str, str]) -> list[str]:
     pairs = [(number(r, "max_err"), number(r, "base_err"), r) for r in rows if r["provider"] == "fxmask_triton" and r["op"] != "metadata"]
     known = [(e / b, r) for e, b, r in pairs if e is not None and b]
     worst = max(known, key=lambda t: t[0], default=None)
-    three = NOT_MEASURED if worst is None else f"{worst[0]:.2f}x over {len(known)} cells, worst {worst[1]['op']} b{worst[1]['block_n']}"
+    three = NOT_MEASURED
+    if worst is not None:  # of one dtype, as all rows here: float32 is added up in one chain and TF32 cut off, see `bench.tolerance`
+        place = f"in {worst[1]['dtype']}, worst {worst[1]['op']} b{worst[1]['block_n']}"
+        three = f"{worst[0]:.2f}x over {len(known)} cells {place} [{'+' if worst[0] <= ERROR else '!'}]"
     return [
         f"1 masks exact, equal to the CPU's to the bit / {one}; GPU tests: {tests['tests']} / -",
         f"2 no sync, one graph of forward, backward and refresh / GPU tests: {tests['graphs']} / -",
-        f"3 error <= 1.5x that of masked-dense / {three} / -",
+        f"3 error <= {ERROR}x that of masked-dense in the same dtype / {three} / -",
     ]
 
 

@@ -1,11 +1,12 @@
 """The run on a GPU, `make gpu`: stages in subprocesses with their own limits, then what was found and the goals.
 
 `python -m fxmask.bench.gpu --stages tests,quick --out DIR`. Needs torch, Triton, numpy and pytest, no installation and no network. `--time-limit` and
-`--stages` divide it, and a second run goes on with the cells that the csvs lack.
+`--stages` divide it, and a second run goes on with the cells that the csvs lack. Stages before `ceilings` measure nothing, and `--jobs` of them run at a time;
+`tests` in as many processes, where pytest-xdist is installed.
 
 | stages | what | limit in s, together |
 | --- | --- | --- |
-| versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copy reach | 60 to 240 each |
+| versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a kernel that copies reach | 60 to 240 each |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
@@ -19,6 +20,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import shutil
 import sys
 import tempfile
@@ -58,14 +61,15 @@ markers =
 def _again(stage: Stage) -> list[Stage]:
     """A failed stage once more with the toolkit's own ptxas, where there is one: the one in Triton's wheels has miscompiled Hopper kernels."""
     ptxas = shutil.which("ptxas") or shutil.which("ptxas", path="/usr/local/cuda/bin")
-    return [replace(stage, name="ptxas", env={"TRITON_PTXAS_PATH": ptxas}, after_failure_of=stage.name)] if ptxas else []
+    return [replace(stage, name="ptxas", env={"TRITON_PTXAS_PATH": ptxas}, after_failure_of=stage.name, beside=False)] if ptxas else []
 
 
-def _pytest(name: str, ini: Path, limit_s: float) -> Stage:
+def _pytest(name: str, ini: Path, limit_s: float, processes: int = 1) -> Stage:
     folder = ROOT / "tests" / "gpu"
     files = [str(folder / f) for f in TESTS[name]]
     command = python("-m", "pytest", "-c", str(ini), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "-rfE", "--tb=short", "-m", "gpu", *files)
-    return Stage(name, command, limit_s, "" if folder.is_dir() else "tests/gpu is only in a checkout")
+    command += ["-n", str(processes)] if processes > 1 and importlib.util.find_spec("xdist") else []
+    return Stage(name, command, limit_s, "" if folder.is_dir() else "tests/gpu is only in a checkout", beside=True)
 
 
 def _part(name: str, out: Path, limit_s: int, quick: bool) -> Stage:
@@ -82,22 +86,22 @@ def _train(out: Path) -> Stage:
     return Stage("train", command, 540, "" if script.exists() else "examples are only in a checkout")
 
 
-def make_stages(out: Path, ini: Path, quick: bool = False) -> list[Stage]:
-    """All stages, in order. `quick`: fewer cells, and neither `full` nor `train`."""
+def make_stages(out: Path, ini: Path, quick: bool = False, jobs: int = 1) -> list[Stage]:
+    """All stages, in order. `quick`: fewer cells, and neither `full` nor `train`; `jobs`: processes of `tests`."""
     part = ("-m", "fxmask.bench.device_stages")
     bench = ("-m", "fxmask", "bench", "--device", "cuda", "--out", str(out))
     sanitizer = shutil.which("compute-sanitizer")
     missing = "" if sanitizer else "compute-sanitizer is not on the PATH"
-    tests = _pytest("tests", ini, 240)
+    tests = _pytest("tests", ini, 240, jobs)
     tool = [sanitizer or "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     return [
-        Stage("versions", python("-m", "fxmask", "env"), 60),
-        Stage("precompile", python(*part, "precompile"), 90),
-        *(Stage(f"memcheck-{k}", [*tool, *python(*part, "tiny", k)], 60, missing) for k in KERNELS),
+        Stage("versions", python("-m", "fxmask", "env"), 60, beside=True),
+        Stage("precompile", python(*part, "precompile"), 90, beside=True),
+        *(Stage(f"memcheck-{k}", [*tool, *python(*part, "tiny", k)], 120, missing, beside=True) for k in KERNELS),
         tests,
-        *_again(tests),
         _pytest("graphs", ini, 90),
         _pytest("limits", ini, 120),
+        *_again(tests),
         Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
         *(_part(name, out, limit, quick) for name, limit in PARTS.items()),
         Stage("quick", python(*bench, "--quick", "--time-limit", "105"), 125),
@@ -132,7 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stages full and train")
     p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"csvs, {LOG} and stages.json are written there")
     p.add_argument("--time-limit", type=float, default=None, metavar="S", help="of the whole run")
+    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
+    p.add_argument("--jobs", type=int, default=jobs, metavar="N", help="how many stages that measure nothing run at a time (%(default)s)")
     a = p.parse_args(argv)
+    if a.jobs < 1:
+        p.error(f"--jobs: expected at least 1, got {a.jobs}")
     if not torch.cuda.is_available():
         where = "Run it on a machine with a GPU and a CUDA build of torch."
         print(f"make gpu: expected a CUDA device, got none (torch {torch.__version__}). {where}", file=sys.stderr)
@@ -142,11 +150,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ini = Path(folder) / "pytest.ini"
         ini.write_text(INI.format(root=ROOT), encoding="utf-8")
         try:
-            stages = chosen(make_stages(out, ini, quick=a.quick), a.stages)
+            stages = chosen(make_stages(out, ini, quick=a.quick, jobs=a.jobs), a.stages)
         except FxMaskError as e:
             print(f"fxmask: {e}", file=sys.stderr)
             return 2
-        results = run_stages(stages, out, a.time_limit)
+        results = run_stages(stages, out, a.time_limit, jobs=a.jobs)
     print("\n".join(summary(results, out)))
     return 1 if any(r.status in ("failed", "timeout") for r in results) else 0
 

@@ -87,7 +87,7 @@ def forward(provider: str, tensors: Tensors) -> Callable[[], Step]:
 
 
 def differs(step: Step, tensors: Tensors) -> tuple[float, str]:
-    """The largest error against float64 under the step's own mask, and why it is too much: over twice plain PyTorch's and a rounding, or another mask."""
+    """The largest error against float64 under the step's own mask, and why it is too much, see `bench.tolerance`, or that the mask is another."""
     mask = step[3]
     if mask is not None and not torch.equal(mask, nm.magnitude_mask(tensors[1], KEPT, OF)):
         return float("inf"), "another mask than that by magnitude"

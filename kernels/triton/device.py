@@ -64,6 +64,18 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **const
         kernel[grid](*args, **constants)
 
 
+def sent(t: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device, in the order of the current stream, and the host does not wait: from pageable memory it would.
+
+    Raises: UnsupportedError while a CUDA graph is captured, whose replays would copy from memory that is somebody else's by then.
+    """
+    if device.type != "cuda":
+        return t.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError("a CUDA graph cannot copy from the host: expected weights whose masks were rebuilt before; take a step before the capture.")
+    return t.pin_memory().to(device, non_blocking=True)
+
+
 def rows_of(t: Tensor) -> Tensor:
     """A 2-D view with its last axis contiguous; a copy where there is none."""
     flat = t.reshape(t.shape[:-1].numel(), t.shape[-1])  # -1 says nothing where the last axis is empty

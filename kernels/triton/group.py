@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..grid import grid_shape
 from ..lists import packed_length, pair
-from .device import divisor
+from .device import divisor, sent
 from .tiles import CHUNK
 
 FIELDS = tl.constexpr(10)
@@ -70,12 +70,15 @@ def _up(n: int, to: int) -> int:
 
 
 def _owners(counts: list[int], device: torch.device) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), torch.tensor(counts, device="cpu")).to(device)
+    return sent(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), torch.tensor(counts, device="cpu")), device)
 
 
 @lru_cache(maxsize=32)
 def group_of(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], tile: tuple[int, int], device: torch.device) -> Group:
-    """The table of weights of one dtype in one block. Cost: one copy to the device, once for these places."""
+    """The table of weights of one dtype in one block. Cost: four small copies to the device, once for these places; no host sync.
+
+    They are in the order of the stream that asks first: as for the masks, another one has to wait for it.
+    """
     first = places[0]
     distances = [(p.address - first.address) // itemsize for p in places]
     aligned = all(p.address % 16 == 0 for p in places)
@@ -94,6 +97,6 @@ def group_of(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], t
         steps = (_up(grids[i][0] * grids[i][1], ALIGN), packed_length(grids[i], block), tiles[i], chunks[i], strips[i])
         at = [a + s for a, s in zip(at, steps, strict=True)]
     return Group(
-        torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), _owners(tiles, device), _owners(chunks, device), _owners(strips, device),
+        sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device), _owners(tiles, device), _owners(chunks, device), _owners(strips, device),
         unit, cols_unit, stride_unit, tuple(grids), (*blocks, at[0]), (*lists, at[1]),
     )  # fmt: skip

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fxmask
+from fxmask.bench.tolerance import allowed, largest
 from fxmask.kernels import dropout, dropout_ops, lists, ops, reference
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count
-from fxmask.kernels.lists import listed
 from fxmask.kernels.triton import launch, refresh
 from fxmask.kernels.triton.device import LAUNCHES
 
@@ -61,13 +61,23 @@ def forward_and_gradients(impl, x, w, b, gy, mask, block):
     return [y.detach(), *torch.autograd.grad(y, wanted, gy)]
 
 
-def assert_close(got, exact, low, what):
-    """At most twice the error of plain PyTorch in the same precision, and a rounding of the largest value."""
+def assert_close(got, exact, low, what, terms, tf32=False):
+    """As near to float64 as `bench.tolerance` says of sums of so many terms; `low`: plain PyTorch in the same precision."""
     assert got.dtype == low.dtype and got.device == low.device, what
     assert not got.isnan().any(), f"{what}: something was not written"
-    budget = 2 * (low.double() - exact).abs().max() + torch.finfo(low.dtype).eps * exact.abs().max()
-    error = (got.double() - exact).abs().max()
+    budget, error = allowed(exact, low, terms, tf32), largest(got.double() - exact)
     assert error <= budget, f"{what}: error {error:.3g}, budget {budget:.3g}"
+
+
+def assert_launched(block, n, k):
+    """The launches of one forward and backward, of masks as of dropout: matmuls that skip blocks where rows can be copied, else a pass of masking each.
+
+    The forward reads rows of k features alone, dX and dW also rows of n.
+    """
+    forward, backward = launch.skips(block, k), launch.skips(block, n, k)
+    want = {"list_matmul_kernel": forward + backward, "sampled_matmul_kernel": int(backward), "mask_cast_kernel": (not forward) + 2 * (not backward)}
+    got = {name: LAUNCHES[name] for name in want}
+    assert got == want, f"the forward {'skips' if forward else 'masks'}, the backward {'skips' if backward else 'masks'}: expected launches {want}, got {got}"
 
 
 def check_numbers(device, shape, block, ratio, precision, gap=0):
@@ -80,9 +90,10 @@ def check_numbers(device, shape, block, ratio, precision, gap=0):
             got = forward_and_gradients("triton", *args, block)
         low = forward_and_gradients("reference", *args, block)
     exact = forward_and_gradients("reference", *(t.double() for t in (x, w, b, gy)), mask, block)
-    for what, g, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=True):
-        assert_close(g, e, q, what)
-    assert LAUNCHES["list_matmul_kernel" if listed(block) else "mask_cast_kernel"] >= 2
+    m, n, k = shape
+    for what, g, e, q, terms in zip(("y", "dx", "dw", "db"), got, exact, low, (k, n, m, m), strict=True):
+        assert_close(g, e, q, what, terms, precision == "tf32")
+    assert_launched(block, n, k)
     assert (reference.masked(got[2], ~mask, block) == 0).all()
 
 
@@ -144,8 +155,8 @@ def check_token_mixing(device, shape, block, dtype, ratio=0.7):
     assert got[0].stride(1) == got[1].stride(1) == 1
     low = forward_and_gradients("reference", x, w, None, gy, mask, block)
     exact = forward_and_gradients("reference", *(None if t is None else t.double() for t in (x, w, None, gy)), mask, block)
-    for what, g, e, q in zip(("y", "dx", "dw"), got, exact, low, strict=False):
-        assert_close(g, e, q, what)
+    for what, g, e, q, terms in zip(("y", "dx", "dw"), got, exact, low, (k, n, b * c), strict=False):
+        assert_close(g, e, q, what, terms)
 
 
 def check_many_elements(device, tokens, wide, narrow, dtype, sample=300):
@@ -159,16 +170,16 @@ def check_many_elements(device, tokens, wide, narrow, dtype, sample=300):
         y = ops.masked_linear(x, w, None, mask, *block, "masked", None, "triton")
         for rows in (slice(0, sample), slice(tokens - sample, None)):
             low = reference.masked_linear(x[rows], w, None, mask, block)
-            assert_close(y[rows], reference.masked_linear(x[rows].double(), w.double(), None, mask, block), low, f"y {n}x{k}")
+            assert_close(y[rows], reference.masked_linear(x[rows].double(), w.double(), None, mask, block), low, f"y {n}x{k}", k)
         dx = ops.masked_linear_dx(y, w, mask, *block, "masked", None, "triton")  # y stands for its gradient
         last = slice(tokens - sample, None)
         low = reference.masked_linear_dx(y[last], w, mask, block, "masked")
-        assert_close(dx[last], reference.masked_linear_dx(y[last].double(), w.double(), mask, block, "masked"), low, f"dx {n}x{k}")
+        assert_close(dx[last], reference.masked_linear_dx(y[last].double(), w.double(), mask, block, "masked"), low, f"dx {n}x{k}", n)
         del dx
         y[: tokens - sample] = 0  # so that dW depends on the last rows alone
         dw = ops.masked_linear_dw(y, x, mask, *block, "masked", None, "triton")
         low = reference.masked_linear_dw(y[last], x[last], mask, None, block, "masked")
-        assert_close(dw, reference.masked_linear_dw(y[last].double(), x[last].double(), mask, None, block, "masked"), low, f"dw {n}x{k}")
+        assert_close(dw, reference.masked_linear_dw(y[last].double(), x[last].double(), mask, None, block, "masked"), low, f"dw {n}x{k}", tokens)
         del x, y, dw
 
 
@@ -192,9 +203,9 @@ def check_dropout(device, shape, block, p, precision, gap=0):
             got = run("triton", x[:, :k], w, b, gy)
         low = run("reference", x[:, :k], w, b, gy)
     exact = run("reference", *(t.double() for t in (x[:, :k], w, b, gy)))
-    for what, t, e, q in zip(("y", "dx", "dw", "db"), got, exact, low, strict=True):
-        assert_close(t, e, q, what)
-    assert LAUNCHES["list_matmul_kernel" if listed(block) else "mask_cast_kernel"] >= 2
+    for what, t, e, q, terms in zip(("y", "dx", "dw", "db"), got, exact, low, (k, n, m, m), strict=True):
+        assert_close(t, e, q, what, terms, precision == "tf32")
+    assert_launched(block, n, k)
     assert not got[1][~expand_mask(keep, (m, k), block)].any()
 
 

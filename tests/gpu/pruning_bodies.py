@@ -38,7 +38,7 @@ def check_pruned_dw(device, shape, out_features, features, ratio, precision, mas
         assert LAUNCHES["pruned_matmul_kernel"] == (features in LISTED)
         for _ in range(times):
             assert torch.equal(got, run("triton", gy, values))
-    assert_close(got, run("reference", gy.double(), values.double()), low, "dW")
+    assert_close(got, run("reference", gy.double(), values.double()), low, "dW", shape[0] * shape[1], precision == "tf32")
     assert mask is None or (reference.masked(got, ~mask, mask_block) == 0).all()
 
 

@@ -15,6 +15,7 @@ from gpu import bodies, pruning_bodies, training_bodies
 W = torch.randn(100, 130, generator=torch.Generator().manual_seed(0))
 CASES = [
     *((bodies.check_numbers, ("cpu", (37, 64, 96), block, 0.6, p, 5)) for p in ("fp16", "fp32") for block in ((16, 16), (64, 64), (3, 5))),
+    *((bodies.check_numbers, ("cpu", (20, *features), (16, 16), 0.6, "fp16", 8)) for features in ((33, 34), (34, 33))),
     (bodies.check_repeats, ("cpu", (40, 64, 96), (32, 32), 0.7, "fp16", 1)),
     *((bodies.check_mask, ("cpu", w, block, 0.7)) for w in (W, W.half(), torch.zeros(100, 130)) for block in ((16, 16), (64, 32))),
     (bodies.check_lists, ("cpu", torch.rand(8, 10, generator=torch.Generator().manual_seed(0)) < 0.3, (16, 16))),
@@ -25,6 +26,7 @@ CASES = [
     (training_bodies.check_training, ("cpu",)),
     (training_bodies.check_training, ("cpu", torch.float16, 0.01)),
     (training_bodies.check_optimiser_steps, ("cpu", nullcontext, 1)),
+    (training_bodies.check_optimiser_steps, ("cpu", nullcontext, 1, {"masked_step": True})),
     (training_bodies.check_backward_thread, ("cpu", False)),
     (training_bodies.check_compiled, ("cpu", "aot_eager")),
     (training_bodies.check_autocast, ("cpu", torch.float16)),

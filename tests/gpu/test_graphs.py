@@ -57,6 +57,20 @@ def test_one_graph(options, dtype, block):
         assert_same_training(model, other, y, expected, 1e-3 if dtype == torch.float32 else 0.05)
 
 
-@pytest.mark.parametrize("options", [{}, {"refresh": 2}, {"backward": "rigl", "refresh": 2}], ids=["every-forward", "cached", "rigl"])
+RIGL = {"backward": "rigl", "refresh": 2, "dense_every": 2}
+WAYS = {
+    "every-forward": {},
+    "cached": {"refresh": 2},
+    "rigl": {"backward": "rigl", "refresh": 2},
+    "regrow": {**RIGL, "regrow": fxmask.Regrow("gradient")},
+    "average": {"criterion": "taylor", "average": 0.9, "refresh": 2},
+    "schedule": {"refresh": 2, "schedule": fxmask.Schedule("cubic", 10)},
+    "freeze": {"refresh": 2, "guard": {"masked_weights": "freeze"}},
+    "decay": {"refresh": 2, "guard": {"masked_weights": "decay"}},
+    "kept-blocks": {"refresh": 2, "guard": {"masked_step": True}},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_no_sync_in_training(options):
     check_optimiser_steps("cuda", no_sync, steps=4, **options)

@@ -44,18 +44,23 @@ def check_training(device, dtype=torch.float32, tolerance=1e-3, tokens=33, **opt
     return model
 
 
-def check_optimiser_steps(device, during, steps=3, **options):
-    """Steps of an optimiser with `fxmask.step`, inside the context manager `during` from the second on; the masks move on."""
+def check_optimiser_steps(device, during, steps=3, guard=None, **options):
+    """Steps of an optimiser, inside the context manager `during` from the second on; the masks move on: by `fxmask.step`, or by a guard with these options."""
     model, _ = model_pair(device, **options)
-    fxmask.step(model, 0)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    if guard is None:
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        fxmask.step(model, 0)
+    else:
+        optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+        fxmask.guard(optimiser, model, **guard)
     data = [torch.randn(32, 64, device=device) for _ in range(steps + 1)]
 
     def one(x):
         optimiser.zero_grad(set_to_none=True)
         model(x).square().mean().backward()
         optimiser.step()
-        fxmask.step(model)
+        if guard is None:
+            fxmask.step(model)
 
     one(data[0])  # compiles kernels, makes workspaces
     with during():

@@ -1,5 +1,6 @@
 """The machinery of the GPU run, with dummy stages."""
 
+import importlib.util
 import json
 import os
 import re
@@ -47,6 +48,46 @@ def test_stages_share_a_time_limit(tmp_path):
     stages = [Stage("slow", python("-c", "import time; time.sleep(30)"), 20), Stage("late", python("-c", "pass"), 20)]
     results = run_stages(stages, tmp_path, time_limit=0.5, say=lambda line: None)
     assert [r.status for r in results] == ["timeout", "skipped"] and "--time-limit" in results[1].last
+
+
+def test_stages_that_measure_nothing_run_side_by_side(tmp_path):
+    # the first waits for a file that the second makes, so neither ends alone; the next one runs when both are through
+    wait = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nprint('met')"
+    mark = tmp_path / "mark"
+    stages = [
+        Stage("waits", python("-c", wait, str(mark)), 20, beside=True),
+        Stage("makes", python("-c", "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); print('made')", str(mark)), 20, beside=True),
+        Stage("breaks", python("-c", "raise SystemExit(3)"), 20, beside=True),
+        Stage("alone", python("-c", "import pathlib, sys; pathlib.Path(sys.argv[1]).unlink(); print('removed')", str(mark)), 20),
+        Stage("again", python("-c", "pass"), 20, after_failure_of="breaks"),
+    ]
+    results = run_stages(stages, tmp_path, say=lambda line: None, jobs=2)
+    assert [(r.name, r.status) for r in results] == [("waits", "ok"), ("makes", "ok"), ("breaks", "failed"), ("alone", "ok"), ("again", "ok")]
+    assert re.findall(r"==== (\w+).*\n(\w*)", (tmp_path / LOG).read_text()) == [
+        ("waits", "met"), ("makes", "made"), ("breaks", ""), ("alone", "removed"), ("again", "")
+    ]  # fmt: skip
+    assert not list(tmp_path.glob(f"*.{LOG}"))
+
+
+def test_an_interrupt_ends_what_runs_side_by_side(tmp_path):
+    stages = [Stage("quick", python("-c", "pass"), 20, beside=True), Stage("slow", python("-c", "import time; time.sleep(30)"), 40, beside=True)]
+
+    def interrupted(line):
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_stages(stages, tmp_path, say=interrupted, jobs=2)
+    assert time.monotonic() - begin < 15
+
+
+def test_only_stages_that_measure_nothing_run_beside_others(tmp_path):
+    stages = gpu.make_stages(tmp_path, tmp_path / "pytest.ini", jobs=4)
+    beside = {s.name.partition("-")[0] for s in stages if s.beside}
+    assert beside == {"versions", "precompile", "memcheck", "tests", "graphs", "limits"}
+    assert [s.beside for s in stages] == sorted((s.beside for s in stages), reverse=True)  # all at once, and before the others
+    tests = next(s for s in stages if s.name == "tests")
+    assert (list(tests.command[-2:]) == ["-n", "4"]) == (importlib.util.find_spec("xdist") is not None)
 
 
 def test_stages_can_be_chosen(tmp_path):

@@ -35,6 +35,13 @@ def test_plot(tmp_path):
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("dtype", "worst", "said"), [("bf16", "1e-2", "1.00x"), ("fp32", "4.6e-2", "4.60x")])
+def test_goal_of_errors(dtype, worst, said):
+    rows = [synthetic("fxmask_triton", 0.5, 1.0, dtype=dtype, max_err=err, base_err="1e-2") for err in ("1e-2", worst)]
+    (line,) = [g for g in goals.goal_lines(rows, {}, {}) if g.startswith("3 ")]
+    assert f"{said} over 2 cells in {dtype}" in line and f"[{'+' if said == '1.00x' else '!'}]" in line
+
+
 def test_goals():
     empty = goals.goal_lines([], {}, {})
     assert all("not measured" in line for line in empty) and {line.split()[0] for line in empty} == {str(n) for n in range(1, 11)}
