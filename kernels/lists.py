@@ -17,6 +17,7 @@ Why lists of unions and not of blocks: a tile's matmul instruction wants 64 feat
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -112,15 +113,18 @@ def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int | No
 
 def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """One direction's (entries, counts, order), views into packed lists."""
-    forward, lay = layout(grid, block, False, strip), layout(grid, block, transposed, strip)
-    entries, counts, order = _sections(lay)
-    at = sum(_sections(forward)) if transposed else 0
-    flat = lists[at : at + entries + counts + order]
-    return (
-        flat[: lay.strips * lay.capacity].view(lay.strips, lay.capacity),
-        flat[entries : entries + lay.strips],
-        flat[entries + counts : entries + counts + lay.strips],
-    )
+    shape, *places = _places(grid, block, transposed, strip)
+    entries, counts, order = (lists.narrow(0, at, length) for at, length in places)
+    return entries.view(shape), counts, order
+
+
+@lru_cache(maxsize=1024)  # asked at every launch
+def _places(grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None) -> tuple[tuple[int, int], ...]:
+    """Shape of one direction's entries; where entries, counts and order begin in packed lists, and how long they are."""
+    lay = layout(grid, block, transposed, strip)
+    entries, counts, _ = _sections(lay)
+    at = sum(_sections(layout(grid, block, False, strip))) if transposed else 0
+    return (lay.strips, lay.capacity), (at, lay.strips * lay.capacity), (at + entries, lay.strips), (at + entries + counts, lay.strips)
 
 
 def packed(mask: Tensor, block: tuple[int, int], strip: int | None = None) -> Tensor:

@@ -1,17 +1,21 @@
 """The elements of a weight's kept blocks, gathered into one dense tensor and scattered back: what a step on kept blocks alone reads and writes.
 
-A block is a run of `width` elements in each of its rows, and runs are what is moved, one index for each. Ragged edges have shorter runs, or fewer, and
-nothing is padded. Where the number of kept blocks is known on the host and no edge is ragged, all sizes are known, too, and a GPU is not waited for.
+A block is a run of `width` elements in each of its rows, and runs are what is moved, one index for each. Where the number of kept blocks is known on the host,
+all sizes are, and a GPU is not waited for: runs are then as long as divides a row, and a block at a ragged edge has its last ones more than once, which an
+elementwise step makes the same of. Else ragged edges have shorter runs, or fewer, and nothing is there twice.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.grid import as_matrix, matrix_shape
+
+SHORT = 4  # elements of a run; an index for less costs more than what it moves
 
 
 class Part(NamedTuple):
@@ -31,16 +35,16 @@ class Part(NamedTuple):
 class KeptBlocks:
     """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape`, (N, K) as a matrix; `count` of them, None where only the mask knows.
 
-    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 24
-    bytes a run held; without a count, or with ragged edges, the mask expanded to a byte for each row of each block.
+    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 24 bytes a run held; without a count, or
+    where runs would be shorter than SHORT, the mask expanded to a byte for each row of each block.
     """
 
     def __init__(self, mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], count: int | None = None) -> None:
         (n, k), kb = matrix_shape(shape), mask.shape[1]
         height, width = min(block[0], n), min(block[1], k)
-        whole, self.row = k // width, k
-        if count is not None and n % height == 0 and k % width == 0:
-            found = [(0, kb, width, *_of_blocks(mask, height, count))]
+        whole, self.row, run = k // width, k, math.gcd(width, k)
+        if count is not None and (run == width or run >= SHORT):
+            found = [(0, k // run, run, *_of_blocks(mask, height, width // run, n, k // run, count))]
         else:
             runs = mask.repeat_interleave(height, 0)[:n]  # in the order of memory, which caches like
             rows, at = runs[:, :whole].nonzero(as_tuple=True)
@@ -85,13 +89,16 @@ class KeptBlocks:
         return [t.view(-1, p.width) for t, p in zip(kept.view(-1).split(sizes), self.parts, strict=True)]
 
 
-def _of_blocks(mask: Tensor, height: int, count: int) -> tuple[Tensor, Tensor]:
-    """(rows, block columns) of the runs of `count` kept blocks, where every block has `height` rows. All sizes are known: nothing waits for the device."""
-    flat, cols = mask.flatten(), mask.shape[1]
-    kept = flat.to(torch.uint8).sort(descending=True, stable=True).indices[:count]
-    first = torch.div(kept, cols, rounding_mode="floor") * height
-    rows = first[:, None] + torch.arange(height, device=flat.device)
-    return rows.flatten(), torch.remainder(kept, cols)[:, None].expand(-1, height).flatten()
+def _of_blocks(mask: Tensor, height: int, across: int, n: int, cols: int, count: int) -> tuple[Tensor, Tensor]:
+    """(rows, places) of the runs of `count` kept blocks of `height` rows with `across` runs each, of n rows with `cols`. What lies behind an edge is the last
+    row or run of its block once more. All sizes are known: nothing waits for the device."""
+    flat, kb, device = mask.flatten(), mask.shape[1], mask.device
+    kept = flat.to(torch.uint8).sort(descending=True, stable=True).indices[:count, None, None]
+    rows = torch.div(kept, kb, rounding_mode="floor") * height + torch.arange(height, device=device)[:, None]
+    at = torch.remainder(kept, kb) * across + torch.arange(across, device=device)
+    rows, at = (t.clamp(max=most - 1) if most % side else t for t, most, side in ((rows, n, height), (at, cols, across)))
+    shape = (count, height, across)
+    return rows.expand(shape).flatten(), at.expand(shape).flatten()
 
 
 def _blocked(t: Tensor, p: Part) -> Tensor:

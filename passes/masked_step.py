@@ -57,7 +57,8 @@ class Step:
 def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> Step | None:
     """Gather the kept blocks of what is about to step. None where every block of every weight is kept: then the optimiser steps by itself.
 
-    Sets each weight's mask, that of its gradient, as `optimiser.before_step` does. Waits for a GPU only where edges are ragged, or with ties='keep'.
+    Sets each weight's mask, that of its gradient, as `optimiser.before_step` does. Waits for a GPU only with ties='keep', a feedback, or rows that no run of
+    four elements divides (`kept_blocks`).
     """
     elementwise.refuse(optimizer, vouched)
     moving: dict[int, tuple[Guarded, KeptBlocks]] = {}  # layers that share a weight share its mask

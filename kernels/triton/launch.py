@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import STEP, layout, listed, unpack
+from ..lists import STEP, STRIP, layout, listed, unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
@@ -159,7 +159,7 @@ def sampled_matmul(
         NM=nm, KM=km, GM=gm, XM=xm, IM=im, G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit,
         Q=q, ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
         num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
-        maxnreg=255 if tf32 else None,  # else ptxas aims at 128 on sm_100, and spills
+        maxnreg=255 if tf32 or (tile.strip < STRIP and tile.stages < 4) else None,  # else ptxas aims at 128 on sm_100 and sm_80, and spills
     )  # fmt: skip
     if splits > 1:
         sum_splits(target, result, mask, block, accumulate)
