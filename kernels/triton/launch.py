@@ -17,7 +17,7 @@ from .device import aligned, divisor, rows_of
 from .elementwise import mask_cast_kernel
 from .list_matmul import list_matmul_kernel
 from .sampled_matmul import sampled_matmul_kernel, sum_splits_kernel
-from .tiles import TILE_FEATURES, TOKEN_GROUP, Tile, best_dw_tile, best_tile, other_strip, splits_of, takes_tma
+from .tiles import SUM_TILE, TILE_FEATURES, TOKEN_GROUP, Tile, best_dw_tile, best_tile, other_strip, splits_of, takes_tma
 
 
 def _descriptor(t: Tensor, box: list[int]) -> Any:
@@ -171,8 +171,8 @@ def sum_splits(parts: Tensor, out: Tensor, mask: Tensor | None, block: tuple[int
     splits, n, k = parts.shape
     bits, kb = (None, 1) if mask is None else (mask.view(torch.int8), mask.shape[1])
     device.launch(
-        sum_splits_kernel, (triton.cdiv(n, 16), triton.cdiv(k, 128)), out, parts, out, bits, n, k, kb, n * k, splits,
-        BH=block[0], BW=block[1], TN=16, TK=128, ACCUMULATE=accumulate,
+        sum_splits_kernel, (triton.cdiv(n, SUM_TILE[0]), triton.cdiv(k, SUM_TILE[1])), out, parts, out, bits, n, k, kb, n * k, splits,
+        BH=block[0], BW=block[1], TN=SUM_TILE[0], TK=SUM_TILE[1], ACCUMULATE=accumulate,
     )  # fmt: skip
 
 

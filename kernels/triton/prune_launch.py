@@ -12,7 +12,6 @@ from ..lists import LISTED, STEP, layout, listed, unpack
 from . import device, launch, refresh
 from .device import aligned, divisor, rows_of
 from .pruned_matmul import pruned_matmul_kernel
-from .sampled_matmul import sum_splits_kernel
 from .tiles import TILE_FEATURES, other_strip, pruned_tiles, splits_of, tile_for
 
 WHOLE = 1 << 30  # side of a block that no weight reaches the end of: a mask of one block keeps everything
@@ -72,9 +71,5 @@ def pruned_dw(
     )  # fmt: skip
     kept, sides = (mask, block) if mask is not None and gathers else (torch.ones(1, 1, dtype=torch.bool, device=gy.device), (WHOLE, WHOLE))
     if splits > 1:
-        kept = kept.contiguous()
-        device.launch(
-            sum_splits_kernel, (triton.cdiv(n, 16), triton.cdiv(k, 128)), gy, target, result, kept.view(torch.int8), n, k, kept.shape[1], n * k, splits,
-            BH=sides[0], BW=sides[1], TN=16, TK=128, ACCUMULATE=False,
-        )  # fmt: skip
+        launch.sum_splits(target, result, kept.contiguous(), sides)
     return launch.mask_cast(result, mask, block, result.dtype, out=result) if mask is not None and not gathers else result

@@ -14,6 +14,7 @@ from ..lists import STEP, STRIP, layout, strip_of
 TOKEN_GROUP = 2048  # tokens whose tiles run together, so that X is read from L2
 MULTIPROCESSORS = 132  # of an H200; other devices have about as many
 SPLIT_FILL, SPLIT_TOKENS = 4 * MULTIPROCESSORS, 1024  # programs of dW that are wanted, most of which have nothing to do; a share has at least so many tokens
+SUM_TILE = (4, 128)  # of a program that adds splits up: many small ones, as each waits for its splits one after the other
 TILE_FEATURES = 128  # features of a tile of dW on the reduction axis of the forward
 LARGE_TILES = (9, 10)  # major compute capabilities
 LONG = 2048  # features of a reduction axis from which larger tiles pay off their longer beginning and end

@@ -126,6 +126,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_large_layers_at_a_high_ratio_are_advised_and_tried(tmp_path, one_thread):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768), nn.Linear(768, 10))

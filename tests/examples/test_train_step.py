@@ -123,6 +123,7 @@ def test_which_steps_rebuild(masked_step):
     assert seen == [False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_with(tmp_path, monkeypatch, capsys):
     csv, measured, original = tmp_path / "steps.csv", [], train_step.measure
     options = (*EAGER, "--ratio", "0.5", "0.75", "--refresh", "10", "--impl", "reference")

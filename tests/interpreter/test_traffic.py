@@ -92,7 +92,7 @@ def check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed, t
     tile = tile or tiles.best_tile(dtype, block, transposed, (m, *((k, n) if transposed else (n, k))))
     lists = matmul_cost.lists_of(mask, (n, k), block, transposed, tile.strip)
     expected = matmul_cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None)
-    lists_agree(entries, mask.shape, block, tile.strip)
+    lists_agree(entries, mask.shape, block, tiles.other_strip(tile.strip, block, transposed))
     kept = expand_mask(mask, (n, k), block)
     assert expected.flop_useful == 2 * m * int(kept.sum())
     if m == 0:
@@ -122,7 +122,7 @@ def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, ti
     expected = matmul_cost.sampled_matmul(
         lists, m, dtype.itemsize, splits=splits, tile_tokens=constants["BT"], tile_features=constants["UNIT_W"] * constants["Q"], accumulate=accumulate
     )
-    lists_agree(entries, mask.shape, block, strip)
+    lists_agree(entries, mask.shape, block, tiles.other_strip(strip, block, False))
     agrees(entry, expected, also_reads=("gy", "x"))  # a tile reads its strip of gy whole
     kept = expand_mask(mask, (n, k), block)
     written = entry.operands["out"].writes.reshape(-1, n, k)

@@ -233,6 +233,7 @@ def test_masked_dense_behind_the_op_is_a_contender(tmp_path):
     assert [r["provider"] for r in rows[:3]] == ["dense", "masked_dense", "fxmask_reference"] and not rows[2]["forward_plan"] and rows[2]["x_best"]
 
 
+@pytest.mark.slow
 def test_dispatch_compares_choices_with_every_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(regret, "TOKENS", (40, 4096))
     monkeypatch.setattr(regret, "SHAPES", ((48, 32), (256, 512)))
