@@ -84,8 +84,13 @@ def takes(device: torch.device, shape: tuple[int, int], block: tuple[int, int]) 
     found = capability(device)
     if found is None or found[0] != 9 or not listed(block) or shape[0] % 2 or shape[1] % 2 or not shape[0] * shape[1]:
         return False
+    return listable(shape, block) and kernels_run(device)
+
+
+def listable(shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Whether lists can name every unit of a weight (N, K) along either axis; without, an explicit request raises."""
     grid = grid_shape(shape, block)
-    return max(layout(grid, block, t).units for t in (False, True)) <= UNITS and kernels_run(device)
+    return max(layout(grid, block, transposed).units for transposed in (False, True)) <= UNITS
 
 
 def features(op: str, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, own: bool) -> tuple[float, float, float, float]:

@@ -58,6 +58,7 @@ def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):
         return gpu_choice.choice(CUDA, dtype, tokens, shape, block, density, "masked")
 
     assert chosen() == chosen(torch.float16) == "triton"
+    assert not gpu_choice.listable((16, 1 << 21), (16, 16)) and chosen(shape=(16, 1 << 21), block=(16, 16), density=0.01) == "reference"
     others = [dict(dtype=torch.float32), dict(tokens=1000), dict(shape=(4096, 4095)), dict(block=(48, 64)), dict(density=0.9), dict(shape=(64, 64))]
     assert [chosen(**other) for other in others] == ["reference"] * len(others)
     for found in (None, (8, 0), (10, 0)):
