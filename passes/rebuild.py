@@ -107,7 +107,9 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
         state.fits(site, weight)
-        kernels = dispatch.runs_triton(c.impl, weight.device) or (c.impl == "auto" and gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block))
+        kernels = dispatch.runs_triton(c.impl, weight.device)
+        if c.impl == "auto":
+            kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
         kernels = kernels and not c.remembers and not ranks.is_shard(weight)
         if kernels and dispatch.triton_ops().groups(as_matrix(weight), c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
