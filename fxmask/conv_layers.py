@@ -31,7 +31,7 @@ class MaskedConv2d(MaskedLayer):
             return conv_forward(self, input, conv.in_format_of(softened(self, weight, mask), weight))
         flag = self._fxmask_dense
         if c.impl in LISTS and not why_dense(self, weight) and conv.fits(input, weight):
-            lists = forward_lists(self, mask)
+            lists = forward_lists(self, mask, c.impl)
             return conv.patchwise(input, weight, self.bias, mask, c.block, c.backward, flag, c.impl, lists, conv.pair(self.stride))
         made = conv.masked_weight(weight, mask, c.block, c.backward, flag)
         if c.backward != "unmasked" or not torch.is_grad_enabled():
@@ -41,7 +41,7 @@ class MaskedConv2d(MaskedLayer):
         return conv.graft(value, conv_forward(self, input, weight))
 
 
-LISTS = ("cpu", "triton")  # implementations that skip blocks; until a recorded run shows that they gain in a whole layer, auto is PyTorch's convolution
+LISTS = ("cpu", "triton")  # implementations that skip blocks; auto is PyTorch's convolution: no run of a whole layer shows a gain
 
 
 def conv_forward(m: Any, input: Tensor, weight: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import gpu_words
 from .backend_watch import Done, seen
 from .conv_layers import LISTS, why_dense
 from .health_signs import signs
-from .kernels import ops
+from .kernels import gpu_choice, ops
 from .kernels.cpu import deciding
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
 from .kernels.tune import Choice
@@ -51,10 +52,12 @@ def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, l
     if isinstance(layer, nn.Conv2d) and weight is not None:
         dense = why_dense(layer, weight)
         if dense or c.impl not in LISTS:
-            why = dense or ("asked for" if c.impl == "reference" else "no recorded run shows a faster one")
+            why = dense or ("asked for" if c.impl == "reference" else "no recorded run of a convolution shows a faster one")
             return {"impl": "masked_dense", "why": f"PyTorch's convolution of W∘M: {why}"}
+    if c.impl == "auto" and weight is not None and gpu_choice.capability(weight.device) is not None:
+        return gpu_words.runs(layer if isinstance(layer, Site) else None, weight.device)
     if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
-        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no recorded run shows a faster one" if c.impl == "auto" else "asked for"}
+        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no kernels for its device" if c.impl == "auto" else "asked for"}
     density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
     if density == 1:
         return {"impl": "masked_dense", "why": "no block is masked"}

@@ -21,6 +21,7 @@ from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
 from .late_forwards import ended
 from .lost_writes import look_at
+from .passes import gpu_site
 from .passes import site as state
 from .passes.activation_pruning import ActivationPruning, saves
 from .passes.block_dropout import BlockDropout
@@ -56,6 +57,8 @@ class MaskedLayer(Site):
 class MaskedLinear(MaskedLayer):
     """Forward of a masked Linear: input (..., K) -> (..., N)."""
 
+    _fxmask_chooses = True
+
     def forward(self, input: Tensor) -> Tensor:
         c, weight = self._fxmask_config, raw_weight(self)
         if isinstance(input, Proxy):
@@ -70,11 +73,12 @@ class MaskedLinear(MaskedLayer):
             prune.draw_unused(input, weight, self.training)
         if self._fxmask_softening:
             return (F if prune is None else prune).linear(input, softened(self, weight, mask), self.bias)  # type: ignore[arg-type]
-        lists = forward_lists(self, mask)
         flag, bias = self._fxmask_dense, self.bias
-        if prune is not None and saves(weight):
+        if prune is not None and saves(weight):  # under `auto` masked-dense on a GPU: no run has compared it
+            lists = forward_lists(self, mask, c.impl)
             return prune.masked_linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
-        return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
+        impl = gpu_site.implementation(self, input, weight, bias)  # type: ignore[arg-type]
+        return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, impl, forward_lists(self, mask, impl))  # type: ignore[arg-type]
 
 
 def ran(m: nn.Module) -> None:
@@ -106,6 +110,7 @@ class Swapped(nn.Module):
 class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
+    _fxmask_chooses = False  # its owner reads W∘M
     _fxmask_reading: int = 0  # owners whose compiled forward runs, or is being traced
     _fxmask_owners: int = 0  # owners whose eager forward runs, in any thread
     _fxmask_owned: bool = False  # whether there are such; compiled parts of them look at it

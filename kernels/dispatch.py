@@ -1,8 +1,9 @@
 """Which implementation an op runs: `reference` (plain PyTorch, everywhere), `cpu` (strips of kept blocks, see `kernels.cpu`), or `triton` (CUDA tensors, or
 CPU tensors in Triton's interpreter).
 
-An explicit request never falls back: it raises. `auto` takes on a CPU the fastest of masked-dense and the strips, case by case, and elsewhere the reference,
-until a recorded run on a device shows that the kernels are faster there.
+An explicit request never falls back: it raises. `auto` takes on a CPU the fastest of masked-dense and the strips, case by case. On CUDA an op cannot know the
+density of its mask without a host sync, so its `auto` is the reference; whoever knows the ratio asks `kernels.gpu_choice` and requests `triton` where that
+pays, as masked Linears do. Masks are made by kernels under `auto`, too, where those take the case: they are the same to the bit.
 """
 
 from __future__ import annotations

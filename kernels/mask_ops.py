@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
+from . import gpu_choice, reference
 from .dispatch import form
 from .errors import ShapeError
 from .grid import grid_shape
@@ -44,6 +44,8 @@ def block_index(
     Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
     """
     grid_shape(w.shape, (block_rows, block_cols))  # raises for what is no matrix
+    if impl == "auto" and gpu_choice.builds(w, (block_rows, block_cols), criterion, ties, cover):
+        impl = "triton"
     return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream, cover)
 
 

@@ -45,7 +45,7 @@ class BlockDropout(Options):
             larger than X is all of X.
         mc: whether evaluation drops, too (Monte-Carlo dropout).
         impl: `auto`, `reference`, `cpu` (float32 and float64) or `triton` (float16, bfloat16 and float32); an explicit one never falls back. `auto` leaves
-            dropped blocks out on a CPU where that pays; on a GPU it multiplies by dropped zeros until a recorded run shows that the kernels are faster.
+            dropped blocks out on a CPU where that pays; on a GPU it multiplies by dropped zeros until a run of dropout shows that the kernels are faster.
 
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
     since the linear's count; p, where it is given, stands for its own. Whoever else calls its module drops nothing: `explain` names those that are fused. Every

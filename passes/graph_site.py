@@ -46,7 +46,7 @@ class GraphSite(Site):
                 )
             )
         mask, dense = forward_mask(self, weight), self._fxmask_dense
-        found = [t for t in (mask, dense, forward_lists(self, mask)) if t is not None]
+        found = [t for t in (mask, dense, forward_lists(self, mask, self._fxmask_config.impl)) if t is not None]
         return mask if len(found) == 1 else tuple(found)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import dispatch
+from ..kernels import dispatch, gpu_choice
 from ..kernels.errors import FxMaskWarning, first_of, message
 from ..kernels.grid import as_matrix
 from . import looks, phase_change, ranks
@@ -107,15 +107,19 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
         state.fits(site, weight)
-        triton = not c.remembers and not ranks.is_shard(weight) and dispatch.runs_triton(c.impl, weight.device)
-        if triton and dispatch.triton_ops().groups(as_matrix(weight), c.block, c.criterion, c.ties, c.cover):
+        kernels = dispatch.runs_triton(c.impl, weight.device)
+        if c.impl == "auto":
+            kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
+        kernels = kernels and not c.remembers and not ranks.is_shard(weight)
+        if kernels and dispatch.triton_ops().groups(as_matrix(weight), c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():
         weights = [as_matrix(jobs[i].weight.detach()) for i in members]
         keeps = [jobs[i].site._fxmask_keep for i in members]
         block = jobs[members[0]].site._fxmask_config.block
-        found.update(zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True))
+        for i, (mask, lists) in zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True):
+            found[i] = (mask, lists if state.reads_lists(jobs[i].site, mask.device) else None)
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
             mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time

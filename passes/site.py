@@ -18,7 +18,7 @@ from ..kernels import ops
 from ..kernels.dispatch import runs_triton
 from ..kernels.errors import StateError, UnsupportedError, message
 from ..kernels.grid import as_matrix, grid_shape, matrix_shape
-from . import feedback, lost_guards, phases, ranks
+from . import feedback, gpu_site, lost_guards, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
 
@@ -36,6 +36,8 @@ class Site(nn.Module):
     _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
     _fxmask_kind: int = 0  # of that, see `WeightMask.kind`
+    _fxmask_chooses: bool = False  # of the class: whether its forward asks `passes.gpu_site`
+    _fxmask_from: int = 0  # tokens from which kernels multiply under `auto`, see `passes.gpu_site`
     _fxmask_shape: tuple[int, int]  # of the weight as a matrix
     _fxmask_name: str  # the parameter's
     _fxmask_grid: tuple[int, int]
@@ -111,6 +113,8 @@ class Site(nn.Module):
         ties = self.__dict__.get("_fxmask_tied")
         if ties is not None and "weight" in self._parameters:  # masks in graphs hold no weight, and join when theirs is loaded
             ties.join(self, self, "weight")
+        if "_fxmask_keep" in self.__dict__:  # it may have been on another machine
+            self._fxmask_from = gpu_site.least_tokens(self, self._fxmask_keep.device)
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
@@ -168,7 +172,7 @@ def sync(*sites: Site) -> None:
     scalars, changes = [], []
     for site in sites:
         config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
-        site._fxmask_kind = config.kind
+        site._fxmask_kind, site._fxmask_from = config.kind, gpu_site.least_tokens(site, site._fxmask_keep.device)
         keep = nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb)
         count = step if config.refresh and config.criterion == "random" else 0
         flag = site._fxmask_dense_now
@@ -199,8 +203,12 @@ def capturing(t: Tensor) -> bool:
 
 def lists_of(site: Site, mask: Tensor) -> Tensor | None:
     """The lists of a mask that is to be cached; None where no kernel can run on its device, or none reads them."""
-    c = site._fxmask_config
-    return ops.lists(mask, c.block, c.impl) if runs_triton(c.impl, mask.device) else None
+    return ops.lists(mask, site._fxmask_config.block, "triton") if reads_lists(site, mask.device) else None
+
+
+def reads_lists(site: Site, device: torch.device) -> bool:
+    """Whether kernels that read lists may run on a device; under `auto` also where they do not pay now, so that lists do not come and go with a ratio."""
+    return runs_triton(site._fxmask_config.impl, device) or gpu_site.may_take(site, device)
 
 
 def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:

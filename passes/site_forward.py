@@ -39,11 +39,11 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     return current_mask(site, weight)
 
 
-def forward_lists(site: Site, mask: Tensor) -> Tensor | None:
+def forward_lists(site: Site, mask: Tensor, impl: str) -> Tensor | None:
     """The lists of this forward's mask, cached or made now, for forward and backward; None where the implementation reads none."""
-    if site._fxmask_mask is not None and site._fxmask_lists is not None:
+    if impl == "triton" and site._fxmask_mask is not None and site._fxmask_lists is not None:
         return site._fxmask_lists
-    return ops.lists(mask, site._fxmask_config.block, site._fxmask_config.impl)
+    return ops.lists(mask, site._fxmask_config.block, impl)
 
 
 def check_input(site: Site, x: Tensor, weight: Tensor) -> None:

@@ -45,7 +45,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--ratio", type=float, nargs="+", default=[0.9])
     p.add_argument("--refresh", type=int, nargs="+", default=[1, 10, 100], metavar="N")
     p.add_argument("--contenders", nargs="+", default=list(DEFAULT), help=", ".join(CONTENDERS))
-    p.add_argument("--impl", default="auto", help="of the fxmask contenders; auto is masked-dense on a GPU")
+    p.add_argument("--impl", default="auto", help="of the fxmask contenders; auto takes kernels on a GPU where they are predicted to pay")
     p.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast")
     p.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     p.add_argument("--masked-step", choices=("auto", "on", "off"), default="on", help="guard's, of the fxmask contenders; auto: on from a ratio of 0.7")

@@ -41,7 +41,7 @@ def rows(recording: Recording, works: list[Work], forward: list[Work]) -> list[d
         grid, module = site._fxmask_grid, name.rpartition(".")[0]
         if site._fxmask_mask is not None:
             add(module, "metadata", grid[0] * grid[1])
-            if site._fxmask_config.impl == "triton" and listed(site._fxmask_config.block):
+            if (site._fxmask_config.impl == "triton" or site._fxmask_lists is not None) and listed(site._fxmask_config.block):
                 add(module, "metadata", 4 * packed_length(grid, site._fxmask_config.block))
     # one of a weight, however often its layer is called
     copies = {(w.call.module, w.weight): w.elements * (1 + w.dtype.itemsize) for w in forward if w.call and w.dtype and w.kept is not None}

@@ -191,10 +191,10 @@ def _report(
     early = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_given.final_ratio) for s in sites}
     for now, end in sorted(p for p in early if p[0] != p[1]):
         notes.append(f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}.")
-    if impl is None and any(s._fxmask_config.impl == "auto" and not isinstance(s, nn.Conv2d) for s in sites):
+    if impl is None and any(s._fxmask_config.impl == "auto" and not s._fxmask_from and not isinstance(s, nn.Conv2d) for s in sites):
         notes.append(
-            "impl='auto' is counted as the kernels that skip blocks; until a recorded run shows them faster, auto multiplies by W∘M on CUDA, "
-            "which impl='reference' counts."
+            "impl='auto' is counted as the kernels that skip blocks. On CUDA it takes them where a model fitted to recorded runs says that they pay (see "
+            "fxmask.explain there), and elsewhere multiplies by W∘M, which impl='reference' counts."
         )
     if any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
         notes.append(

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import ops
+from ..kernels import gpu_choice, ops
+from ..kernels.grid import keep_count
 from . import torch_sparse
 from .inputs import Inputs
 
@@ -48,6 +49,13 @@ def masked_dense(i: Inputs) -> Call:
     return {"forward": lambda: (F.linear(i.x, weight()),), "dx": lambda: (i.gy @ weight(),), "dw": lambda: (dw(),), "step": step}[i.cell.op]
 
 
+def pays(i: Inputs) -> bool:
+    """Whether `auto` takes the kernels in a layer of this cell: what `passes.gpu_site` asks, with the cell's ratio."""
+    c, (nb, kb) = i.cell, i.mask.shape
+    density = keep_count(nb * kb, c.ratio) / (nb * kb)
+    return gpu_choice.choice(i.device, i.w.dtype, c.M, (c.N, c.K), c.block, density, "masked") == "triton"
+
+
 def fxmask(impl: str) -> Provider:
     """The library's own ops, by one implementation. Lists are made once a mask, outside of the time: the refresh columns add them."""
 
@@ -57,16 +65,17 @@ def fxmask(impl: str) -> Provider:
             return lambda: (ops.strip_lists(i.mask, *b, impl),)
         if c.op == "metadata":
             return lambda: (ops.block_index(i.w, i.keep, i.step, *b, "fro", "lowest", 0, impl),)
-        lists = ops.lists(i.mask, b, impl)
+        run = "triton" if impl == "auto" and pays(i) else impl
+        lists = ops.lists(i.mask, b, run)
 
         def forward() -> Tensor:
-            return ops.masked_linear(i.x, i.w, None, i.mask, *b, "masked", None, impl, lists)
+            return ops.masked_linear(i.x, i.w, None, i.mask, *b, "masked", None, run, lists)
 
         def dx() -> Tensor:
-            return ops.masked_linear_dx(i.gy, i.w, i.mask, *b, "masked", None, impl, lists)
+            return ops.masked_linear_dx(i.gy, i.w, i.mask, *b, "masked", None, run, lists)
 
         def dw() -> Tensor:
-            return ops.masked_linear_dw(i.gy, i.x, i.mask, *b, "masked", None, impl, lists)
+            return ops.masked_linear_dw(i.gy, i.x, i.mask, *b, "masked", None, run, lists)
 
         return {"forward": lambda: (forward(),), "dx": lambda: (dx(),), "dw": lambda: (dw(),), "step": lambda: (forward(), dx(), dw())}[c.op]
 

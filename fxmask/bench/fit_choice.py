@@ -1,0 +1,68 @@
+"""Constants of `kernels.gpu_choice` from a recorded benchmark: `python -m fxmask.bench.fit_choice examples/results/h200/bench.csv` prints them.
+
+Least squares of relative errors, none below zero. The choice is of whole steps; the fit is of their parts, so that other backward modes can be told, too.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from ..kernels import gpu_choice
+
+PARTS = {"forward": ("forward",), "dx": ("dx",), "dw": ("dw",), "step": ("forward", "dx", "dw")}
+STEPS = 3.0  # weight of a whole step's error, which is what the choice is of
+# what is fitted, of a product's four constants and dW's four: of masked-dense less, because its times differ by shape alone, and few shapes are recorded
+COLUMNS = {"triton": (0, 1, 2, 3, 4, 5, 6, 7), "masked_dense": (1, 2, 3, 5, 6)}
+PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
+
+
+def read(path: str) -> list[dict[str, str]]:
+    """Rows of a benchmark in 16 bits that passed their gate and have a time."""
+    with open(path, newline="") as f:
+        return [r for r in csv.DictReader(f) if r["gate"] == "pass" and r["verdict"] == "ok" and r["dtype"] in ("bf16", "fp16") and r["ms_p50"]]
+
+
+def sizes(r: dict[str, str]) -> tuple[int, tuple[int, int], tuple[int, int], float]:
+    """Tokens, shape, block and density of a row."""
+    return int(r["M"]), (int(r["N"]), int(r["K"])), (int(r["block_n"]), int(r["block_k"])), float(r["density"])
+
+
+def least(a: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """Non-negative x with a x near y: columns whose part would be negative are left out, the worst one first."""
+    scale, left = a.abs().amax(0), list(range(a.shape[1]))
+    while True:
+        x = torch.linalg.lstsq((a / scale)[:, left], y[:, None]).solution[:, 0]
+        if bool((x >= 0).all()):
+            return [float(x[left.index(i)] / scale[i]) if i in left else 0.0 for i in range(a.shape[1])]
+        left.pop(int(x.argmin()))
+
+
+def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ...]]:
+    """`gpu_choice.SECONDS` of the rows: of forward, dX and dW alone, and of the three together, which count more."""
+    found: dict[tuple[str, str], tuple[float, ...]] = {}
+    rows = list(rows)
+    for impl, provider in PROVIDERS.items():
+        table = []
+        for r in rows:
+            if r["provider"] == provider and r["op"] in PARTS:
+                sums = [0.0] * 8
+                for op in PARTS[r["op"]]:
+                    at = 4 * (op == "dw")
+                    for i, f in enumerate(gpu_choice.features(op, *sizes(r), impl == "triton")):
+                        sums[at + i] += f if at + i in COLUMNS[impl] else 0.0
+                table.append([f * STEPS ** (r["op"] == "step") / (float(r["ms_p50"]) / 1e3) for f in (*sums, 0.0)])
+                table[-1][8] = float(STEPS ** (r["op"] == "step"))
+        data = torch.tensor(table, dtype=torch.float64)
+        values = least(data[:, list(COLUMNS[impl])], data[:, 8])
+        all_of = dict(zip(COLUMNS[impl], values, strict=True))
+        found[impl, "product"], found[impl, "dw"] = (tuple(all_of.get(at + i, 0.0) for i in range(4)) for at in (0, 4))
+    return found
+
+
+if __name__ == "__main__":
+    for key, values in fit(read(sys.argv[1])).items():
+        print(f"    {key}: ({', '.join(f'{v:.4g}' for v in values)}),")

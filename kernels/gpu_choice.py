@@ -1,0 +1,137 @@
+"""When `auto` takes the Triton kernels on a GPU: a closed form on the host, of sizes and the ratio; nothing is measured or read from the device.
+
+The time of an op is taken to be `[once, issued FLOP, bytes of its operands, bytes of its result] @ seconds`, for our kernels and for masked-dense. The seconds
+are fitted to a recorded run, `examples/results/h200/bench.csv`, by `python -m fxmask.bench.fit_choice FILE`, which prints the table `SECONDS` anew. A layer has
+one choice for forward, dX and dW, by the time of the three together, and so its backward runs what its forward ran. What was not recorded stays masked-dense:
+devices but compute capability 9, dtypes but bfloat16 and float16, fewer than `LEAST` tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from .dispatch import triton_ops
+from .errors import FxMaskWarning
+from .grid import grid_shape
+from .lists import STRIP, UNITS, layout, listed
+
+# Seconds once, an issued FLOP, a byte of the operands, a byte of the result. Source: examples/results/h200/bench.csv, source 77fbcc19797a.
+SECONDS = {
+    ("triton", "product"): (1.113e-05, 1.532e-15, 0.0, 2.864e-13),  # forward and dX: 653 TFLOP/s issued, results written at 3.5 TB/s
+    ("triton", "dw"): (1.868e-05, 1.358e-15, 2.062e-13, 8.117e-13),
+    ("masked_dense", "product"): (0.0, 1.291e-15, 7.601e-14, 2.0e-13),
+    ("masked_dense", "dw"): (0.0, 1.368e-15, 1.288e-13, 0.0),
+}
+# How much slower a FLOP is in small blocks, whose pieces of rows are narrow. Blocks of 32 and 16 have no row yet: the L2's rate for rows of 32 bytes over that
+# for wider ones (bandwidth.csv: 5.0 and 8.9 TB/s), and 15 % for what nobody has measured.
+SLOWER = {128: 1.0, 64: 1.0, 32: 1.15, 16: 2.05}
+LISTS = 10e-6  # seconds of a mask's lists, where every forward makes them (bench.csv, metadata)
+MARGIN = 1.03  # masked-dense's predicted time over ours, from which ours is taken: the fit's steps are right to some 8 %
+MULTIPROCESSORS, TOKENS = 132, 128  # of the device; of a tile
+LEAST, NEVER = 1024, 1 << 40  # tokens: fewer are not recorded; and more than there are
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device; None for any other."""
+    return _capability(device.index) if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available() else None
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Whether Triton is there and launches on a device of compute capability 8 or later; tried once, and a warning says why not. Inside a capture: no."""
+    found = capability(device)
+    if found is None or found[0] < 8:
+        return False
+    if device not in _TRIED:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        _TRIED[device] = _try_on(device)
+    return _TRIED[device]
+
+
+_TRIED: dict[torch.device, bool] = {}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _try_on(device: torch.device) -> bool:
+    """A mask of one block. Triton may be missing, or be without the C compiler that it needs."""
+    try:
+        keep = torch.ones((), dtype=torch.int64, device=device)
+        triton_ops().block_index(torch.ones(16, 16, device=device, dtype=torch.float16), keep, keep, (16, 16), "fro", "lowest", 0)
+    except Exception as e:
+        warnings.warn(f"impl='auto' stays masked-dense on {device}: Triton does not run there ({type(e).__name__}: {e}).", FxMaskWarning, stacklevel=2)
+        return False
+    return True
+
+
+def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool) -> bool:
+    """Whether `auto` makes this mask by kernels: to the bit the plain form's, 10 to 25 times faster (bench.csv, block_index), on any device that runs them."""
+    return kernels_run(w.device) and bool(triton_ops().groups(w, block, criterion, ties, cover))
+
+
+def takes(device: torch.device, shape: tuple[int, int], block: tuple[int, int]) -> bool:
+    """Whether `auto` may multiply a weight (N, K) by kernels on a device, if it pays."""
+    found = capability(device)
+    if found is None or found[0] != 9 or not listed(block) or shape[0] % 2 or shape[1] % 2 or not shape[0] * shape[1]:
+        return False
+    return listable(shape, block) and kernels_run(device)
+
+
+def listable(shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Whether lists can name every unit of a weight (N, K) along either axis; without, an explicit request raises."""
+    grid = grid_shape(shape, block)
+    return max(layout(grid, block, transposed).units for transposed in (False, True)) <= UNITS
+
+
+def features(op: str, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, own: bool) -> tuple[float, float, float, float]:
+    """What `SECONDS` multiplies, in 16 bits. Issued FLOP: the expected union of the blocks in a strip, and the device's idle part where programs are few."""
+    (n, k), m, strip = shape, tokens, STRIP
+    across, side = (k, block[1]) if op == "dx" else (n, block[0])
+    flop = 2.0 * m * n * k
+    if own:
+        strips = -(-across // strip)
+        programs = strips * -(-(k if op == "dw" else m) // TOKENS)
+        flop *= strips * strip / across * (1 - (1 - density) ** max(1, strip // side)) * SLOWER[min(block)]
+        flop *= 1.0 if op == "dw" else max(1.0, MULTIPROCESSORS / programs)  # dW splits its tokens where programs are few
+    read, written = {"forward": (m * k, m * n), "dx": (m * n, m * k), "dw": (m * (n + k), n * k)}[op]
+    return 1.0, flop, 2.0 * read, 2.0 * written
+
+
+def seconds(op: str, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, backward: str, impl: str) -> float:
+    """Predicted time of one op; products that the backward mode leaves dense cost masked-dense's time in both."""
+    dense = (op == "dx" and backward == "unmasked") or (op == "dw" and backward in ("ste", "unmasked"))
+    own = impl == "triton" and not dense
+    rates = SECONDS["triton" if own else "masked_dense", "dw" if op == "dw" else "product"]
+    return sum(f * s for f, s in zip(features(op, tokens, shape, block, density, own), rates, strict=True))
+
+
+def factor(tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, backward: str = "masked", lists: bool = False) -> float:
+    """Masked-dense's predicted time of a training step of a layer over ours; `lists`: every forward makes them."""
+    own, dense = (sum(seconds(op, tokens, shape, block, density, backward, i) for op in ("forward", "dx", "dw")) for i in ("triton", "masked_dense"))
+    return dense / (own + LISTS * lists)
+
+
+@lru_cache(maxsize=4096)
+def pays_from(shape: tuple[int, int], block: tuple[int, int], density: float, backward: str = "masked", lists: bool = False) -> int:
+    """The fewest tokens from which the kernels are predicted to be faster, in quarters of a power of two, so that layers that are nearly alike share a compile.
+
+    `NEVER` where none that is near the recorded ones makes up for it.
+    """
+    tries = (LEAST * (4 + quarter) << power >> 2 for power in range(7) for quarter in range(4))
+    return next((t for t in tries if factor(t, shape, block, density, backward, lists) >= MARGIN), NEVER)
+
+
+def choice(device: torch.device, dtype: torch.dtype, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, backward: str) -> str:
+    """`triton` or `reference`: what `auto` runs of a layer whose lists are given."""
+    pays = dtype in DTYPES and takes(device, shape, block) and tokens >= pays_from(shape, block, density, backward)
+    return "triton" if pays else "reference"

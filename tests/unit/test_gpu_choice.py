@@ -1,0 +1,146 @@
+"""When `auto` takes the kernels on a GPU: the closed form against the recorded run, and what a site makes of it. A device is faked, and nothing launched."""
+
+import copy
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.bench import fit_choice, providers
+from fxmask.bench.cells import Cell
+from fxmask.bench.inputs import Inputs
+from fxmask.kernels import gpu_choice
+from fxmask.kernels.grid import grid_shape, keep_count
+from fxmask.passes import gpu_site
+
+RECORDED = Path(__file__).parents[2] / "examples/results/h200/bench.csv"
+WIDE, BLOCK, CUDA = (4096, 4096), (64, 64), torch.device("cuda")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A CPU that says that it is of compute capability 9; who launches a kernel fails."""
+    monkeypatch.setattr(gpu_choice, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_choice, "kernels_run", lambda device: True)
+
+
+def recorded_steps():
+    """(sizes, masked-dense's time over the kernels') of the recorded steps."""
+    with RECORDED.open(newline="") as f:
+        steps = {(fit_choice.sizes(r), r["provider"]): float(r["ms_p50"]) for r in csv.DictReader(f) if r["op"] == "step" and r["gate"] == "pass"}
+    return [(key, steps[key, "masked_dense"] / t) for (key, provider), t in steps.items() if provider == "fxmask_triton"]
+
+
+def test_no_loss_above_3_percent_and_no_missed_win_above_10(hopper):
+    found = recorded_steps()
+    assert len(found) >= 12
+    for (tokens, shape, block, density), factor in found:
+        taken = gpu_choice.choice(CUDA, torch.bfloat16, tokens, shape, block, density, "masked") == "triton"
+        assert factor >= 0.97 if taken else factor <= 1.1, (tokens, shape, block, density, factor)
+
+
+def test_the_constants_are_those_of_the_recorded_run():
+    """After another run: python -m fxmask.bench.fit_choice examples/results/h200/bench.csv."""
+    for key, values in fit_choice.fit(fit_choice.read(str(RECORDED))).items():
+        assert gpu_choice.SECONDS[key] == pytest.approx(values, rel=0.01), key
+
+
+def test_predictions_are_near_the_recorded_steps():
+    for (tokens, shape, block, density), factor in recorded_steps():
+        assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.15)
+
+
+def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):
+    def chosen(dtype=torch.bfloat16, tokens=8192, shape=WIDE, block=BLOCK, density=0.1):
+        return gpu_choice.choice(CUDA, dtype, tokens, shape, block, density, "masked")
+
+    assert chosen() == chosen(torch.float16) == "triton"
+    assert not gpu_choice.listable((16, 1 << 21), (16, 16)) and chosen(shape=(16, 1 << 21), block=(16, 16), density=0.01) == "reference"
+    others = [dict(dtype=torch.float32), dict(tokens=1000), dict(shape=(4096, 4095)), dict(block=(48, 64)), dict(density=0.9), dict(shape=(64, 64))]
+    assert [chosen(**other) for other in others] == ["reference"] * len(others)
+    for found in (None, (8, 0), (10, 0)):
+        monkeypatch.setattr(gpu_choice, "capability", lambda device, found=found: found)
+        assert chosen() == "reference"
+
+
+def test_no_device_takes_no_kernel():
+    cpu = torch.device("cpu")
+    assert gpu_choice.capability(cpu) is None and not gpu_choice.kernels_run(cpu) and not gpu_choice.takes(cpu, WIDE, BLOCK)
+
+
+def test_where_triton_does_not_run_auto_stays_masked_dense(monkeypatch):
+    def broken():
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(gpu_choice, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_choice, "triton_ops", broken)
+    monkeypatch.setattr(gpu_choice, "_TRIED", {})
+    with pytest.warns(fxmask.FxMaskWarning, match="stays masked-dense on cpu: Triton does not run there"):
+        assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)
+    assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)  # one warning
+
+
+def test_modes_that_skip_less_gain_less():
+    factors = [gpu_choice.factor(8192, WIDE, BLOCK, 0.1, mode) for mode in ("masked", "ste", "unmasked")]
+    assert factors == sorted(factors, reverse=True) and factors[-1] > 1
+    assert gpu_choice.factor(8192, WIDE, BLOCK, 0.1, "rigl") == factors[0]
+
+
+def test_small_blocks_are_thought_slower():
+    factors = [gpu_choice.factor(8192, WIDE, (b, b), 0.1) for b in (128, 64, 32, 16)]
+    assert factors == sorted(factors, reverse=True)
+
+
+# ---- sites -----------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def layer(**options):
+    with torch.device("meta"):
+        m = nn.Linear(4096, 4096)
+    options = {"ratio": 0.9, "block": BLOCK, **options}
+    return fxmask.apply(nn.Sequential(m), **options)[0]
+
+
+def test_what_a_layer_looks_at(hopper):
+    m = layer()
+    assert m._fxmask_from == gpu_choice.pays_from(WIDE, BLOCK, gpu_site.density(m), "masked", True) == 1024
+    assert layer(block=(12, 64))._fxmask_from == layer(impl="reference")._fxmask_from == 0
+    assert layer(ratio=0.1)._fxmask_from == gpu_choice.NEVER
+    assert copy.deepcopy(m)._fxmask_from == 1024
+
+
+def test_a_ramp_changes_it_at_marks(hopper):
+    m = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    fxmask.apply(m, ratio=0.9, block=(16, 16), schedule=fxmask.Schedule("linear", steps=40), start=2)
+    fxmask.step(m, 0)
+    seen = []
+    for _ in range(60):
+        seen.append(gpu_site.density(m[0]))
+        assert gpu_site.density(m[1]) == seen[-1] >= 1 - m[0]._fxmask_config.ratio_at(m[0]._fxmask_step) - 0.01
+        fxmask.step(m)
+    assert len(set(seen)) == 5 and seen == sorted(seen, reverse=True) and seen[-1] < 0.11
+
+
+def test_a_look_at_the_dense_model_changes_nothing(hopper):
+    m = layer()
+    before = m._fxmask_from
+    with fxmask.dense(m):
+        assert m._fxmask_from == before
+    assert m._fxmask_from == before
+
+
+def test_the_benchmark_measures_what_a_layer_runs(hopper, monkeypatch):
+    """`fxmask_auto` asks the same function, with the ratio of its cell."""
+    monkeypatch.setattr(gpu_choice, "LEAST", 64)
+    for ratio, shape in ((0.9, (64, 4096, 4096)), (0.3, (64, 4096, 4096)), (0.9, (64, 64, 64))):
+        m, n, k = shape
+        cell = Cell("forward", "forward", m, n, k, "bf16", BLOCK, ratio, "random")
+        w, mask = torch.empty(n, k, dtype=torch.bfloat16, device="meta"), torch.empty(grid_shape((n, k), BLOCK), dtype=torch.bool, device="meta")
+        density = keep_count(mask.numel(), ratio) / mask.numel()
+        gpu_choice.pays_from.cache_clear()
+        expected = gpu_choice.pays_from((n, k), BLOCK, density) <= m
+        assert providers.pays(Inputs(cell, CUDA, w, w, w, mask, mask, mask)) == expected == (gpu_choice.factor(m, (n, k), BLOCK, density) >= gpu_choice.MARGIN)
+    gpu_choice.pays_from.cache_clear()
