@@ -17,21 +17,20 @@ from torch import Tensor
 from .dispatch import triton_ops
 from .errors import FxMaskWarning
 from .grid import grid_shape
-from .lists import STRIP, UNITS, layout, listed
+from .lists import UNITS, layout, listed
+from .triton.tiles import MULTIPROCESSORS, best_dw_tile, best_tile, strip_for
 
 # Seconds once, an issued FLOP, a byte of the operands, a byte of the result. Source: examples/results/h200/bench.csv, source 77fbcc19797a.
 SECONDS = {
-    ("triton", "product"): (1.113e-05, 1.532e-15, 0.0, 2.864e-13),  # forward and dX: 653 TFLOP/s issued, results written at 3.5 TB/s
-    ("triton", "dw"): (1.868e-05, 1.358e-15, 2.062e-13, 8.117e-13),
+    ("triton", "product"): (7.884e-06, 0.0, 9.914e-14, 3.572e-13),  # forward and dX
+    ("triton", "dw"): (2.944e-05, 6.795e-16, 4.636e-14, 8.271e-13),
     ("masked_dense", "product"): (0.0, 1.291e-15, 7.601e-14, 2.0e-13),
     ("masked_dense", "dw"): (0.0, 1.368e-15, 1.288e-13, 0.0),
 }
-# How much slower a FLOP is in small blocks, whose pieces of rows are narrow. Blocks of 32 and 16 have no row yet: the L2's rate for rows of 32 bytes over that
-# for wider ones (bandwidth.csv: 5.0 and 8.9 TB/s), and 15 % for what nobody has measured.
-SLOWER = {128: 1.0, 64: 1.0, 32: 1.15, 16: 2.05}
+# How much more time a byte of the L2 takes in rows of 32 bytes than in wider ones (bandwidth.csv: 5.0 and 8.9 TB/s).
+NARROW = {128: 1.0, 64: 1.0, 32: 1.2, 16: 1.8}
 LISTS = 10e-6  # seconds of a mask's lists, where every forward makes them (bench.csv, metadata)
 MARGIN = 1.03  # masked-dense's predicted time over ours, from which ours is taken: the fit's steps are right to some 8 %
-MULTIPROCESSORS, TOKENS = 132, 128  # of the device; of a tile
 LEAST, NEVER = 1024, 1 << 40  # tokens: fewer are not recorded; and more than there are
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -94,17 +93,24 @@ def listable(shape: tuple[int, ...], block: tuple[int, int]) -> bool:
 
 
 def features(op: str, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, own: bool) -> tuple[float, float, float, float]:
-    """What `SECONDS` multiplies, in 16 bits. Issued FLOP: the expected union of the blocks in a strip, and the device's idle part where programs are few."""
-    (n, k), m, strip = shape, tokens, STRIP
-    across, side = (k, block[1]) if op == "dx" else (n, block[0])
-    flop = 2.0 * m * n * k
-    if own:
-        strips = -(-across // strip)
-        programs = strips * -(-(k if op == "dw" else m) // TOKENS)
-        flop *= strips * strip / across * (1 - (1 - density) ** max(1, strip // side)) * SLOWER[min(block)]
-        flop *= 1.0 if op == "dw" else max(1.0, MULTIPROCESSORS / programs)  # dW splits its tokens where programs are few
+    """What `SECONDS` multiplies, in 16 bits. Ours: once; issued FLOP, of the expected union of the blocks in a strip, and the device's idle part where programs
+    are few; bytes asked of the L2, more where pieces of rows are narrow; bytes of the result. Masked-dense: the FLOP and bytes of operands and result."""
+    (n, k), m = shape, tokens
     read, written = {"forward": (m * k, m * n), "dx": (m * n, m * k), "dw": (m * (n + k), n * k)}[op]
-    return 1.0, flop, 2.0 * read, 2.0 * written
+    flop = 2.0 * m * n * k
+    if not own:
+        return 1.0, flop, 2.0 * read, 2.0 * written
+    across, along, side = (k, n, block[1]) if op == "dx" else (n, k, block[0])
+    strip = strip_for(block, op == "dx")
+    strips = -(-across // strip)
+    union = 1 - (1 - density) ** max(1, strip // side)
+    issued = flop * union * strips * strip / across
+    if op == "dw":  # splits its tokens where programs are few
+        wide = best_dw_tile(DTYPES[0], block, k)[1]
+        return 1.0, issued, issued * (1 / strip + 1 / wide) * NARROW[min(block)], 2.0 * written
+    tile = best_tile(DTYPES[0], block, op == "dx", (m, across, along))
+    idle = max(1.0, MULTIPROCESSORS / (strips * -(-m // tile.tokens)))
+    return 1.0, issued * idle, (issued / strip + flop * density / tile.tokens) * NARROW[min(block)], 2.0 * written
 
 
 def seconds(op: str, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, backward: str, impl: str) -> float:
