@@ -11,9 +11,9 @@ import time
 import traceback
 import warnings
 
-from gpu import flow_bodies, flow_state
+from gpu import flow_bodies, flow_models, flow_state, flow_systems
 
-TABLES = (flow_bodies.FLOWS, flow_state.FLOWS)
+TABLES = (flow_bodies.FLOWS, flow_state.FLOWS, flow_models.FLOWS, flow_systems.FLOWS)
 FLOWS = {name: flow for table in TABLES for name, flow in table.items()}
 assert len(FLOWS) == sum(map(len, TABLES))  # no name twice
 
