@@ -96,9 +96,10 @@ def twin_of(model, masked):
     twin, kept = copy.deepcopy(model), {}
     blocks = {name: site._fxmask_config.block for name, site, _ in fxmask.sites.sites(masked)}
     for name, mask in fxmask.masks(masked).items():
-        p = dict(twin.named_parameters())[name]
-        kept[name] = expand_mask(mask, p.shape, blocks[name]).reshape(p.shape)
-        p.data.mul_(kept[name])
+        p = dict(twin.named_parameters(remove_duplicate=False))[name]
+        own = next(n for n, q in twin.named_parameters() if q is p)  # of weights that are shared, the first name
+        kept[own] = expand_mask(mask, p.shape, blocks[name]).reshape(p.shape)
+        p.data.mul_(kept[own])
     return twin, kept
 
 
@@ -217,7 +218,7 @@ FLOWS = {
     "bfloat16 weights": lambda device, impl: check_model(device, impl if torch.device(device).type == "cuda" else "auto", dtype=torch.bfloat16),
     "three axes": of(check_model, shape=TRIPLE),
     "functional linears, traced": of(check_model, make=Functional, masked=traced, count=2),
-    "tied weights": of(check_model, make=Tied, include=["a", "b", "head"], count=2),
+    "tied weights": of(check_model, make=Tied, include=["a", "b", "head"], count=3),
     "attention and an encoder": of(check_model, make=Attends, shape=TRIPLE, count=4),
     "checkpointing": of(check_model, make=Checkpointed, count=2),
     "convolutions": lambda device, impl: check_model(device, "auto", convolutions, IMAGE, layers=(nn.Linear, nn.Conv2d), count=3),

@@ -104,8 +104,9 @@ def check_dense_and_refresh(device, impl):
 
 def check_reports(device, impl):
     """explain, analyze, stability, allocate: the same rows as on the CPU, as text, tables and files."""
-    model, other = masked_net(device, impl), masked_net("cpu", "auto")
+    model, other = masked_net(device, "auto"), masked_net("cpu", "auto")
     x, y = batch(device)[0], batch()[0]
+    assert str(fxmask.analyze(masked_net(device, impl), x))
     assert str(fxmask.explain(model)) and fxmask.explain(model).to_dict()
     a, b = (fxmask.analyze(m, t, device="h200", impl="triton", optimizer="adamw") for m, t in ((model, x), (other, y)))
     assert a.meta["mask_hash"] == b.meta["mask_hash"] and str(a) and a.to_dict() and a.table() and a.explain(a.tables["nodes"][0]["node"])

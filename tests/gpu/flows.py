@@ -27,6 +27,7 @@ def main(part: str = "") -> int:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "Conversion of an array with ndim", DeprecationWarning)  # Triton's interpreter
                 flow("cpu", impl)
         except Exception:
             traceback.print_exc()
