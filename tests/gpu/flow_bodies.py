@@ -1,4 +1,4 @@
-"""What a user does to train a masked model, a short run each: on `device`, compared with the same run on the CPU by the reference. For any device; see `flows.py`.
+"""What a user does to train a masked model, a short run each: on `device`, compared with the same run on the CPU by the reference; see `flows.py`.
 
 FLOWS: {name: function(device, impl)}, where impl is that of the run on `device`. All layers have one shape and one block, so that few kernels are compiled.
 """
@@ -130,7 +130,9 @@ def on_cuda(optimiser, **options):
 
 
 RAMP = Schedule("cubic", steps=4)
-MODES = {f"mode {mode}, refresh {n}": trained({"backward": mode, "refresh": n, "dense_every": 2}) for mode in ("masked", "ste", "unmasked", "rigl") for n in (1, 3)}
+MODES = {
+    f"mode {mode}, refresh {n}": trained({"backward": mode, "refresh": n, "dense_every": 2}) for mode in ("masked", "ste", "unmasked", "rigl") for n in (1, 3)
+}
 CRITERIA = {
     f"criterion {criterion}": trained({"criterion": criterion, "refresh": 2})
     for criterion in ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "momentum")

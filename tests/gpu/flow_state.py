@@ -5,22 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from gpu.flow_bodies import (
-    BLOCK,
-    WIDTH,
-    adamw,
-    assert_masks_equal,
-    assert_same_weights,
-    batch,
-    check_training,
-    loss_of,
-    masked_net,
-    net,
-    train,
-)
+from gpu.flow_bodies import BLOCK, WIDTH, adamw, assert_masks_equal, assert_same_weights, batch, check_training, loss_of, masked_net, net, train
 
 import fxmask
 from fxmask import Feedback, Regrow, Schedule
@@ -144,11 +133,8 @@ def check_health(device, impl):
             log.load_state_dict(torch.load(Path(folder) / "log.pt", map_location=d, weights_only=True))
             rows.append(log.update().rows)
             assert str(log.report()) and (Path(folder) / "health.csv").stat().st_size
-            try:
-                import matplotlib as _  # noqa: F401, PLC0415
-            except ImportError:
-                continue
-            assert log.plot(Path(folder) / "curves.png").stat().st_size and log.heatmap(Path(folder) / "blocks.png", ["0.weight"]).stat().st_size
+            if find_spec("matplotlib") is not None:
+                assert log.plot(Path(folder) / "curves.png").stat().st_size and log.heatmap(Path(folder) / "blocks.png", ["0.weight"]).stat().st_size
     for row, other in zip(*rows, strict=True):
         assert {k: v for k, v in row.items() if k != "kept_norm_fraction"} == {k: v for k, v in other.items() if k != "kept_norm_fraction"}
         assert abs(row["kept_norm_fraction"] - other["kept_norm_fraction"]) < 1e-4

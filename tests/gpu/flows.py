@@ -1,4 +1,4 @@
-"""Runs the bodies of `test_flows.py` on the CPU: PYTHONPATH=.:tests:examples python tests/gpu/flows.py [part of a name]; with TRITON_INTERPRET=1 by the kernels.
+"""Runs the bodies of `test_flows.py` on the CPU: PYTHONPATH=.:tests python tests/gpu/flows.py [part of a name]; with TRITON_INTERPRET=1 by the kernels.
 
 What it cannot show: tensors on two devices, CUDA graphs, streams, memory.
 """
@@ -11,9 +11,9 @@ import time
 import traceback
 import warnings
 
-from gpu import flow_bodies, flow_models, flow_state, flow_systems
+from gpu import flow_bodies, flow_compiled, flow_cuda, flow_models, flow_state, flow_systems
 
-TABLES = (flow_bodies.FLOWS, flow_state.FLOWS, flow_models.FLOWS, flow_systems.FLOWS)
+TABLES = tuple(m.FLOWS for m in (flow_bodies, flow_state, flow_models, flow_compiled, flow_systems, flow_cuda))
 FLOWS = {name: flow for table in TABLES for name, flow in table.items()}
 assert len(FLOWS) == sum(map(len, TABLES))  # no name twice
 
