@@ -115,7 +115,7 @@ def check_memory(device, impl):
         if i in (14, 29):
             gc.collect()
             held.append(torch.cuda.memory_allocated() if x.is_cuda else 0)
-    assert held[0] == held[1], held
+    assert held[1] <= held[0], held
 
 
 of = functools.partial
