@@ -167,8 +167,9 @@ class HealthLog:
         if not fits or set(saved) != {"updates", "last", "activity"}:
             what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
-        self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in saved["last"].items()}
-        self.activity = {n: a.clone() for n, a in saved["activity"].items()}
+        held = {n: {**e, "mask": e["mask"].cpu(), "age": e["age"].cpu()} for n, e in saved["last"].items()}  # torch.load(map_location=...) may have moved them
+        self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in held.items()}
+        self.activity = {n: a.detach().to("cpu", copy=True) for n, a in saved["activity"].items()}
         self.rows = [r for r in self.rows if r["update"] <= self.updates]  # later ones will be made again
         self._cut_file()
 

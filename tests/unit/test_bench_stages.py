@@ -112,3 +112,11 @@ def test_bodies_of_the_gpu_tests_run_in_the_interpreter():
     done = subprocess.run([sys.executable, ROOT / "tests/gpu/rehearse.py"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert re.search(r"\d+ bodies in", done.stdout)
+
+
+@pytest.mark.slow
+def test_flows_of_the_gpu_tests_run_on_the_cpu():
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, ROOT / "tests/gpu/flows.py"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "failed: none" in done.stdout
