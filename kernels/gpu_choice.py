@@ -1,9 +1,9 @@
 """When `auto` takes the Triton kernels on a GPU: a closed form on the host, of sizes and the ratio; nothing is measured or read from the device.
 
-The time of an op is taken to be `[once, issued FLOP, bytes of its operands, bytes of its result] @ seconds`, for our kernels and for masked-dense. The seconds
-are fitted to a recorded run, `examples/results/h200/bench.csv`, by `python -m fxmask.bench.fit_choice FILE`, which prints the table `SECONDS` anew. A layer has
-one choice for forward, dX and dW, by the time of the three together, and so its backward runs what its forward ran. What was not recorded stays masked-dense:
-devices but compute capability 9, dtypes but bfloat16 and float16, fewer than `LEAST` tokens.
+The time of an op is taken to be `features @ SECONDS`, for our kernels and for masked-dense. The seconds are fitted to a recorded run,
+`examples/results/h200/bench.csv`, by `python -m fxmask.bench.fit_choice FILE`, which prints the table `SECONDS` anew. A layer has one choice for forward, dX
+and dW, by the time of the three together, and so its backward runs what its forward ran. What was not recorded stays masked-dense: devices but compute
+capability 9, dtypes but bfloat16 and float16, fewer than `LEAST` tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .grid import grid_shape
 from .lists import UNITS, layout, listed
 from .triton.tiles import MULTIPROCESSORS, best_dw_tile, best_tile, strip_for
 
-# Seconds once, an issued FLOP, a byte of the operands, a byte of the result. Source: examples/results/h200/bench.csv, source 77fbcc19797a.
+# Seconds once, an issued FLOP, a byte asked of the L2 (masked-dense: of the operands), a byte of the result. Source: examples/results/h200/bench.csv, its last
+# source. Forward and dX: 8.3 to 10.6 TB/s out of the L2 with 128-wide tiles, which is what bounds them; results written at 3 TB/s.
 SECONDS = {
-    ("triton", "product"): (7.884e-06, 0.0, 9.914e-14, 3.572e-13),  # forward and dX
-    ("triton", "dw"): (2.944e-05, 6.795e-16, 4.636e-14, 8.271e-13),
-    ("masked_dense", "product"): (0.0, 1.291e-15, 7.601e-14, 2.0e-13),
-    ("masked_dense", "dw"): (0.0, 1.368e-15, 1.288e-13, 0.0),
+    ("triton", "product"): (7.822e-06, 2.588e-16, 9.39e-14, 3.29e-13),
+    ("triton", "dw"): (1.689e-05, 0.0, 1.147e-13, 7.345e-13),
+    ("masked_dense", "product"): (0.0, 1.322e-15, 3.703e-14, 2.36e-13),
+    ("masked_dense", "dw"): (0.0, 1.426e-15, 1.023e-13, 0.0),
 }
 # How much more time a byte of the L2 takes in rows of 32 bytes than in wider ones (bandwidth.csv: 5.0 and 8.9 TB/s).
 NARROW = {128: 1.0, 64: 1.0, 32: 1.2, 16: 1.8}

@@ -21,9 +21,11 @@ PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
 
 
 def read(path: str) -> list[dict[str, str]]:
-    """Rows of a benchmark in 16 bits that passed their gate and have a time."""
+    """Rows of a benchmark in 16 bits that passed their gate and have a time, of the sources that were measured last."""
     with open(path, newline="") as f:
-        return [r for r in csv.DictReader(f) if r["gate"] == "pass" and r["verdict"] == "ok" and r["dtype"] in ("bf16", "fp16") and r["ms_p50"]]
+        rows = list(csv.DictReader(f))
+    last = rows[-1]["source"]
+    return [r for r in rows if r["source"] == last and r["gate"] == "pass" and r["verdict"] == "ok" and r["dtype"] in ("bf16", "fp16") and r["ms_p50"]]
 
 
 def sizes(r: dict[str, str]) -> tuple[int, tuple[int, int], tuple[int, int], float]:

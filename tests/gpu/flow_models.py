@@ -108,7 +108,7 @@ def check_model(device, impl, make=net, shape=(32, WIDTH), run=lambda m, x: m, m
     change = masked or (lambda m, x, **more: fxmask.apply(m, **more))
     options = {"ratio": 0.5, "block": BLOCK, **options}
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round to TF32 by default, matmuls do not
         warnings.filterwarnings("ignore", "Online softmax|.*TensorFloat32|.*side effects|.*treespec", UserWarning)
         warnings.filterwarnings("ignore", "`isinstance|.*TensorFloat|.*is deprecated", FutureWarning)
         model = change(made(make, device, dtype), x, impl=impl, **options)
