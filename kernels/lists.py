@@ -39,7 +39,7 @@ def strip_of(row_block: int) -> int:
     """Features of a strip over blocks of `row_block` features.
 
     Half as wide a strip has half as many blocks in its union, and so multiplies less for nothing, but loads X twice as often. Blocks of 64 and 32 gain by it
-    on an H200 (`examples/results/h200/tiles.csv`); 128 would be cut, and the union of four of 16 is nearly that of eight.
+    on an H200 (`examples/results/h200/tile_scan.csv`); 128 would be cut, and the union of four of 16 is nearly that of eight.
     """
     return 64 if row_block in (32, 64) else STRIP
 

@@ -15,8 +15,6 @@ from ..kernels import gpu_choice
 
 PARTS = {"forward": ("forward",), "dx": ("dx",), "dw": ("dw",), "step": ("forward", "dx", "dw")}
 STEPS = 3.0  # weight of a whole step's error, which is what the choice is of
-# what is fitted, of a product's four constants and dW's four: of masked-dense less, because its times differ by shape alone, and few shapes are recorded
-COLUMNS = {"triton": (0, 1, 2, 3, 4, 5, 6, 7), "masked_dense": (1, 2, 3, 5, 6)}
 PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
 
 
@@ -55,13 +53,12 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
                 for op in PARTS[r["op"]]:
                     at = 4 * (op == "dw")
                     for i, f in enumerate(gpu_choice.features(op, *sizes(r), impl == "triton")):
-                        sums[at + i] += f if at + i in COLUMNS[impl] else 0.0
+                        sums[at + i] += f
                 table.append([f * STEPS ** (r["op"] == "step") / (float(r["ms_p50"]) / 1e3) for f in (*sums, 0.0)])
                 table[-1][8] = float(STEPS ** (r["op"] == "step"))
         data = torch.tensor(table, dtype=torch.float64)
-        values = least(data[:, list(COLUMNS[impl])], data[:, 8])
-        all_of = dict(zip(COLUMNS[impl], values, strict=True))
-        found[impl, "product"], found[impl, "dw"] = (tuple(all_of.get(at + i, 0.0) for i in range(4)) for at in (0, 4))
+        values = least(data[:, :8], data[:, 8])
+        found[impl, "product"], found[impl, "dw"] = tuple(values[:4]), tuple(values[4:])
     return found
 
 

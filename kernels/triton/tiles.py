@@ -1,6 +1,6 @@
 """Tile sizes of the matmul programs. Every one of them compiles without spills on sm_80, sm_90 and sm_100, where it may run there (`make aot`).
 
-`best_tile` and `best_dw_tile` choose by what an H200 measured (`examples/results/h200/tiles.csv`); what was not measured gets the plain tile of `tile_for`.
+`best_tile` and `best_dw_tile` choose by what an H200 measured (`examples/results/h200/tile_scan.csv`); what was not measured gets the plain tile of `tile_for`.
 """
 
 from __future__ import annotations

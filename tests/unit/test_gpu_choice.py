@@ -48,7 +48,7 @@ def test_the_constants_are_those_of_the_recorded_run():
 
 def test_predictions_are_near_the_recorded_steps():
     for (tokens, shape, block, density), factor in recorded_steps():
-        assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.15)
+        assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.2)
 
 
 def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):
