@@ -70,7 +70,7 @@ def list_matmul(
         y = torch.empty((*shape, n), dtype=x.dtype, device=x.device)
     if tile is None:
         described = all(t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
-        tile = best_tile(x.dtype, block, transposed, (m * tokens, n, k), tf32=tf32, inner=inner, tma=described, major=device.major(x))
+        tile = best_tile(x.dtype, block, transposed, (m * tokens, n, k), tf32=tf32, inner=inner, tma=described, act=act != "none", major=device.major(x))
     if lists is None:
         lists = refresh.strip_lists(mask, block, other_strip(tile.strip, block, transposed))
     tma = tile.tma and m * tokens > 0
@@ -106,7 +106,7 @@ def launch_list_matmul(
         ROW_BLOCK=min(lay.row_block, strip), UNIT_W=lay.unit, BITS=lay.group > 1 or lay.unit < step, RAGGED=lay.units * lay.unit != k,
         HAS_BIAS=bias is not None, BIAS_M=bias_m, ACT=act, GROUP=max(1, TOKEN_GROUP // tile.tokens), PRECISION="tf32" if tf32 else "ieee",
         num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=255 if x_inner else None,  # else ptxas aims at 128 on sm_80, and spills
+        maxnreg=255 if x_inner or (strip < STRIP and x.dtype == torch.float32) else None,  # else ptxas aims at 128 or 64 on sm_80 and sm_100, and spills
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def sampled_matmul(
         NM=nm, KM=km, GM=gm, XM=xm, IM=im, G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit,
         Q=q, ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
         num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
-        maxnreg=255 if tf32 or (tile.strip < STRIP and tile.stages < 4) else None,  # else ptxas aims at 128 on sm_100 and sm_80, and spills
+        maxnreg=255 if tf32 or (tile.strip < STRIP and tile.stages < 4 and not ieee) else None,  # else ptxas aims at 128 on sm_100 and sm_80, and spills
     )  # fmt: skip
     if splits > 1:
         sum_splits(target, result, mask, block, accumulate)

@@ -75,11 +75,12 @@ def runs_on(tile: Tile, major: int) -> bool:
 
 def best_tile(
     dtype: torch.dtype, block: tuple[int, int], transposed: bool, sizes: tuple[int, int, int], *, tf32: bool = False, inner: bool = False, tma: bool = True,
-    major: int = 9,
+    act: bool = False, major: int = 9,
 ) -> Tile:  # fmt: skip
     """The tile of a list matmul of `sizes` (tokens, features of the output, features of the reduction axis).
 
-    inner: x's tokens lie side by side. tma: whether descriptors can name the operands, whose rows are then a multiple of 16 bytes apart. major: the device's.
+    inner: x's tokens lie side by side. tma: whether descriptors can name the operands, whose rows are then a multiple of 16 bytes apart. act: an activation
+    follows, for which 4 warps have too few registers. major: the device's.
     """
     (m, n, k), strip = sizes, strip_for(block, transposed)
     if dtype == torch.float32 or inner or major not in LARGE_TILES:
@@ -87,7 +88,7 @@ def best_tile(
     fills = -(-m // 256) * -(-n // strip) >= MULTIPROCESSORS
     if tma and takes_tma(block, transposed, strip) and fills and k >= LONG:
         return Tile(256, strip, STEP, 8 if strip == STRIP else 4, 4, True)
-    return Tile(128, strip, STEP, 4, 3 if strip == STRIP else 4)
+    return Tile(128, strip, STEP, 8 if act and strip == STRIP else 4, 3 if strip == STRIP else 4)
 
 
 def best_dw_tile(
