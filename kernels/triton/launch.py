@@ -145,7 +145,7 @@ def sampled_matmul(
     (gy, batch_g, stride_g), (x, batch_x, stride_x) = (_operand(t, i) for t, i in ((gy, g_inner), (x, x_inner)))
     n, k, m = gy.shape[-1], x.shape[-1], x.shape[:-1].numel()
     q, bt, accumulate = max(1, features // lay.unit), min(STEP, tile.step), out is not None
-    ieee = x.dtype == torch.float32 and not tf32
+    ieee, narrow = x.dtype == torch.float32 and not tf32, tile.strip < STRIP and tile.stages < 4
     result = torch.zeros(n, k, dtype=x.dtype, device=x.device) if out is None else out
     tiles = triton.cdiv(lay.units, q)
     splits = splits or splits_of(m, lay.strips * tiles)
@@ -159,7 +159,8 @@ def sampled_matmul(
         NM=nm, KM=km, GM=gm, XM=xm, IM=im, G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit,
         Q=q, ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
         num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
-        maxnreg=255 if tf32 or (tile.strip < STRIP and tile.stages < 4 and not ieee) else None,  # else ptxas aims at 128 on sm_100 and sm_80, and spills
+        # else ptxas aims at 128 on sm_100 and sm_80, at 80 for float32, and spills; with offsets of 64 bits it spills where it is told anything
+        maxnreg=255 if tf32 or (narrow and not ieee) else 128 if narrow and n * k < 2**31 else None,
     )  # fmt: skip
     if splits > 1:
         sum_splits(target, result, mask, block, accumulate)

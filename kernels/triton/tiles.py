@@ -87,7 +87,7 @@ def best_tile(
         return tile_for(dtype, strip, tf32)
     fills = -(-m // 256) * -(-n // strip) >= MULTIPROCESSORS
     if tma and takes_tma(block, transposed, strip) and fills and k >= LONG:
-        return Tile(256, strip, STEP, 8 if strip == STRIP else 4, 4, True)
+        return Tile(256, strip, STEP, 8 if act or strip == STRIP else 4, 4, True)
     return Tile(128, strip, STEP, 8 if act and strip == STRIP else 4, 3 if strip == STRIP else 4)
 
 
