@@ -104,8 +104,8 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
         blocks = ", ".join(f"{a}x{b}" for a, b in sorted({w.block for w in masked if w.block}))
         which = f"any of their blocks ({blocks})" if blocks else "anything in them"
         said.append(
-            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: tensor cores take whole tiles, 128 tokens by 128 features in "
-            f"steps of 64, wherever {which} is kept."
+            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: tensor cores take whole tiles, 128 tokens or more by 64 or 128 "
+            f"features in steps of 64, wherever {which} is kept."
         )
     return said
 

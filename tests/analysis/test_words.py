@@ -29,9 +29,9 @@ MODELS = {
 A, LAUNCH, L2, ISSUE = SENTENCES[:4]
 # what is said of 80 % masked, bf16, on an H100 whose L2 bandwidth nobody has measured
 EXPECTED = {
-    ("s12", 16): {A, L2, ISSUE}, ("s12", 64): {A, ISSUE}, ("s12", 128): {A},
+    ("s12", 16): {A, L2, ISSUE}, ("s12", 64): {A}, ("s12", 128): {A},
     ("mlp-64", 16): {L2, ISSUE}, ("mlp-64", 64): {L2, ISSUE}, ("mlp-64", 128): {L2, ISSUE},
-    ("mlp-8192", 16): {A, L2, ISSUE}, ("mlp-8192", 64): {A, L2, ISSUE}, ("mlp-8192", 128): {A, L2},
+    ("mlp-8192", 16): {A, L2, ISSUE}, ("mlp-8192", 64): {A, L2}, ("mlp-8192", 128): {A, L2},
     ("tiny", 16): {LAUNCH, L2, ISSUE},
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_masked_dense_says_so():
     assert said(analyze("mlp-64", 64), "impl='auto'")
 
 
-@pytest.mark.parametrize("bandwidth", [1e12, 20e12])
+@pytest.mark.parametrize("bandwidth", [1e12, 40e12])
 def test_a_measured_l2(bandwidth):
     """With a bandwidth in the table, L2-bound is what needs more than that."""
     report = analyze("mlp-8192", 64, replace(H100, l2_bytes_s=bandwidth))
