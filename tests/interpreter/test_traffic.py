@@ -35,7 +35,12 @@ CASES = [
 ]
 ODD_BLOCKS = [((0, 9, 33), (1, 1), 0.5), ((0, 40, 130), (3, 5), 0.9), ((0, 16, 200), (2, 128), 0.0), ((0, 37, 41), (8, 8), 0.99)]
 NAMES = ["M{}-N{}-K{}-b{}x{}-r{}-{}-{}{}".format(*s, *b, r, str(d)[-7:], "bias" * h, e) for s, b, r, d, h, e in CASES]
-case = pytest.mark.parametrize(("shape", "block", "ratio", "dtype", "has_bias", "extra"), CASES, ids=NAMES)
+SELDOM = [s in ((70, 160, 128), (70, 160, 72)) and r in (0.0, 0.9) for s, _, r, *_ in CASES]  # ratios between those that the default run has
+case = pytest.mark.parametrize(
+    ("shape", "block", "ratio", "dtype", "has_bias", "extra"),
+    [pytest.param(*c, marks=[pytest.mark.slow] if seldom else []) for c, seldom in zip(CASES, SELDOM, strict=True)],
+    ids=NAMES,
+)
 
 
 def make_mask(shape, block, ratio, extra):
