@@ -14,7 +14,7 @@ TOKENS = 8192  # of the forward that a factor is quoted for, where fewer pay alr
 def runs(site: Site | None, device: torch.device) -> dict[str, str]:
     """{"impl", "why"} of a layer, or of a linear in a graph (None, or a mask of it), on a device with a compute capability."""
     if site is None or not site._fxmask_chooses:
-        return {"impl": "reference", "why": "masked-dense: graphs have no choice; impl='triton' asks for the kernels"}
+        return {"impl": "reference", "why": "masked-dense: graphs, and weights that an owner reads, have no choice; impl='triton' asks for the kernels"}
     if "_fxmask_pruning" in site.__dict__:
         return {"impl": "reference", "why": "masked-dense: its input is saved pruned, and no run has compared that with the kernels"}
     if not gpu_site.may_take(site, device):

@@ -16,7 +16,7 @@ from . import dense_cost, mask_cost, matmul_cost, pruned_cost
 from .cost import Cost
 from .grid import expand_mask, grid_shape, kept_elements
 from .lists import STEP, listed
-from .triton.tiles import CHUNK, SELECT_MAX, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
+from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
 
 OPS = ("forward", "dx", "dw")
 
@@ -54,7 +54,7 @@ def _lists_of(mask: _Same, shape: tuple[int, int], block: tuple[int, int], trans
 
 def by_lists(
     op: str, tokens: int, shape: tuple[int, int], mask: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, tf32: bool = False,
-    tile: Tile | None = None, splits: int = 0, features: int = 0, inner: bool = False, whole: bool = False,
+    tile: Tile | None = None, splits: int = 0, features: int = TILE_FEATURES, inner: bool = False, whole: bool = False,
 ) -> Cost:  # fmt: skip
     """One op of `impl="triton"` for blocks of `kernels.lists.LISTED`, with the tile and splits that a Hopper GPU gets unless given. `shape` is W's (N, K).
 

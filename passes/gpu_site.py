@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .config import WeightMask
     from .site import Site
 
-MARKS = (1.0, 0.9, 0.75, 0.5)  # of a ratio's way to where it ends; below the last one no block counts as masked
+MARKS = (1.0, 0.9, 0.75, 0.5)  # of a ratio's way up to where it ends; below the last one no block counts as masked
+DOWN = (0.75, 0.5, 0.25, 0.0)  # of the way from where it ends to 1, for one that comes down from above
+TOLD = not torch.__version__.startswith("2.11.")  # whether `is_exporting` tells an export from a compile: 2.11 calls all that Dynamo traces an export
 
 
 def may_take(site: Site, device: torch.device) -> bool:
@@ -36,7 +38,8 @@ def settled_ratio(c: WeightMask, step: int, final: float) -> float:
     if isinstance(c.schedule, Feedback) and c.schedule.measure == "flip_rate":
         return c.schedule.initial
     now = c.ratio_at(step)
-    return next((mark * final for mark in MARKS if mark * final <= now + 1e-9), 0.0) if now < final else now
+    marks = [mark * final for mark in MARKS] if now < final else [final + mark * (1 - final) for mark in DOWN]
+    return next((mark for mark in marks if mark <= now + 1e-9), 0.0)
 
 
 def density(site: Site) -> float:
@@ -55,12 +58,12 @@ def implementation(site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -
     """What a forward asks of the op: the layer's `impl`, but for `auto` on a GPU `triton` or `reference`.
 
     `auto` is left where no kernel can run: under function transforms, for nested tensors, operands of several dtypes; and in what torch.export makes, which may
-    run elsewhere.
+    run elsewhere (but for strict=True in torch 2.11, which keeps the choice).
     """
     impl, least = site._fxmask_config.impl, site._fxmask_from
     if impl != "auto" or not least or x.is_nested or is_transformed(impl):
         return impl
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():  # Dynamo (2.11) calls all that it traces export
+    if torch.compiler.is_exporting() and (TOLD or not torch.compiler.is_dynamo_compiling()):
         return impl
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64 and weight.dtype != torch.float64:

@@ -166,10 +166,15 @@ def show(path: Path) -> None:
     table = []
     for (shape, op, block, ratio), found in groups.items():
         best, (m, n, k), side = min(found, key=lambda r: float(r["ms"])), SHAPES[shape], (int(block), int(block))
-        own = tiles.best_dw_tile(torch.bfloat16, side, k)[0] if op == "dw" else None
-        own = own or tiles.best_tile(torch.bfloat16, side, op == "dx", (m, *((k, n) if op == "dx" else (n, k))))
+        if op == "dw":
+            own, features = tiles.best_dw_tile(torch.bfloat16, side, k)
+            splits = tiles.splits_of(m, -(-n // own.strip) * -(-k // features))
+        else:
+            own, features, splits = tiles.best_tile(torch.bfloat16, side, op == "dx", (m, *((k, n) if op == "dx" else (n, k)))), 0, 0
         name = f"{own.tokens}x{own.strip}x{own.step}-w{own.warps}-s{own.stages}{'-tma' if own.tma else ''}"
-        ours = min((float(r["ms"]) for r in found if r["tile"] == name), default=None)
+        alike = [r for r in found if r["tile"] == name and int(r["features"] or 0) == features]
+        nearest = min(alike, key=lambda r: abs(int(r["splits"] or 0) - splits), default=None)  # not every number of shares was scanned
+        ours = float(nearest["ms"]) if nearest else None
         more = f" {best['features']}/{best['splits']}" if op == "dw" else ""
         base = dense[shape, op]
         table.append([shape, op, block, ratio, best["tile"] + more, base / float(best["ms"]), name, base / ours if ours else None])

@@ -25,7 +25,7 @@ def _columns(total: Cost) -> dict[str, int]:
     return {"flop_useful": total.flop_useful, "flop_issued": total.flop_issued, "bytes_min": total.bytes_min, "bytes_req": total.bytes_req}
 
 
-def triton_cost(i: Inputs, tile: Any = None, splits: int = 0, features: int = 0) -> dict[str, int]:
+def triton_cost(i: Inputs, tile: Any = None, splits: int = 0, features: int = 128) -> dict[str, int]:
     """All four counts of a matmul op by our kernels, with other tiles (dW's with its features) or splits than the launchers choose; empty without Triton."""
     total = Cost()
     try:

@@ -100,7 +100,7 @@ def make_stages(out: Path, ini: Path, quick: bool = False, jobs: int = 1) -> lis
         *(Stage(f"memcheck-{k}", [*tool, *python(*part, "tiny", k)], 120, missing, beside=True) for k in KERNELS),
         tests,
         _pytest("graphs", ini, 90),
-        _pytest("limits", ini, 120),
+        replace(_pytest("limits", ini, 120), beside=False),
         *_again(tests),
         Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
         *(_part(name, out, limit, quick) for name, limit in PARTS.items()),

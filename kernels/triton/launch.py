@@ -69,7 +69,7 @@ def list_matmul(
         m, tokens, batch, stride = x.shape[0], 1, 0, x.stride(0)
         y = torch.empty((*shape, n), dtype=x.dtype, device=x.device)
     if tile is None:
-        described = all(t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
+        described = all(t.stride(0) >= t.shape[1] and t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
         tile = best_tile(x.dtype, block, transposed, (m * tokens, n, k), tf32=tf32, inner=inner, tma=described, act=act != "none", major=device.major(x))
     if lists is None:
         lists = refresh.strip_lists(mask, block, other_strip(tile.strip, block, transposed))

@@ -243,6 +243,11 @@ def test_the_large_tile_by_tma_is_the_default_for_long_rows_that_a_descriptor_ca
         close(y, exact[0], reference.masked_linear(x, w, b, mask, block), dtype, "y")
         close(dx, exact[1], reference.masked_linear_dx(gy, w, mask, block, "masked"), dtype, "dx")
     assert [(t.tokens, t.tma) for t in chosen] == [(256, True)] * 2 + [(128, False)] * 2
+    x = x[:1, :200].expand(300, 200)  # as the gradient of a sum: rows that lie on one another
+    w = w[:, :200]
+    exact, plain = reference.masked_linear(x.double(), w.double(), b.double(), mask, block), reference.masked_linear(x, w, b, mask, block)
+    close(launch.list_matmul(x, w, b, mask, block, False), exact, plain, dtype, "y")
+    assert not chosen[-1].tma
 
 
 def test_lists_are_made_once_for_forward_and_backward():

@@ -142,3 +142,21 @@ def test_the_benchmark_measures_what_a_layer_runs(hopper, monkeypatch):
         expected = gpu_choice.pays_from((n, k), BLOCK, density) <= m
         assert providers.pays(Inputs(cell, CUDA, w, w, w, mask, mask, mask)) == expected == (gpu_choice.factor(m, (n, k), BLOCK, density) >= gpu_choice.MARGIN)
     gpu_choice.pays_from.cache_clear()
+
+
+@pytest.mark.parametrize("schedule", [fxmask.Schedule("cosine", steps=200, initial=0.9), fxmask.Schedule("cubic", steps=200)], ids=["falling", "rising"])
+def test_a_ratio_on_its_way_counts_at_a_few_marks(schedule):
+    """Each is a recompile. Between marks the lower ratio decides, which favours masked-dense."""
+    config = fxmask.WeightMask(0.3, BLOCK, schedule=schedule)
+    seen = [gpu_site.settled_ratio(config, step, 0.3) for step in range(220)]
+    assert len(set(seen)) <= 5 and seen[-1] == pytest.approx(0.3)
+    assert all(mark <= config.ratio_at(step) + 1e-9 for step, mark in enumerate(seen))
+
+
+@pytest.mark.parametrize("backward", ["masked", "ste", "unmasked"])
+def test_from_there_on_they_pay_at_every_number_of_tokens(backward):
+    for shape in ((384, 384), (384, 1536), (4096, 4096), (768, 14336)):
+        for block, density in (((16, 64), 0.3), ((64, 64), 0.2), ((128, 128), 0.5)):
+            least = gpu_choice.pays_from(shape, block, density, backward)
+            counts = [1024 << i for i in range(7)] if least < gpu_choice.NEVER else []
+            assert all(gpu_choice.factor(t, shape, block, density, backward) >= 1 for t in counts if t >= least), (shape, block, density)
