@@ -41,6 +41,15 @@ def settings_stay() -> Iterator[None]:
     assert settings() == before
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread of PyTorch: sums in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # asked when a test runs, not when it is collected: the question initialises CUDA
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fxmask.bench.inputs import make_mask, operands
 from fxmask.bench.provenance import provenance
+from fxmask.bench.sweeps import tile_name
 from fxmask.kernels import reference
 from fxmask.kernels.grid import grid_shape
 from fxmask.kernels.triton import launch, refresh, tiles
@@ -109,8 +110,7 @@ class Scan:
     def row(self, c: Case) -> tuple[object, ...]:
         call, wanted = self.call(c), self.expected(c)
         error = float((call().float() - wanted).norm() / wanted.norm())
-        name = f"{c.tile.tokens}x{c.tile.strip}x{c.tile.step}-w{c.tile.warps}-s{c.tile.stages}{'-tma' if c.tile.tma else ''}"
-        return (*c[:4], name, c.features or "", c.splits or "", f"{median_ms(call):.5g}", f"{error:.1e}")
+        return (*c[:4], tile_name(c.tile), c.features or "", c.splits or "", f"{median_ms(call):.5g}", f"{error:.1e}")
 
 
 def median_ms(call: Callable[[], object], launches: int = 4, replays: int = 5) -> float:
@@ -171,7 +171,7 @@ def show(path: Path) -> None:
             splits = tiles.splits_of(m, -(-n // own.strip) * -(-k // features))
         else:
             own, features, splits = tiles.best_tile(torch.bfloat16, side, op == "dx", (m, *((k, n) if op == "dx" else (n, k)))), 0, 0
-        name = f"{own.tokens}x{own.strip}x{own.step}-w{own.warps}-s{own.stages}{'-tma' if own.tma else ''}"
+        name = tile_name(own)
         alike = [r for r in found if r["tile"] == name and int(r["features"] or 0) == features]
         nearest = min(alike, key=lambda r: abs(int(r["splits"] or 0) - splits), default=None)  # not every number of shares was scanned
         ours = float(nearest["ms"]) if nearest else None

@@ -57,6 +57,7 @@ def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept:
     Mask          NB KB B read; at ragged edges expanded to N KB B, written and read (on a CPU always, which is not counted); where it is not cached the guard
                   builds it anew, from all of w
     In sum        (9 + 6 s) b kept, runs and mask; a dense step has (3 + 2 s) b N K
+    On a GPU the last run at a ragged edge is moved more than once instead, in shorter runs and without an expanded mask (`passes.kept_blocks`): not counted.
     Compulsory and requested B are the same; `compact` and `runs` stay in a cache that is large enough for them.
     """
     (n, k), piece = shape, itemsize * kept

@@ -9,6 +9,7 @@ from ..kernels import layer_cost
 from ..kernels.cost import Cost
 from ..kernels.dispatch import triton_ops
 from ..kernels.grid import kept_elements
+from ..kernels.triton.tiles import TILE_FEATURES
 from .inputs import Inputs
 
 PARTS = {"step": ("forward", "dx", "dw")}
@@ -25,7 +26,7 @@ def _columns(total: Cost) -> dict[str, int]:
     return {"flop_useful": total.flop_useful, "flop_issued": total.flop_issued, "bytes_min": total.bytes_min, "bytes_req": total.bytes_req}
 
 
-def triton_cost(i: Inputs, tile: Any = None, splits: int = 0, features: int = 128) -> dict[str, int]:
+def triton_cost(i: Inputs, tile: Any = None, splits: int = 0, features: int = TILE_FEATURES) -> dict[str, int]:
     """All four counts of a matmul op by our kernels, with other tiles (dW's with its features) or splits than the launchers choose; empty without Triton."""
     total = Cost()
     try:

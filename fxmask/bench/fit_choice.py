@@ -46,7 +46,7 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
     found: dict[tuple[str, str], tuple[float, ...]] = {}
     rows = list(rows)
     for impl, provider in PROVIDERS.items():
-        table = []
+        table, wanted = [], []
         for r in rows:
             if r["provider"] == provider and r["op"] in PARTS:
                 sums = [0.0] * 8
@@ -54,10 +54,10 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
                     at = 4 * (op == "dw")
                     for i, f in enumerate(gpu_choice.features(op, *sizes(r), impl == "triton")):
                         sums[at + i] += f
-                table.append([f * STEPS ** (r["op"] == "step") / (float(r["ms_p50"]) / 1e3) for f in (*sums, 0.0)])
-                table[-1][8] = float(STEPS ** (r["op"] == "step"))
-        data = torch.tensor(table, dtype=torch.float64)
-        values = least(data[:, :8], data[:, 8])
+                weight = STEPS if r["op"] == "step" else 1.0
+                table.append([weight * f / (float(r["ms_p50"]) / 1e3) for f in sums])
+                wanted.append(weight)
+        values = least(torch.tensor(table, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
         found[impl, "product"], found[impl, "dw"] = tuple(values[:4]), tuple(values[4:])
     return found
 

@@ -117,15 +117,7 @@ def test_nothing_is_changed_and_small_layers_stay_dense(monkeypatch):
     assert row["layer"] == "0" and row["tokens"] == 40 and row["share_of_step"] > 0 and row["50 %"].startswith("32x32 ")
 
 
-@pytest.fixture
-def one_thread():
-    """Process time is what counts then, which other programs disturb least."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+# on one thread process time is what counts, which other programs disturb least
 @pytest.mark.slow
 def test_large_layers_at_a_high_ratio_are_advised_and_tried(tmp_path, one_thread):
     torch.manual_seed(0)

@@ -66,15 +66,7 @@ def test_bert(made):
     assert len(fxmask.masks(model)) == 2 * 6 + 2  # six a layer, the pooler, the head's transform; the decoder is the table, the pair's head has two rows
 
 
-@pytest.fixture
-def one_thread():
-    """k's gradient has strides (tokens * features, 1, tokens) here; a product of that and one of a copy of it are split in two ways on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
+# k's gradient has strides (tokens * features, 1, tokens) here; a product of that and one of a copy of it are split in two ways on several threads
 @pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
 def test_t5(made, feed_forward, one_thread):
     sizes = dict(d_model=64, d_kv=16, d_ff=160, num_layers=2, num_heads=4, feed_forward_proj=feed_forward)

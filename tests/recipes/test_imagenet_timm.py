@@ -14,21 +14,17 @@ from thesis.ranks import Ranks
 import fxmask
 
 # timm's reader leaves closing its files to Python
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore:unclosed file <_io.BufferedReader name='.*png'>:ResourceWarning")]
+pytestmark = [
+    pytest.mark.models,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:unclosed file <_io.BufferedReader name='.*png'>:ResourceWarning"),
+]
 ALONE = Ranks(0, 1, torch.device("cpu"), grouped=False)
 
 
 @pytest.fixture(scope="module")
 def root(torchvision, tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("imagenet") / "data")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 RUNS = {

@@ -7,13 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 @pytest.fixture
-def one_thread():
-    """Sums in one order, and nothing compiled before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_thread(one_thread):
+    """And nothing compiled before."""
     torch._dynamo.reset()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
