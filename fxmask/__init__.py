@@ -10,6 +10,7 @@ from .analysis.run import analyze as analyze
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
 from .finalizing import finalize as finalize
+from .graphing import graphed as graphed
 from .guarding import guard as guard
 from .health import HealthLog as HealthLog
 from .inspection import explain as explain
@@ -60,6 +61,7 @@ __all__ = [
     "feedback",
     "finalize",
     "freeze",
+    "graphed",
     "guard",
     "load_state_dict",
     "masks",

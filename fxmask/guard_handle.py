@@ -56,6 +56,7 @@ class GuardHandle:
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
+        self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._held, self._applied = _count(optimizer), times_applied()
@@ -163,12 +164,19 @@ class GuardHandle:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_no_step(optimizer):
             return
-        self.steps += 1
         if self._under_way is not None:
             kept_alone.finish(optimizer, self._under_way)
             self._under_way = None
         if not self.masked_step:
             after_step(optimizer, self._guarded)
+        if self._captures is None:
+            self._count_step(optimizer)
+        else:
+            self._captures += 1
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """The host's part of a step that the device has taken: counts, schedules, masks that are due."""
+        self.steps += 1
         for g in self._guarded:
             g.stateless = g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)

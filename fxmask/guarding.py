@@ -27,9 +27,9 @@ def guard(
     """Let an optimiser's steps count, and decide what they do to masked weights. Call it once, after `apply`; again after a resume.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` that holds the masked weights; schedulers, closures, foreach and fused forms included. A step that is captured in
-            a CUDA graph counts once, when it is captured. A GradScaler's skipped step counts with fused optimisers, not with others. A model whose weights
-            are shared out among several optimisers takes a guard for each.
+        optimizer: any `torch.optim.Optimizer` that holds the masked weights; schedulers, closures, foreach and fused forms included. CUDA graphs of a step
+            are `fxmask.graphed`'s. A GradScaler's skipped step counts with fused optimisers, not with others. A model whose weights are shared out among
+            several optimisers takes a guard for each.
         masked_weights: `freeze`: masked elements and their momenta keep their bits. `decay`: masked elements are multiplied by 1 - lr * weight_decay of their
             group and nothing else; momenta are the optimiser's. `free`: whatever the optimiser does, as in the thesis; a decay that is coupled into an adaptive
             step then drives masked weights to zero. `auto`: freeze for backward="masked" and for "rigl" with regrow, free for the others, which live on

@@ -113,7 +113,8 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
         site._fxmask_is_dense = True
         state.sync(site)
         if site._fxmask_mask is not None:
-            site._fxmask_saved = (site._fxmask_mask, site._fxmask_lists)
+            lists = site._fxmask_lists
+            site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
             with torch.inference_mode(False):
                 every = torch.ones_like(site._fxmask_mask)
                 rebuild.hold(site, every, state.lists_of(site, every))

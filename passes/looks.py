@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.errors import FxMaskWarning, UnsupportedError, message
+from ..kernels.errors import FxMaskWarning, message
 from . import site as state
 from .feedback import Feedback, Progress, held, is_number
 from .site import Site
@@ -61,7 +61,7 @@ def _crossed(site: Site, before: int, every: int) -> bool:
 def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
     """Masks, their weights, and the step before: where a look is due, count the blocks that changed place since the last one, and let ratios rise.
 
-    A host sync where there was a look before. Raises: UnsupportedError inside a CUDA graph.
+    A host sync where there was a look before.
     """
     _warn_of_silence([site for site, _, before in found if _crossed(site, max(before, site._fxmask_given.start), SILENT)])
     due: list[tuple[Site, Feedback, Tensor]] = []
@@ -69,9 +69,6 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
         f = feedback_of(site, "flip_rate")
         if f is None or weight is None or weight.is_meta or site._fxmask_is_dense or not _crossed(site, before, f.every):
             continue
-        if state.capturing(site._fxmask_keep):
-            what = "Feedback('flip_rate') reads the device, which a CUDA graph cannot: expected a step outside of a capture."
-            raise UnsupportedError(message(what, site._fxmask_name, "use another measure, or a fxmask.Schedule."))
         mask, old = state.mask_outside(site, weight.detach()), site._fxmask_looked
         site._fxmask_looked = mask
         if old is not None:

@@ -166,7 +166,7 @@ def note_masks(optimizer: Optimizer, guarded: Iterable[Guarded], zero: bool) -> 
         regrows, g.last = g.site._fxmask_config.regrow is not None, None
         if regrows or (zero and not g.site._fxmask_softening and (g.mask is not None or _momenta(optimizer, g.weight))):
             mask = state.mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
-            g.last = mask, g.site._fxmask_config.block
+            g.last = mask.clone() if g.site._fxmask_in_place else mask, g.site._fxmask_config.block
 
 
 @torch.no_grad()

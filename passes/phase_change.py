@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import grid_shape
 from . import looks, phases
 from . import site as state
@@ -25,7 +24,7 @@ class Entered(NamedTuple):
 def follow(site: Site, taken: bool = True) -> Entered:
     """Put in force what the site's step asks for, and if a step was taken what its feedback has decided. The caller syncs the device scalars.
 
-    The old tensors are not overwritten where blocks change: a backward that is still to come holds them. Raises: UnsupportedError inside a CUDA graph.
+    The old tensors are not overwritten where blocks change: a backward that is still to come holds them.
     """
     if taken:
         looks.take(site)
@@ -33,9 +32,6 @@ def follow(site: Site, taken: bool = True) -> Entered:
     begun = phases.begun(given, site._fxmask_step)
     if begun == site._fxmask_phase:
         return Entered()
-    if state.capturing(site._fxmask_keep):
-        what = f"a phase begins at step {site._fxmask_step} inside a CUDA graph, which would replay the phase before it for ever."
-        raise UnsupportedError(message(what, site._fxmask_name, "capture the step anew in each phase, after a step that is not captured has begun it."))
     new = held(phases.in_force(given, site._fxmask_step), given, site._fxmask_progress)
     site._fxmask_config, site._fxmask_phase = new, begun
     _make_tensors(site, same_blocks=new.block == old.block)

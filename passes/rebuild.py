@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import dispatch, gpu_choice
-from ..kernels.errors import FxMaskWarning, first_of, message
+from ..kernels.errors import FxMaskWarning, UnsupportedError, first_of, message
 from ..kernels.grid import as_matrix
 from . import looks, phase_change, ranks
 from . import site as state
@@ -91,9 +91,9 @@ def rebuild(jobs: Sequence[Job]) -> None:
 
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
-    """Cache a mask and its lists. Inside a CUDA graph they go where the graph's forward has read them, which is where every replay will."""
+    """Cache a mask and its lists. Inside a CUDA graph, and for one, they go where the graph's forward reads them in every replay."""
     old, old_lists = site._fxmask_mask, site._fxmask_lists
-    if old is not None and state.capturing(mask):
+    if old is not None and (site._fxmask_in_place or state.capturing(mask)):
         old.copy_(mask)
         if old_lists is not None and lists is not None:
             old_lists.copy_(lists)
@@ -162,7 +162,15 @@ def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
 
 
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
-    """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only."""
+    """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only.
+
+    Raises: UnsupportedError inside a CUDA graph, whose replays would not count, where the number of steps matters.
+    """
+    captured = [site for site, _ in found if n and site._fxmask_given.needs_steps and state.capturing(site._fxmask_keep)]
+    if captured:
+        what = "a step is counted inside a CUDA graph, whose replays would not count: expected masks that no number of steps moves (start, schedule,"
+        fix = "let fxmask.graphed(step, optimizer) capture the step, with every optimiser that it steps: its replays count."
+        raise UnsupportedError(message(f"{what} refresh > 1, rigl, phases, scores that last).", captured[0]._fxmask_name, fix))
     jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded, phase_change.remembered(site)) for site, _ in found]
     try:
         for site, weight in found:

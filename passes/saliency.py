@@ -89,7 +89,7 @@ def observe(
             goes_on = torch.isfinite(old) & (old != 0).any()  # an average begins with its first value
             blended = torch.where(goes_on, c.average * old + (1 - c.average) * new, new) if c.average else new
         # a norm that is not finite is the weight's, and is seen
-        site._fxmask_score = torch.where(_holds(new, skipped), blended, old) if by_gradient else blended
+        old.copy_(torch.where(_holds(new, skipped), blended, old) if by_gradient else blended)  # in place, where a CUDA graph finds it again
     if c.wants_growth and weight.grad is not None and (c.backward != "rigl" or site._fxmask_dense_now):
         growth = saliency(weight, weight.grad, c.block, "gradient")
         before = torch.zeros_like(growth) if site._fxmask_growth is None else site._fxmask_growth

@@ -74,6 +74,7 @@ class Site(nn.Module):
     _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
     _fxmask_scaled: float  # that factor
     _fxmask_softening: bool  # it is not 0 yet
+    _fxmask_in_place: bool = False  # a CUDA graph of fxmask.graphed reads these tensors where they lie: they are rewritten, not replaced
 
     @property
     def _fxmask_dense_now(self) -> bool:
@@ -179,8 +180,8 @@ def sync(*sites: Site) -> None:
         if site._fxmask_scale is not None:
             scale = config.soft_scale_at(step)
             site._fxmask_softening = scale > 0 and not site._fxmask_is_dense  # the one switch of a soft mask that recompiles, once
-            if scale != site._fxmask_scaled:  # a new tensor: a backward that is still to come holds the old one
-                site._fxmask_scale, site._fxmask_scaled = torch.full_like(site._fxmask_scale, scale), scale
+            if scale != site._fxmask_scaled:
+                site._fxmask_scale, site._fxmask_scaled = _filled(site, site._fxmask_scale, scale), scale
         old = site._fxmask_written
         if old is None:
             site._fxmask_keep.fill_(keep)
@@ -189,11 +190,16 @@ def sync(*sites: Site) -> None:
             moves = [(site._fxmask_keep, keep - old[0]), (site._fxmask_count, count - old[1])]
             scalars += [t for t, change in moves if change]
             changes += [change for _, change in moves if change]
-        if site._fxmask_dense is not None and (old is None or flag != old[2]):  # a new tensor: a backward that is still to come holds the old one
-            site._fxmask_dense = torch.full_like(site._fxmask_dense, flag)
+        if site._fxmask_dense is not None and (old is None or flag != old[2]):
+            site._fxmask_dense = _filled(site, site._fxmask_dense, flag)
         site._fxmask_written = (keep, count, flag)
     if scalars:
         torch._foreach_add_(scalars, changes)
+
+
+def _filled(site: Site, t: Tensor, value: float) -> Tensor:
+    """A scalar that backwards read, with another value: a new tensor, because one that is still to come holds the old."""
+    return t.fill_(value) if site._fxmask_in_place else torch.full_like(t, value)
 
 
 def capturing(t: Tensor) -> bool:

@@ -11,9 +11,9 @@ import time
 import traceback
 import warnings
 
-from gpu import flow_bodies, flow_compiled, flow_cuda, flow_models, flow_state, flow_systems
+from gpu import flow_bodies, flow_compiled, flow_cuda, flow_graphed, flow_models, flow_state, flow_systems
 
-TABLES = tuple(m.FLOWS for m in (flow_bodies, flow_state, flow_models, flow_compiled, flow_systems, flow_cuda))
+TABLES = tuple(m.FLOWS for m in (flow_bodies, flow_state, flow_models, flow_compiled, flow_systems, flow_cuda, flow_graphed))
 FLOWS = {name: flow for table in TABLES for name, flow in table.items()}
 assert len(FLOWS) == sum(map(len, TABLES))  # no name twice
 

@@ -25,6 +25,7 @@ PUBLIC = [
     "feedback",
     "finalize",
     "freeze",
+    "graphed",
     "guard",
     "load_state_dict",
     "masks",

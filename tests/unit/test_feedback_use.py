@@ -84,16 +84,6 @@ def test_nobody_counts():
         model.eval()(torch.randn(2, 64))
 
 
-def test_a_look_inside_a_cuda_graph(monkeypatch):
-    """Its count could not be read. (No GPU here: the capture is pretended.)"""
-    model = masked(FLIPS)
-    monkeypatch.setattr("fxmask.passes.site.capturing", lambda t: True)
-    fxmask.step(model)
-    with pytest.raises(UnsupportedError, match=r"Feedback\('flip_rate'\) reads the device, which a CUDA graph cannot: expected a step outside of a capture"):
-        fxmask.step(model)
-    assert fxmask.explain(model).rows[0]["step"] == 1
-
-
 def test_a_weight_that_a_graph_computes_cannot_be_looked_at():
     graph = torch.export.export(Computed(), (torch.randn(2, 32),)).module()
     with pytest.raises(UnsupportedError, match=r"Feedback\('flip_rate'\) looks at the weight between steps, and this graph computes it"):

@@ -52,16 +52,16 @@ def test_nobody_counts():
     model.eval()(torch.randn(2, 64))
 
 
-def test_a_phase_that_begins_inside_a_cuda_graph(monkeypatch):
-    """A replay would run the phase before it; the step is not taken. (No GPU here: the capture is pretended.)"""
+def test_steps_that_are_counted_inside_a_cuda_graph(monkeypatch):
+    """Its replays would count none, and stay in one phase; the step is not taken. (No GPU here: the capture is pretended.)"""
     model = fxmask.apply(mlp(), config())
     with monkeypatch.context() as m:
         m.setattr("fxmask.passes.site.capturing", lambda t: True)
-        fxmask.step(model, 2)
-        with pytest.raises(UnsupportedError, match=r"a phase begins at step 3 inside a CUDA graph(.|\n)*capture the step anew in each phase"):
+        fxmask.step(model, 0)
+        with pytest.raises(UnsupportedError, match=r"a step is counted inside a CUDA graph(.|\n)*let fxmask.graphed\(step, optimizer\) capture the step"):
             fxmask.step(model)
-    assert fxmask.explain(model).rows[0]["step"] == 2
-    fxmask.step(model)
+    assert fxmask.explain(model).rows[0]["step"] == 0
+    fxmask.step(model, 3)
     assert fxmask.explain(model).rows[0]["backward"] == "ste"
 
 
