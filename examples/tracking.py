@@ -62,7 +62,7 @@ class MaskTracker:
             fxmask.step(model, 0)  # announces that steps will be counted
         self.now = self.read()
         self.active = {name: torch.zeros_like(mask, dtype=torch.int64) for name, mask in self.now.items()}
-        self.flip_count: Tensor | int = 0
+        self.flip_count = torch.zeros((), dtype=torch.int64, device=next(iter(self.now.values())).device if self.now else None)
         self.all_flips = 0
 
     def read(self) -> dict[str, Tensor]:
@@ -70,11 +70,11 @@ class MaskTracker:
         return fxmask.masks(self.model) if self.masked else {}
 
     def before_step(self) -> None:
-        """Call before every training step."""
-        before, self.now = self.now, self.read()
-        for name, mask in self.now.items():
+        """Call before every training step. All is counted in place, so that a CUDA graph of the step may hold this."""
+        for name, mask in self.read().items():
             self.active[name] += mask
-            self.flip_count = self.flip_count + (mask != before[name]).sum()
+            self.flip_count += (mask != self.now[name]).sum()
+            self.now[name].copy_(mask)
 
     def after_step(self) -> None:
         """Call after every optimiser step."""
@@ -87,11 +87,12 @@ class MaskTracker:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.now, self.active = dict(saved["now"]), dict(saved["active"])
-        self.flip_count, self.all_flips = saved["flip_count"], saved["all_flips"]
+        self.flip_count, self.all_flips = torch.as_tensor(saved["flip_count"], device=self.flip_count.device), saved["all_flips"]
 
     def take_flips(self) -> int:
         """Changes of place (kept to masked or back) since the last call."""
-        flips, self.flip_count = int(self.flip_count), 0
+        flips = int(self.flip_count)
+        self.flip_count.zero_()
         self.all_flips += flips
         return flips
 

@@ -151,7 +151,7 @@ class Graphed(Generic[T]):
         for o in self._optimizers:
             found.append(o.state)  # load_state_dict brings another
             found += [p for group in o.param_groups for p in group["params"]]
-            found += [v for group in o.param_groups for v in group.values() if isinstance(v, Tensor)]
+            found += [v for group in o.param_groups for v in group.values() if self._lies(v)]
         for h in handles:
             for site, _ in h._followed:
                 site._fxmask_in_place = True
@@ -161,12 +161,19 @@ class Graphed(Generic[T]):
 
     def _kind(self, handles: list[GuardHandle]) -> Hashable:
         """What Python decides in a step, and a graph holds fixed."""
-        numbers = tuple((k, v) for o in self._optimizers for group in o.param_groups for k, v in group.items() if k != "params" and not isinstance(v, Tensor))
+        numbers = tuple(
+            (k, v.item() if isinstance(v, Tensor) else v)
+            for o in self._optimizers for group in o.param_groups for k, v in group.items() if k != "params" and not self._lies(v)
+        )  # fmt: skip
         lies = tuple(p.data_ptr() for o in self._optimizers for group in o.param_groups for p in group["params"])
         self._watch(numbers)
         sites = [s for h in handles for s, _ in h._followed]
         masks = tuple((s._fxmask_phase, s._fxmask_kind, s._fxmask_from, s._fxmask_softening, s._fxmask_policy, s._fxmask_is_dense, s.training) for s in sites)
         return repr(numbers), lies, masks, self._masked(handles), tuple(m.__dict__["_fxmask_pruning"] for h in handles for m in h._pruned)
+
+    def _lies(self, value: Any) -> bool:
+        """Whether a graph reads this number where it lies; of one that lies on the CPU, beside weights on a GPU, it holds the value."""
+        return isinstance(value, Tensor) and value.device == self._device
 
     def _masked(self, handles: list[GuardHandle]) -> Hashable:
         """How many masks the guarded models have, guarded or not; without a guard, how often anything was masked."""

@@ -47,9 +47,10 @@ RECIPES = {"cifar10": CIFAR10, "imagenet": IMAGENET}
 OPTIMISERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "muon": MuonAdamW}
 
 
-def optimiser(parameters: Any, recipe: Recipe) -> Optimizer:
-    """The recipe's optimiser."""
-    optim: Optimizer = OPTIMISERS[recipe.opt](parameters, lr=recipe.lr, weight_decay=recipe.weight_decay)
+def optimiser(parameters: Any, recipe: Recipe, graphs: str | None = None) -> Optimizer:
+    """The recipe's optimiser; `graphs`: a device, for steps that are captured there: fused, and the rate a tensor, which `Rates` fills."""
+    more: dict[str, Any] = {"lr": recipe.lr} if graphs is None else {"lr": torch.tensor(recipe.lr, device=graphs), "fused": True}
+    optim: Optimizer = OPTIMISERS[recipe.opt](parameters, weight_decay=recipe.weight_decay, **more)
     return optim
 
 
@@ -70,6 +71,45 @@ def scheduler(optim: Optimizer, recipe: Recipe, steps: int) -> LRScheduler:
         parts.append((cool, ConstantLR(optim, recipe.min_lr / recipe.lr, total_iters=cool + 1)))
     ends = [sum(length for length, _ in parts[: i + 1]) for i in range(len(parts) - 1)]
     return SequentialLR(optim, [part for _, part in parts], ends)
+
+
+class Rates:
+    """The recipe's scheduler. It computes on Python numbers, also where the optimiser's rate is a tensor: one in float32 would drift, step by step."""
+
+    def __init__(self, optim: Optimizer, recipe: Recipe, steps: int) -> None:
+        self.optim, self.numbers = optim, optim
+        if isinstance(optim.param_groups[0]["lr"], Tensor):
+            self.numbers = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=recipe.lr)
+        self.scheduler = scheduler(self.numbers, recipe, steps)
+        self._show()
+
+    @property
+    def rate(self) -> float:
+        """Of the next step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def step(self) -> None:
+        """After every step of the optimiser."""
+        if self.numbers is not self.optim:
+            self.numbers.step()  # moves nothing; schedulers want it
+        self.scheduler.step()
+        self._show()
+
+    def _show(self) -> None:
+        if self.numbers is self.optim:
+            return
+        for group in self.optim.param_groups:
+            group["lr"] = group["lr"].to(group["params"][0].device).fill_(self.rate)  # a state that was loaded may have brought one of the CPU
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """After the optimiser's."""
+        self.scheduler.load_state_dict(saved)
+        if self.numbers is not self.optim:
+            self.numbers.param_groups[0]["lr"] = self.rate
+        self._show()
 
 
 class Mixing:

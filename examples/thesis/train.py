@@ -35,13 +35,14 @@ from tracking import ActiveBlocks, CsvLog, MaskTracker, keep_epochs
 
 import fxmask
 from thesis import checkpoint, lock
+from thesis.graphs import GraphedRun
 from thesis.masked_model import CRITERIA, MODELS, build, preset_of
-from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Recipe, guard, optimiser, scheduler
+from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Rates, Recipe, guard, optimiser
 from thesis.teacher import Teacher, watched
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
-FLOP_EVERY = 25  # steps
-LATER = {"amp": "none", "from_teacher": False, "teach_blocks": 0.0, "hidden": None}  # options that older checkpoints do not know
+FLOP_EVERY, FLOP_EVERY_GRAPHED = 25, 200  # steps
+LATER = {"graphs": False, "amp": "none", "from_teacher": False, "teach_blocks": 0.0, "hidden": None}  # options that older checkpoints do not know
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device", "no_figures")  # may change from one start of a run to the next
 
 
@@ -75,6 +76,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--teach-blocks", metavar="WEIGHT", type=float, default=0.0, help="learn what the teacher's blocks give, too; added to the loss")
     p.add_argument("--from-teacher", action="store_true", help="begin with the teacher's weights")
     p.add_argument("--amp", choices=("none", "bf16"), default="none", help="bf16: autocast; weights and masks stay float32")
+    p.add_argument("--graphs", action="store_true", help="steps as CUDA graphs (fxmask.graphed), where a GPU would wait for the host; --opt adam or adamw")
     p.add_argument("--holdout", type=int, default=0, metavar="N", help="keep N training images from training, and judge by them")
     p.add_argument("--read-test", action="store_true", help="with --holdout: judge the last epoch on the test images")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
@@ -95,6 +97,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
+    if args.graphs and args.opt not in ("adam", "adamw"):
+        p.error(f"--graphs: expected --opt adam or adamw, whose rate may be a tensor, got {args.opt}")
     if not args.teacher and (args.from_teacher or args.teach_blocks):
         p.error("--from-teacher and --teach-blocks: expected a --teacher, got none")
     if args.dense and args.config:
@@ -120,12 +124,14 @@ class Run:
         self.model = build(args, preset_of(args), *sizes, self.data.steps, begin)
         if self.teacher:
             self.teacher.meet(self.model)
-        self.optimiser = optimiser(self.model.parameters(), self.recipe)
-        self.scheduler = scheduler(self.optimiser, self.recipe, self.data.steps)
+        self.optimiser = optimiser(self.model.parameters(), self.recipe, args.device if args.graphs else None)
+        self.rates = Rates(self.optimiser, self.recipe, self.data.steps)
         self.mixing = Mixing(self.recipe, self.data.classes)
         self.guard = None if args.dense else guard(self.optimiser, self.model, args.guard)
         self.tracker = MaskTracker(self.model, counts=False)
-        self.step, self.sums, self.rows = 0, {"loss": 0.0, "right": 0.0, "n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}, []
+        self.counted = torch.zeros(2, dtype=torch.float64, device=args.device)  # loss and right; left on the device, which would have to be waited for
+        self.step, self.sums = 0, {"n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}
+        self.graphed = GraphedRun(self.compute, self.optimiser, self.data.classes, args.batch) if args.graphs else None
 
     def loaded(self) -> tuple[float, float]:
         """(weight elements of the thesis' layers that a forward loads, of all that they have): token mixing and channel linears, masked or not."""
@@ -140,7 +146,7 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint that `torch.load(weights_only=True)` opens; `model` is a plain state_dict."""
-        parts = {"model": self.model, "optimiser": self.optimiser, "scheduler": self.scheduler, "tracker": self.tracker}
+        parts = {"model": self.model, "optimiser": self.optimiser, "scheduler": self.rates, "tracker": self.tracker}
         state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         state["masks"] = None if self.args.dense else fxmask.state_dict(self.model)
         checkpoint.save(self.args.out, {**state, "progress": {"step": self.step, "sums": self.read_sums()}, "settings": self.settings()})
@@ -155,54 +161,59 @@ class Run:
         if not self.args.dense:
             fxmask.load_state_dict(self.model, state["masks"])
         self.optimiser.load_state_dict(state["optimiser"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        self.rates.load_state_dict(state["scheduler"])
         self.tracker.load_state_dict(state["tracker"])
-        self.step, self.sums = state["progress"]["step"], dict(state["progress"]["sums"])
+        self.step, sums = state["progress"]["step"], dict(state["progress"]["sums"])
+        self.counted.copy_(torch.tensor([sums.pop("loss"), sums.pop("right")], dtype=torch.float64))
+        self.sums = sums
         return True
 
     def read_sums(self) -> dict[str, float]:
         """The epoch's sums so far; waits for the device."""
-        return {name: float(value) for name, value in self.sums.items()}
+        return {**dict(zip(("loss", "right"), self.counted.tolist(), strict=True)), **self.sums}
 
     def autocast(self) -> torch.autocast:
         """Where forwards run."""
         return torch.autocast(torch.device(self.args.device).type, torch.bfloat16, enabled=self.args.amp == "bf16")
 
-    def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """One optimiser step. All that is random in it hangs on the seed and the step, so that a resumed run draws the same."""
-        device = self.args.device
+    def train_step(self, images: torch.Tensor, labels: torch.Tensor, counted: bool = False) -> None:
+        """One optimiser step. All that is random in it hangs on the seed and the step, so that a resumed run draws the same. `counted`: with its FLOP."""
         torch.manual_seed(self.args.seed * 1_000_003 + self.step)
         mixed, targets = self.mixing(images, labels)
+        compute = self.compute if counted or self.graphed is None else self.graphed
+        compute(*(t.to(self.args.device) for t in (mixed, targets, labels)))
+        self.rates.step()
+        self.sums["n"] += len(labels)
+        self.step += 1
+
+    def compute(self, mixed: torch.Tensor, targets: torch.Tensor, labels: torch.Tensor) -> None:
+        """What the device does of a step: it lies in a CUDA graph with --graphs, so nothing here may depend on the host's numbers."""
         self.tracker.before_step()
-        mixed = mixed.to(device)
         with self.autocast():
             logits, blocks = watched(self.model, mixed) if self.teacher else (self.model(mixed), [])
         logits = logits.float()
-        loss = F.cross_entropy(logits, targets.to(device), label_smoothing=self.recipe.smoothing)
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.smoothing)
         if self.teacher:
             with self.autocast():
                 loss = self.teacher.loss(mixed, logits, blocks, loss)
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         self.optimiser.step()  # the guard's hooks count it
-        self.scheduler.step()
-        self.sums["loss"] = self.sums["loss"] + loss.detach().double() * len(labels)  # left on the device, which would have to be waited for
-        self.sums["right"] = self.sums["right"] + (logits.argmax(1) == labels.to(device)).sum().double()
-        self.sums["n"] += len(labels)
-        self.step += 1
+        self.counted += torch.stack([loss.detach().double() * len(labels), (logits.argmax(1) == labels).sum().double()])
 
     def epoch(self, epoch: int) -> Iterator[None]:
         """The rest of an epoch, from the step that the run has come to; stops after each step. `seconds` leaves out what others do meanwhile."""
         done, save_every, began = self.step - (epoch - 1) * self.data.steps, self.args.save_every, time.perf_counter()
+        every = FLOP_EVERY if self.graphed is None else FLOP_EVERY_GRAPHED
         self.model.train()
         for i, (images, labels) in enumerate(common.progress(self.data.train(epoch), self.data.steps, f"epoch {epoch}")):
             if i < done:
                 continue
-            if i % FLOP_EVERY == 0:  # useful FLOPs; a ramp moves little until they are counted again
-                steps = min(FLOP_EVERY, self.data.steps - i)
+            if i % every == 0:  # useful FLOPs; a ramp moves little until they are counted again
+                steps = min(every, self.data.steps - i)
                 self.sums["loaded"] += self.loaded()[0] * steps
                 with FlopCounterMode(display=False) as counter:
-                    self.train_step(images, labels)
+                    self.train_step(images, labels, counted=True)
                 self.sums["flop"] += float(counter.get_total_flops()) * steps
             else:
                 self.train_step(images, labels)
@@ -223,9 +234,10 @@ class Run:
             scores |= common.evaluate(self.model, (self.data.held or self.data.test)(), self.args.device)
         loaded, whole = self.loaded()
         row = {"epoch": epoch, **scores, "ratio_achieved": 1 - loaded / whole, "flips": self.tracker.take_flips()}
-        row |= {"lr": self.scheduler.get_last_lr()[0], "flop": sums["flop"], "loaded": sums["loaded"], "seconds": sums["seconds"] + time.perf_counter() - began}
+        row |= {"lr": self.rates.rate, "flop": sums["flop"], "loaded": sums["loaded"], "seconds": sums["seconds"] + time.perf_counter() - began}
         log.write({k: round(v, 8) for k, v in row.items()})
-        self.sums = dict.fromkeys(sums, 0.0)
+        self.sums = dict.fromkeys(self.sums, 0.0)
+        self.counted.zero_()
         print("  ".join(f"{k} {v:.6g}" for k, v in row.items()), flush=True)
 
 

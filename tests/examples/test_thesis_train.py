@@ -20,6 +20,7 @@ from thesis import checkpoint
 from thesis import train as program
 from thesis.recipe import CIFAR10, IMAGENET, Mixing, Recipe, optimiser, scheduler
 from torch import nn
+from unit import tape
 
 import fxmask
 
@@ -244,3 +245,35 @@ def test_wrong_use(tmp_path, capsys):
     with pytest.raises(SystemExit):
         program.main(["--opt", "lion"])
     assert "--opt: expected one of adam, adamw, muon, got lion" in capsys.readouterr().err
+
+
+GRAPHS = (*SHORT, "--graphs")
+
+
+@pytest.mark.parametrize("options", [(*GRAPHS, "--schedule", "cubic:20", "--refresh", "2", "--criterion", "taylor", "--average", "0.9"), (*GRAPHS, "--dense")])
+def test_graphed_steps(options, tmp_path, monkeypatch):
+    """As CUDA graphs (a stand-in's) a run ends with the same bits as step by step, resumed in the middle, too; and near those of the usual optimiser."""
+    alone, graphed, usual = (tmp_path / name for name in ("alone", "graphed", "usual"))
+    assert program.main([*options, "--out", str(alone)]) == 0
+    assert program.main([o for o in options if o != "--graphs"] + ["--out", str(usual)]) == 0
+    replays = []
+
+    class Counting(tape.Tape):
+        def replay(self):
+            replays.append(self)
+            super().replay()
+
+    monkeypatch.setattr("fxmask.graphed_step._recorder", lambda device: Counting)
+    monkeypatch.setattr("fxmask.passes.site.capturing", lambda t: tape.recording[0])
+    for stop in ("2", "3"):
+        assert program.main([*options, "--out", str(graphed), "--stop", stop]) == 0
+    assert_same_end(graphed, alone)
+    assert len(replays) > 40
+    losses = [[float(row["train_loss"]) for row in rows(out)] for out in (alone, usual)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0][-1] < losses[0][0]
+
+
+def test_graphs_want_a_rate_that_may_be_a_tensor(capsys):
+    with pytest.raises(SystemExit):
+        program.arguments(["--graphs", "--opt", "muon"])
+    assert "--graphs: expected --opt adam or adamw, whose rate may be a tensor, got muon" in capsys.readouterr().err
