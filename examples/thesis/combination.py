@@ -21,7 +21,7 @@ from tabulate import tabulate
 
 import fxmask
 from thesis import csv_files, train
-from thesis.accuracy import DATA_NAMES, setting_of, words_for
+from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
 

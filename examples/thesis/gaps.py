@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from thesis.accuracy import RESULTS, setting_of
+from thesis.accuracy_table import RESULTS, setting_of
 from thesis.csv_files import read
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"

@@ -29,7 +29,7 @@ from tabulate import tabulate
 from train import flushed_denormals
 
 from thesis import csv_files, lock
-from thesis.accuracy import DATA_NAMES, setting_of, words_for
+from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
 from thesis.recipes import COMMON, ISOFLOP, arguments_of
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 On a GPU every run has a stream of its own and no step waits for the device, so their kernels overlap; on a CPU the runs take turns and nothing more. A
 step's random numbers hang on its run's seed and its number, so each run's results are those that it has alone. `seconds` in a log is the run's share of the
-time; together they make the process's. One process can launch only so many kernels: more of them, side by side, are sweep.py's --jobs.
+time; together they make the process's. One process can launch only so many kernels: with train.py's --graphs a step is one launch. More
+of them, side by side, are sweep.py's --jobs.
 
     python examples/thesis/many.py RUNS.json --at-once 8        # [["name", ["--data", "digits", "--out", "DIR"]], ...]; sweep.py writes it
 """

@@ -196,6 +196,19 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
     **{f"dense-d{dim}-e{e}": ("--dense", *ADAMW, *LR, "--dim", str(dim), "--expansion", str(e)) for dim, e in ((64, 2), (96, 2), (96, 1))},
 }
 
+# the thesis' recipe at its length (its table 5.1: 200 epochs, MixUp and CutMix, Adam, masks from epoch 10), its two literal modes, and ours beside dense.
+# Blocks by the norm of its text; that of its code, --criterion spectral, is an SVD, which no CUDA graph holds
+TABLE_5_1 = ("--warmup", "5", "--cooldown", "10", "--mix-prob", "1", *LR)
+FROM_10 = (*TABLE_5_1, "--masks-from", "10")
+THESIS: dict[str, tuple[str, ...]] = {
+    "thesis-dense": (*TABLE_5_1, "--dense", *ADAM),
+    "thesis-literal-masked": (*FROM_10, *B32, *ADAM, *FREE),
+    "thesis-literal-unmasked": (*FROM_10, *B32, *ADAM, *FREE, "--backward", "unmasked"),
+    "thesis-dense-adamw": (*TABLE_5_1, "--dense", *ADAMW),
+    "thesis-b32-80": (*TABLE_5_1, *TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, *TAYLOR),
+    "thesis-b32-50": (*TABLE_5_1, *tokens_whole(32), *ADAMW, *FREEZE, *HALF, *TAYLOR),
+}
+
 
 def arguments_of(name: str, epochs: int, seed: int = 0, runs: Path = Path("runs/accuracy")) -> list[str]:
     """The arguments of a recipe for a run of so many epochs; where it has a teacher, that of its seed, among these runs."""
@@ -203,4 +216,4 @@ def arguments_of(name: str, epochs: int, seed: int = 0, runs: Path = Path("runs/
     lengths |= {"late": f"{epochs * 0.75:g}ep", "third": f"{epochs / 3:.6g}", "sixth": f"{epochs / 6:.6g}ep"}
     lengths |= {"most": f"{epochs * 0.45:.6g}", "rest": f"{epochs * 0.05:.6g}ep"}
     lengths |= {"seed": str(seed), "runs": str(runs)}
-    return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP}[name]]
+    return [word.format(**lengths) if "{" in word else word for word in {**SEARCH, **FINAL, **ISOFLOP, **THESIS}[name]]

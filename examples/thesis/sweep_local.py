@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -21,7 +22,17 @@ After = Callable[[str, int], None]  # (a run's name, its exit status); called fr
 TRAIN, MANY = (Path(str(module.__file__)).resolve() for module in (train, many))
 
 
-def arguments_of(job: Job, out: Path) -> list[str]:
+class Named(Protocol):
+    """A run: its folder's name, and the arguments of train.py but for --out."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arguments(self) -> tuple[str, ...]: ...
+
+
+def arguments_of(job: Named, out: Path) -> list[str]:
     """Figures of single runs are left to examples/plots.py: two a run, and a second each."""
     return [*job.arguments, "--no-figures", "--out", str(out / job.name)]
 
@@ -66,10 +77,11 @@ def one_process_each(jobs: list[Job], out: Path, script: Path, envs: list[dict[s
         pool.shutdown(cancel_futures=True)
 
 
-def in_turns(jobs: list[Job], out: Path, at_once: int, envs: list[dict[str, str]], gpus: int | None, after: After) -> int:
+def in_turns(jobs: Sequence[Named], out: Path, at_once: int, envs: list[dict[str, str]], gpus: int | None, after: After) -> int:
     """`at_once` runs in turns; in this process, or with several environments in a process each; how many failed."""
     for job in jobs:
         lock.wait_until_free(out / job.name)
+    out.mkdir(parents=True, exist_ok=True)
     if len(envs) == 1 and gpus is None:
         return many.together([(job.name, train.arguments(arguments_of(job, out))) for job in jobs], at_once, after)
 

@@ -41,7 +41,7 @@ from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Rates, Recipe, guard, opt
 from thesis.teacher import Teacher, watched
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
-FLOP_EVERY, FLOP_EVERY_GRAPHED = 25, 200  # steps
+FLOP_EVERY, FLOP_EVERY_GRAPHED = 25, 1000  # steps; where they are counted, or looked at, an epoch begins anew
 LATER = {"graphs": False, "amp": "none", "from_teacher": False, "teach_blocks": 0.0, "hidden": None}  # options that older checkpoints do not know
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device", "no_figures")  # may change from one start of a run to the next
 

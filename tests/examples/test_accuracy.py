@@ -12,14 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import plots
 import pytest
 import torch
 import train as common
-from thesis import accuracy, checkpoint, combination, gaps, hidden_groups, masked_model, recipes, stability
+from thesis import accuracy, accuracy_table, checkpoint, combination, gaps, hidden_groups, masked_model, recipes, stability
 from thesis import train as program
+from thesis.recipe import CIFAR10
 
 import fxmask
 
@@ -38,6 +40,30 @@ def test_every_recipe_is_a_command_and_ends_its_ramp_in_time(name):
     assert (start <= 10 * 352) if schedule is None else schedule.ratio_at(10 * 352 - start, 0.8) == 0.8, "the final ratio holds for the last half of the steps"
     regrow = masked_model.regrow(args.regrow, 352)
     assert regrow is None or regrow.until <= 20 * 352
+
+
+@pytest.mark.parametrize("name", list(recipes.THESIS))
+def test_recipes_of_the_thesis_length_are_its_table(name):
+    args, table = (program.arguments([*words, "--data", "cifar10"]) for words in ([*recipes.COMMON, *recipes.arguments_of(name, 200)], []))
+    ours = {"opt", "masks_from"} if "-b32-" in name else {"opt"} if name == "thesis-dense-adamw" else set()
+    ours |= {"masks_from"} if args.dense else set()
+    assert {key for key in asdict(CIFAR10) if getattr(args, key) != getattr(table, key)} == ours
+    assert name.startswith("thesis-b32-") == (args.schedule == "cubic:100ep")
+    assert args.guard == ("freeze" if "-b32-" in name else "free" if args.config else "auto")
+
+
+def test_runs_in_turns_as_graphs(tmp_path, capsys):
+    """In one process, a row each; again nothing is run; without --graphs they are other runs."""
+    command = ["thesis", *DIGITS, "--epochs", "1", "--only", "thesis-dense", "thesis-b32-80", "--runs", str(tmp_path), "--csv", str(tmp_path / "a.csv")]
+    turns = ["--in-turns", "2", "--at-once", "1", "--graphs"]
+    for times in (1, 2):
+        assert accuracy.main([*command, *turns]) == 0
+        table = plots.read_csv(tmp_path / "a.csv")
+        assert [(row["phase"], row["run"], row["epochs"]) for row in table] == [("thesis", "thesis-dense", "1"), ("thesis", "thesis-b32-80", "1")]
+        assert all("--graphs" in row["command"] and float(row["test_top1"]) > 5 for row in table)
+        assert capsys.readouterr().out.count(": ended") == (2 if times == 1 else 0)
+    assert accuracy.main(command) == 2
+    assert "expected a run with graphs False, as the command and the recipe say, got one with graphs True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("run", sorted({run.partition("@")[0] for _, *pair in gaps.EQUAL + gaps.OTHER for run in pair}))
@@ -92,10 +118,10 @@ def test_only_runs_that_have_ended_are_in_the_table(tmp_path):
     finished(runs / "search" / "b16-cubic-seed0", rows=1)
     (runs / "search" / "b32-cubic-seed0").mkdir()
     finished(runs / "isoflop" / "dense-d32-seed1")  # its test images were not read
-    assert accuracy.write(runs, table) == 1
+    assert accuracy_table.write(runs, table) == 1
     assert [(r["run"], r["seed"], r["test_top1"]) for r in plots.read_csv(table)] == [("dense-adam", "0", "")]
     (runs / "isoflop" / "dense-d32-seed1" / "test.json").write_text('{"top1": 61.234, "top5": 90.0}')
-    assert accuracy.write(runs, table) == 2 == accuracy.write(runs, table)
+    assert accuracy_table.write(runs, table) == 2 == accuracy_table.write(runs, table)
     assert plots.read_csv(table)[-1]["test_top1"] == "61.23"
 
 
@@ -104,25 +130,25 @@ def test_rows_of_other_machines_stay_in_the_table(tmp_path):
     finished(tmp_path / "here" / "search" / "dense-adam-seed0")
     finished(tmp_path / "there" / "search" / "dense-adam-seed1")
     finished(tmp_path / "there" / "search" / "dense-adamw-lr0.01-seed0")
-    assert [accuracy.write(tmp_path / name, table) for name in ("here", "there", "here", "nowhere")] == [1, 3, 3, 3]
+    assert [accuracy_table.write(tmp_path / name, table) for name in ("here", "there", "here", "nowhere")] == [1, 3, 3, 3]
     assert [(r["run"], r["seed"]) for r in plots.read_csv(table)] == [("dense-adamw-lr0.01", "0"), ("dense-adam", "0"), ("dense-adam", "1")]
 
 
 def test_two_that_write_the_table_lose_no_row(tmp_path, monkeypatch):
     """One comes while the other has read the table and not yet written it."""
-    table, row_of, others = tmp_path / "t.csv", accuracy.row_of, []
+    table, row_of, others = tmp_path / "t.csv", accuracy_table.row_of, []
     for name in ("here", "there"):
         finished(tmp_path / name / "search" / f"dense-adam-seed{len(name)}")
 
     def slow(*run):
         if not others:
-            others.append(threading.Thread(target=accuracy.write, args=(tmp_path / "there", table)))
+            others.append(threading.Thread(target=accuracy_table.write, args=(tmp_path / "there", table)))
             others[0].start()
             others[0].join(0.3)
         return row_of(*run)
 
-    monkeypatch.setattr(accuracy, "row_of", slow)
-    accuracy.write(tmp_path / "here", table)
+    monkeypatch.setattr(accuracy_table, "row_of", slow)
+    accuracy_table.write(tmp_path / "here", table)
     others[0].join()
     assert [r["seed"] for r in plots.read_csv(table)] == ["4", "5"]
 
@@ -131,7 +157,7 @@ def test_a_table_whose_writing_is_stopped_is_as_it_was(tmp_path, monkeypatch):
     table = tmp_path / "t.csv"
     finished(tmp_path / "here" / "search" / "dense-adam-seed0")
     finished(tmp_path / "there" / "search" / "dense-adam-seed1")
-    accuracy.write(tmp_path / "here", table)
+    accuracy_table.write(tmp_path / "here", table)
     before = table.read_bytes()
 
     def stopped(self, rows):
@@ -139,7 +165,7 @@ def test_a_table_whose_writing_is_stopped_is_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(csv.DictWriter, "writerows", stopped)
     with pytest.raises(KeyboardInterrupt):
-        accuracy.write(tmp_path / "there", table)
+        accuracy_table.write(tmp_path / "there", table)
     assert table.read_bytes() == before and not list(tmp_path.glob(".*"))
 
 
@@ -183,7 +209,7 @@ def test_a_run_of_other_settings_is_not_taken_for_what_is_asked(options, wanted,
     assert not begun and (tmp_path / "t.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize(("phase", "name"), [(phase, name) for phase, (names, _, _) in accuracy.PHASES.items() for name in names])
+@pytest.mark.parametrize(("phase", "name"), [(phase, name) for phase, (names, _, _) in accuracy_table.PHASES.items() for name in names])
 def test_runs_of_older_days_and_of_moved_folders_are_the_same(phase, name, tmp_path, begun):
     args = program.arguments([*recipes.COMMON, *recipes.arguments_of(name, 2)])
     command = recorded(tmp_path / "before", phase, name, lacks=tuple(k for k, v in program.LATER.items() if getattr(args, k) == v))
@@ -215,10 +241,10 @@ def test_files_that_are_half_written_are_of_no_ended_run(tmp_path):
     recorded(tmp_path, "final", "dense-muon")
     out = tmp_path / "final" / "dense-muon-seed0"
     for name in ("run.json", "log.csv", "test.json"):
-        assert accuracy.row_of("final", "dense-muon", 0, out)
+        assert accuracy_table.row_of("final", "dense-muon", 0, out)
         whole = (out / name).read_text()
         (out / name).write_text(whole[:-3])
-        assert accuracy.row_of("final", "dense-muon", 0, out) is None
+        assert accuracy_table.row_of("final", "dense-muon", 0, out) is None
         (out / name).write_text(whole)
 
 

@@ -298,14 +298,15 @@ def test_images_that_do_not_fit_into_memory(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_many_at_once_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("graphs", [[], ["--graphs"]], ids=["steps", "graphs"])
+def test_many_at_once_on_a_gpu(graphs, tmp_path):
     """A stream each; what a run has alone it has among others, but for the order of sums."""
     jobs = sweep_file.read(file_of(tmp_path)).jobs
-    runs = [(job.name, job.namespace("--device", "cuda", "--no-figures", "--out", str(tmp_path / "turns" / job.name))) for job in jobs]
+    runs = [(job.name, job.namespace(*graphs, "--device", "cuda", "--no-figures", "--out", str(tmp_path / "turns" / job.name))) for job in jobs]
     assert many.together(runs, len(runs), lambda name, status: None) == 0
     for job in jobs:
         alone, turns = tmp_path / "alone" / job.name, tmp_path / "turns" / job.name
-        assert program.main([*job.arguments, "--device", "cuda", "--no-figures", "--out", str(alone)]) == 0
+        assert program.main([*job.arguments, *graphs, "--device", "cuda", "--no-figures", "--out", str(alone)]) == 0
         first, second = (torch.load(out / checkpoint.LAST, weights_only=True, map_location="cpu")["model"] for out in (alone, turns))
         for name in first:
             torch.testing.assert_close(second[name], first[name], rtol=1e-3, atol=1e-4)

@@ -8,7 +8,7 @@ import threading
 
 import plots
 import pytest
-from thesis import accuracy, cifar10_modes, combination, csv_files, gaps, isoflop, stability
+from thesis import accuracy_table, cifar10_modes, combination, csv_files, gaps, isoflop, stability
 from thesis import train as program
 
 JPEG = "CIFAR-10 as JPEG, quality 75"
@@ -26,19 +26,19 @@ def test_runs_of_several_holdouts_are_rows_of_their_own(tmp_path):
     table = tmp_path / "t.csv"
     for holdout in (200, 100):
         finished(tmp_path / str(holdout) / "search" / "dense-adam-seed0", holdout=holdout)
-        accuracy.write(tmp_path / str(holdout), table)
+        accuracy_table.write(tmp_path / str(holdout), table)
     assert [r["holdout"] for r in plots.read_csv(table)] == ["100", "200"]
 
 
 def test_rows_of_before_have_their_holdout_in_the_command(tmp_path):
     table = tmp_path / "t.csv"
     finished(tmp_path / "runs" / "search" / "dense-adam-seed0")
-    accuracy.write(tmp_path / "runs", table)
+    accuracy_table.write(tmp_path / "runs", table)
     (row,) = plots.read_csv(table)
     old = {k: v for k, v in row.items() if k != "holdout"}
     csv_files.write(table, list(old), [old])
-    assert accuracy.setting_of(old) == accuracy.setting_of(row) == ("digits", "2", "200")
-    assert accuracy.write(tmp_path / "runs", table) == 1 and plots.read_csv(table) == [row]
+    assert accuracy_table.setting_of(old) == accuracy_table.setting_of(row) == ("digits", "2", "200")
+    assert accuracy_table.write(tmp_path / "runs", table) == 1 and plots.read_csv(table) == [row]
 
 
 def final(run, top1, *, epochs="20", data=JPEG, holdout="5000", seed="0", phase="final"):
