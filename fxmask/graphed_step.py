@@ -65,6 +65,7 @@ class Graphed(Generic[T]):
         self._graphs: dict[Hashable, _Recorded] = {}
         self._warm: dict[Hashable, int] = {}
         self._tensors: list[Any] = []
+        self._shown: set[int] = set()  # ids of sites
         self._numbers: Hashable = None
         self._times, self._masks = -1, None  # type: int, Hashable
         self._since, self._told = OFTEN, False  # calls since a number moved
@@ -79,7 +80,9 @@ class Graphed(Generic[T]):
         tensors = self._read(handles)
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._graphs, self._warm, self._tensors = {}, {}, tensors  # something was replaced: it lies elsewhere
-        if any(map(_needs_host, handles)):
+        unseen = set().union(*map(_unseen, handles)) - self._shown
+        if unseen or any(map(_grows, handles)):
+            self._shown |= unseen  # once: a layer without a gradient would never be looked at
             return self._as_it_is()
         kind = self._kind(handles)
         if kind not in self._graphs:
@@ -215,10 +218,13 @@ def _refuse(handles: list[GuardHandle]) -> None:
                 raise UnsupportedError(message(what, g.name, "use backward='rigl', or Regrow('random')."))
 
 
-def _needs_host(h: GuardHandle) -> bool:
-    """Whether this step has Python that a replay would not run: a dense gradient that regrowth notes, a first look at a layer's masked gradient."""
-    if len(h._looked_at) < len(h._guarded):
-        unseen = [g for g in h._guarded if id(g.site) not in h._looked_at and g.weight.grad is not None and not g.site._fxmask_softening]
-        if any(masks_any(g.site) for g in unseen):
-            return True
+def _unseen(h: GuardHandle) -> set[int]:
+    """Sites whose first masked gradient nobody has looked at (`passes.bypass`), which a replay could not."""
+    if len(h._looked_at) == len(h._guarded):
+        return set()
+    return {id(g.site) for g in h._guarded if id(g.site) not in h._looked_at and not g.site._fxmask_softening and masks_any(g.site)}
+
+
+def _grows(h: GuardHandle) -> bool:
+    """Whether this step's dense gradient is noted for regrowth, by Python that a replay would not run."""
     return any(g.site._fxmask_config.wants_growth and g.site._fxmask_dense_now for g in h._guarded)

@@ -154,7 +154,7 @@ class GuardHandle:
         else:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
-        if not closure and len(self._looked_at) < len(self._guarded):
+        if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
             masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and state.masks_any(g.site)]
             self._looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)

@@ -21,10 +21,11 @@ from fxmask.kernels.file_hash import file_hash
 
 
 class Contender(NamedTuple):
-    """`impl`: None is dense, "" what the user says. Ours may step on kept blocks alone, masked-dense freezes."""
+    """`impl`: None is dense, "" what the user says. Ours may step on kept blocks alone, masked-dense freezes, and so does a step that is one CUDA graph."""
 
     impl: str | None
     compiled: bool
+    graphed: bool = False
 
 
 CONTENDERS = {
@@ -34,8 +35,12 @@ CONTENDERS = {
     "masked_dense_compiled": Contender("reference", True),
     "fxmask_eager": Contender("", False),
     "fxmask_compiled": Contender("", True),
+    "dense_graphed": Contender(None, False, True),
+    "dense_compiled_graphed": Contender(None, True, True),
+    "fxmask_graphed": Contender("", False, True),
+    "fxmask_compiled_graphed": Contender("", True, True),
 }
-DEFAULT = tuple(name for name in CONTENDERS if name != "masked_dense_compiled")
+DEFAULT = tuple(name for name, kind in CONTENDERS.items() if name != "masked_dense_compiled" and not kind.graphed)
 # what tells rows apart, beside the machine and the versions
 NAMES = (
     "code", "threads", "model", "size", "batch", "dtype", "optimizer", "masked_step", "impl", "compile", "block", "ratio", "seed", "contender", "refresh",
@@ -95,8 +100,11 @@ def planned(s: Setting, contenders: Sequence[str], refresh: Sequence[int]) -> li
     ]
 
 
-def _optimizer(s: Setting, model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=1e-4, weight_decay=0.05) if s.optimizer == "adamw" else SGD(model.parameters(), lr=1e-3, momentum=0.9)
+def _optimizer(s: Setting, model: nn.Module, graphed: bool = False) -> Optimizer:
+    fused = True if graphed else None  # torch chooses
+    if s.optimizer == "adamw":
+        return AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=fused)
+    return SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=fused)
 
 
 def runner(s: Setting, name: str, refresh: int | None, batch: tuple[Tensor, Tensor]) -> Runner:
@@ -107,15 +115,15 @@ def runner(s: Setting, name: str, refresh: int | None, batch: tuple[Tensor, Tens
     step_models.check_maskable(model, include)
     if kind.impl is not None:
         fxmask.apply(model, ratio=s.ratio, block=(s.block, s.block), refresh=refresh or 1, include=include, impl=kind.impl or s.impl)
-    optimizer = _optimizer(s, model)
+    optimizer = _optimizer(s, model, kind.graphed)
     if kind.impl is not None:
-        fxmask.guard(optimizer, model, "freeze", masked_step=s.masked_step and not kind.impl)
+        fxmask.guard(optimizer, model, "freeze", masked_step=s.masked_step and not kind.impl and not kind.graphed)
     # fullgraph: a model that Dynamo breaks or stops to compile raises, where it would be timed half eager
     call: Callable[[Tensor], Tensor] = model
     if kind.compiled:
         mode = None if s.compile_mode == "default" else s.compile_mode
         call = torch.compile(model, fullgraph=True, mode=mode, backend=s.compile_backend)
-    return Runner(name, refresh, model, call, optimizer, batch, s.dtype == "bf16")
+    return Runner(name, refresh, model, call, optimizer, batch, s.dtype == "bf16", kind.graphed)
 
 
 def hungriest(s: Setting) -> Callable[[nn.Module, Tensor], None]:

@@ -39,6 +39,8 @@ def _prepared(r: Runner, a: argparse.Namespace) -> dict[str, Any]:
     losses = [float(r.step())]
     found: dict[str, Any] = {"first_step_s": time.perf_counter() - begin}
     losses += [float(r.step()) for _ in range(a.warm_up - 1)]
+    while r.graphed is not None and r.batch[0].is_cuda and not r.graphed.replays:  # some steps run as they are before one is captured
+        r.step()
     found |= {"losses": (losses[0], losses[-1]), "loss": losses[0], "params": sum(p.numel() for p in r.model.parameters())}
     found |= {"saved_bytes": measuring.saved_bytes(r), "peak_bytes": measuring.peak_bytes(r), "held_bytes": measuring.held_bytes(r)}
     return found | {"flop_measured": measuring.flop_measured(r)} | measuring.predicted(r) | measuring.energy(r, a.energy)

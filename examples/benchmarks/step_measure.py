@@ -40,7 +40,11 @@ class Runner:
     optimizer: Optimizer
     batch: tuple[Tensor, Tensor]
     autocast: bool
+    as_graph: bool = False
     steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.graphed = fxmask.graphed(self._step, self.optimizer, warmup=1) if self.as_graph else None
 
     @property
     def rebuilds(self) -> bool:
@@ -55,11 +59,15 @@ class Runner:
 
     def step(self) -> Tensor:
         """Forward, loss, backward, optimiser; gradients are gone afterwards, so that a contender that waits holds none."""
+        loss = self._step() if self.graphed is None else self.graphed()
+        self.steps += 1
+        return loss
+
+    def _step(self) -> Tensor:
         loss = self.loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
         return loss.detach()
 
 
@@ -97,8 +105,11 @@ def held_bytes(r: Runner) -> int:
 def peak_bytes(r: Runner) -> int | None:
     """The most that a step takes above what was held before it; of cached masks the larger of both kinds of step.
 
-    On CUDA by the allocator's own peak, on a CPU by the profiler's record of every allocation; None where this torch does not show that.
+    On CUDA by the allocator's own peak, on a CPU by the profiler's record of every allocation; None where this torch does not show that, and of a CUDA graph,
+    which holds its memory between steps, too.
     """
+    if r.graphed is not None:
+        return None
     return max((p for p in (_peak(r) for _ in range(2 if r.refresh == 2 else 1)) if p is not None), default=None)
 
 

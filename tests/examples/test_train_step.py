@@ -37,6 +37,15 @@ def all_of_them(tmp_path_factory):
     return csv, run(csv, "--compile-backend", "aot_eager", "--warm-up", "3")
 
 
+def test_steps_as_graphs(tmp_path):
+    """Right beside those that are none; of a graph, which holds its memory, no peak is told."""
+    rows = run(tmp_path / "a.csv", "--contenders", "dense_eager", "dense_graphed", "masked_dense", "fxmask_graphed", "--refresh", "1", "10", "--warm-up", "3")
+    assert [(r["contender"], r["refresh"], r["gate"]) for r in rows if "graphed" in r["contender"]] == [
+        ("dense_graphed", "", "pass"), ("fxmask_graphed", "1", "pass"), ("fxmask_graphed", "10", "pass"),
+    ]  # fmt: skip
+    assert all((r["peak_bytes"] == "") == ("graphed" in r["contender"]) for r in rows)
+
+
 def numbers(row, *columns):
     return [float(row[c]) for c in columns]
 

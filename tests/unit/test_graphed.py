@@ -270,6 +270,27 @@ def test_a_step_that_cannot_be_captured():
     assert_same(graphed, plain)
 
 
+def test_a_layer_without_gradients():
+    """A masked layer that a step does not use is looked at once, and does not keep the others from their graph; gradients may be gone after the step."""
+    runs = []
+    for g in (True, False):
+        r = Run(False, **MIX)
+        r.model[2].weight.requires_grad_(False)
+
+        def plain(r=r):
+            loss = F.cross_entropy(r.model(r.x), r.y)
+            loss.backward()
+            r.optimiser.step()
+            r.optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        r.step = fxmask.graphed(plain, r.optimiser, warmup=1) if g else plain
+        runs.append(r.train(15))
+    assert_same(*runs)
+    assert runs[0].step.replays >= 8
+    assert all(p.grad is None for p in runs[0].model.parameters())
+
+
 def test_wrong_use():
     r = Run(False, backward="ste", refresh=2, regrow=Regrow("gradient"))
     with pytest.raises(UnsupportedError, match="regrow by gradient, which looks at every step's gradient: expected backward='rigl'"):
