@@ -157,7 +157,8 @@ class Graphed(Generic[T]):
             found += [v for group in o.param_groups for v in group.values() if self._lies(v)]
         for h in handles:
             for site, _ in h._followed:
-                site._fxmask_in_place = True
+                if not site._fxmask_in_place:
+                    site._fxmask_in_place = True
                 found += (site._fxmask_keep, site._fxmask_count, site._fxmask_dense, site._fxmask_mask, site._fxmask_lists)
                 found += (site._fxmask_score, site._fxmask_scale)
         return found
@@ -222,7 +223,8 @@ def _unseen(h: GuardHandle) -> set[int]:
     """Sites whose first masked gradient nobody has looked at (`passes.bypass`), which a replay could not."""
     if len(h._looked_at) == len(h._guarded):
         return set()
-    return {id(g.site) for g in h._guarded if id(g.site) not in h._looked_at and not g.site._fxmask_softening and masks_any(g.site)}
+    sites = [g.site for g in h._guarded if id(g.site) not in h._looked_at and not g.site._fxmask_softening]
+    return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_grid[0] * s._fxmask_grid[1]) and masks_any(s)}
 
 
 def _grows(h: GuardHandle) -> bool:

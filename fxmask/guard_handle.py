@@ -178,7 +178,7 @@ class GuardHandle:
         """The host's part of a step that the device has taken: counts, schedules, masks that are due."""
         self.steps += 1
         for g in self._guarded:
-            g.stateless = g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
+            g.stateless = g.by_momenta and g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
         rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)
@@ -217,6 +217,8 @@ def _count(optimizer: Optimizer) -> int:
 
 def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
     """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
+    if weight is not None and site._parameters.get("weight") is weight:  # nearly always
+        return weight
     if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLayer)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
         return weight
     with torch.no_grad():
@@ -248,7 +250,7 @@ def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: 
         asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
         what = f"{asked} with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
         raise UnsupportedError(message(what, name, fix))
-    return Guarded(name, site, weight, masked_weights)
+    return Guarded(name, site, weight, masked_weights, by_momenta=any(c.criterion == "momentum" for c in phases.in_turn(site._fxmask_given)))
 
 
 def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:

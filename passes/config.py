@@ -81,6 +81,7 @@ class WeightMask(Options):
     _observes: ClassVar[bool]  # plain attributes of each instance, and no fields
     _remembers: ClassVar[bool]
     _kind: ClassVar[int]
+    _wants_weight: ClassVar[bool]
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -120,6 +121,8 @@ class WeightMask(Options):
         if self.phases is not None:
             object.__setattr__(self, "phases", check_phases(self))
         object.__setattr__(self, "_kind", crc32(repr((self.block, self.backward, self.criterion, self.ties, self.cover, self.impl)).encode()))
+        counts_flips = isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate"
+        object.__setattr__(self, "_wants_weight", counts_flips or self.ever_cached)
 
     @property
     def kind(self) -> int:
@@ -167,7 +170,7 @@ class WeightMask(Options):
     @property
     def wants_weight(self) -> bool:
         """Whether optimiser steps look at the weight: to build a mask that is cached, or to count flips."""
-        return self.ever_cached or (isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate")
+        return self._wants_weight
 
     @property
     def final_ratio(self) -> float:

@@ -63,6 +63,9 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
 
     A host sync where there was a look before.
     """
+    found = [t for t in found if isinstance(t[0]._fxmask_given.schedule, Feedback)]
+    if not found:
+        return
     _warn_of_silence([site for site, _, before in found if _crossed(site, max(before, site._fxmask_given.start), SILENT)])
     due: list[tuple[Site, Feedback, Tensor]] = []
     for site, weight, before in found:

@@ -54,7 +54,8 @@ class Guarded:
     momenta: dict[str, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
-    stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it
+    stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
+    by_momenta: bool = False  # it is one, in some phase
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""

@@ -29,6 +29,8 @@ def follow(site: Site, taken: bool = True) -> Entered:
     if taken:
         looks.take(site)
     given, old = site._fxmask_given, site._fxmask_config
+    if given.phases is None:
+        return Entered()
     begun = phases.begun(given, site._fxmask_step)
     if begun == site._fxmask_phase:
         return Entered()

@@ -61,6 +61,8 @@ def rebuild(jobs: Sequence[Job]) -> None:
     The old masks are not overwritten: a backward that is still to come holds them.
     """
     jobs = [j for j in jobs if j.site._fxmask_mask is not None and j.site._fxmask_step >= j.site._fxmask_config.start]
+    if not jobs:
+        return
     inside = [j.site._fxmask_is_dense for j in jobs]
     try:
         for j in jobs:
@@ -174,12 +176,11 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded, phase_change.remembered(site)) for site, _ in found]
     try:
         for site, weight in found:
-            before, now = site._fxmask_step, site._fxmask_step + n
-            site._fxmask_announced, site._fxmask_unguarded = True, False
-            site._fxmask_step, mask, block = now, held_mask(site), site._fxmask_config.block
+            before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
+            site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_step=now)
             entered = phase_change.follow(site, taken=n > 0)
             c = site._fxmask_config
-            if n and c.cached and now >= c.start and weight is not None:
+            if n and weight is not None and c.cached and now >= c.start:
                 due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
                 if due or before < c.start or entered.anew:
                     begins = before < c.start
@@ -189,7 +190,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
         rebuild(jobs)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
         for site, _ in found if n else ():
-            site._fxmask_restored, site._fxmask_loaded = None, False
+            site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False)
     except BaseException:  # a step that failed may be told again
         for site, step, announced, unguarded, remembered in past:
             phase_change.take_back(site, remembered)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..kernels import ops
 from ..kernels.dispatch import runs_triton
 from ..kernels.errors import StateError, UnsupportedError, message
-from ..kernels.grid import as_matrix, grid_shape, matrix_shape
+from ..kernels.grid import as_matrix, grid_shape, keep_count, matrix_shape
 from . import feedback, gpu_site, lost_guards, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
@@ -169,14 +169,21 @@ def uninstall(site: nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def sync(*sites: Site) -> None:
-    """Write the device scalars from the host's step, where they change; no transfer, no host sync. Many sites share a launch."""
+    """Write the device scalars from the host's step, where they change; no transfer, no host sync. Many sites share a launch.
+
+    Layers share configs, and each has a turn in every optimiser step: so a ratio is worked out once, and attributes are written past nn.Module's __setattr__.
+    """
     scalars, changes = [], []
+    ratios: dict[tuple[float, int, int, int], float] = {}
     for site in sites:
         config, step, (nb, kb) = site._fxmask_config, site._fxmask_step, site._fxmask_grid
-        site._fxmask_kind, site._fxmask_from = config.kind, gpu_site.least_tokens(site, site._fxmask_keep.device)
-        keep = nb * kb if site._fxmask_is_dense else config.keep_at(step, nb * kb)
+        d, moment = site.__dict__, (config.ratio, id(config.schedule), config.start, step)
+        d["_fxmask_kind"], d["_fxmask_from"] = config.kind, gpu_site.least_tokens(site, site._fxmask_keep.device)
+        if moment not in ratios:
+            ratios[moment] = config.ratio_at(step)
+        keep = nb * kb if site._fxmask_is_dense else keep_count(nb * kb, ratios[moment])
         count = step if config.refresh and config.criterion == "random" else 0
-        flag = site._fxmask_dense_now
+        flag = site._fxmask_dense is not None and site._fxmask_dense_now
         if site._fxmask_scale is not None:
             scale = config.soft_scale_at(step)
             site._fxmask_softening = scale > 0 and not site._fxmask_is_dense  # the one switch of a soft mask that recompiles, once
@@ -192,7 +199,7 @@ def sync(*sites: Site) -> None:
             changes += [change for _, change in moves if change]
         if site._fxmask_dense is not None and (old is None or flag != old[2]):
             site._fxmask_dense = _filled(site, site._fxmask_dense, flag)
-        site._fxmask_written = (keep, count, flag)
+        d["_fxmask_written"] = (keep, count, flag)
     if scalars:
         torch._foreach_add_(scalars, changes)
 
