@@ -6,7 +6,7 @@
 
 | stages | what | limit in s, together |
 | --- | --- | --- |
-| versions, precompile, memcheck, tests, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a kernel that copies reach | 60 to 240 each |
+| versions, precompile, memcheck, tests, flows, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a kernel that copies reach | 60 to 240 each |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
@@ -14,6 +14,7 @@
 | pruning | dW from pruned inputs, beside the product with the whole input | 90 |
 | nm | 2:4 masks in a training step, and the hardware's 2:4 form in the forward, beside the dense layer | 30 |
 | quick, full | the benchmark: two shapes, and all | 125, 480 |
+| small | whole training steps that wait for the host, ResMLP-S12 and the thesis' CIFAR model: eager, and as one CUDA graph each | 180 |
 | train | whole training steps: a GPT block stack of width 4,096, ResMLP-S12 | 540 |
 """
 
@@ -43,6 +44,7 @@ from .table import Table
 KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "metadata", "group", "dropped", "pruned_matmul", "nm_mask")
 TESTS = {
     "tests": ("test_numbers.py", "test_dropout.py", "test_pruning.py", "test_metadata.py"),
+    "flows": ("test_flows.py", "test_auto.py"),
     "graphs": ("test_graphs.py", "test_training.py"),
     "limits": ("test_limits.py", "test_compile.py"),
 }
@@ -78,16 +80,20 @@ def _part(name: str, out: Path, limit_s: int, quick: bool) -> Stage:
     return Stage(name, python("-m", "fxmask.bench.device_stages", name, "--out", str(out), "--time-limit", str(limit_s - 15), *less), limit_s)
 
 
-def _train(out: Path) -> Stage:
+SMALL = ("--model", "resmlp-s12", "cifar", "--block", "64", "--ratio", "0.8", "--refresh", "1", "10", "--energy", "0", "--contenders")
+SMALL += ("dense_eager", "dense_graphed", "masked_dense", "fxmask_eager", "fxmask_graphed")
+TRAIN = ("--model", "gpt", "resmlp-s12", "--block", "64", "128", "--ratio", "0.8", "--impl", "triton")
+
+
+def _steps(name: str, out: Path, limit_s: int, options: Sequence[str]) -> Stage:
     """Rows that are there already are not measured again, and what a limit cuts off keeps what it has."""
     script = ROOT / "examples" / "benchmarks" / "train_step.py"
-    shape = ("--model", "gpt", "resmlp-s12", "--dtype", "bf16", "--block", "64", "128", "--ratio", "0.8", "--impl", "triton")
-    command = python(str(script), *shape, "--seconds", "20", "--csv", str(out / "train_step.csv"))
-    return Stage("train", command, 540, "" if script.exists() else "examples are only in a checkout")
+    command = python(str(script), "--dtype", "bf16", *options, "--seconds", "20", "--csv", str(out / "train_step.csv"))
+    return Stage(name, command, limit_s, "" if script.exists() else "examples are only in a checkout")
 
 
 def make_stages(out: Path, ini: Path, quick: bool = False, jobs: int = 1) -> list[Stage]:
-    """All stages, in order. `quick`: fewer cells, and neither `full` nor `train`; `jobs`: processes of `tests`."""
+    """All stages, in order. `quick`: fewer cells, and none of `small`, `full` and `train`; `jobs`: processes of `tests`."""
     part = ("-m", "fxmask.bench.device_stages")
     bench = ("-m", "fxmask", "bench", "--device", "cuda", "--out", str(out))
     sanitizer = shutil.which("compute-sanitizer")
@@ -99,13 +105,14 @@ def make_stages(out: Path, ini: Path, quick: bool = False, jobs: int = 1) -> lis
         Stage("precompile", python(*part, "precompile"), 90, beside=True),
         *(Stage(f"memcheck-{k}", [*tool, *python(*part, "tiny", k)], 120, missing, beside=True) for k in KERNELS),
         tests,
+        _pytest("flows", ini, 180, jobs),
         _pytest("graphs", ini, 90),
         replace(_pytest("limits", ini, 120), beside=False),
         *_again(tests),
         Stage("ceilings", python(*part, "ceilings", "--out", str(out)), 60),
         *(_part(name, out, limit, quick) for name, limit in PARTS.items()),
         Stage("quick", python(*bench, "--quick", "--time-limit", "105"), 125),
-        *([] if quick else [Stage("full", python(*bench, "--time-limit", "450"), 480), _train(out)]),
+        *([] if quick else [_steps("small", out, 180, SMALL), Stage("full", python(*bench, "--time-limit", "450"), 480), _steps("train", out, 540, TRAIN)]),
     ]
 
 
@@ -133,7 +140,7 @@ def summary(results: Sequence[Result], out: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.gpu", description="Tests and benchmarks on a GPU, stage by stage.")
     p.add_argument("--stages", default="", metavar="NAMES", help="some of those above, e.g. tests,quick")
-    p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stages full and train")
+    p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stages small, full and train")
     p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"csvs, {LOG} and stages.json are written there")
     p.add_argument("--time-limit", type=float, default=None, metavar="S", help="of the whole run")
     jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
