@@ -1,140 +1,136 @@
 """A training step that is captured in CUDA graphs, one for each set of what Python decides in it; between replays the guards count.
 
-A graph may be replayed while nothing that it holds fixed has changed: so before each call the tensors that it reads are compared by identity, and the decisions
-by value. Masks and scores are written in place (`Site._fxmask_in_place`) not for that, but so that nothing has to be captured anew.
+A graph may be replayed while nothing that it holds fixed has changed, see `graph_facts`. Masks and scores are written in place (`Site._fxmask_in_place`) not
+for that, but so that nothing has to be captured anew.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, NamedTuple, TypeVar
+from contextlib import nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 
-from .decided import times_applied
+from .graph_capture import Recorded, captured, recorder
+from .graph_facts import Facts
 from .guard_handle import GuardHandle
-from .kernels.errors import ConfigError, FxMaskError, FxMaskWarning, UnsupportedError, message
-from .passes.optimiser import Guarded
-from .passes.site import Site, masks_any
+from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
+from .passes.site import masks_any
 
 T = TypeVar("T")
-KEPT = 4  # graphs; they share their memory
-OFTEN = 10  # calls: a number of the optimiser that moves again within them is no graph's
-
-
-class _CudaGraph:
-    """torch's, with the calls that this file makes."""
-
-    pool: Any = None  # of all graphs of one step
-
-    def __init__(self, pool: Any = None) -> None:
-        self.graph, self.pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
-
-    def record(self, step: Callable[[], T]) -> T:
-        with torch.cuda.graph(self.graph, pool=self.pool):
-            return step()
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-
-def _recorder(device: torch.device) -> Callable[..., Any] | None:
-    """What records a step on a device; None where it runs as it is."""
-    return _CudaGraph if device.type == "cuda" else None
-
-
-class _Recorded(NamedTuple):
-    """One captured step, and what its Python left behind that a replay leaves again."""
-
-    graph: Any
-    result: Any
-    gradients: list[tuple[Tensor, Tensor | None]]
-    notes: list[tuple[Guarded, Any]]  # the masks of before the step, where momenta of blocks that return are cleared
+KEPT = 4  # graphs of one step; they share their memory
+TOLD_AFTER = 50  # calls, of which half should be replays
 
 
 class Graphed(Generic[T]):
     """What `graphed` gives. `captures`: how many times the step was captured; `replays`: how many calls replayed it."""
 
-    def __init__(self, step: Callable[[], T], optimizers: tuple[Optimizer, ...], warmup: int) -> None:
-        self._step, self._optimizers, self._warmup = step, optimizers, warmup
+    def __init__(self, step: Callable[[], T], optimizers: tuple[Optimizer, ...], models: tuple[nn.Module, ...], warmup: int) -> None:
+        self._step, self._optimizers, self._models, self._warmup = step, optimizers, models, warmup
         self._device = next(p for o in optimizers for group in o.param_groups for p in group["params"]).device
-        self._make = _recorder(self._device)
-        self._graphs: dict[Hashable, _Recorded] = {}
+        self._make = recorder(self._device)
+        self._layers: dict[nn.Module, None] = {}  # masked ones of models that nobody has named, seen in a capture
+        self._shown: set[int] = set()  # ids of sites whose first masked gradient was looked at
+        self._why, self._calls, self.captures, self.replays = "these were its first steps", 0, 0, 0
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let all graphs go together, and their stream: what cuBLAS holds for a stream goes with any graph that was captured on it."""
+        self._graphs: dict[Hashable, Recorded] = {}
         self._warm: dict[Hashable, int] = {}
+        self._facts: Facts | None = None
         self._tensors: list[Any] = []
-        self._shown: set[int] = set()  # ids of sites
-        self._numbers: Hashable = None
-        self._times, self._masks = -1, None  # type: int, Hashable
-        self._since, self._told = OFTEN, False  # calls since a number moved
-        self.captures = self.replays = 0
+        self._decided: dict[str, Hashable] = {}
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def __call__(self) -> T:
         """One training step."""
         if self._make is None:
             return self._step()
-        handles = [h for o in self._optimizers for h in _handles(o)]
-        _refuse(handles)
-        tensors = self._read(handles)
-        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._graphs, self._warm, self._tensors = {}, {}, tensors  # something was replaced: it lies elsewhere
-        unseen = set().union(*map(_unseen, handles)) - self._shown
-        if unseen or any(map(_grows, handles)):
-            self._shown |= unseen  # once: a layer without a gradient would never be looked at
-            return self._as_it_is()
-        kind = self._kind(handles)
-        if kind not in self._graphs:
-            warm = self._warm.get(kind, 0)
-            self._warm[kind] = warm + 1
-            if warm < self._warmup:
-                return self._as_it_is()
-            self._capture(kind, handles)
-        return self._replay(self._graphs[kind], handles)
-
-    def _as_it_is(self) -> T:
-        """On a stream of its own, as torch asks for before a capture."""
-        if self._device.type != "cuda":
-            return self._step()
-        now, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(now)
-        with torch.cuda.stream(side):
-            result = self._step()
-        now.wait_stream(side)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            result = self._called()
+        self._calls += 1
+        if self._calls == TOLD_AFTER and 2 * self.replays < self._calls:
+            what = f"fxmask.graphed: expected a step that is mostly replayed, got {self.replays} replays in {self._calls} calls. The last other one was none"
+            fix = 'a rate is best a tensor on the device, lr=torch.tensor(1e-3, device="cuda"), which torch\'s schedulers fill; else go on without a graph.'
+            warnings.warn(message(f"{what} because {self._why}.", self._name(), fix), FxMaskWarning, stacklevel=2)
         return result
 
-    def _capture(self, kind: Hashable, handles: list[GuardHandle]) -> None:
-        assert self._make is not None
-        for old in list(self._graphs)[: len(self._graphs) - KEPT + 1]:
-            del self._graphs[old]
-        pool = next((r.graph.pool for r in self._graphs.values()), None)
-        for o in self._optimizers:
-            o.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
-        graph = self._make(pool)
-        try:
-            for h in handles:
-                h._captures = 0
-            result = graph.record(self._step)
-        except FxMaskError:
-            raise
-        except RuntimeError as error:
-            what = f"this step cannot be captured in a CUDA graph, and was not taken: {str(error).splitlines()[0]}"
-            fix = "no .item(), no printing of tensors, nothing that comes from the CPU; optimisers capturable=True or fused=True. See torch.cuda.graph."
-            raise UnsupportedError(message(what, self._name(), fix)) from error
-        finally:
-            counts = [h._captures for h in handles]
-            for h in handles:
-                h._captures = None
-        if any(n != 1 for n in counts):
-            what = f"fxmask.graphed: expected a step in which each guarded optimiser steps once, got {counts} steps; it was not taken."
-            raise ConfigError(message(what, self._name(), "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
-        gradients = [(p, p.grad) for o in self._optimizers for group in o.param_groups for p in group["params"]]
-        notes = [(g, g.last) for h in handles for g in h._guarded]
-        self._graphs[kind] = _Recorded(graph, result, gradients, notes)
-        self.captures += 1
+    def _called(self) -> T:
+        handles = [h for o in self._optimizers for h in _handles(o)]
+        _refuse(handles, self._optimizers)
+        kind = self._compared(handles)
+        unseen = set[int]().union(*map(_unseen, handles)) - self._shown
+        if unseen or any(map(_grows, handles)):
+            self._shown |= unseen  # once: a layer without a gradient would never be looked at
+            self._why = self._why if unseen else "regrowth reads the gradients of these steps"
+            return self._as_it_is()
+        recorded = self._graphs.get(kind)
+        if recorded is not None and any(p.grad is not grad for p, grad in recorded.added):
+            self._why, recorded = "gradients that the step adds to were replaced", None
+            self._drop()
+            kind = self._compared(handles)
+        if recorded is None and self._warm.get(kind, 0) >= self._warmup:
+            recorded = self._capture(handles)
+        if recorded is None:
+            result = self._as_it_is()
+            self._warm[kind] = self._warm.get(kind, 0) + 1  # not where it raised: nothing is warm by that
+            return result
+        return self._replay(recorded, handles)
 
-    def _replay(self, recorded: _Recorded, handles: list[GuardHandle]) -> T:
+    def _compared(self, handles: list[GuardHandle]) -> Hashable:
+        """What Python decides now. Graphs that read what lies elsewhere by now are gone after this."""
+        facts = self._facts
+        if facts is not None and facts.handles != handles:
+            self._why, facts = "its guards have changed", None
+        tensors = facts.tensors() if facts is not None else []
+        if facts is not None and (len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True))):
+            self._why, facts = "tensors that the graph reads were replaced", None
+        if facts is None:
+            if self._graphs:
+                self._drop()
+            facts = self._facts = Facts(self._optimizers, (*self._models, *self._layers), handles, self._device)
+            self._tensors, self._decided = facts.tensors(), facts.decisions()
+            return tuple(self._decided.values())
+        decided = facts.decisions()
+        if decided != self._decided:
+            self._why = f"what a graph holds fixed has changed: {next(label for label in decided if decided[label] != self._decided[label])}"
+        self._decided = decided
+        return tuple(decided.values())
+
+    def _as_it_is(self) -> T:
+        """On the stream of the captures, as torch asks for before one; optimisers need not be told that this is none."""
+        if self._stream is None:
+            return self._step()
+        now = torch.cuda.current_stream()
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*without CUDA graph capture", UserWarning)
+            result = self._step()
+        now.wait_stream(self._stream)
+        return result
+
+    def _capture(self, handles: list[GuardHandle]) -> Recorded | None:
+        assert self._make is not None
+        if len(self._graphs) == KEPT or len(self._warm) > 4 * KEPT:
+            self._drop()
+            self._compared(handles)
+        assert self._facts is not None
+        graph = self._make(next((r.graph.pool for r in self._graphs.values()), None), self._stream)
+        recorded = captured(self._step, graph, self._optimizers, handles, self._facts, self._name())
+        if recorded is not None:
+            self.captures += 1
+            self._layers.update(dict.fromkeys(m for m in recorded.layers if m not in self._facts.modules))
+            self._facts.watch(self._layers)
+            self._tensors, self._decided = self._facts.tensors(), self._facts.decisions()
+            self._graphs[tuple(self._decided.values())] = recorded
+        return recorded
+
+    def _replay(self, recorded: Recorded, handles: list[GuardHandle]) -> T:
         recorded.graph.replay()
         self.replays += 1
         for p, grad in recorded.gradients:
@@ -148,57 +144,8 @@ class Graphed(Generic[T]):
         result: T = recorded.result
         return result
 
-    def _read(self, handles: list[GuardHandle]) -> list[Any]:
-        """What a graph reads and writes where it lies, but for what the step makes. Whoever replaces one of these makes the graphs stale."""
-        found: list[Any] = []
-        for o in self._optimizers:
-            found.append(o.state)  # load_state_dict brings another
-            found += [p for group in o.param_groups for p in group["params"]]
-            found += [v for group in o.param_groups for v in group.values() if self._lies(v)]
-        for h in handles:
-            for site, _ in h._followed:
-                if not site._fxmask_in_place:
-                    site._fxmask_in_place = True
-                found += (site._fxmask_keep, site._fxmask_count, site._fxmask_dense, site._fxmask_mask, site._fxmask_lists)
-                found += (site._fxmask_score, site._fxmask_scale)
-        return found
-
-    def _kind(self, handles: list[GuardHandle]) -> Hashable:
-        """What Python decides in a step, and a graph holds fixed."""
-        numbers = tuple(
-            (k, v.item() if isinstance(v, Tensor) else v)
-            for o in self._optimizers for group in o.param_groups for k, v in group.items() if k != "params" and not self._lies(v)
-        )  # fmt: skip
-        lies = tuple(p.data_ptr() for o in self._optimizers for group in o.param_groups for p in group["params"])
-        self._watch(numbers)
-        sites = [s for h in handles for s, _ in h._followed]
-        masks = tuple((s._fxmask_phase, s._fxmask_kind, s._fxmask_from, s._fxmask_softening, s._fxmask_policy, s._fxmask_is_dense, s.training) for s in sites)
-        return repr(numbers), lies, masks, self._masked(handles), tuple(m.__dict__["_fxmask_pruning"] for h in handles for m in h._pruned)
-
-    def _lies(self, value: Any) -> bool:
-        """Whether a graph reads this number where it lies; of one that lies on the CPU, beside weights on a GPU, it holds the value."""
-        return isinstance(value, Tensor) and value.device == self._device
-
-    def _masked(self, handles: list[GuardHandle]) -> Hashable:
-        """How many masks the guarded models have, guarded or not; without a guard, how often anything was masked."""
-        if self._times != times_applied():
-            self._times = times_applied()
-            models = [m for m in (h._model() for h in handles) if m is not None]
-            self._masks = tuple(sum(isinstance(part, Site) for part in m.modules()) for m in models) or self._times
-        return self._masks
-
     def _name(self) -> str:
         return getattr(self._step, "__qualname__", type(self._step).__name__)
-
-    def _watch(self, numbers: Hashable) -> None:
-        """FxMaskWarning, once, where the optimiser's Python numbers move often."""
-        moved, self._numbers = self._numbers not in (None, numbers), numbers
-        if moved and self._since < OFTEN and not self._told:
-            self._told = True
-            what = "a Python number of the optimiser moves from step to step, which a CUDA graph holds fixed: expected tensors, so that steps are replayed."
-            fix = 'give the optimiser lr=torch.tensor(1e-3, device="cuda") with capturable=True or fused=True; torch\'s schedulers fill it.'
-            warnings.warn(message(what, ", ".join(type(o).__name__ for o in self._optimizers), fix), FxMaskWarning, stacklevel=4)
-        self._since = 0 if moved else self._since + 1
 
 
 def _handles(optimizer: Optimizer) -> list[GuardHandle]:
@@ -206,8 +153,12 @@ def _handles(optimizer: Optimizer) -> list[GuardHandle]:
     return [h for h in hooks if isinstance(h, GuardHandle)]
 
 
-def _refuse(handles: list[GuardHandle]) -> None:
-    """UnsupportedError for guards whose steps no graph can hold."""
+def _refuse(handles: list[GuardHandle], optimizers: tuple[Optimizer, ...]) -> None:
+    """ConfigError and UnsupportedError for optimisers and guards whose steps no graph can hold."""
+    for o in optimizers:
+        if any(group.get("capturable") is False for group in o.param_groups):
+            what = f"fxmask.graphed: expected an optimiser with capturable=True, got {type(o).__name__} without, which PyTorch refuses to capture."
+            raise ConfigError(message(what, fix="capturable=True, with fused=True, too, where there is such a form."))
     for h in handles:
         h._let_go()
         if h.masked_step and h._guarded:

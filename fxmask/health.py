@@ -79,7 +79,7 @@ class HealthLog:
         rows = []
         for name, site, weight in required_sites(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
-            mask = state.mask_outside(site, w).cpu()
+            mask = state.mask_outside(site, w).to("cpu", copy=True)  # one that is cached may be rewritten in place
             rows.append(self._row(name, site, ranks.whole(w), mask))
         self.rows += rows
         if self.path is not None:

@@ -16,7 +16,7 @@ from .kernels.conv import in_format_of
 from .kernels.errors import StateError, UnsupportedError, message
 from .kernels.nm_ops import by_kernel, learned, sr_ste
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of, warn_scaled
-from .passes import ranks
+from .passes import noted, ranks
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
 from .sites import expect_module
@@ -48,6 +48,7 @@ class NMLayer(Swapped):
             what = "torch.jit.trace cannot record how N:M masks rank a weight (PyTorch's tracer fails at Tensor.view(dtype)): expected fixed masks."
             fix = "use torch.export.export or torch.compile; or fxmask.freeze(model), or fxmask.finalize(model), first, then trace under torch.no_grad()."
             raise UnsupportedError(message(what, type(self).__name__, fix))
+        noted.note(self)
         weight = masked_weight(self)
         if isinstance(self, nn.Conv2d):
             return conv_forward(self, input, in_format_of(weight, raw_weight(self)))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .kernels.errors import UnsupportedError, message
+from .passes import noted
 from .passes.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.choose import Decision
 from .passes.find import graph_modules, join
@@ -30,6 +31,7 @@ class Pruned(Swapped):
 
 
 def _refuse_tracing(m: nn.Module, input: Tensor) -> None:
+    noted.note(m)
     if isinstance(input, Proxy):
         what = "torch.fx.symbolic_trace cannot look into a pruned layer: expected a dense model."
         raise UnsupportedError(message(what, type(m).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))

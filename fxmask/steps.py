@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .kernels.errors import ConfigError, StateError, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import plain_int
 from .nm_masking import refresh_nm, step_nm
 from .passes import rebuild
@@ -34,8 +34,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl) ask for it.
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing. The optimiser's state is left alone:
     blocks that come back under `regrow` keep the momenta that they have, which `fxmask.guard` clears.
-    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`. Warns where a weight has a gradient though its masked forward
-    never ran.
+    Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`, UnsupportedError inside a CUDA graph. Warns where a weight has a
+    gradient though its masked forward never ran.
     Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.
     """
     taken = plain_int(n)
@@ -43,6 +43,10 @@ def step(model: nn.Module, n: int = 1) -> None:
         raise ConfigError(f"fxmask.step: expected a number of optimiser steps, an int of at least 0, got {n!r}.")
     n = taken
     expect_module(model, "fxmask.step")
+    first = next(model.parameters(), None)
+    if n and first is not None and state.capturing(first):
+        what = "fxmask.step inside a CUDA graph, whose replays would not count: expected it after each replay, or a guard."
+        raise UnsupportedError(message(what, type(model).__name__, "call it after the replay; or let fxmask.guard count, and fxmask.graphed capture the step."))
     pruned = scheduled_layers(model)
     if not any_masked(model) and (step_nm(model, n) or pruned):
         for _, m in pruned:

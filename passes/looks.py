@@ -73,7 +73,7 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
         if f is None or weight is None or weight.is_meta or site._fxmask_is_dense or not _crossed(site, before, f.every):
             continue
         mask, old = state.mask_outside(site, weight.detach()), site._fxmask_looked
-        site._fxmask_looked = mask
+        site._fxmask_looked = mask.clone()  # one that is cached may be rewritten in place
         if old is not None:
             due.append((site, f, (mask != old).sum() - (mask.sum() - old.sum()).abs()))  # a change of the ratio alone is no flip
     flips = torch.stack([t.to(due[0][2].device) for _, _, t in due]).tolist() if due else []

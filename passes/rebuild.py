@@ -132,6 +132,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
 def after_load(site: Site, weight: Tensor) -> None:
     """New weights were loaded: follow them to their device, and rewrite a cached mask."""
     before, restored = held_mask(site), site._fxmask_restored
+    before = before.clone() if before is not None and site._fxmask_in_place else before
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         state.place_on(site, weight.device)
         site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta

@@ -102,10 +102,11 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
+        attributes = {**self.__dict__, "_fxmask_in_place": False}  # no graph reads a copy
         if self._fxmask_guard is None:
-            return self.__dict__.copy()
+            return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
-        return {**self.__dict__, **gone, "_fxmask_was": self._fxmask_policy}
+        return {**attributes, **gone, "_fxmask_was": self._fxmask_policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

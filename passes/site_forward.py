@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..kernels import ops
 from ..kernels.errors import FxMaskWarning, ShapeError, StateError, UnsupportedError, message
-from . import phases, ranks
+from . import noted, phases, ranks
 from .site import Site, check_agreed, current_mask
 from .weights import is_ensemble
 
@@ -33,6 +33,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         _refuse_ensemble(site, weight)
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
+        noted.note(site)
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
         assert site._fxmask_kind >= 0  # the compiler compares what is looked at
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))

@@ -103,7 +103,7 @@ def planned(s: Setting, contenders: Sequence[str], refresh: Sequence[int]) -> li
 def _optimizer(s: Setting, model: nn.Module, graphed: bool = False) -> Optimizer:
     fused = True if graphed else None  # torch chooses
     if s.optimizer == "adamw":
-        return AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=fused)
+        return AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=fused, capturable=graphed)
     return SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=fused)
 
 

@@ -49,7 +49,7 @@ OPTIMISERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.Ada
 
 def optimiser(parameters: Any, recipe: Recipe, graphs: str | None = None) -> Optimizer:
     """The recipe's optimiser; `graphs`: a device, for steps that are captured there: fused, and the rate a tensor, which `Rates` fills."""
-    more: dict[str, Any] = {"lr": recipe.lr} if graphs is None else {"lr": torch.tensor(recipe.lr, device=graphs), "fused": True}
+    more: dict[str, Any] = {"lr": recipe.lr} if graphs is None else {"lr": torch.tensor(recipe.lr, device=graphs), "fused": True, "capturable": True}
     optim: Optimizer = OPTIMISERS[recipe.opt](parameters, weight_decay=recipe.weight_decay, **more)
     return optim
 

@@ -6,7 +6,7 @@
 
 | stages | what | limit in s, together |
 | --- | --- | --- |
-| versions, precompile, memcheck, tests, flows, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a kernel that copies reach | 60 to 240 each |
+| versions, precompile, memcheck, tests, flows, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copying kernel reach | 60 to 240 each |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
@@ -80,8 +80,8 @@ def _part(name: str, out: Path, limit_s: int, quick: bool) -> Stage:
     return Stage(name, python("-m", "fxmask.bench.device_stages", name, "--out", str(out), "--time-limit", str(limit_s - 15), *less), limit_s)
 
 
-SMALL = ("--model", "resmlp-s12", "cifar", "--block", "64", "--ratio", "0.8", "--refresh", "1", "10", "--energy", "0", "--contenders")
-SMALL += ("dense_eager", "dense_graphed", "masked_dense", "fxmask_eager", "fxmask_graphed")
+CONTENDERS = ("dense_eager", "dense_graphed", "masked_dense", "fxmask_eager", "fxmask_graphed")
+SMALL = ("--model", "resmlp-s12", "cifar", "--block", "64", "--ratio", "0.8", "--refresh", "1", "10", "--energy", "0", "--contenders", *CONTENDERS)
 TRAIN = ("--model", "gpt", "resmlp-s12", "--block", "64", "128", "--ratio", "0.8", "--impl", "triton")
 
 

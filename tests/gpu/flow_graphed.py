@@ -21,7 +21,7 @@ def graphed_run(model, device, graphed, steps=20, masked=True, compiled=False, g
     """Losses; every seventh step runs as it is, past the graph."""
     x, target = batch(device)
     x, target = x.clone(), target.clone()
-    opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device=device), fused=True)
+    opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3, device=device), fused=True, capturable=True)
     rate = torch.optim.lr_scheduler.ExponentialLR(opt, 0.95)
     if masked:
         fxmask.guard(opt, model, **(guard or {}))
@@ -75,7 +75,7 @@ def check_turns(device, impl):
     for model, stream in zip(models, streams, strict=True):
         with torch.cuda.stream(stream):
             x, target = batch(device)
-            opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
             fxmask.guard(opt, model)
             steps.append(fxmask.graphed(functools.partial(one_step, model, opt, x, target), opt))
             inputs.append(x)
@@ -91,7 +91,7 @@ def check_turns(device, impl):
     for n, model in zip((1, 2), models, strict=True):
         other = masked_net(device, impl, refresh=n, schedule=RAMP)
         x, target = batch(device)
-        opt = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
+        opt = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True, capturable=True)
         fxmask.guard(opt, other)
         for i in range(15):
             x.copy_(batch(device, seed=i)[0])

@@ -15,17 +15,18 @@ recording = [False]
 
 
 class Tape(TorchDispatchMode):
-    def __init__(self, pool=None):
+    def __init__(self, pool=None, stream=None):
         super().__init__()
         self.pool, self.calls, self.made, self.before = pool or object(), [], {}, {}
 
     def record(self, step):
-        recording[0] = True
+        recording[0], drawn = True, torch.get_rng_state()
         try:
             with self:
                 return step()
         finally:
             recording[0] = False
+            torch.set_rng_state(drawn)
             for t, values in self.before.values():
                 t.detach().copy_(values)
 

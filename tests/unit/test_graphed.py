@@ -8,68 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from unit import tape
+from unit.graphed_runs import BLOCK, MIX, RAMP, Run, adamw, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
 
 import fxmask
 from fxmask import ActivationPruning, Regrow, Schedule, WeightMask
 from fxmask.errors import ConfigError, FxMaskWarning, UnsupportedError
 
-BLOCK = (8, 8)
-
-
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch):
-    monkeypatch.setattr("fxmask.graphed_step._recorder", lambda device: tape.Tape)
-    monkeypatch.setattr("fxmask.passes.site.capturing", lambda t: tape.recording[0])
-
-
-class Run:
-    """A masked model in training, graphed or not."""
-
-    def __init__(self, graphed, *configs, guard=None, optimiser=None, schedule_lr=True, warmup=2, **options):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-        if configs or options:
-            fxmask.apply(self.model, *(configs or (WeightMask(0.5, BLOCK, **options),)), include=["0", "2"])
-        self.x, self.y = torch.empty(16, 32), torch.empty(16, dtype=torch.int64)
-        lr = torch.tensor(0.02) if schedule_lr else 0.02
-        self.optimiser = (optimiser or (lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.1, fused=True)))(self.model.parameters(), lr)
-        self.rate = torch.optim.lr_scheduler.ExponentialLR(self.optimiser, 0.95) if schedule_lr else None
-        if configs or options:
-            fxmask.guard(self.optimiser, self.model, **(guard or {}))
-        self.step = fxmask.graphed(self.plain, self.optimiser, warmup=warmup) if graphed else self.plain
-        self.losses, self.masks, self.steps = [], [], 0
-
-    def plain(self):
-        self.optimiser.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(self.model(self.x), self.y)
-        loss.backward()
-        self.optimiser.step()
-        return loss.detach()
-
-    def train(self, n, step=None):
-        for _ in range(n):
-            g = torch.Generator().manual_seed(self.steps)
-            self.steps += 1
-            self.x.copy_(torch.randn(16, 32, generator=g))
-            self.y.copy_(torch.randint(10, (16,), generator=g))
-            self.losses.append(float((step or self.step)()))
-            if self.rate is not None:
-                self.rate.step()
-            self.masks.append({k: m.clone() for k, m in fxmask.masks(self.model).items()} if hasattr(self.model[0], "_fxmask_step") else {})
-        return self
-
-
-def assert_same(a, b):
-    assert a.losses == b.losses
-    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-        for key, t in a.optimiser.state[p].items():
-            assert torch.equal(torch.as_tensor(t), torch.as_tensor(b.optimiser.state[q][key])), key
-    for i, (m, n) in enumerate(zip(a.masks, b.masks, strict=True)):
-        assert all(torch.equal(m[k], n[k]) for k in n), i
-
-
-RAMP = Schedule("cubic", steps=15)
+pytestmark = pytest.mark.usefixtures("graphs")
 WAYS = {
     "a mask a forward": {"backward": "masked"},
     "ramp": {"schedule": RAMP},
@@ -159,15 +104,6 @@ def test_several_optimisers():
     assert_goes_on(graphed, plain)
 
 
-def assert_goes_on(graphed, plain, n=8):
-    """From here on as the other one, after whatever was refused or done to both."""
-    graphed.train(n), plain.train(n)
-    assert graphed.losses[-n:] == plain.losses[-n:]
-
-
-MIX = {"refresh": 2, "criterion": "taylor", "average": 0.9, "schedule": RAMP}
-
-
 def test_steps_as_they_are_between_replays():
     """A last, smaller batch that runs past the graph moves masks and scores where the graph finds them: nothing is captured anew."""
     graphed, plain = Run(True, **MIX).train(6), Run(False, **MIX).train(6)
@@ -231,7 +167,7 @@ def test_masks_that_go_and_come():
 
 def test_numbers_that_move():
     """A Python rate that moves now and then is captured anew; one that moves in every step is told of, and right all the same."""
-    graphed, plain = (Run(g, schedule_lr=False, refresh=2) for g in (True, False))
+    graphed, plain = pair(schedule_lr=False, refresh=2)
     for lr in (0.02, 0.01):
         for r in (graphed, plain):
             r.optimiser.param_groups[0]["lr"] = lr
@@ -239,12 +175,13 @@ def test_numbers_that_move():
     assert graphed.step.captures == 2
 
     def falling():
-        for i in range(8):
+        for i in range(40):
             for r in (graphed, plain):
                 r.optimiser.param_groups[0]["lr"] = 0.01 * 0.9**i
             assert_goes_on(graphed, plain, 1)
 
-    with pytest.warns(FxMaskWarning, match=r"(?s)a Python number of the optimiser moves from step to step.*lr=torch.tensor") as told:
+    what = r"(?s)got 20 replays in 50 calls.*because what a graph holds fixed has changed: numbers of the optimiser.*lr=torch.tensor"
+    with pytest.warns(FxMaskWarning, match=what) as told:
         falling()
     assert len(told) == 1
 

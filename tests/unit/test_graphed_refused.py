@@ -1,0 +1,120 @@
+"""Steps that `fxmask.graphed` refuses, or that raise, and gradients that lie around: nothing that no device has computed stays."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from unit.graphed_runs import MIX, Run, assert_goes_on, assert_same, graphs, pair  # noqa: F401  (a fixture)
+
+import fxmask
+from fxmask.errors import ConfigError, UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("graphs")
+
+
+@pytest.mark.parametrize("zero", [False, True], ids=["added to", "set to zero"])
+def test_gradients_that_stay(zero):
+    """A step that adds to the gradients that it finds, or sets them to zero in place; replaced from outside they are no graph's."""
+    runs = []
+    for g in (True, False):
+        r = Run(False, **(MIX if zero else {"refresh": 0}))
+
+        def plain(r=r):
+            if zero:
+                r.optimiser.zero_grad(set_to_none=False)
+            loss = F.cross_entropy(r.model(r.x), r.y)
+            loss.backward()
+            r.optimiser.step()
+            return loss.detach()
+
+        r.step, r.plain = fxmask.graphed(plain, r.optimiser, warmup=2) if g else plain, plain
+        r.train(7)
+        r.train(1, step=plain)
+        r.train(4)
+        r.optimiser.zero_grad(set_to_none=True)
+        F.cross_entropy(r.model(r.x), r.y).backward()
+        r.train(8)
+        runs.append(r)
+    assert_same(*runs)
+    assert runs[0].step.replays >= 10
+
+
+class Counting(torch.optim.SGD):
+    """Counts on the host, as some optimisers do."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["taken"] = self.state[p].get("taken", 0) + 1
+        super().step()
+
+
+def test_an_optimiser_that_counts_on_the_host():
+    graphed, plain = (Run(g, optimiser=lambda p, lr: Counting(p, lr=0.1), schedule_lr=False, refresh=2) for g in (True, False))
+    graphed.train(3), plain.train(3)
+    with pytest.raises(UnsupportedError, match=r"(?s)an optimiser counts on the host, which a CUDA graph holds fixed.*not taken.*Counting"):
+        graphed.step()
+    graphed.optimiser.state[graphed.model[0].weight]["taken"] -= 1  # what its Python did in the capture, as torch's own hooks there
+    graphed.step = graphed.plain
+    assert_goes_on(graphed, plain)
+
+
+def test_an_optimiser_that_is_not_capturable():
+    r = Run(False, refresh=2, optimiser=lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True))
+    with pytest.raises(ConfigError, match="expected an optimiser with capturable=True, got AdamW without, which PyTorch refuses to capture"):
+        fxmask.graphed(r.plain, r.optimiser)()
+
+
+@pytest.mark.parametrize("calls", [(1, 2, 3), (3,), (4,)])
+def test_a_step_that_raises(calls):
+    """In its first calls, before anything is warm, or in the capture: nothing that Python has made stays."""
+    graphed, plain = pair(**MIX)
+    count = iter(range(1, 100))
+
+    def raising():
+        bad = next(count) in calls
+        graphed.optimiser.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(graphed.model(graphed.x), graphed.y)
+        loss.backward()
+        if bad:
+            raise ValueError("a broken image")
+        graphed.optimiser.step()
+        return loss.detach()
+
+    graphed.step = fxmask.graphed(raising, graphed.optimiser, warmup=2)
+    broken = 0
+    for _ in range(20):
+        try:
+            graphed.train(1)
+        except ValueError:
+            broken += 1
+            graphed.steps -= 1
+    plain.train(20 - len(calls))
+    assert broken == len(calls)
+    assert_same(graphed, plain)
+    assert graphed.step.replays >= 10
+
+
+def test_gradients_after_a_capture_that_failed():
+    """With zero_grad at the step's end they would be added to."""
+    graphed, plain = pair(**MIX)
+
+    def zero_last(r, more=lambda loss: loss):
+        def step():
+            loss = F.cross_entropy(r.model(r.x), r.y)
+            loss.backward()
+            r.optimiser.step()
+            more(loss)
+            r.optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return step
+
+    for r in (graphed, plain):
+        r.train(6, step=zero_last(r))
+    broken = fxmask.graphed(zero_last(graphed, lambda loss: loss.item()), graphed.optimiser, warmup=1)
+    graphed.train(1, step=broken), plain.train(1, step=zero_last(plain))
+    with pytest.raises(UnsupportedError, match="cannot be captured"):
+        broken()
+    assert all(p.grad is None for p in graphed.model.parameters())
+    for r in (graphed, plain):
+        r.train(4, step=zero_last(r))
+    assert_same(graphed, plain)
