@@ -49,7 +49,7 @@ class Facts:
 
     def tensors(self) -> list[Any]:
         """What is compared by identity; sites' masks and scalars are rewritten in place from now on."""
-        found: list[Any] = [o.state for o in self.optimizers]
+        found: list[Any] = []
         for o in self.optimizers:
             for state in o.state.values():
                 found += state.values()
