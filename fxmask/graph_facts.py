@@ -37,11 +37,9 @@ class Facts:
         """Of all optimisers, as they are now."""
         return [group for o in self.optimizers for group in o.param_groups]
 
-    def watch(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether there were modules among these that were not watched."""
-        before = len(self.modules)
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Compare these, too."""
         self.modules.update(dict.fromkeys(modules))
-        return len(self.modules) > before
 
     def lies(self, value: Any) -> bool:
         """Whether a graph reads this number where it lies; of one of Python's, or of the CPU beside weights on a GPU, it holds the value."""
@@ -74,7 +72,7 @@ class Facts:
         return {
             "numbers of the optimiser": numbers(self.groups, self),
             "where parameters lie, or whether they are trained": tuple((p.data_ptr(), p.requires_grad) for group in self.groups for p in group["params"]),
-            "where other tensors of the modules lie": tuple(t.data_ptr() for m in modules for t in m._buffers.values() if t is not None),
+            "where tensors of the modules lie": tuple(t.data_ptr() for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None),
             "classes of modules, their children, or whether they train": tuple((m.__class__, m.training, len(m._modules)) for m in modules),
             "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
             "how inputs are pruned, or N:M masks frozen": tuple(_of_layer(m) for m in modules if "_fxmask_pruning" in m.__dict__ or "_fxmask_nm" in m.__dict__),

@@ -250,7 +250,10 @@ def test_wrong_use(tmp_path, capsys):
 GRAPHS = (*SHORT, "--graphs")
 
 
-@pytest.mark.parametrize("options", [(*GRAPHS, "--schedule", "cubic:20", "--refresh", "2", "--criterion", "taylor", "--average", "0.9"), (*GRAPHS, "--dense")])
+RAMPED = (*GRAPHS, "--schedule", "cubic:20", "--refresh", "2", "--criterion", "taylor", "--average", "0.9")
+
+
+@pytest.mark.parametrize("options", [RAMPED, pytest.param((*GRAPHS, "--dense"), marks=pytest.mark.slow)], ids=["masked", "dense"])
 def test_graphed_steps(options, tmp_path, monkeypatch):
     """As CUDA graphs (a stand-in's) a run ends with the same bits as step by step, resumed in the middle, too; and near those of the usual optimiser."""
     alone, graphed, usual = (tmp_path / name for name in ("alone", "graphed", "usual"))

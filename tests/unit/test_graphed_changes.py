@@ -173,7 +173,11 @@ def test_a_masked_teacher():
                 p.copy_(q)
         fxmask.refresh(r.teacher)
         r.train(6)
+        for p in r.teacher[2].parameters():
+            p.data = 0.5 * p.data
+        r.train(4)
     assert_same(*runs)
+    assert runs[0].step.captures == 2
 
 
 def test_two_halves_in_turns():
