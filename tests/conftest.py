@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -11,6 +12,12 @@ import torch
 from torchvision_shim import import_torchvision  # examples/ is on the path, see pyproject.toml
 
 os.environ.setdefault("FXMASK_TUNE", "0")  # what a measurement chooses differs from run to run; tests/unit/tuned.py switches it on
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection need not go through it, and a test that asks for one need not wait a second for it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def run(make, apply, inner="eager"):
 
 def check(make, inner):
     """`make`: code that defines make() and inputs()."""
-    found, expected = run(make, False, inner), run(make, True)
+    with ThreadPoolExecutor() as at_once:
+        found, expected = at_once.map(lambda apply: run(make, apply, inner), (False, True))
     assert len(found) == 4
     assert found == (expected if inner == "eager" else pytest.approx(expected, rel=1e-4))

@@ -16,6 +16,10 @@ import pytest
 INSIDE = os.environ.get("FXMASK_INTERPRETER") == "1"
 FOLDER = Path(__file__).parent
 collect_ignore_glob = ["test_in_interpreter.py"] if INSIDE else ["test_[!i]*.py"]
+if INSIDE:
+    from interpreter.quick import quicken
+
+    quicken()
 
 
 class Runs:

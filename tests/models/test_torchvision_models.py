@@ -17,5 +17,5 @@ def test_vit_b_16(torchvision):
 # its attention gives qkv.weight and proj.weight to a function
 def test_swin_t(torchvision):
     torch.manual_seed(0)
-    model = torchvision.models.SwinTransformer([4, 4], 96, [2, 2, 2, 2], [3, 6, 12, 24], [7, 7], stochastic_depth_prob=0.2)
-    check(stirred(model), images(2, 3, 224, 224), read=["*.attn.qkv.weight", "*.attn.proj.weight"])
+    model = torchvision.models.SwinTransformer([4, 4], 96, [2, 2, 1, 1], [3, 6, 12, 24], [7, 7], stochastic_depth_prob=0.2)
+    check(stirred(model), images(2, 3, 112, 112), read=["*.attn.qkv.weight", "*.attn.proj.weight"])

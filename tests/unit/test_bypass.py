@@ -114,9 +114,17 @@ def test_no_false_alarm(form):
     assert fxmask.explain(m).rows[0]["step"] == 3
 
 
+OPTIONS = [{}, dict(refresh=2), dict(backward="ste"), dict(ratio=0.9, schedule=fxmask.Schedule("linear", steps=4))]
+# each with one way to count, and with the other one, too, where there is time
+SHARED = [
+    pytest.param(counted, options, marks=pytest.mark.slow if (i + j // 2) % 2 else ())
+    for i, counted in enumerate(("guard", "step"))
+    for j, options in enumerate(OPTIONS)
+]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")  # Dynamo, of any tensor
-@pytest.mark.parametrize("options", [{}, dict(refresh=2), dict(backward="ste"), dict(ratio=0.9, schedule=fxmask.Schedule("linear", steps=4))], ids=str)
-@pytest.mark.parametrize("counted", ["guard", "step"])
+@pytest.mark.parametrize(("counted", "options"), SHARED, ids=str)
 def test_layers_that_share_a_compile_are_no_readers(options, counted):
     """Compiled one by one, or as a model that is made again: the compiler traces the first of those that are alike."""
     torch._dynamo.reset()

@@ -47,9 +47,14 @@ def resmlp():
 
 
 CASES = [(name, make, "aot_eager") for name in OPTIONS for make in (mlp, Residual)] + [("cubic", mlp, "inductor"), ("cubic", resmlp, "inductor")]
+# the default run has these options with another model
+SELDOM = [*((n, m, "aot_eager") for n, m in (("cached", mlp), ("rigl", Residual), ("random", mlp), ("unmasked", Residual))), ("cubic", mlp, "inductor")]
 
 
-@pytest.mark.parametrize(("name", "make", "backend"), CASES, ids=["-".join((n, m.__name__, b)) for n, m, b in CASES])
+@pytest.mark.parametrize(
+    ("name", "make", "backend"),
+    [pytest.param(*c, id="-".join((c[0], c[1].__name__, c[2])), marks=pytest.mark.slow if c in SELDOM else ()) for c in CASES],
+)
 def test_training_equals_eager_without_recompiles(name, make, backend):
     torch._dynamo.reset()
     eager, model = (fxmask.apply(make(), **OPTIONS[name]) for _ in range(2))

@@ -20,12 +20,17 @@ MOVES = [c for c in CONFIGS if c != "refresh-0"]
 # ---- to go on ----------------------------------------------------------------------------------------------------------------------------------------------
 
 
-@FORMS
-@EACH
-@pytest.mark.parametrize(
-    ("policy", "returning", "batches"),
-    [("auto", "keep", 1), ("auto", "zero", 4), ("decay", "keep", 1), ("free", "zero", 1)],
-)
+GUARDS = [("auto", "keep", 1), ("auto", "zero", 4), ("decay", "keep", 1), ("free", "zero", 1)]
+# the first guard with everything, the others with each config in one form, and in the other form, too, where there is time
+RESUMED = [
+    pytest.param(form, config, *guard, id="-".join(map(str, (*guard, config, form))), marks=pytest.mark.slow if i and (i + j + k) % 2 else ())
+    for i, guard in enumerate(GUARDS)
+    for j, config in enumerate(CONFIGS)
+    for k, form in enumerate(("module", "graph"))
+]
+
+
+@pytest.mark.parametrize(("form", "config", "policy", "returning", "batches"), RESUMED)
 def test_a_resumed_run_is_the_same_run(form, config, policy, returning, batches):
     """Stopped after 5 of 12 steps: loss, weights, masks, optimiser, learning rate and `explain` of each step left are bit-identical."""
     whole = run(form, config, 0, policy, returning)
