@@ -111,6 +111,7 @@ def test_steps_as_they_are_between_replays():
         for r in (graphed, plain):
             r.train(1, step=r.plain)
         assert_goes_on(graphed, plain, 4)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(graphed.model.parameters(), plain.model.parameters(), strict=True))
     assert_same(graphed, plain)
     assert graphed.step.captures == 1
 

@@ -129,6 +129,16 @@ def test_masks_that_nobody_guards():
     assert runs[0].step.replays >= 10
 
 
+def test_a_dense_model_that_is_masked_later():
+    runs = other_runs(lambda r: (r.plain, r.optimiser))
+    for r in runs:
+        r.train(6)
+        fxmask.apply(r.model, WeightMask(0.5, BLOCK), include=["0", "2"])
+        r.train(6)
+    assert_same(*runs)
+    assert runs[0].step.captures == 2
+
+
 def test_steps_that_are_told_outside():
     """Without a guard, `fxmask.step` after each call."""
 
@@ -260,8 +270,10 @@ def test_nm_masks_that_are_frozen():
         r.train(6)
         fxmask.freeze(r.model)
         r.train(6)
+        r.model[0].nm_mask = ~r.model[0].nm_mask
+        r.train(6)
     assert_same(*runs)
-    assert runs[0].step.captures == 2
+    assert runs[0].step.captures == 3
 
 
 def test_a_temperature_that_moves():
