@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -15,10 +15,10 @@ import fxmask
 class GraphedRun:
     """Steps whose inputs lie where the graph reads them; smaller batches, as the last of an epoch, run as they are."""
 
-    def __init__(self, compute: Callable[[Tensor, Tensor, Tensor], None], optimiser: Optimizer, classes: int, batch: int) -> None:
+    def __init__(self, compute: Callable[[Tensor, Tensor, Tensor], None], optimiser: Optimizer, models: list[nn.Module], classes: int, batch: int) -> None:
         self.compute, self.classes, self.batch = compute, classes, batch
         self.inputs: list[Tensor] = []
-        self.step = fxmask.graphed(self._step, optimiser)
+        self.step = fxmask.graphed(self._step, optimiser, models=models)
 
     def _step(self) -> None:
         self.compute(*self.inputs)

@@ -41,7 +41,7 @@ from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Rates, Recipe, guard, opt
 from thesis.teacher import Teacher, watched
 
 COLUMNS = ("epoch", "train_loss", "val_loss", "train_acc", "top1", "top5", "ratio_achieved", "flips", "lr", "flop", "loaded", "seconds")
-FLOP_EVERY, FLOP_EVERY_GRAPHED = 25, 1000  # steps; where they are counted, or looked at, an epoch begins anew
+FLOP_EVERY, FLOP_EVERY_GRAPHED = 25, 1000  # steps, from an epoch's first on; steps that are counted are no graph's
 LATER = {"graphs": False, "amp": "none", "from_teacher": False, "teach_blocks": 0.0, "hidden": None}  # options that older checkpoints do not know
 HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "device", "no_figures")  # may change from one start of a run to the next
 
@@ -131,7 +131,8 @@ class Run:
         self.tracker = MaskTracker(self.model, counts=False)
         self.counted = torch.zeros(2, dtype=torch.float64, device=args.device)  # loss and right; left on the device, which would have to be waited for
         self.step, self.sums = 0, {"n": 0.0, "seconds": 0.0, "flop": 0.0, "loaded": 0.0}
-        self.graphed = GraphedRun(self.compute, self.optimiser, self.data.classes, args.batch) if args.graphs else None
+        models = [self.model, *([self.teacher.model] if self.teacher else [])]
+        self.graphed = GraphedRun(self.compute, self.optimiser, models, self.data.classes, args.batch) if args.graphs else None
 
     def loaded(self) -> tuple[float, float]:
         """(weight elements of the thesis' layers that a forward loads, of all that they have): token mixing and channel linears, masked or not."""
