@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .graph_facts import Facts, host_state, keys_of
+from .graph_facts import Facts, host_values, keys_of, moved, put_back
 from .guard_handle import GuardHandle
 from .kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
 from .passes.noted import noting
@@ -60,8 +60,8 @@ def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer
     Raises: UnsupportedError and ConfigError where no replay could be the step; no step was taken then.
     """
     parameters = [p for group in facts.groups for p in group["params"]]
-    with _undone(parameters, optimizers, handles) as keep, _translated(name):
-        counts, entries, before = host_state(facts), keys_of(optimizers), [p.grad for p in parameters]
+    with _undone(parameters, optimizers, handles, facts) as keep, _translated(name):
+        counts, entries, before = host_values(facts), keys_of(optimizers), [p.grad for p in parameters]
         with _counting(handles) as steps, noting() as layers:
             result = graph.record(step)
         if any(n != 1 for n in steps()):
@@ -69,7 +69,7 @@ def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer
             raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
         if keys_of(optimizers) != entries:
             return None
-        if host_state(facts) != counts:
+        if moved(counts):
             what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
             raise UnsupportedError(message(what, ", ".join(type(o).__name__ for o in optimizers), "use one with capturable=True, or go on without a graph."))
         keep()
@@ -95,9 +95,11 @@ def _counting(handles: list[GuardHandle]) -> Iterator[Callable[[], list[int]]]:
 
 
 @contextmanager
-def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: list[GuardHandle]) -> Iterator[Callable[[], None]]:
+def _undone(
+    parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts
+) -> Iterator[Callable[[], None]]:
     """Put gradients and state back that Python has made inside and nothing has computed, unless what is given is called."""
-    gradients, entries, kept = [p.grad for p in parameters], keys_of(optimizers), []
+    gradients, entries, counts, kept = [p.grad for p in parameters], keys_of(optimizers), host_values(facts), []
     try:
         yield lambda: kept.append(True)
     finally:
@@ -110,6 +112,7 @@ def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: 
                         del state[key]
                     if p not in entries:
                         del o.state[p]
+            put_back(counts)
             for g in (g for h in handles for g in h._guarded):
                 g.last = g.mask = g.before = g.gradient = None
                 g.momenta = {}

@@ -94,14 +94,25 @@ def numbers(groups: Iterable[dict[str, Any]], facts: Facts) -> str:
     return repr([(k, _plain(v)) for group in groups for k, v in group.items() if k != "params" and not facts.lies(v)])
 
 
-def host_state(facts: Facts) -> str:
-    """What optimisers count on the host: a capture that moves it would move it once, and no replay again."""
-    states = [(k, _plain(v)) for o in facts.optimizers for state in o.state.values() for k, v in state.items() if not facts.lies(v)]
-    return repr(states) + numbers(facts.groups, facts)
+def host_values(facts: Facts) -> list[tuple[dict[Any, Any], Any, Any]]:
+    """(dict, key, value) of what optimisers keep on the host: a capture that moves it would move it once, and no replay again."""
+    own = [state for o in facts.optimizers for state in o.state.values()] + facts.groups
+    return [(d, k, v.clone() if isinstance(v, Tensor) else v) for d in own for k, v in d.items() if k != "params" and not facts.lies(v)]
+
+
+def moved(values: list[tuple[dict[Any, Any], Any, Any]]) -> bool:
+    """Whether some of these are others by now."""
+    return repr([_plain(v) for _, _, v in values]) != repr([_plain(d.get(k)) for d, k, _ in values])
+
+
+def put_back(values: list[tuple[dict[Any, Any], Any, Any]]) -> None:
+    """As they were; a tensor keeps its place."""
+    for d, k, v in values:
+        d[k] = d[k].copy_(v) if isinstance(v, Tensor) and isinstance(d.get(k), Tensor) else v
 
 
 def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) and not value.is_cuda and value.numel() == 1 else value if not isinstance(value, Tensor) else id(value)
+    return value.tolist() if isinstance(value, Tensor) else value  # of the CPU: those on a device lie there
 
 
 def keys_of(optimizers: Iterable[Optimizer]) -> dict[Any, set[Any]]:
