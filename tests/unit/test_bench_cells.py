@@ -118,7 +118,7 @@ def test_stages_fit_into_their_call(tmp_path):
         command = list(stages[name].command)
         assert command[3] == name and float(command[command.index("--time-limit") + 1]) < stages[name].limit_s and "--quick" not in command
     less = {s.name: s for s in gpu.make_stages(tmp_path, tmp_path / "pytest.ini", quick=True)}
-    assert set(stages) - set(less) == {"full", "train"} and all("--quick" in less[n].command for n in second)
+    assert set(stages) - set(less) == {"small", "full", "train"} and all("--quick" in less[n].command for n in second)
     assert set(gpu.PARTS) == {*device_stages.PARTS, *sweeps.OPS}
 
 

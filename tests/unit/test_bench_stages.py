@@ -84,7 +84,7 @@ def test_an_interrupt_ends_what_runs_side_by_side(tmp_path):
 def test_only_stages_that_measure_nothing_run_beside_others(tmp_path):
     stages = gpu.make_stages(tmp_path, tmp_path / "pytest.ini", jobs=4)
     beside = {s.name.partition("-")[0] for s in stages if s.beside}
-    assert beside == {"versions", "precompile", "memcheck", "tests", "graphs"}
+    assert beside == {"versions", "precompile", "memcheck", "tests", "flows", "graphs"}
     assert [s.beside for s in stages] == sorted((s.beside for s in stages), reverse=True)  # all at once, and before the others
     tests = next(s for s in stages if s.name == "tests")
     assert (list(tests.command[-2:]) == ["-n", "4"]) == (importlib.util.find_spec("xdist") is not None)
