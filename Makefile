@@ -26,11 +26,15 @@ help:  ## list the targets
 demo: $(READY)  ## train a small masked model on the CPU and print its report
 	@$(PY) examples/demo.py
 
-test: $(READY)  ## the tests, but for the slow ones
-	@$(PY) -m pytest -m "not slow and not gpu and not models"
+# in two processes, whose threads would be in each other's way; in one where pytest-xdist is not there. More: make test JOBS=8
+JOBS ?= 2
+SIDE_BY_SIDE = $(shell $(PY) -c 'import xdist' 2>/dev/null && echo OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder || echo $(PY) -m pytest)
+
+test: $(READY)  ## the tests, but for the slow ones; JOBS=8 on more cores
+	@$(SIDE_BY_SIDE) -m "not slow and not gpu and not models"
 
 test-all: $(READY)  ## the tests, slow ones included
-	@$(PY) -m pytest -m "not gpu and not models"
+	@$(SIDE_BY_SIDE) -m "not gpu and not models"
 
 models: $(READY)  ## the tests with models of timm, Hugging Face and peft, which it installs
 	@$(PIP) --no-build-isolation --editable '.[dev,examples,models]'

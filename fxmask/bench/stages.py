@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,8 +73,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def run_stage(stage: Stage, log: Path, limit_s: float | None, started: list[subprocess.Popen[bytes]]) -> Result:
-    """Run one stage, its output appended to a log, for at most the smaller of both limits. `started` gets its process."""
+def run_stage(stage: Stage, log: Path, limit_s: float | None, started: list[subprocess.Popen[bytes]], stopped: threading.Event) -> Result:
+    """Run one stage, its output appended to a log, for at most the smaller of both limits. `started` gets its process; it ends at once if `stopped`."""
     if stage.skip:
         return Result(stage.name, "skipped", last=stage.skip)
     limit = stage.limit_s if limit_s is None else min(stage.limit_s, limit_s)
@@ -87,6 +88,8 @@ def run_stage(stage: Stage, log: Path, limit_s: float | None, started: list[subp
         try:
             process = subprocess.Popen(list(stage.command), cwd=ROOT, env=environment(stage.env), stdout=f, stderr=subprocess.STDOUT, start_new_session=True)
             started.append(process)
+            if stopped.is_set():  # while this one was being started, so that nobody else has ended it
+                _end(process)
         except OSError as e:
             return Result(stage.name, "failed", last=f"{type(e).__name__}: {e}")
         try:
@@ -109,10 +112,11 @@ def run_stages(stages: Sequence[Stage], out: Path, time_limit: float | None = No
     begin = time.monotonic()
     results: list[Result] = []
     started: list[subprocess.Popen[bytes]] = []
+    stopped = threading.Event()
 
     def one(stage: Stage) -> Result:
         left = None if time_limit is None else time_limit - (time.monotonic() - begin)
-        return run_stage(stage, out / (f"{stage.name}.{LOG}" if stage.beside else LOG), left, started)
+        return run_stage(stage, out / (f"{stage.name}.{LOG}" if stage.beside else LOG), left, started, stopped)
 
     for key, group in groupby(stages, key=lambda s: s.beside or s.name):
         failed = {r.name for r in results if r.status == "failed"}
@@ -125,6 +129,7 @@ def run_stages(stages: Sequence[Stage], out: Path, time_limit: float | None = No
                     (out / RESULTS).write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
                     say(f"{result.name:12} {result.status:8} {result.seconds:6.1f} s  {result.last}")
             except BaseException:  # interrupted: threads would wait for what they have started
+                stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in started:
                     if process.poll() is None:

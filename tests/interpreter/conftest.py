@@ -1,6 +1,7 @@
 """Triton reads TRITON_INTERPRET when a kernel is decorated, so these tests run in processes of their own, which test_in_interpreter.py reports.
 
-They begin with the session and are waited for at its end: beside the other tests one after another, alone as many at once as there are cores.
+They begin with the session and are waited for at its end: beside the other tests one after another, alone as many at once as there are cores. Where the tests
+run in several processes anyhow (pytest-xdist), one of these does nothing else at first.
 """
 
 from __future__ import annotations
@@ -53,15 +54,24 @@ RUNS = pytest.StashKey[Runs]()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name == "test_in_interpreter.py")  # stable: the others keep their order
+    items.sort(key=lambda item: (item.path.name == "test_in_interpreter.py") != _is_one_of_several(item.config))  # stable: the others keep their order
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def _is_one_of_several(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def _begin(session: pytest.Session) -> None:
     ours = [item.callspec.params["path"] for item in session.items if item.path.name == "test_in_interpreter.py"]  # type: ignore[attr-defined]
     if ours and not session.config.option.collectonly:
         alone = len(ours) == len(session.items)
         marks = "not slow" if "not slow" in session.config.option.markexpr else ""
         session.config.stash[RUNS] = Runs(ours, marks, (os.cpu_count() or 1) if alone else 1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not _is_one_of_several(session.config):  # each of which collects them all
+        _begin(session)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -72,4 +82,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture
 def runs(request: pytest.FixtureRequest) -> dict[Path, Future[subprocess.CompletedProcess[str]]]:
     """For each file that was selected its run."""
+    if RUNS not in request.config.stash:
+        _begin(request.session)
     return request.config.stash[RUNS].of
