@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> float:
         print(f"step {args.steps} on {world} ranks: loss {float(mean):.6f}")
         print(fxmask.explain(model))
     guard.remove()
+    del wrapped  # whose reducer would be the last to hold gloo's group: PyTorch then joins its thread under the GIL, and may wait for ever
     dist.destroy_process_group()
     return float(mean)
 
