@@ -55,7 +55,7 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     Raises: ConfigError (an optimiser without capturable=True; a step that steps a guarded optimiser other than once); UnsupportedError where a step cannot be
     captured (masked_step; regrow by gradient in another mode than rigl; an optimiser that counts on the host; whatever PyTorch refuses). Then no step was
     taken, and `step` itself can go on. Warns after 50 calls where fewer than half were replays, with the reason.
-    Cost: a replay, and on the host about ten microseconds a masked layer and one a parameter; masks that are due are rebuilt after it. The memory of a step
+    Cost: a replay, and on the host ten to twenty microseconds a masked layer; masks that are due are rebuilt after it. The memory of a step
     stays allocated. Masks, lists, scores and scalars of watched layers are rewritten in place from now on: a backward belongs before the next step.
     Not from a paper: CUDA graphs of PyTorch (`torch.cuda.graph`), which by themselves would never replay the host's counts.
     """
