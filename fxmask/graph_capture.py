@@ -60,21 +60,20 @@ def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer
     Raises: UnsupportedError and ConfigError where no replay could be the step; no step was taken then.
     """
     parameters = [p for group in facts.groups for p in group["params"]]
-    with _undone(parameters, optimizers, handles, facts) as keep, _translated(name):
-        counts, entries, before = host_values(facts), keys_of(optimizers), [p.grad for p in parameters]
+    with _undone(parameters, optimizers, handles, facts) as before, _translated(name):
         with _counting(handles) as steps, noting() as layers:
             result = graph.record(step)
         if any(n != 1 for n in steps()):
             what = f"fxmask.graphed: expected a step in which each guarded optimiser steps once, got {steps()} steps; it was not taken."
             raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
-        if keys_of(optimizers) != entries:
+        if keys_of(optimizers) != before.entries:
             return None
-        if moved(counts):
+        if moved(before.counts):
             what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
             raise UnsupportedError(message(what, ", ".join(type(o).__name__ for o in optimizers), "use one with capturable=True, or go on without a graph."))
-        keep()
+        before.kept.append(True)
         after = [(p, p.grad) for p in parameters]
-        added = [(p, grad) for (p, grad), old in zip(after, before, strict=True) if grad is not None and grad is old]
+        added = [(p, grad) for (p, grad), old in zip(after, before.gradients, strict=True) if grad is old and grad is not None]
         return Recorded(graph, result, after, added, [(g, g.last) for h in handles for g in h._guarded], layers)
 
 
@@ -94,25 +93,32 @@ def _counting(handles: list[GuardHandle]) -> Iterator[Callable[[], list[int]]]:
             h._captures = None
 
 
+class _Before(NamedTuple):
+    """What Python may change in a capture, as it was; `kept` is filled where the changes stay."""
+
+    gradients: list[Tensor | None]
+    entries: dict[Any, set[Any]]
+    counts: list[tuple[dict[Any, Any], Any, Any]]
+    kept: list[bool]
+
+
 @contextmanager
-def _undone(
-    parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts
-) -> Iterator[Callable[[], None]]:
-    """Put gradients and state back that Python has made inside and nothing has computed, unless what is given is called."""
-    gradients, entries, counts, kept = [p.grad for p in parameters], keys_of(optimizers), host_values(facts), []
+def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts) -> Iterator[_Before]:
+    """Put gradients and state back that Python has made inside and nothing has computed, unless they are kept."""
+    before = _Before([p.grad for p in parameters], keys_of(optimizers), host_values(facts), [])
     try:
-        yield lambda: kept.append(True)
+        yield before
     finally:
-        if not kept:
-            for p, grad in zip(parameters, gradients, strict=True):
+        if not before.kept:
+            for p, grad in zip(parameters, before.gradients, strict=True):
                 p.grad = grad
             for o in optimizers:
                 for p, state in list(o.state.items()):
-                    for key in set(state) - entries.get(p, set()):
+                    for key in set(state) - before.entries.get(p, set()):
                         del state[key]
-                    if p not in entries:
+                    if p not in before.entries:
                         del o.state[p]
-            put_back(counts)
+            put_back(before.counts)
             for g in (g for h in handles for g in h._guarded):
                 g.last = g.mask = g.before = g.gradient = None
                 g.momenta = {}

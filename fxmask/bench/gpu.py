@@ -50,6 +50,10 @@ TESTS = {
 }
 # stages with a csv of their own, and their limits in seconds
 PARTS = {"bandwidth": 40, "tensorcore": 25, "tiles": 105, "splits": 45, "metadata": 50, "dropout": 60, "pruning": 90, "nm": 30}
+# options of train_step.py
+CONTENDERS = ("dense_eager", "dense_graphed", "masked_dense", "fxmask_eager", "fxmask_graphed")
+SMALL = ("--model", "resmlp-s12", "cifar", "--block", "64", "--ratio", "0.8", "--refresh", "1", "10", "--energy", "0", "--contenders", *CONTENDERS)
+TRAIN = ("--model", "gpt", "resmlp-s12", "--block", "64", "128", "--ratio", "0.8", "--impl", "triton")
 # pytest as it comes, without the plugins and options that pyproject.toml asks for
 INI = """[pytest]
 addopts = --import-mode=importlib
@@ -78,11 +82,6 @@ def _part(name: str, out: Path, limit_s: int, quick: bool) -> Stage:
     """A stage that stops itself 15 s before its limit: starting takes a part of that, and the cell that runs last another."""
     less = ("--quick",) if quick else ()
     return Stage(name, python("-m", "fxmask.bench.device_stages", name, "--out", str(out), "--time-limit", str(limit_s - 15), *less), limit_s)
-
-
-CONTENDERS = ("dense_eager", "dense_graphed", "masked_dense", "fxmask_eager", "fxmask_graphed")
-SMALL = ("--model", "resmlp-s12", "cifar", "--block", "64", "--ratio", "0.8", "--refresh", "1", "10", "--energy", "0", "--contenders", *CONTENDERS)
-TRAIN = ("--model", "gpt", "resmlp-s12", "--block", "64", "128", "--ratio", "0.8", "--impl", "triton")
 
 
 def _steps(name: str, out: Path, limit_s: int, options: Sequence[str]) -> Stage:
