@@ -2,24 +2,26 @@
 CPU tensors in Triton's interpreter).
 
 An explicit request never falls back: it raises. `auto` takes on a CPU the fastest of masked-dense and the strips, case by case. On CUDA an op cannot know the
-density of its mask without a host sync, so its `auto` is the reference; whoever knows the ratio asks `kernels.gpu_choice` and requests `triton` where that
-pays, as masked Linears do. Masks are made by kernels under `auto`, too, where those take the case: they are the same to the bit.
+density of its mask without a host sync, so its `auto` is masked-dense, with W masked by a kernel where Triton runs (`kernels.triton.masked_dense`); whoever
+knows the ratio asks `kernels.gpu_choice` and requests `triton` where that pays, as masked Linears do. Masks are made by kernels under `auto`, too, where
+those take the case. Both kernels give the bits of the reference.
 """
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
+from .availability import kernels_run
+from .availability import triton_ops as triton_ops
 from .cpu import chosen
 from .errors import ConfigError, UnsupportedError
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+MASKED_DENSE = "masked_dense"  # no option: what a Linear asks of its ops where it knows that `auto` on CUDA skips no blocks
 
 
 def check_name(impl: str) -> None:
@@ -28,18 +30,12 @@ def check_name(impl: str) -> None:
         raise ConfigError(f"unknown impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}.")
 
 
-def triton_ops() -> ModuleType:
-    """The Triton implementation, imported when it is first asked for; UnsupportedError where Triton is not installed."""
-    try:
-        return importlib.import_module(".triton.implementation", __package__)
-    except ImportError as e:
-        raise UnsupportedError(f"impl='triton' needs Triton: expected it installed, got {e!r}; use impl='auto' or impl='reference'.") from None
-
-
 def form(impl: str, t: Tensor) -> Any:
     """What runs an op on `t`: functions as in `kernels.reference`. Raises: UnsupportedError where an explicit `impl` cannot, ConfigError for an unknown one."""
-    if impl == "auto":
-        return chosen.AUTO if t.is_cpu else reference
+    if impl == "auto" and t.is_cpu:
+        return chosen.AUTO
+    if impl in ("auto", MASKED_DENSE):
+        return triton_ops().masked_dense if kernels_run(t.device) else reference
     check_name(impl)
     if impl == "triton":
         triton_ops().require(t)

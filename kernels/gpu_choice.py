@@ -8,14 +8,13 @@ capability 9, dtypes but bfloat16 and float16, fewer than `LEAST` tokens.
 
 from __future__ import annotations
 
-import warnings
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from .dispatch import triton_ops
-from .errors import FxMaskWarning
+from .availability import capability, kernels_run, triton_ops
+from .dispatch import MASKED_DENSE
 from .grid import grid_shape
 from .lists import UNITS, layout, listed
 from .triton.tiles import MULTIPROCESSORS, best_dw_tile, best_tile, strip_for
@@ -34,44 +33,6 @@ LISTS = 10e-6  # seconds of a mask's lists, where every forward makes them (benc
 MARGIN = 1.03  # masked-dense's predicted time over ours, from which ours is taken: the fit's steps are right to 9 %, one of 21 to 15 %
 LEAST, NEVER = 1024, 1 << 40  # tokens: fewer are not recorded; and more than there are
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device; None for any other."""
-    return _capability(device.index) if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available() else None
-
-
-@cache
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def kernels_run(device: torch.device) -> bool:
-    """Whether Triton is there and launches on a device of compute capability 8 or later; tried once, and a warning says why not. Inside a capture: no."""
-    found = capability(device)
-    if found is None or found[0] < 8:
-        return False
-    if device not in _TRIED:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        _TRIED[device] = _try_on(device)
-    return _TRIED[device]
-
-
-_TRIED: dict[torch.device, bool] = {}
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _try_on(device: torch.device) -> bool:
-    """A mask of one block. Triton may be missing, or be without the C compiler that it needs."""
-    try:
-        keep = torch.ones((), dtype=torch.int64, device=device)
-        triton_ops().block_index(torch.ones(16, 16, device=device, dtype=torch.float16), keep, keep, (16, 16), "fro", "lowest", 0)
-    except Exception as e:
-        warnings.warn(f"impl='auto' stays masked-dense on {device}: Triton does not run there ({type(e).__name__}: {e}).", FxMaskWarning, stacklevel=2)
-        return False
-    return True
 
 
 def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool) -> bool:
@@ -143,6 +104,6 @@ def pays_from(shape: tuple[int, int], block: tuple[int, int], density: float, ba
 
 
 def choice(device: torch.device, dtype: torch.dtype, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, backward: str) -> str:
-    """`triton` or `reference`: what `auto` runs of a layer whose lists are given."""
+    """`triton` or `masked_dense`: what `auto` runs of a layer whose lists are given."""
     pays = dtype in DTYPES and takes(device, shape, block) and tokens >= pays_from(shape, block, density, backward)
-    return "triton" if pays else "reference"
+    return "triton" if pays else MASKED_DENSE

@@ -200,7 +200,7 @@ def pruned_dw(
         return total
     wanted = int(kept_elements(mask, shape, block))  # all is multiplied, and what the mask does not want is zeroed
     total = replace(total, flop_useful=total.flop_useful * wanted // max(1, n * k))
-    return total + mask_cost.mask_cast(shape, block, wanted, item, item)
+    return total + mask_cost.zero_masked(shape, block, wanted, item)
 
 
 def kept_by_strip(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], features: int) -> list[int]:

@@ -16,6 +16,13 @@ def mask_cast(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsiz
     return Cost(reads=reads, writes=out, reads_min=reads | {"mask": nb * kb}, writes_min=dict(out))
 
 
+def zero_masked(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int) -> Cost:
+    """A matrix's masked elements set to zero in place. Requested B: mask N K read, out b (N K - kept) written. Compulsory: the mask once, NB KB."""
+    (nb, kb), (n, k) = grid_shape(shape, block), shape
+    out = {"out": itemsize * (n * k - kept)}
+    return Cost(reads={"mask": n * k}, writes=out, reads_min={"mask": nb * kb}, writes_min=dict(out))
+
+
 def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) -> Cost:
     """Scores. Requested and compulsory B: w b N K, key 4 NB KB written."""
     nb, kb = grid_shape(shape, block)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ..kernels import gpu_choice
+from ..kernels.dispatch import MASKED_DENSE
 from ..kernels.grid import keep_count
 from ..kernels.operands import is_transformed
 from .feedback import Feedback
@@ -55,7 +56,7 @@ def least_tokens(site: Site, device: torch.device) -> int:
 
 
 def implementation(site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """What a forward asks of the op: the layer's `impl`, but for `auto` on a GPU `triton` or `reference`.
+    """What a forward asks of the op: the layer's `impl`, but for `auto` on a GPU `triton` or `masked_dense`.
 
     `auto` is left where no kernel can run: under function transforms, for nested tensors, operands of several dtypes; and in what torch.export makes, which may
     run elsewhere (but for strict=True in torch 2.11, which keeps the choice).
@@ -71,5 +72,5 @@ def implementation(site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -
     elif dtype != weight.dtype or (bias is not None and bias.dtype != dtype):
         return impl
     if dtype not in gpu_choice.DTYPES:
-        return "reference"
-    return "triton" if guard_or_false(x.numel() >= least * weight.shape[1]) else "reference"
+        return MASKED_DENSE
+    return "triton" if guard_or_false(x.numel() >= least * weight.shape[1]) else MASKED_DENSE

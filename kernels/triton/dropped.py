@@ -24,6 +24,7 @@ from ..reference import rows
 from . import launch, refresh
 from .device import aligned, allows_tf32, divisor, rows_of
 from .draw import draw as draw
+from .masked_dense import mask_cast
 from .tiles import splits_of, strip_for, tile_for
 
 
@@ -40,7 +41,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
     """y, (..., N)."""
     flat, (n, k) = rows(x), w.shape
     if not launch.skips(block, k):
-        return F.linear(launch.mask_cast(flat, keep, block, x.dtype, scale=scale_of(p)), w, bias).view(*x.shape[:-1], n)
+        return F.linear(mask_cast(flat, keep, block, x.dtype, scale=scale_of(p)), w, bias).view(*x.shape[:-1], n)
     launch.same_dtype(x=x, w=w, bias=bias)
     flat, w, tf32 = aligned(rows_of(flat)), aligned(rows_of(w)), allows_tf32(x)
     y = torch.empty(len(flat), n, dtype=x.dtype, device=x.device)
@@ -57,7 +58,7 @@ def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float, li
     flat, (n, k) = rows(gy), w.shape
     if not launch.skips(block, n, k):
         product = torch.matmul(flat, w)
-        return launch.mask_cast(product, keep, block, product.dtype, out=product, scale=scale_of(p)).view(*gy.shape[:-1], k)
+        return mask_cast(product, keep, block, product.dtype, out=product, scale=scale_of(p)).view(*gy.shape[:-1], k)
     turned = aligned(rows_of(flat)).t()[None]  # [1, N, M]: what is summed over lies side by side
     out = launch.sampled_matmul(turned, w[None], keep, block, tf32=allows_tf32(gy), lists=lists, inner=(True, False), scale=scale_of(p))
     return out.view(*gy.shape[:-1], k)
@@ -68,7 +69,7 @@ def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, li
     g, flat = rows(gy), rows(x)
     n, k = g.shape[1], flat.shape[1]
     if not launch.skips(block, n, k):
-        return g.t() @ launch.mask_cast(flat, keep, block, x.dtype, scale=scale_of(p))
+        return g.t() @ mask_cast(flat, keep, block, x.dtype, scale=scale_of(p))
     launch.same_dtype(gy=gy, x=x)
     g, flat, tf32 = aligned(rows_of(g)), aligned(rows_of(flat)), allows_tf32(x)
     tile = tile_for(x.dtype, strip_for(block, True), tf32)

@@ -1,8 +1,8 @@
 """The ops by Triton kernels; the functions have the arguments and results of `kernels.reference`.
 
 Blocks of 16, 32, 64 and 128 go through the list and sampled matmuls, which skip what is masked. Any other block, and operands with an odd number of features,
-whose rows cannot be copied in pieces of 4 bytes and so leave the pipeline, are masked and cast in one pass, then multiplied densely: correct, one read of W
-cheaper than plain PyTorch, and no FLOP saved. Of pruned inputs `prune_launch` says which dW has a kernel; the others are expanded and multiplied densely.
+whose rows cannot be copied in pieces of 4 bytes and so leave the pipeline, are masked in one pass, then multiplied densely (`masked_dense`): correct, and no
+FLOP saved. Of pruned inputs `prune_launch` says which dW has a kernel; the others are expanded and multiplied densely.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..lists import listed
 from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
 from . import dropped as dropped
-from . import launch, prune_launch, refresh
+from . import launch, masked_dense, prune_launch, refresh
 from . import nm as nm
 from .device import allows_tf32
 from .device import interpreting as interpreting
@@ -58,7 +58,7 @@ def _laid_out(y: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
 def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None) -> Tensor:
     """y = x (W∘M)^T + bias, (..., N)."""
     if not launch.skips(block, w.shape[1]):
-        return _laid_out(F.linear(x, launch.mask_cast(w, mask, block, w.dtype), bias), x, block)
+        return _laid_out(F.linear(x, masked_dense.masked(w, mask, block), bias), x, block)
     return launch.list_matmul(x, w, bias, mask, block, transposed=False, tf32=allows_tf32(x), lists=lists)
 
 
@@ -67,7 +67,7 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]
     if backward == "unmasked":
         return torch.matmul(gy, w).contiguous()
     if not launch.skips(block, *w.shape):
-        return _laid_out(torch.matmul(gy, launch.mask_cast(w, mask, block, w.dtype)), gy, block)
+        return _laid_out(torch.matmul(gy, masked_dense.masked(w, mask, block)), gy, block)
     return launch.list_matmul(gy, w, None, mask, block, transposed=True, tf32=allows_tf32(gy), lists=lists)
 
 
@@ -76,8 +76,7 @@ def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, 
     wanted = reference.gradient_mask(mask, dense, backward)
     if wanted is not None and launch.skips(block, gy.shape[-1], x.shape[-1]):
         return launch.sampled_matmul(gy, x, wanted, block, tf32=allows_tf32(x), lists=lists if wanted is mask else None)
-    dw = reference.rows(gy).t() @ reference.rows(x)
-    return dw if wanted is None else launch.mask_cast(dw, wanted, block, dw.dtype, out=dw)
+    return masked_dense.masked_linear_dw(gy, x, mask, dense, block, backward)
 
 
 def pruned_dw(
@@ -87,4 +86,4 @@ def pruned_dw(
     if prune_launch.takes(gy, values, turned):
         return prune_launch.pruned_dw(gy, values, index, shape, mask, block, lists, allows_tf32(gy))
     dw = prune.dw(gy, values, index, shape, turned).contiguous()
-    return dw if mask is None else launch.mask_cast(dw, mask, block, dw.dtype, out=dw)
+    return dw if mask is None else masked_dense.zero_masked(dw, mask, block)

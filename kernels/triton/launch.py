@@ -14,7 +14,6 @@ from ..lists import STEP, STRIP, layout, listed, unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
-from .elementwise import mask_cast_kernel
 from .list_matmul import list_matmul_kernel
 from .sampled_matmul import sampled_matmul_kernel, sum_splits_kernel
 from .tiles import SUM_TILE, TILE_FEATURES, TOKEN_GROUP, Tile, best_dw_tile, best_tile, other_strip, splits_of, takes_tma
@@ -183,17 +182,3 @@ def _operand(t: Tensor, inner: bool) -> tuple[Tensor, int, int]:
         return t, t.stride(0), t.stride(2)
     t = aligned(rows_of(t))
     return t, 0, t.stride(0)
-
-
-def mask_cast(
-    w: Tensor, mask: Tensor, block: tuple[int, int], dtype: torch.dtype, out: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """scale W∘M in `dtype`, in one pass over W; any block. In place where `out` is `w`."""
-    w, mask = rows_of(w), mask.contiguous()
-    if out is not None and not out.is_contiguous():
-        raise ShapeError(f"mask_cast writes contiguous rows: expected a contiguous `out`, got strides {out.stride()}.")
-    result = torch.empty(w.shape, dtype=dtype, device=w.device) if out is None else out
-    grid = (triton.cdiv(w.shape[0], 16), triton.cdiv(w.shape[1], 128))
-    sizes = (*w.shape, mask.shape[1], w.stride(0))
-    device.launch(mask_cast_kernel, grid, w, w, mask.view(torch.int8), result, *sizes, scale, BH=block[0], BW=block[1], TN=16, TK=128)
-    return result

@@ -11,6 +11,7 @@ from .. import prune
 from ..lists import LISTED, STEP, layout, listed, unpack
 from . import device, launch, refresh
 from .device import aligned, divisor, rows_of
+from .masked_dense import zero_masked
 from .pruned_matmul import pruned_matmul_kernel
 from .tiles import TILE_FEATURES, other_strip, pruned_tiles, splits_of, tile_for
 
@@ -72,4 +73,4 @@ def pruned_dw(
     kept, sides = (mask, block) if mask is not None and gathers else (torch.ones(1, 1, dtype=torch.bool, device=gy.device), (WHOLE, WHOLE))
     if splits > 1:
         launch.sum_splits(target, result, kept.contiguous(), sides)
-    return launch.mask_cast(result, mask, block, result.dtype, out=result) if mask is not None and not gathers else result
+    return zero_masked(result, mask, block) if mask is not None and not gathers else result

@@ -25,6 +25,7 @@ from fxmask.kernels.triton import (
     keys,
     launch,
     list_matmul,
+    masked_dense,
     nm,
     prune_launch,
     pruned_matmul,
@@ -147,7 +148,12 @@ def drop_mask(tokens: int) -> None:
 
 def mask_cast(dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], edge: str) -> None:
     e = EDGES[edge]
-    launch.mask_cast(rows(e.out_features, e.in_features, e.pad, dtypes[0]), mask_of(e, block), block, dtypes[1])
+    masked_dense.mask_cast(rows(e.out_features, e.in_features, e.pad, dtypes[0]), mask_of(e, block), block, dtypes[1])
+
+
+def zero_masked(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
+    e = EDGES[edge]
+    masked_dense.zero_masked(rows(e.out_features, e.in_features, 0, dtype), mask_of(e, block), block)
 
 
 def block_keys(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
@@ -199,6 +205,7 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (drop_mask, ([1, 4096],)),
     (dropped_op, (["forward", "dx"], ["bf16"], [(8, 8)], ["even"], [4096], [False])),
     (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
+    (zero_masked, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
     (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376],)),
     (lists, (BLOCKS, [1000, 14336, 131072])),
@@ -220,6 +227,7 @@ SMOKE: list[tuple[Op, Case]] = [
     (group, (BF16, (64, 64), 384, 0)),
     (select, (1000,)),
     (mask_cast, ((FP32, BF16), (2, 4), "even")),
+    (zero_masked, (BF16, (16, 16), "even")),
     (pruned_dw, ("bf16", 64, "even", None, 4)),
     (pruned_dw, ("bf16", 16, "ragged8", (32, 64), 1)),
     (nm_mask, ((FP32, BF16), 4, 4096)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from gpu.bodies import forward_and_gradients, make, poisoned
 from torch import nn
 
 import fxmask
+from fxmask.kernels.dispatch import MASKED_DENSE
 from fxmask.kernels.triton.device import LAUNCHES
 
 MATMULS = ("list_matmul_kernel", "sampled_matmul_kernel")
@@ -40,6 +42,17 @@ def check_choice(device, dtype, width, tokens, kernels, **options):
     assert (model[0].weight.grad.float() - other[0].weight.grad.float()).abs().max() <= 0.05 * scale
     row = fxmask.explain(model).rows[0]
     assert (row["impl"] == "triton" and "predicted" in row["why"]) == kernels, row
+
+
+def check_masked_dense(device, dtype, shape, block):
+    """Where kernels do not pay: the bits of the reference, outputs poisoned before, by one pass over W twice and one over dW."""
+    x, w, b, gy, mask = make(device, shape, block, 0.5, dtype)
+    LAUNCHES.clear()
+    with poisoned():
+        got = forward_and_gradients(MASKED_DENSE, x, w, b, gy, mask, block)
+    assert [LAUNCHES[f"{name}_kernel"] for name in ("mask_cast", "zero_masked", "list_matmul", "sampled_matmul")] == [2, 1, 0, 0]
+    for what, ours, theirs in zip(("y", "dx", "dw", "db"), got, forward_and_gradients("reference", x, w, b, gy, mask, block), strict=True):
+        assert torch.equal(ours, theirs), what
 
 
 def check_auto_compiled(device, dtype, width, tokens, backend, **options):

@@ -69,13 +69,14 @@ def assert_close(got, exact, low, what, terms, tf32=False):
     assert error <= budget, f"{what}: error {error:.3g}, budget {budget:.3g}"
 
 
-def assert_launched(block, n, k):
-    """The launches of one forward and backward, of masks as of dropout: matmuls that skip blocks where rows can be copied, else a pass of masking each.
+def assert_launched(block, n, k, dropped=False):
+    """The launches of one forward and backward, of masks or of dropout: matmuls that skip blocks where rows can be copied, else a pass of masking each.
 
     The forward reads rows of k features alone, dX and dW also rows of n.
     """
     forward, backward = launch.skips(block, k), launch.skips(block, n, k)
-    want = {"list_matmul_kernel": forward + backward, "sampled_matmul_kernel": int(backward), "mask_cast_kernel": (not forward) + 2 * (not backward)}
+    passes = {"mask_cast_kernel": (not forward) + (1 + dropped) * (not backward), "zero_masked_kernel": int(not backward and not dropped)}
+    want = {"list_matmul_kernel": forward + backward, "sampled_matmul_kernel": int(backward)} | passes
     got = {name: LAUNCHES[name] for name in want}
     assert got == want, f"the forward {'skips' if forward else 'masks'}, the backward {'skips' if backward else 'masks'}: expected launches {want}, got {got}"
 
@@ -205,7 +206,7 @@ def check_dropout(device, shape, block, p, precision, gap=0):
     exact = run("reference", *(t.double() for t in (x[:, :k], w, b, gy)))
     for what, t, e, q, terms in zip(("y", "dx", "dw", "db"), got, exact, low, (k, n, m, m), strict=True):
         assert_close(t, e, q, what, terms, precision == "tf32")
-    assert_launched(block, n, k)
+    assert_launched(block, n, k, dropped=True)
     assert not got[1][~expand_mask(keep, (m, k), block)].any()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.auto_bodies import check_auto_autocast, check_auto_compiled, check_choice, launched, layer
+from gpu.auto_bodies import check_auto_autocast, check_auto_compiled, check_choice, check_masked_dense, launched, layer
 from gpu.test_graphs import no_sync
 
 import fxmask
@@ -22,6 +22,13 @@ def recorded():
 @pytest.mark.parametrize(("width", "kernels"), [(WIDTH, True), (64, False)])
 def test_kernels_where_they_pay(width, kernels, options):
     check_choice("cuda", BF16, width, TOKENS, kernels, **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("block", [(16, 16), (64, 64), (3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(300, 512, 384), (70, 257, 130)], ids=str)
+def test_masked_dense_elsewhere(shape, block, dtype):
+    check_masked_dense("cuda", dtype, shape, block)
 
 
 @pytest.mark.filterwarnings("default")  # Inductor warns about the machine

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from gpu.auto_bodies import check_auto_autocast, check_auto_compiled, check_choice
+from gpu.auto_bodies import check_auto_autocast, check_auto_compiled, check_choice, check_masked_dense
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxmask
-from fxmask.kernels import gpu_choice
+from fxmask.kernels import availability, gpu_choice
 from fxmask.kernels.triton.device import LAUNCHES
 
 ENOUGH = 32  # tokens
@@ -16,8 +16,9 @@ ENOUGH = 32  # tokens
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     """The interpreter's CPU says that it is of compute capability 9; kernels pay from `ENOUGH` tokens where half of the blocks are masked."""
-    monkeypatch.setattr(gpu_choice, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_choice, "_TRIED", {})
+    for module in (gpu_choice, availability):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "_TRIED", {})
     monkeypatch.setattr(gpu_choice, "pays_from", lambda shape, block, density, *rest: ENOUGH if density <= 0.5 else gpu_choice.NEVER)
     torch._dynamo.reset()
 
@@ -45,6 +46,7 @@ def test_forward_and_backward_by_kernels_where_that_pays():
     m = model()
     assert train(m) == BOTH
     assert train(m, tokens=20) == NONE and LAUNCHES["block_keys_kernel"] == 2  # masks are made by kernels, whatever multiplies
+    assert LAUNCHES["mask_cast_kernel"] == 4 and LAUNCHES["zero_masked_kernel"] == 2  # and so is W∘M
     assert train(model(torch.float32), dtype=torch.float32) == NONE
     assert train(model(impl="reference")) == NONE and not LAUNCHES
     assert train(model(block=(16, 12))) == NONE
@@ -55,6 +57,11 @@ def test_forward_and_backward_by_kernels_where_that_pays():
 def test_bodies_of_the_gpu_tests(options):
     check_choice("cpu", torch.float16, 64, 40, True, block=(16, 16), **options)
     check_choice("cpu", torch.float16, 64, 20, False, block=(16, 16), ratio=0.25, **options)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (3, 5)])
+def test_masked_dense_of_the_gpu_tests(block):
+    check_masked_dense("cpu", torch.float16, (20, 57, 30), block)
 
 
 def test_cached_masks_bring_their_lists():
@@ -109,7 +116,7 @@ def test_explain_says_which_and_why():
     assert "fitted to an H200's runs" in rows[0]["why"]
     for options, why in (({"ratio": 0.25}, "masked-dense: the kernels are over 8,192"), ({"block": (16, 12)}, "do not take this block")):
         row = fxmask.explain(model(**options)).rows[0]
-        assert row["impl"] == "reference" and why in row["why"]
+        assert row["impl"] == "masked_dense" and why in row["why"]
     traced = fxmask.apply(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64))), ratio=0.75, block=(16, 16))
     assert "have no choice" in fxmask.explain(traced).rows[0]["why"]
 

@@ -12,7 +12,7 @@ import fxmask
 from fxmask.kernels import cost, mask_cost, matmul_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count, kept_elements
 from fxmask.kernels.strides import tokens_inner
-from fxmask.kernels.triton import launch, refresh, tiles
+from fxmask.kernels.triton import launch, masked_dense, refresh, tiles
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -143,7 +143,7 @@ def check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits, ti
 @pytest.mark.parametrize(("source", "target"), [(FP32, FP16), (FP16, FP16)], ids=["cast", "mask"])
 def test_mask_cast(shape, block, ratio, extra, source, target):
     mask, w = make_mask(shape[1:], block, ratio, extra), make(*shape[1:], source, extra)
-    entry = recorded(launch.mask_cast, w, mask, block, target)["mask_cast"]
+    entry = recorded(masked_dense.mask_cast, w, mask, block, target)["mask_cast"]
     agrees(entry, mask_cost.mask_cast(shape[1:], block, int(kept_elements(mask, shape[1:], block)), source.itemsize, target.itemsize))
     assert torch.equal(entry.operands["w"].reads, expand_mask(mask, shape[1:], block).long()), "a masked element of W was loaded"
 
@@ -235,7 +235,7 @@ def test_the_recorder_sees_a_stray_access():
 
 def test_in_place_is_read_by_the_first_name_and_written_by_the_last():
     w, mask = torch.randn(4, 6), torch.tensor([[True, False]])
-    entry = recorded(launch.mask_cast, w, mask, (4, 3), FP32, w)["mask_cast"]
+    entry = recorded(masked_dense.mask_cast, w, mask, (4, 3), FP32, w)["mask_cast"]
     agrees(entry, mask_cost.mask_cast((4, 6), (4, 3), 12, 4, 4))
     assert (w[:, 3:] == 0).all() and (w[:, :3] != 0).all()
 

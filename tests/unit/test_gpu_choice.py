@@ -11,7 +11,7 @@ import fxmask
 from fxmask.bench import fit_choice, providers
 from fxmask.bench.cells import Cell
 from fxmask.bench.inputs import Inputs
-from fxmask.kernels import gpu_choice
+from fxmask.kernels import availability, gpu_choice
 from fxmask.kernels.grid import grid_shape, keep_count
 from fxmask.passes import gpu_site
 
@@ -56,12 +56,12 @@ def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):
         return gpu_choice.choice(CUDA, dtype, tokens, shape, block, density, "masked")
 
     assert chosen() == chosen(torch.float16) == "triton"
-    assert not gpu_choice.listable((16, 1 << 21), (16, 16)) and chosen(shape=(16, 1 << 21), block=(16, 16), density=0.01) == "reference"
+    assert not gpu_choice.listable((16, 1 << 21), (16, 16)) and chosen(shape=(16, 1 << 21), block=(16, 16), density=0.01) == "masked_dense"
     others = [dict(dtype=torch.float32), dict(tokens=1000), dict(shape=(4096, 4095)), dict(block=(48, 64)), dict(density=0.9), dict(shape=(64, 64))]
-    assert [chosen(**other) for other in others] == ["reference"] * len(others)
+    assert [chosen(**other) for other in others] == ["masked_dense"] * len(others)
     for found in (None, (8, 0), (10, 0)):
         monkeypatch.setattr(gpu_choice, "capability", lambda device, found=found: found)
-        assert chosen() == "reference"
+        assert chosen() == "masked_dense"
 
 
 def test_no_device_takes_no_kernel():
@@ -73,9 +73,10 @@ def test_where_triton_does_not_run_auto_stays_masked_dense(monkeypatch):
     def broken():
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(gpu_choice, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_choice, "triton_ops", broken)
-    monkeypatch.setattr(gpu_choice, "_TRIED", {})
+    for module in (gpu_choice, availability):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "triton_ops", broken)
+    monkeypatch.setattr(availability, "_TRIED", {})
     with pytest.warns(fxmask.FxMaskWarning, match="stays masked-dense on cpu: Triton does not run there"):
         assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)
     assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)  # one warning
