@@ -108,7 +108,8 @@ def dropped(
 def masked_dense(op: str, tokens: int, shape: tuple[int, int], kept: int, itemsize: int, tile: tuple[int, int], *, bias: bool = False) -> Cost:
     """One op by PyTorch over W∘M: the masked copy is written and read, dW's other elements are computed and then zeroed; a mask is a byte an element.
 
-    Useful FLOP are those of the mask, issued FLOP those of the dense matmul.
+    Useful FLOP are those of the mask, issued FLOP those of the dense matmul. An upper bound for `auto` on CUDA, whose kernels load no masked element of W and
+    write no kept one of dW (`mask_cost.mask_cast`, `zero_masked`).
     """
     (n, k), m = shape, tokens
     wb = itemsize * n * k
