@@ -111,68 +111,6 @@ def test_an_optimiser_made_anew_warns_once():
     train(model, other)
 
 
-ON_ANOTHER = "SGD steps weights whose guard is on another optimiser, which does not step(.|\n)*where: 0.weight, 2.weight(.|\n)*call remove"
-
-
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("held", ["optimiser", "handle"])
-def test_a_second_optimiser_while_the_first_is_held_warns_once(held, graph):
-    torch.manual_seed(0)
-    model = fxmask.apply(torch.fx.symbolic_trace(mlp()) if graph else mlp(), ratio=0.7)
-    optimiser = optim.AdamW(model.parameters())
-    handle = fxmask.guard(optimiser, model)
-    train(model, optimiser)
-    other = optim.SGD(model.parameters(), 0.1)
-    if held == "handle":
-        del optimiser
-        gc.collect()
-    else:
-        train(model, other)  # it may be part of a step of the first
-    with pytest.warns(FxMaskWarning, match=ON_ANOTHER) as caught:
-        train(model, other)
-    assert len(caught) == 1 and is_step(caught[0]) and handle.policies
-    for _ in range(3):
-        train(model, other)
-
-
-class Around(optim.Optimizer):
-    """Steps through another optimiser."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
-@pytest.mark.parametrize("which", ["the wrapper", "the wrapped"])
-def test_one_optimiser_inside_of_another_is_one(which):
-    model = fxmask.apply(mlp(), ratio=0.7)
-    inner = optim.AdamW(model.parameters())
-    outer = Around(inner)
-    fxmask.guard(outer if which == "the wrapper" else inner, model)
-    for _ in range(4):
-        train(model, outer)
-
-
-def test_other_weights_and_freed_guards_say_nothing():
-    model, optimiser, handle = guarded()
-    critic = mlp()
-    other, second = optim.SGD(critic.parameters(), 0.1), optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        train(critic, other)
-    handle.remove()
-    for _ in range(3):
-        train(model, second)
-    second.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-    fxmask.guard(optimiser, model)
-    other.add_param_group({"params": list(model.parameters())})
-    train(model, other)
-    with pytest.warns(FxMaskWarning, match=ON_ANOTHER):
-        train(model, other)
-
-
 def test_a_copy_that_does_not_move_says_nothing():
     """A frozen backbone in an optimiser that was given all parameters."""
     model, _, _ = guarded()
@@ -186,12 +124,3 @@ def test_a_copy_that_does_not_move_says_nothing():
     twin.requires_grad_(True)
     with pytest.warns(FxMaskWarning, match=TEXT):
         train(twin, other)
-
-
-def test_a_guard_of_a_model_that_is_dense_again_says_nothing():
-    model, optimiser, _ = guarded()
-    fxmask.restore(model)
-    other = optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        train(model, other)
-    assert optimiser.state == {}
