@@ -61,8 +61,8 @@ class GuardHandle:
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._held, self._applied = _count(optimizer), times_applied()
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-        if masked_step:  # whoever looks after a step sees weights that have moved
-            optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        # whoever looks after a step, as an average of weights may, sees them as they stay
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         self._take(guarded, followed)
         for m in pruned:
             pruning_schedule.follow(m, self._token)
@@ -133,10 +133,7 @@ class GuardHandle:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
-            if isinstance(g.weight, nn.Parameter) and g.site.__dict__.get("_parameters", {}).get("weight", g.weight) is not g.weight:
-                what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
-                fix = "make the optimiser of the new Parameters, then call fxmask.guard again, and fxmask.refresh(model) where masks are cached."
-                raise StateError(message(what, g.name, fix))
+            _refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
@@ -204,11 +201,33 @@ class GuardHandle:
                 site._fxmask_was = policy
                 lost_guards.expect_guard(site)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_pruned")
+        return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": _none, "_model": _none}
+
     def __enter__(self) -> GuardHandle:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
+
+
+def _refuse_another_weight(g: Guarded) -> None:
+    """StateError where what a layer multiplies by is no longer the Parameter that is guarded."""
+    held = g.site.__dict__.get("_parameters", {})
+    if isinstance(g.weight, nn.Parameter) and held.get("weight", g.weight) is not g.weight:
+        what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
+        fix = "call remove() on the guard's handle, make the optimiser of the new Parameters, then call fxmask.guard again,"
+        raise StateError(message(what, g.name, f"{fix} and fxmask.refresh(model) where masks are cached."))
+    if isinstance(g.site, MaskedLayer) and "weight" not in held:
+        what = "this weight is made from other parameters since fxmask.guard (by a parametrisation or a pruning): expected the Parameter that is guarded."
+        fix = "finalize the model before that (fxmask.finalize), or remove() the guard and call fxmask.guard again: it says what it cannot hold."
+        raise StateError(message(what, g.name, fix))
+
+
+def _none() -> None:
+    """A weak reference whose object is gone, that can be pickled."""
 
 
 def _count(optimizer: Optimizer) -> int:

@@ -124,3 +124,20 @@ def test_a_copy_that_does_not_move_says_nothing():
     twin.requires_grad_(True)
     with pytest.warns(FxMaskWarning, match=TEXT):
         train(twin, other)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"])
+def test_a_trainer_that_holds_the_handle(copier):
+    """The copy's handle guards nothing, and its end takes nothing from the guard that is in force."""
+    model, optimiser, handle = guarded()
+    train(model, optimiser)
+    trainer = copier({"model": model, "optimiser": optimiser, "handle": handle})
+    assert trainer["handle"].policies == {} and trainer["handle"].optimizer() is None
+    with pytest.warns(FxMaskWarning, match=TEXT):
+        train(trainer["model"], trainer["optimiser"])
+    trainer["handle"].remove()
+    assert set(fxmask.guard(trainer["optimiser"], trainer["model"]).policies.values()) == {"freeze"}
+    del trainer
+    gc.collect()
+    train(model, optimiser)
+    assert set(handle.policies.values()) == {"freeze"} and fxmask.explain(model).rows[0]["step"] == 2
