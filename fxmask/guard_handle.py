@@ -186,8 +186,9 @@ class GuardHandle:
         for hook in self._hooks:
             hook.remove()
         other_steps.unwatch(self)
-        for site in [s for s, _ in self._followed if self._is_ours(s)] if self._hooks else []:
+        for site, weight in [(s, w) for s, w in self._followed if self._is_ours(s)] if self._hooks else []:
             site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
+            state.note_weight(site, weight)
         for m in filter(self._counts, self._pruned) if self._hooks else []:
             pruning_schedule.follow(m, None)
         self._hooks = []

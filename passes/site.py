@@ -45,6 +45,8 @@ class Site(nn.Module):
     _fxmask_step: int  # optimiser steps taken
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
+    _fxmask_copied: bool = False  # this is a copy, and no step of its own has been told
+    _fxmask_made: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
@@ -102,7 +104,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        attributes = {**self.__dict__, "_fxmask_in_place": False}  # no graph reads a copy
+        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True}  # no graph reads a copy
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
@@ -117,6 +119,18 @@ class Site(nn.Module):
             ties.join(self, self, "weight")
         if "_fxmask_keep" in self.__dict__:  # it may have been on another machine
             self._fxmask_from = gpu_site.least_tokens(self, self._fxmask_keep.device)
+            note_weight(self, self._parameters.get("weight"))
+            self._fxmask_made = -1 if self._fxmask_made is None else self._fxmask_made  # in a graph: to be compared once
+
+
+def note_weight(site: Site, weight: Tensor | None) -> None:
+    """Note that the cached mask is to go with the weight as it is; a mask in a graph holds none, and goes with that of the next forward."""
+    site.__dict__["_fxmask_made"] = None if weight is None else version(weight)
+
+
+def version(weight: Tensor) -> int | None:
+    """Of a tensor's values, as far as PyTorch counts writes: fused optimisers and `.data` leave it. For warnings alone."""
+    return None if weight.is_inference() else weight._version
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
