@@ -117,6 +117,9 @@ class Site(nn.Module):
         ties = self.__dict__.get("_fxmask_tied")
         if ties is not None and "weight" in self._parameters:  # masks in graphs hold no weight, and join when theirs is loaded
             ties.join(self, self, "weight")
+        for name in (f"_fxmask_{name}" for name in STATE):  # weights may be shared between processes, what each of them has counted may not
+            if isinstance(t := self.__dict__.get(name), Tensor) and t.is_shared():
+                setattr(self, name, t.clone())
         if "_fxmask_keep" in self.__dict__:  # it may have been on another machine
             self._fxmask_from = gpu_site.least_tokens(self, self._fxmask_keep.device)
             note_weight(self, self._parameters.get("weight"))

@@ -7,6 +7,7 @@ import linecache
 import pickle
 import subprocess
 import sys
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -141,3 +142,17 @@ def test_a_trainer_that_holds_the_handle(copier):
     gc.collect()
     train(model, optimiser)
     assert set(handle.policies.values()) == {"freeze"} and fxmask.explain(model).rows[0]["step"] == 2
+
+
+def test_processes_share_weights_and_count_for_themselves():
+    """As torch.multiprocessing sends a model: its tensors lie in shared memory, where the ramps of two processes would add up to no block at all."""
+    model = fxmask.apply(mlp(), ratio=0.7, schedule=fxmask.Schedule("cubic", steps=4))
+    first, second = (pickle.loads(ForkingPickler.dumps(model)) for _ in range(2))
+    assert first[0].weight.data_ptr() == model[0].weight.data_ptr()
+    for twin in (first, second):
+        optimiser = optim.SGD(twin.parameters(), 0.1)
+        fxmask.guard(optimiser, twin)
+        for _ in range(5):
+            train(twin, optimiser)
+        assert [int(m.sum()) for m in fxmask.masks(twin).values()] == [8, 8]
+    assert [int(m.sum()) for m in fxmask.masks(model).values()] == [24, 24]  # nobody has counted here
