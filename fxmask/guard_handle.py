@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import other_steps
+from . import other_steps, replaced
 from .decided import decided_by_apply, times_applied
 from .kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .passes import elementwise, lost_guards, phases, pruning_schedule, ranks, rebuild
@@ -55,6 +55,7 @@ class GuardHandle:
         self._choice, self._returning, self._token = choice, returning, object()
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
+        self._missed: set[int] = set()  # ids of sites that a step had no gradient for
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
@@ -120,6 +121,13 @@ class GuardHandle:
             what += ": expected a new guard, got none. Masked weights move, steps do not count."
             warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
 
+    def _look_for_replaced(self) -> None:
+        """Once for each layer: those of a branch that does not always run have no gradient, either."""
+        suspects = [g for g in replaced.without_gradient(self._guarded) if id(g.site) not in self._missed]
+        self._missed.update(id(g.site) for g in suspects)
+        if suspects and (model := self._model()) is not None:
+            replaced.warn_of_replaced(model, suspects)
+
     @torch.compiler.disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
@@ -135,6 +143,7 @@ class GuardHandle:
                 raise StateError(message(what, g.name, "leave the with block first."))
             _refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
+        self._look_for_replaced()
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
         if masked_step:
