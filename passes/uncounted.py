@@ -18,7 +18,7 @@ from .weights import is_ensemble
 
 
 def nobody_counts(site: Site, weight: Tensor) -> None:
-    """StateError in training where no step source was announced; in evaluations FxMaskWarnings."""
+    """StateError in training where no step source was announced; in evaluations, as a teacher's forwards without gradients are, FxMaskWarnings."""
     c, given = site._fxmask_config, site._fxmask_given
     if site.training and not site._fxmask_announced:
         fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
@@ -26,7 +26,9 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
         what = "start, schedule, refresh > 1, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser steps:"
         what += " expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))
-    if torch.compiler.is_compiling() or site.training:  # before the step is read, which would recompile whenever it moves
+    if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
+        return
+    if site.training and torch.is_grad_enabled():  # a copy that goes on, and may be stepped after this
         return
     now = c.ratio_at(site._fxmask_step)
     if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):

@@ -113,6 +113,18 @@ def test_copies_whose_weights_follow_by_hand(config, steps):
     model.eval()(torch.randn(2, 64))  # as its masks were in its last step
 
 
+def test_a_teacher_that_stays_in_training_mode():
+    """Its batch norms and dropouts want it so; it has no gradients, and nobody steps it."""
+    model = masked(schedule=CUBIC)
+    fxmask.step(model, 0)
+    teacher = copy.deepcopy(model)
+    with torch.no_grad(), pytest.warns(fxmask.FxMaskWarning, match=r"evaluated at ratio 0\.1, not 0\.6"):
+        teacher(torch.randn(2, 64))
+    teacher(torch.randn(2, 64)).sum().backward()  # a run that goes on in a copy may be stepped after this
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+
+
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: torch.load(io.BytesIO(_pickled(m)), weights_only=False)], ids=["deepcopy", "torch.save"])
 def test_a_copy_whose_weights_stay_says_nothing_of_its_masks(copier):
     """Nor one that loads others, whose masks are made anew, or is converted."""
