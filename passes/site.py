@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale", "looked")  # the tensors among the attributes
 
+UNKNOWN = -1  # of a copy's weight: the cached mask may be another one's
+
 
 class Site(nn.Module):
     """Mixin of every module that owns a mask."""
@@ -104,7 +106,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True}  # no graph reads a copy
+        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_made": _made(self)}  # no graph reads a copy
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
@@ -122,8 +124,14 @@ class Site(nn.Module):
                 setattr(self, name, t.clone())
         if "_fxmask_keep" in self.__dict__:  # it may have been on another machine
             self._fxmask_from = gpu_site.least_tokens(self, self._fxmask_keep.device)
-            note_weight(self, self._parameters.get("weight"))
-            self._fxmask_made = -1 if self._fxmask_made is None else self._fxmask_made  # in a graph: to be compared once
+            if self._fxmask_made is None:
+                note_weight(self, self._parameters.get("weight"))
+
+
+def _made(site: Site) -> int | None:
+    """What a copy notes of its weight: nothing yet, or that a copy of a stale copy is stale."""
+    weight = site._parameters.get("weight")
+    return UNKNOWN if weight is None or (site._fxmask_copied and version(weight) != site._fxmask_made) else None
 
 
 def note_weight(site: Site, weight: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from ..kernels import ops
 from ..kernels.errors import ShapeError, StateError, UnsupportedError, message
 from . import noted, ranks
 from .site import Site, check_agreed, current_mask
-from .uncounted import nobody_counts
+from .uncounted import nobody_counts, uncounted, warn_of_steps
 from .weights import is_ensemble
 
 
@@ -22,7 +22,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
     if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
         refuse_tracing(site)
-    if site._fxmask_given.needs_steps and (site._fxmask_copied or not site._fxmask_announced):
+    if uncounted(site):
         nobody_counts(site, weight)
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
@@ -63,6 +63,8 @@ def _note_traced(frame: Any) -> None:
     _TRACED[_likeness(site)] = dtype
     if not torch.compiler.is_exporting():
         site._fxmask_called, site._fxmask_seen = True, dtype
+        if uncounted(site) and not site.training:  # once for the compiled code: the step that it runs at may move
+            warn_of_steps(site)
 
 
 def _note_exported(site: Site, weight: Tensor) -> None:

@@ -113,6 +113,26 @@ def test_copies_whose_weights_follow_by_hand(config, steps):
     model.eval()(torch.randn(2, 64))  # as its masks were in its last step
 
 
+@FORMS
+def test_stale_masks_are_made_permanent_with_a_warning(form):
+    model, ema = averaged(dict(refresh=2), form)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)fxmask\.finalize makes permanent a mask of weights that it no longer has.*where: .*fxmask\.refresh"):
+        fxmask.finalize(copy.deepcopy(ema.module) if form == "module" else ema.module)
+    _, ema = averaged(dict(refresh=2), form)
+    fxmask.refresh(ema)
+    fxmask.finalize(ema.module)
+    fxmask.finalize(model)  # its guard is gone, and its masks are those of its last step
+
+
+def test_a_compiled_average_says_that_it_is_not_masked():
+    """Once, when it is compiled: what it reads of the host would compile it anew."""
+    _, ema = averaged(dict(schedule=CUBIC), steps=3)
+    compiled = torch.compile(ema.eval(), backend="eager")
+    with pytest.warns(fxmask.FxMaskWarning, match=r"a masked model is evaluated at ratio 0\.\d+, not 0\.6"):
+        compiled(torch.randn(2, 64))
+    compiled(torch.randn(2, 64))
+
+
 def test_a_teacher_that_stays_in_training_mode():
     """Its batch norms and dropouts want it so; it has no gradients, and nobody steps it."""
     model = masked(schedule=CUBIC)
