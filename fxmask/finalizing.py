@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .dropping import any_dropped
 from .inspection import masks
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .kernels.reference import masked
 from .masking import restore
 from .nm_finalizing import finalize_nm
@@ -23,6 +23,7 @@ from .passes.config import WeightMask
 from .passes.find import find, graph_modules, resolve
 from .passes.site import Site
 from .passes.site_forward import refuse_lost
+from .passes.uncounted import REFRESH, STALE, is_stale, uncounted
 from .passes.weight_mask import MASKED_LINEAR
 from .pruning import any_pruned
 from .semi_structured import semi_structured
@@ -70,6 +71,9 @@ def finalize(model: M, format: str = "dense") -> M:
     if early:
         what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
         warnings.warn(message(what, "", "train on, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict."), FxMaskWarning, 2)
+    old = [name for name, site, weight in found if weight is not None and uncounted(site) and is_stale(site, weight)]
+    if old:
+        warnings.warn(message(f"fxmask.finalize makes permanent {STALE}", first_of(old), REFRESH), FxMaskWarning, 2)
     kept = masks(model)
     _check_shared(found, kept)
     made: dict[int, Tensor] = {}  # by the weight: layers that share one share what becomes of it

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import other_steps
+from . import other_steps, replaced
 from .decided import decided_by_apply, times_applied
 from .kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .passes import elementwise, lost_guards, phases, pruning_schedule, ranks, rebuild
@@ -55,14 +55,15 @@ class GuardHandle:
         self._choice, self._returning, self._token = choice, returning, object()
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
+        self._missed: set[int] = set()  # ids of sites that a step had no gradient for
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._held, self._applied = _count(optimizer), times_applied()
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
-        if masked_step:  # whoever looks after a step sees weights that have moved
-            optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        # whoever looks after a step, as an average of weights may, sees them as they stay
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         self._take(guarded, followed)
         for m in pruned:
             pruning_schedule.follow(m, self._token)
@@ -120,6 +121,13 @@ class GuardHandle:
             what += ": expected a new guard, got none. Masked weights move, steps do not count."
             warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
 
+    def _look_for_replaced(self) -> None:
+        """Once for each layer: those of a branch that does not always run have no gradient, either."""
+        suspects = [g for g in replaced.without_gradient(self._guarded) if id(g.site) not in self._missed]
+        self._missed.update(id(g.site) for g in suspects)
+        if suspects and (model := self._model()) is not None:
+            replaced.warn_of_replaced(model, suspects)
+
     @torch.compiler.disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
@@ -133,11 +141,9 @@ class GuardHandle:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
-            if isinstance(g.weight, nn.Parameter) and g.site.__dict__.get("_parameters", {}).get("weight", g.weight) is not g.weight:
-                what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
-                fix = "make the optimiser of the new Parameters, then call fxmask.guard again, and fxmask.refresh(model) where masks are cached."
-                raise StateError(message(what, g.name, fix))
+            _refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
+        self._look_for_replaced()
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
         if masked_step:
@@ -189,8 +195,9 @@ class GuardHandle:
         for hook in self._hooks:
             hook.remove()
         other_steps.unwatch(self)
-        for site in [s for s, _ in self._followed if self._is_ours(s)] if self._hooks else []:
+        for site, weight in [(s, w) for s, w in self._followed if self._is_ours(s)] if self._hooks else []:
             site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
+            state.note_weight(site, weight)
         for m in filter(self._counts, self._pruned) if self._hooks else []:
             pruning_schedule.follow(m, None)
         self._hooks = []
@@ -204,11 +211,33 @@ class GuardHandle:
                 site._fxmask_was = policy
                 lost_guards.expect_guard(site)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_pruned")
+        return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": _none, "_model": _none}
+
     def __enter__(self) -> GuardHandle:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
+
+
+def _refuse_another_weight(g: Guarded) -> None:
+    """StateError where what a layer multiplies by is no longer the Parameter that is guarded."""
+    held = g.site.__dict__.get("_parameters", {})
+    if isinstance(g.weight, nn.Parameter) and held.get("weight", g.weight) is not g.weight:
+        what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
+        fix = "call remove() on the guard's handle, make the optimiser of the new Parameters, then call fxmask.guard again,"
+        raise StateError(message(what, g.name, f"{fix} and fxmask.refresh(model) where masks are cached."))
+    if isinstance(g.site, MaskedLayer) and "weight" not in held:
+        what = "this weight is made from other parameters since fxmask.guard (by a parametrisation or a pruning): expected the Parameter that is guarded."
+        fix = "finalize the model before that (fxmask.finalize), or remove() the guard and call fxmask.guard again: it says what it cannot hold."
+        raise StateError(message(what, g.name, fix))
+
+
+def _none() -> None:
+    """A weak reference whose object is gone, that can be pickled."""
 
 
 def _count(optimizer: Optimizer) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .guard_handle import GuardHandle, guarded_weight
+from .guard_handle import GuardHandle, guarded_weight, masked_step_of
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes import elementwise, phases, ranks
 from .passes import site as state
@@ -69,6 +69,10 @@ def guard(
         raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
     if masked_step:
         elementwise.refuse(optimizer, masked_step == "elementwise")
+    if masked_step_of(optimizer):
+        what = "a second guard on an optimiser whose first has masked_step, which has to be the last before the step: expected one for all of its models."
+        fix = "call remove() on the first handle, and guard the models together: fxmask.guard(optimizer, nn.ModuleList([a, b]), masked_step=True)."
+        raise UnsupportedError(message(what, type(optimizer).__name__, fix))
     guarded, followed, others = [], [], []
     _refuse_scattered(optimizer, found)
     for name, site, weight in found:

@@ -1,17 +1,27 @@
-"""Steps past a guard: another optimiser moves weights that a guard holds, because training went on with a new one and the old one is still referenced."""
+"""Steps past a guard: another optimiser moves weights that a guard holds, in the guarded one's place or in turn with it.
+
+A wrapper around the guarded optimiser, and one that this wraps, share its weights, too. So the step of another one is judged when it ends: it is one of its
+own where the guarded optimiser neither stepped inside of it nor runs around it, and where it has moved a weight.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .kernels.errors import FxMaskWarning, first_of, message
+from .passes import ranks
+from .passes.elementwise import STEP
 from .passes.lost_guards import KEPT
+from .passes.site import capturing
 
 if TYPE_CHECKING:
     from .guard_handle import GuardHandle
@@ -22,14 +32,22 @@ _hooks: list[Any] = []
 
 
 class Seen(NamedTuple):
-    """What an optimiser was when it was looked at, and whose weights it has: by guard, how many steps that had counted at its last one."""
+    """What an optimiser was when it was looked at, and whose weights it has, but of guards whose optimiser it steps."""
 
     parameters: int
     times: int
-    guards: weakref.WeakKeyDictionary[GuardHandle, int | None]
+    guards: weakref.WeakSet[GuardHandle]
+
+
+class Begun(NamedTuple):
+    """A step under way: how many the guard had counted, and the weights as they were."""
+
+    counted: tuple[int, int | None]
+    weights: list[tuple[str, Tensor, Tensor]]
 
 
 _seen: weakref.WeakKeyDictionary[Optimizer, Seen] = weakref.WeakKeyDictionary()
+_begun: weakref.WeakKeyDictionary[Optimizer, dict[GuardHandle, Begun]] = weakref.WeakKeyDictionary()
 
 
 def watch(handle: GuardHandle) -> None:
@@ -38,7 +56,7 @@ def watch(handle: GuardHandle) -> None:
     _times += 1
     _guards.add(handle)
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.extend((register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)))
 
 
 def unwatch(handle: GuardHandle) -> None:
@@ -46,24 +64,58 @@ def unwatch(handle: GuardHandle) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Warn at the second step in a row that the guard has not counted. One alone may be a wrapper's around the guarded optimiser, or one that it wraps."""
-    if torch.compiler.is_compiling():
+    """Note the weights of other optimisers' guards that a step may move. It costs copies until it is known whose step it is."""
+    if torch.compiler.is_compiling() or not _guards:
         return
     count, seen = sum(len(group["params"]) for group in optimizer.param_groups), _seen.get(optimizer)
     if seen is None or seen[:2] != (count, _times):
-        found = [handle for handle in _guards if handle.optimizer() is not optimizer and _shared(handle, optimizer)]
-        seen = _seen[optimizer] = Seen(count, _times, weakref.WeakKeyDictionary(dict.fromkeys(found)))
-    for handle, steps in list(seen.guards.items()):
-        if steps != handle.steps and handle.optimizer() is not None:
-            seen.guards[handle] = handle.steps
-        elif names := _shared(handle, optimizer) if handle in _guards else []:
+        found = [h for h in _guards if h.optimizer() is not optimizer and any(_shared(h, optimizer))]
+        seen = _seen[optimizer] = Seen(count, _times, weakref.WeakSet(found))
+    if not seen.guards:
+        return
+    under_way = [*_under_way()]
+    if sum(o is optimizer for o in under_way) > 1:  # of a subclass that calls super().step()
+        return
+    closure, begun = any(map(callable, (*args[1:], *kwargs.values()))), dict[Any, Begun]()
+    for handle in seen.guards & _guards:
+        if not any(o is handle.optimizer() for o in under_way):
+            may_move = [(n, w) for n, w in _shared(handle, optimizer) if (w.grad is not None or closure) and not capturing(w)]
+            begun[handle] = Begun(_counted(handle), [(n, w, ranks.part(w.detach()).clone()) for n, w in may_move])
+    _begun[optimizer] = begun
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn, once for a guard, of a step of another optimiser's own."""
+    if torch.compiler.is_compiling() or optimizer not in _begun or sum(o is optimizer for o in _under_way()) > 1:
+        return
+    for handle, (counted, weights) in _begun.pop(optimizer).items():
+        if counted != _counted(handle):
+            _seen[optimizer].guards.discard(handle)  # a wrapper
+        elif moved := [name for name, w, was in weights if not torch.equal(ranks.part(w.detach()), was)]:
             unwatch(handle)
-            what = f"{type(optimizer).__name__} steps weights whose guard is on another optimiser, which does not step: expected a guard on this one, got none."
-            fix = "call remove() on the handle of the old guard, then fxmask.guard(optimizer, model)."
-            warnings.warn(message(f"{what} Masked weights can move, steps do not count.", first_of(names), fix), FxMaskWarning, stacklevel=3)
+            what = f"{type(optimizer).__name__} steps weights whose guard is on another optimiser: expected a guard on this one, got none."
+            what += " Masked weights can move, its steps do not count."
+            fix = "where it has taken over, call remove() on the handle of the old guard, then fxmask.guard(optimizer, model); of two that step in turn give"
+            fix += " each weights of its own and a guard, or call remove() and fxmask.step(model) after each step: masked weights are left to them then."
+            warnings.warn(message(what, first_of(moved), fix), FxMaskWarning, stacklevel=3)
 
 
-def _shared(handle: GuardHandle, optimizer: Optimizer) -> list[str]:
-    """Names of the weights that a guard keeps from moving and another optimiser holds."""
+def _counted(handle: GuardHandle) -> tuple[int, int | None]:
+    return handle.steps, handle._captures
+
+
+def _under_way() -> Iterator[Optimizer]:
+    """The optimisers whose steps are running."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is STEP:
+            yield frame.f_locals.get("self")  # type: ignore[misc]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Weights that another optimiser holds and a guard keeps from moving, or counts the steps of."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [g.name for g in handle._guarded if id(g.weight) in held and handle._is_ours(g.site) and g.policy in KEPT]
+    for g in handle._guarded:
+        if id(g.weight) in held and handle._is_ours(g.site) and (g.policy in KEPT or g.site._fxmask_given.needs_steps):
+            yield g.name, g.weight

@@ -84,7 +84,7 @@ def _refer(container: Any, swapped: dict[int, Tensor], seen: set[int]) -> None:
 
 def _prepare(site: Site) -> None:
     """For a look nobody needs to count steps, and ranks need not agree; state on the meta device gets values, a cached mask there typical ones."""
-    site._fxmask_announced, site._fxmask_unguarded, site._fxmask_called = True, False, True
+    site._fxmask_announced, site._fxmask_copied, site._fxmask_unguarded, site._fxmask_called = True, False, False, True
     if site._fxmask_keep.is_meta:
         state.place_on(site, torch.device("cpu"))
         site._fxmask_lost = False

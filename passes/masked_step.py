@@ -141,15 +141,19 @@ def _returned(optimizer: Optimizer, s: StandIn, key: str, made: Any, old: Any) -
     if not isinstance(made, Tensor) or made.shape != s.small.shape:
         return made
     weight = s.guarded.weight
-    full = old if isinstance(old, Tensor) and old.shape == weight.shape else _beginning(optimizer, weight, key, made)
+    full = old if isinstance(old, Tensor) and old.shape == weight.shape else _beginning(optimizer, s, key, made)
     full = full.to(made.dtype)
     s.blocks.scatter(full, made)
     return full
 
 
-def _beginning(optimizer: Optimizer, weight: Tensor, key: str, made: Tensor) -> Tensor:
-    """A new momentum of a whole weight: zero where nothing has stepped yet. Not so Rprop's step size (the lr) and ASGD's average (the weight, which rests)."""
+def _beginning(optimizer: Optimizer, s: StandIn, key: str, made: Tensor) -> Tensor:
+    """A new momentum of a whole weight: zero where nothing has stepped yet. Not so Rprop's step size (the lr) and copies of the weight, as ASGD's average."""
+    weight = s.guarded.weight
     full = torch.zeros_like(weight, dtype=made.dtype, device=made.device)
     if key == "step_size":
         return full.add_((group_of(optimizer, weight) or {}).get("lr", 0.0))
-    return full.copy_(weight) if key == "ax" else full
+    if key == "ax":
+        return full.copy_(weight)
+    small = s.small.detach().to(made)
+    return torch.where((made - small).norm() < 0.5 * small.norm(), weight.detach().to(made), full)

@@ -73,8 +73,12 @@ def group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
 
 
 def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Tensors of the optimiser's state that have an element for each of the weight's; of a sharded weight, for each of this process's part."""
+    """Tensors of the optimiser's state that have an element for each of the weight's; of a sharded weight, for each of this process's part.
+
+    Integers are codes of values (8-bit optimisers), of which nobody here knows the scale: they are the optimiser's.
+    """
     found = {k: t for k, t in ranks.stepping(optimizer).state.get(weight, {}).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
+    found = {k: t for k, t in found.items() if t.is_floating_point()}
     if not ranks.is_shard(weight):
         return {k: t for k, t in found.items() if t.shape == weight.shape}
     shape, parts = ranks.part(weight).shape, {}
@@ -87,6 +91,16 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
             what = f"the optimiser's {k!r} lies otherwise than its weight: expected it sharded as the weight is ({weight.placements})."  # type: ignore[attr-defined]
             raise UnsupportedError(message(what, type(optimizer).__name__, "use an optimiser that shards its state, or masked_weights='free'."))
     return parts
+
+
+def _start_anew(t: Tensor, where: Tensor, weight: Tensor) -> None:
+    """Let elements of a state begin: at zero; at the weight where the state is a copy of it (an average, slow weights, Schedule-Free's z), told by its values.
+
+    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it.
+    """
+    w = weight.to(t)
+    copies = torch.where(where, t - w, 0).norm() < 0.5 * torch.where(where, w, 0).norm()
+    t.copy_(torch.where(where, torch.where(copies, w, 0), t))
 
 
 def _elements(mask: Tensor, g: Guarded, block: tuple[int, int]) -> Tensor:
@@ -122,7 +136,7 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     assert g.mask is not None
     out = ~_elements(g.mask, g, g.block)
     for t in (t for k, t in state.items() if g.clears(k)):
-        t.masked_fill_(out, 0)
+        _start_anew(t, out, ranks.part(g.weight.detach()))
     if g.site._fxmask_config.backward != "masked" and g.weight.grad is not None:  # a dense gradient, that regrowth is for
         grad = ranks.part(g.weight.grad)
         g.gradient = grad.clone()
@@ -131,7 +145,7 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
-    """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. A momentum that the step created starts at zero there."""
+    """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. State that the step created begins anew there."""
     for g in guarded:
         if g.mask is None or g.before is None or g.weight.grad is None:
             g.before, g.momenta = None, {}
@@ -150,7 +164,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
                 if was is not None:
                     t.copy_(torch.where(kept, t, was.to(t.device)))
                 elif k not in NO_MOMENTA:
-                    t.masked_fill_(~kept, 0)
+                    _start_anew(t, ~kept, g.before)
         weight.copy_(torch.where(kept, weight, old))
         if g.gradient is not None:
             ranks.part(g.weight.grad).copy_(g.gradient)
@@ -179,5 +193,5 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
             elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
             for k, t in _momenta(optimizer, g.weight).items():
                 if k not in NO_MOMENTA:
-                    t.masked_fill_(elements, 0)
+                    _start_anew(t, elements, ranks.part(g.weight.detach()))
             g.last = None

@@ -94,6 +94,7 @@ def rebuild(jobs: Sequence[Job]) -> None:
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
     """Cache a mask and its lists. Inside a CUDA graph, and for one, they go where the graph's forward reads them in every replay."""
+    state.note_weight(site, site._parameters.get("weight"))
     old, old_lists = site._fxmask_mask, site._fxmask_lists
     if old is not None and (site._fxmask_in_place or state.capturing(mask)):
         old.copy_(mask)
@@ -178,7 +179,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     try:
         for site, weight in found:
             before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
-            site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_step=now)
+            site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_copied=False, _fxmask_step=now)
             entered = phase_change.follow(site, taken=n > 0)
             c = site._fxmask_config
             if n and weight is not None and c.cached and now >= c.start:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale", "looked")  # the tensors among the attributes
 
+UNKNOWN = -1  # of a copy's weight: the cached mask may be another one's
+
 
 class Site(nn.Module):
     """Mixin of every module that owns a mask."""
@@ -45,6 +47,8 @@ class Site(nn.Module):
     _fxmask_step: int  # optimiser steps taken
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
+    _fxmask_copied: bool = False  # this is a copy, and no step of its own has been told
+    _fxmask_made: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
@@ -102,7 +106,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        attributes = {**self.__dict__, "_fxmask_in_place": False}  # no graph reads a copy
+        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_made": _made(self)}  # no graph reads a copy
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
@@ -115,8 +119,29 @@ class Site(nn.Module):
         ties = self.__dict__.get("_fxmask_tied")
         if ties is not None and "weight" in self._parameters:  # masks in graphs hold no weight, and join when theirs is loaded
             ties.join(self, self, "weight")
+        for name in (f"_fxmask_{name}" for name in STATE):  # weights may be shared between processes, what each of them has counted may not
+            if isinstance(t := self.__dict__.get(name), Tensor) and t.is_shared():
+                setattr(self, name, t.clone())
         if "_fxmask_keep" in self.__dict__:  # it may have been on another machine
             self._fxmask_from = gpu_site.least_tokens(self, self._fxmask_keep.device)
+            if self._fxmask_made is None:
+                note_weight(self, self._parameters.get("weight"))
+
+
+def _made(site: Site) -> int | None:
+    """What a copy notes of its weight: nothing yet, or that a copy of a stale copy is stale."""
+    weight = site._parameters.get("weight")
+    return UNKNOWN if weight is None or (site._fxmask_copied and version(weight) != site._fxmask_made) else None
+
+
+def note_weight(site: Site, weight: Tensor | None) -> None:
+    """Note that the cached mask is to go with the weight as it is; a mask in a graph holds none, and goes with that of the next forward."""
+    site.__dict__["_fxmask_made"] = None if weight is None else version(weight)
+
+
+def version(weight: Tensor) -> int | None:
+    """Of a tensor's values, as far as PyTorch counts writes: fused optimisers and `.data` leave it. For warnings alone."""
+    return None if weight.is_inference() else weight._version
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:

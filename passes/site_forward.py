@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..kernels import ops
-from ..kernels.errors import FxMaskWarning, ShapeError, StateError, UnsupportedError, message
-from . import noted, phases, ranks
+from ..kernels.errors import ShapeError, StateError, UnsupportedError, message
+from . import noted, ranks
 from .site import Site, check_agreed, current_mask
+from .uncounted import nobody_counts, uncounted, warn_of_steps
 from .weights import is_ensemble
 
 
@@ -22,8 +22,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
     if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
         refuse_tracing(site)
-    if site._fxmask_given.needs_steps and not site._fxmask_announced:
-        _nobody_counts(site)
+    if uncounted(site):
+        nobody_counts(site, weight)
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
@@ -63,6 +63,8 @@ def _note_traced(frame: Any) -> None:
     _TRACED[_likeness(site)] = dtype
     if not torch.compiler.is_exporting():
         site._fxmask_called, site._fxmask_seen = True, dtype
+        if uncounted(site) and not site.training:  # once for the compiled code: the step that it runs at may move
+            warn_of_steps(site)
 
 
 def _note_exported(site: Site, weight: Tensor) -> None:
@@ -115,22 +117,3 @@ def refuse_tracing(site: Site) -> None:
     """Raise UnsupportedError: a symbolic trace of a masked model."""
     what = "fx.symbolic_trace of a masked model would freeze its masks: expected a dense model."
     raise UnsupportedError(message(what, site._fxmask_name, "trace the dense model first, then call fxmask.apply on the trace; or use torch.export."))
-
-
-def _nobody_counts(site: Site) -> None:
-    c, given = site._fxmask_config, site._fxmask_given
-    fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
-    fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
-    if site.training:
-        what = "start, schedule, refresh > 1, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser steps:"
-        what += " expected a step source before training, got none."
-        raise StateError(message(what, site._fxmask_name, fix))
-    if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
-        return
-    now = c.ratio_at(site._fxmask_step)
-    if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
-        what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
-        warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel=4)
-    if now != given.final_ratio and not site._fxmask_is_dense:
-        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step)."
-        warnings.warn(what, FxMaskWarning, stacklevel=4)

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fxmask
 from fxmask import FxMaskWarning
-from fxmask.errors import UnsupportedError
+from fxmask.errors import StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
 
 MADE = "weights that other parameters make"
@@ -91,6 +91,26 @@ def test_free_says_that_it_is_meant():
     model = fxmask.apply(net(parametrizations.weight_norm), ratio=0.5)
     with pytest.raises(UnsupportedError, match="a weight that other parameters make"):
         fxmask.guard(adamw(model), model, masked_weights="freeze")
+
+
+@OLD
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_weight_that_is_made_from_now_on(wrap):
+    """Guarded as a Parameter, then parametrised or pruned: an error before anything moves, and the guard that its fix asks for."""
+    model = fxmask.apply(net(), ratio=0.5)
+    optimiser = adamw(model)
+    handle = fxmask.guard(optimiser, model)
+    train(model, optimiser)
+    wrap(model[2])
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(StateError, match=r"(?s)made from other parameters since fxmask\.guard.*where: 2\.weight\n.*remove\(\)"):
+        train(model, optimiser)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    handle.remove()
+    optimiser = adamw(model)
+    with pytest.warns(FxMaskWarning, match=MADE):
+        fxmask.guard(optimiser, model)
+    train(model, optimiser)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,8 @@ def test_a_compiled_step():
 
 
 def test_hooks_of_others():
-    """A pre-hook before the guard's may change gradients, one after it is refused; a post-hook sees weights that have moved, whenever it was registered."""
+    """A pre-hook before the guard's may change gradients, one after it is refused; a post-hook sees weights as they stay, whenever it was registered,
+    under freeze, too."""
     ours, theirs = pair()
     runs = []
     for masked_step in (True, False):
@@ -197,7 +198,7 @@ def test_hooks_of_others():
         optimiser.register_step_pre_hook(halved)
         optimiser.register_step_post_hook(lambda o, args, kwargs, seen=seen, m=model: seen.append(m[0].weight.detach().clone()))
         fxmask.guard(optimiser, model, masked_step=masked_step)
-        train(model, optimiser, 5, lambda i, m=model, seen=seen, on=masked_step: on and torch.testing.assert_close(seen[i], m[0].weight.detach()))
+        train(model, optimiser, 5, lambda i, m=model, seen=seen: torch.testing.assert_close(seen[i], m[0].weight.detach(), rtol=0, atol=0))
         assert len(seen) == 5
         runs.append((model, optimiser))
     same(*runs)
@@ -207,6 +208,21 @@ def test_hooks_of_others():
         ours[1].step()
     late.remove()
     ours[1].step()
+
+
+def test_two_models_of_one_optimiser():
+    """Guarded together, or the one with masked_step last; a guard behind it is refused when it is made, not at a step."""
+    both = torch.nn.ModuleList([net(), net()])
+    for m in both:
+        fxmask.apply(m, ratio=0.5)
+    optimiser = optim.AdamW(both.parameters(), **ADAMW)
+    first = fxmask.guard(optimiser, both[0], masked_step=True)
+    for masked_step in (True, False):
+        with pytest.raises(UnsupportedError, match=r"(?s)a second guard on an optimiser whose first has masked_step.*remove\(\).*guard the models together"):
+            fxmask.guard(optimiser, both[1], masked_step=masked_step)
+    assert len(optimiser._optimizer_step_pre_hooks) == 1 and fxmask.explain(both[1]).rows[0]["masked_weights"] == "left to the optimiser (no guard)"
+    first.remove()
+    assert len(fxmask.guard(optimiser, both, masked_step=True).policies) == 2 * len(first._guarded)
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.SGD])

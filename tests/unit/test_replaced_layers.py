@@ -85,7 +85,7 @@ def test_a_step_of_a_guard_whose_weight_was_replaced_is_an_error():
     optimiser.param_groups[0]["params"] = list(m.parameters())
     m(X).sum().backward()
     before = m[0].weight.detach().clone()
-    with pytest.raises(StateError, match=r"(?s)replaced since fxmask\.guard.*0\.weight"):
+    with pytest.raises(StateError, match=r"(?s)replaced since fxmask\.guard.*0\.weight.*call remove\(\) on the guard's handle"):
         optimiser.step()
     assert torch.equal(m[0].weight, before)
     handle.remove()
@@ -94,3 +94,41 @@ def test_a_step_of_a_guard_whose_weight_was_replaced_is_an_error():
     optimiser.step()
     assert (m[0].weight[mask] != before[mask]).any()
     assert torch.equal(m[0].weight[~mask], before[~mask])
+
+
+@pytest.mark.parametrize("options", [{}, dict(masked_step=True)], ids=["freeze", "masked_step"])
+def test_a_layer_that_was_replaced_under_a_guard_is_missed(options):
+    """As a new head is put in; told once, at the first step without the old one's gradient."""
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.5)
+    optimiser = torch.optim.AdamW(m.parameters())
+    handle = fxmask.guard(optimiser, m, **options)
+    step(m, optimiser)
+    m[2] = nn.Linear(64, 32)
+    optimiser.add_param_group({"params": list(m[2].parameters())})
+    with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)masked layers were replaced since fxmask\.guard.*where: 2\.weight\n.*fxmask\.apply") as caught:
+        step(m, optimiser)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    step(m, optimiser)
+    handle.remove()
+    fxmask.apply(m, ratio=0.5, include="2")
+    assert fxmask.guard(optimiser, m, **options).policies.keys() == {"0.weight", "1.weight", "2.weight"}
+    step(m, optimiser)
+
+
+def test_layers_that_are_gone_or_do_not_run_are_not_replaced():
+    m = fxmask.apply(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), ratio=0.5)
+    optimiser = torch.optim.AdamW(m.parameters())
+    fxmask.guard(optimiser, m)
+    m[3] = nn.Identity()
+    step(m, optimiser)
+    m[2].requires_grad_(False)
+    step(m, optimiser)
+    step(m[:2], optimiser)  # the others stay where they are
+    m[1], m[2] = m[2].requires_grad_(True), m[1]
+    step(m[2:], optimiser)
+
+
+def step(model, optimiser):
+    optimiser.zero_grad()
+    model(X).square().mean().backward()
+    optimiser.step()

@@ -14,6 +14,8 @@ from unit.state_runs import CUBIC, FORMS, masked
 import fxmask
 from fxmask.errors import StateError
 
+STALE = r"evaluated with a mask of weights that it no longer has(.|\n)*where: \w+\.weight\n(.|\n)*fxmask\.refresh\(model\)"
+
 
 def averaged(config, form="module", steps=8, early=False):
     """A run with `ste`, whose masks move a lot, and its EMA, made before or after the guard."""
@@ -61,17 +63,103 @@ def test_an_average_has_the_masks_of_its_own_weights(form, early):
 @FORMS
 @pytest.mark.parametrize("refresh", [0, 2])
 def test_cached_masks_of_an_average_are_those_of_its_making_until_they_are_refreshed(form, refresh):
-    """An average tells nobody that it writes its weights: call fxmask.refresh before it is evaluated."""
+    """An average tells nobody that it writes its weights: call fxmask.refresh before it is evaluated; it warns. Masks that are built once are the run's."""
     model, ema = averaged(dict(refresh=refresh), form)
     first = {f"module.{n}": m for n, m in fxmask.masks(masked(form)).items()}
     assert same(fxmask.masks(ema), first) and not same(best(ema), first)
-    ema.eval()(torch.randn(2, 64))
+    if refresh:
+        with pytest.warns(fxmask.FxMaskWarning, match=STALE) as caught:
+            ema.eval()(torch.randn(2, 64))
+        assert len(caught) == sum(not torch.equal(a, b) for a, b in zip(best(ema).values(), first.values(), strict=True)) > 0
+    ema.eval()(torch.randn(2, 64))  # once for each write
     fxmask.refresh(ema)
     assert same(fxmask.masks(ema), best(ema))
+    ema(torch.randn(2, 64))
     fxmask.load_state_dict(ema.module, fxmask.state_dict(model))  # or the masks and the step of the run
     assert same(fxmask.masks(ema.module), fxmask.masks(model))
     assert {r["step"] for r in fxmask.explain(ema).rows if r["masked"]} == {8}
     ema.eval()(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("steps", ["guard", "step"])
+@pytest.mark.parametrize("config", [dict(schedule=CUBIC), dict(refresh=2), dict(refresh=2, criterion="taylor")], ids=["schedule", "refresh", "taylor"])
+def test_copies_whose_weights_follow_by_hand(config, steps):
+    """Whoever counts the run's steps: nobody counts the copy's. The run itself, and a copy that is stepped, say nothing."""
+    model = masked(backward="ste", **config)
+    optimiser = optim.SGD(model.parameters(), lr=20.0, momentum=0.9)
+    handle = fxmask.guard(optimiser, model) if steps == "guard" else fxmask.step(model, 0)
+    ema, twin = copy.deepcopy(model).eval(), copy.deepcopy(model)
+    fxmask.step(twin, 0)
+    for i in range(12):
+        torch.manual_seed(i)
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        twin(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+        if steps == "step":
+            fxmask.step(model)
+        fxmask.step(twin)
+        with torch.no_grad():
+            for mine, theirs in zip(ema.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+    twin.eval()(torch.randn(2, 64))
+    with pytest.warns(fxmask.FxMaskWarning, match=r"evaluated at ratio 0\.\d+, not 0\.6" if "schedule" in config else STALE):
+        ema(torch.randn(2, 64))
+    fxmask.load_state_dict(ema, fxmask.state_dict(model))
+    fxmask.step(ema, 0)
+    ema(torch.randn(2, 64))
+    if handle is not None:
+        handle.remove()
+    model.eval()(torch.randn(2, 64))  # as its masks were in its last step
+
+
+@FORMS
+def test_stale_masks_are_made_permanent_with_a_warning(form):
+    model, ema = averaged(dict(refresh=2), form)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)fxmask\.finalize makes permanent a mask of weights that it no longer has.*where: .*fxmask\.refresh"):
+        fxmask.finalize(copy.deepcopy(ema.module) if form == "module" else ema.module)
+    _, ema = averaged(dict(refresh=2), form)
+    fxmask.refresh(ema)
+    fxmask.finalize(ema.module)
+    fxmask.finalize(model)  # its guard is gone, and its masks are those of its last step
+
+
+def test_a_compiled_average_says_that_it_is_not_masked():
+    """Once, when it is compiled: what it reads of the host would compile it anew."""
+    _, ema = averaged(dict(schedule=CUBIC), steps=3)
+    compiled = torch.compile(ema.eval(), backend="eager")
+    with pytest.warns(fxmask.FxMaskWarning, match=r"a masked model is evaluated at ratio 0\.\d+, not 0\.6"):
+        compiled(torch.randn(2, 64))
+    compiled(torch.randn(2, 64))
+
+
+def test_a_teacher_that_stays_in_training_mode():
+    """Its batch norms and dropouts want it so; it has no gradients, and nobody steps it."""
+    model = masked(schedule=CUBIC)
+    fxmask.step(model, 0)
+    teacher = copy.deepcopy(model)
+    with torch.no_grad(), pytest.warns(fxmask.FxMaskWarning, match=r"evaluated at ratio 0\.1, not 0\.6"):
+        teacher(torch.randn(2, 64))
+    teacher(torch.randn(2, 64)).sum().backward()  # a run that goes on in a copy may be stepped after this
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: torch.load(io.BytesIO(_pickled(m)), weights_only=False)], ids=["deepcopy", "torch.save"])
+def test_a_copy_whose_weights_stay_says_nothing_of_its_masks(copier):
+    """Nor one that loads others, whose masks are made anew, or is converted."""
+    model = masked(refresh=20, backward="ste")
+    optimiser = optim.SGD(model.parameters(), lr=20.0, momentum=0.9)
+    fxmask.guard(optimiser, model)
+    for _ in range(4):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+    assert not same(fxmask.masks(model), best(model))  # its masks are of before these steps
+    twin = copier(model).eval()
+    twin(torch.randn(2, 64))
+    twin.load_state_dict(masked().state_dict())
+    twin(torch.randn(2, 64))
+    twin.double()(torch.randn(2, 64, dtype=torch.float64))
 
 
 def test_an_average_may_be_stepped_as_the_model_is():

@@ -1,0 +1,133 @@
+"""fxmask.guard and optimisers whose state is a copy of the weight (Schedule-Free, Lookahead), or codes of values (8-bit optimisers)."""
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import optim
+
+import fxmask
+from fxmask.kernels.grid import expand_mask
+
+
+class ScheduleFree(optim.Optimizer):
+    """Schedule-Free SGD (Defazio et al., 2024): `eval` and `train` move the weights towards z and back, outside of any step."""
+
+    def __init__(self, params, lr=0.5, beta=0.9, weight_decay=0.1):
+        super().__init__(params, dict(lr=lr, beta=beta, weight_decay=weight_decay, steps=0))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            c, lr, beta = 1 / (group["steps"] + 1), group["lr"], group["beta"]
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                grad = p.grad + group["weight_decay"] * p
+                p.lerp_(z, c).add_(grad, alpha=lr * (beta * (1 - c) - 1))
+                z.sub_(grad, alpha=lr)
+            group["steps"] += 1
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.lerp_(self.state[p]["z"], 1 - 1 / group["beta"])
+
+
+class Lookahead(optim.Optimizer):
+    """Slow weights that are noted at the third step (Zhang et al., 2019)."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.steps = base, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.steps += 1
+        for p in (p for group in self.param_groups for p in group["params"] if self.steps % 3 == 0):
+            p.copy_(self.state[p].setdefault("slow", p.clone()).lerp_(p, 0.5))
+
+
+class Coded(optim.Optimizer):
+    """A momentum in 8 bits with a scale for the whole, whose code for nothing is 128."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            momentum = p.grad if not state else 0.9 * (state["codes"].float() - 128) * state["scale"] + p.grad
+            state["scale"] = momentum.abs().max().clamp(min=1e-12) / 127
+            state["codes"] = (momentum / state["scale"]).round().add(128).to(torch.uint8)
+            p.sub_(momentum, alpha=0.1)
+
+
+KINDS = {
+    "Schedule-Free": (ScheduleFree, "z"),
+    "Lookahead": (lambda params: Lookahead(optim.AdamW(params, 1e-2, weight_decay=0.1)), "slow"),
+}
+GUARDS = {"freeze": {}, "zero": dict(returning="zero"), "masked_step": dict(masked_step="elementwise")}
+
+
+def train(model, optimiser, steps=4):
+    for i in range(steps):
+        optimiser.zero_grad()
+        model(torch.randn(8, 64, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+        optimiser.step()
+
+
+def masked_parts(model, optimiser, key):
+    """The masked elements of each weight and of its state."""
+    for name, mask in fxmask.masks(model).items():
+        weight = model.get_parameter(name)
+        out = ~expand_mask(mask, weight.shape, (16, 16))
+        yield weight.detach()[out], optimiser.state[weight][key][out]
+
+
+@pytest.mark.parametrize(("kind", "guard"), [("Schedule-Free", "freeze"), ("Schedule-Free", "zero"), ("Schedule-Free", "masked_step"), ("Lookahead", "freeze")])
+def test_a_copy_of_the_weight_begins_at_the_weight(kind, guard):
+    """At zero it would pull blocks that come back there."""
+    make, key = KINDS[kind]
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    optimiser = make(model.parameters())
+    fxmask.guard(optimiser, model, **GUARDS[guard])
+    train(model, optimiser)
+    for weight, state in masked_parts(model, optimiser, key):
+        assert torch.equal(weight, state) and weight.any()
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_an_evaluation_at_other_weights_leaves_masked_ones(guard):
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    optimiser = ScheduleFree(model.parameters())
+    fxmask.guard(optimiser, model, **GUARDS[guard])
+    train(model, optimiser)
+    before, was = [w.clone() for w, _ in masked_parts(model, optimiser, "z")], model[0].bias.detach().clone()
+    optimiser.eval()
+    assert all(torch.equal(a, b) for a, (b, _) in zip(before, masked_parts(model, optimiser, "z"), strict=True)) and not torch.equal(model[0].bias, was)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_come_back_go_on_from_their_weights(kind):
+    """Where momenta are cleared, a copy of the weight is where the weight is."""
+    make, key = KINDS[kind]
+    model = fxmask.apply(mlp(), ratio=0.6, criterion="random")
+    optimiser = make(model.parameters())
+    fxmask.guard(optimiser, model, returning="zero")
+    train(model, optimiser, 3)
+    for _ in range(2):
+        before = fxmask.masks(model)
+        train(model, optimiser, 1)
+        for name, mask in fxmask.masks(model).items():
+            weight = model.get_parameter(name).detach()
+            back = expand_mask(mask & ~before[name], weight.shape, (16, 16))
+            assert weight[back].any() and torch.equal(weight[back], optimiser.state[model.get_parameter(name)][key][back])
+
+
+def test_codes_are_the_optimisers():
+    """A code of zero would be the largest negative momentum, which sets the scale of all others."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    optimiser = Coded(model.parameters(), {})
+    fxmask.guard(optimiser, model, returning="zero")
+    train(model, optimiser)
+    for _, codes in masked_parts(model, optimiser, "codes"):
+        assert (codes == 128).all()
