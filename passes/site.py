@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ..kernels import ops
 from ..kernels.dispatch import runs_triton
@@ -232,10 +233,16 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
     if c.remembers:
         return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    keep, count = site._fxmask_keep, site._fxmask_count
-    if keep.is_meta and not weight.is_meta and site._fxmask_written is not None:  # weights of torch.func.functional_call, and the host knows what to keep
-        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in site._fxmask_written[:2])
+    keep, count, written = site._fxmask_keep, site._fxmask_count, site._fxmask_written
+    # weights of torch.func.functional_call; and the body of a cond or scan, which PyTorch traces in every call that trains: the host knows what to keep
+    if written is not None and ((keep.is_meta and not weight.is_meta) or is_traced_anew(keep, weight)):
+        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in written[:2])
     return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
+
+
+def is_traced_anew(held: Tensor, given: Tensor) -> bool:
+    """Whether a forward is traced with tensors that have no values, where those of the state would not be taken."""
+    return isinstance(given, FakeTensor) and not isinstance(held, FakeTensor)
 
 
 def check_plain(site: Site, weight: Tensor) -> None:
