@@ -242,7 +242,7 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
 
 def is_traced_anew(held: Tensor, given: Tensor) -> bool:
     """Whether a forward is traced with tensors that have no values, where those of the state would not be taken."""
-    return isinstance(given, FakeTensor) and not isinstance(held, FakeTensor)
+    return isinstance(given, FakeTensor) and not given.fake_mode.allow_non_fake_inputs and not isinstance(held, FakeTensor)
 
 
 def check_plain(site: Site, weight: Tensor) -> None:
