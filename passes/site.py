@@ -22,6 +22,7 @@ from ..kernels.grid import as_matrix, grid_shape, keep_count, matrix_shape
 from . import feedback, gpu_site, lost_guards, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
+from .scripting import refuse_scripting
 
 if TYPE_CHECKING:
     from .rebuild import Ties
@@ -82,6 +83,8 @@ class Site(nn.Module):
         """Whether the weight's gradient of this step is dense under `rigl`."""
         c = self._fxmask_config
         return (self._fxmask_step - c.start + 1) % c.dense_every == 0
+
+    __prepare_scriptable__ = refuse_scripting
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
