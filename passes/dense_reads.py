@@ -42,4 +42,4 @@ def dense_reads(gm: GraphModule, is_weight: Callable[[Node], bool]) -> Iterator[
             for n in inputs:
                 weights, turned = behind.get(n, (set(), False))
                 if len(weights) == 1 and not (name in SUMS and n is added):
-                    yield Read(*weights, node, turned or name in FREE)
+                    yield Read(next(iter(weights)), node, turned or name in FREE)

@@ -243,6 +243,12 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
     return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 
+def makes(site: Site) -> tuple[object, ...]:
+    """What decides with the weight about a mask that remembers nothing: sites that are alike here make the same mask of the same weight."""
+    c = site._fxmask_config
+    return c.block, c.criterion, c.ties, site._fxmask_stream if c.criterion == "random" else 0, c.impl, c.cover, site._fxmask_written
+
+
 def is_traced_anew(held: Tensor, given: Tensor) -> bool:
     """Whether a forward is traced with tensors that have no values, where those of the state would not be taken."""
     return isinstance(given, FakeTensor) and not given.fake_mode.allow_non_fake_inputs and not isinstance(held, FakeTensor)
