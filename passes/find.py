@@ -220,7 +220,8 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
             continue
         by_key.setdefault(key, new).nodes.append(node)
     known = {c.weight_path for c in by_key.values()}
-    weights = {id(c.weight) for c in by_key.values()}
+    linears = (m for m in gm.modules() if isinstance(m, nn.Linear))  # whose class is swapped
+    weights = {id(w) for w in (*(c.weight for c in by_key.values()), *(w for _, w in graph_sites(gm)), *(m._parameters.get("weight") for m in linears))}
     inside = [c for c in _inside_calls(prefix, gm) if c.weight_path not in known]
     return [*by_key.values(), *inside, *(c for c in _in_products(prefix, gm) if id(c.weight) not in weights)]
 

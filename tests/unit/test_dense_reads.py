@@ -79,6 +79,21 @@ def test_a_masked_weight_with_a_second_reader(how):
         fxmask.apply(traced(Both(), how), exclude="a", **OPTIONS)
 
 
+class BothInOrder(Layers):
+    def forward(self, x):
+        return self.b(self.a(x)) + torch.einsum("bi,oi->bo", x, self.a.weight)
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+def test_a_masked_weight_stays_masked_in_its_row(how):
+    with pytest.warns(FxMaskWarning, match="a graph reads masked weights whole") as told:
+        gm = fxmask.apply(traced(BothInOrder(), how), **OPTIONS)
+    assert not [w for w in told if "stays dense" in str(w.message)]
+    assert {r["name"]: r["masked"] for r in fxmask.explain(gm).rows} == {"a": True, "b": True}
+    with pytest.raises(fxmask.errors.StateError, match="'a' is masked already"):
+        fxmask.apply(gm, include="a", **OPTIONS)
+
+
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
 def test_what_is_no_lost_linear_is_not_told(how):
     with warnings.catch_warnings():
