@@ -17,7 +17,7 @@ from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
 from .dropping import DroppedLinear, any_dropped, undrop
 from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import note_ties, unwatch_loads, watch_loads
 from .nm_layers import any_nm
@@ -29,7 +29,7 @@ from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Feedback, Schedule, WeightMask
 from .passes.conv import KINDS, Kinds, find_layers, kinds_of
-from .passes.find import graph_modules
+from .passes.find import graph_modules, weight_reads
 from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
 from .passes.nm_mask import NMMask
@@ -135,6 +135,7 @@ def apply(
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
     decisions = with_budgets(decisions)
     _warn_of_graphs(model)
+    _warn_of_reads(model, decisions)
     _warn_if_dense(decisions)
     inputs.warn_if_none()
     before = {id(site) for _, site, _ in sites(model)}
@@ -289,6 +290,17 @@ def _warn_of_graphs(model: nn.Module) -> None:
         if frozen:
             what = f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would."
             warnings.warn(what, FxMaskWarning, stacklevel=3)
+
+
+def _warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
+    """Warn where a graph that masks the calls of a layer reads its weight in another way, too."""
+    masked = {id(d.candidate.weight): d.candidate.name for d in decisions if d.config is not None}
+    for _, gm in graph_modules(model):
+        reads = {masked[id(w)]: read for w, read in weight_reads(gm) if id(w) in masked}
+        if reads:
+            shown = first_of([f"{name} ({read.node.name})" for name, read in reads.items()], 3)
+            what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
+            warnings.warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."), FxMaskWarning, stacklevel=3)
 
 
 def _warn_if_dense(decisions: list[Decision]) -> None:

@@ -29,6 +29,7 @@ from .passes.config import WeightMask
 from .passes.pruning_schedule import copied, words
 from .passes.readers import forward_codes
 from .passes.rebuild import Job, after_load, rebuild
+from .passes.scripting import refuse_scripting
 from .passes.site import Site
 from .passes.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
 from .passes.weights import peek_weight, raw_weight
@@ -100,6 +101,7 @@ class Swapped(nn.Module):
     _fxmask_base: type[nn.Module]  # of the class: what it was before
     _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
     _fxmask_class: type[nn.Module]  # the class that `masked_class` made
+    __prepare_scriptable__ = refuse_scripting
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
@@ -151,6 +153,7 @@ class WeightReader(nn.Module):
 
     _fxmask_base: type[nn.Module]
     _fxmask_class: type[nn.Module]
+    __prepare_scriptable__ = refuse_scripting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         read = [m for m in self.modules() if isinstance(m, ReadWeight)]

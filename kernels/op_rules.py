@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor  # the class of the jagged layout, as in PyTorch 2.11 to 2.13
 from torch.utils.flop_counter import register_flop_formula
 
 from . import joint, ops, reference
@@ -38,6 +39,17 @@ def autocast_rule(op: Any, device: str, key: str, casts: bool = True) -> Callabl
 for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_linear_backward"):
     for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
         AUTOCAST.impl(_name, autocast_rule(getattr(torch.ops.fxmask, _name), _device, _key), _key)
+
+# ---- nested tensors, which graphs give the op itself; modules ask `ops.linear` ---------------------------------------------------------------------------
+
+
+def _nested(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, rows: int, cols: int, *rest: Any) -> Tensor:
+    return ops.linear(x, w, bias, mask, (rows, cols), *rest)
+
+
+for _key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
+    AUTOCAST.impl("masked_linear", _nested, _key)
+torch.library.register_torch_dispatch("fxmask::masked_linear", NestedTensor, lambda _, func, types, args, kwargs: _nested(*args, **kwargs))
 
 # ---- vmap: a batch of tokens is more tokens; a batch of weights is a loop ------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     elif criterion == "linf":
         keys = bits_as(clean.abs().amax(-1), torch.int32)  # the bits of non-negative floats sort like the floats
     elif criterion == "spectral":
-        keys = _spectral_keys(clean.unflatten(-1, (-1, min(block[1], max(1, w.shape[1])))))
+        keys = _spectral_keys(clean.unflatten(-1, (-1, min(block[1], max(1, w.shape[1]))))) if b.numel() else b.sum(-1)
     elif criterion == "random":
         keys = random_keys(b.shape[:2], w.device, step, stream)
     else:

@@ -89,7 +89,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     names = []
     for g in guarded:
         grad, config = g.weight.grad, g.site._fxmask_config
-        if config.backward != "masked" or g.mask is None or grad is None or grad.layout != torch.strided:
+        if config.backward != "masked" or g.mask is None or grad is None or grad.is_meta or grad.layout != torch.strided:
             continue
         if grad.is_cuda and torch.cuda.is_current_stream_capturing():
             continue

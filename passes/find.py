@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .dense_reads import Read, dense_reads
 from .graph_site import graph_sites
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
@@ -219,7 +220,33 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
             continue
         by_key.setdefault(key, new).nodes.append(node)
     known = {c.weight_path for c in by_key.values()}
-    return [*by_key.values(), *(c for c in _inside_calls(prefix, gm) if c.weight_path not in known)]
+    linears = (m for m in gm.modules() if isinstance(m, nn.Linear))  # whose class is swapped
+    weights = {id(w) for w in (*(c.weight for c in by_key.values()), *(w for _, w in graph_sites(gm)), *(m._parameters.get("weight") for m in linears))}
+    inside = [c for c in _inside_calls(prefix, gm) if c.weight_path not in known]
+    return [*by_key.values(), *inside, *(c for c in _in_products(prefix, gm) if id(c.weight) not in weights)]
+
+
+def weight_reads(gm: GraphModule) -> Iterator[tuple[Tensor, Read]]:
+    """The products of a graph that read the weight of a layer, by its name, and are no linear calls."""
+
+    def is_weight(node: Node) -> bool:
+        named = node.op == "get_attr" and str(node.target).rpartition(".")[2] == "weight"
+        value = resolve(gm, str(node.target)) if named else None
+        return isinstance(value, nn.Parameter) and value.dim() == 2
+
+    return ((resolve(gm, str(read.weight.target)), read) for read in dense_reads(gm, is_weight))
+
+
+def _in_products(prefix: str, gm: GraphModule) -> list[Candidate]:
+    """Weights that products read which may be linears in other words."""
+    found: dict[int, Candidate] = {}
+    for weight, read in weight_reads(gm):
+        path, types = str(read.weight.target), call_stack(read.node)[1]
+        name = path.removesuffix("weight").removesuffix(".")
+        new = Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, skip=f"{read.words}; mask the nn.Module")
+        if read.as_linear:
+            found.setdefault(id(weight), new)
+    return list(found.values())
 
 
 def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.lists import listed
 from .config import WeightMask
-from .site import Site, install
+from .site import Site, install, is_traced_anew
 from .site_forward import forward_lists, forward_mask
 
 
@@ -46,6 +47,8 @@ class GraphSite(Site):
                 )
             )
         mask, dense = forward_mask(self, weight), self._fxmask_dense
+        if dense is not None and is_traced_anew(dense, weight):
+            dense = torch.full((), self._fxmask_dense_now, device=weight.device)
         found = [t for t in (mask, dense, forward_lists(self, mask, self._fxmask_config.impl)) if t is not None]
         return mask if len(found) == 1 else tuple(found)
 

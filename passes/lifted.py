@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .dense_reads import dense_reads
 from .find import EMBEDDINGS, IN_PROJ, IN_PROJ_WEIGHTS, LINEARS, Candidate, call_stack, weight_arg, weight_problem
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
@@ -96,9 +97,24 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
                     value = real.get(body.origin.get(a, a))
                     if isinstance(value, nn.Parameter):
                         _looked_up[value] = True
+        _add_dense_reads(found, body, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
+
+
+def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node, Any]) -> None:
+    """Products that read a layer's weight and are no linear calls: those that may be linears in other words, and those that read what is masked elsewhere."""
+
+    def is_weight(node: Node) -> bool:
+        source = body.origin.get(node)
+        value = None if source is None else real.get(source)
+        return isinstance(value, nn.Parameter) and value.dim() == 2 and source is not None and source_name(source).endswith(".weight")
+
+    called = {id(c.weight) for c in found.values() if not c.skip}
+    for read in dense_reads(body.graph, is_weight):
+        if read.as_linear or id(real[body.origin[read.weight]]) in called:
+            _add(found, body, read.node, read.weight, "", real, read=f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
 
 
 def _read_weights(node: Node) -> list[tuple[Node, str]]:
@@ -117,10 +133,10 @@ def _arguments(node: Node) -> Mapping[str, Any]:
     return {str(i): a for i, a in enumerate(node.args)}
 
 
-def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any], packed: bool = False) -> None:
+def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any], packed: bool = False, read: str = "") -> None:
     """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call).
 
-    `packed`: a projection that stays dense, which is apart from linear calls of the same weight.
+    `packed`: a projection that stays dense, which is apart from linear calls of the same weight. So is `read`: a product that no pass masks, and why.
     """
     source = body.origin.get(w)
     value = real.get(source) if source is not None else None
@@ -130,13 +146,16 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     stacked = ".".join(filter(None, (path, layer)))
     param = source_name(source) if source is not None else ""
     name = (param.removesuffix(".weight") if param != "weight" else "") or stacked or node.name
-    c = found.get((id(body.graph), w, packed))
+    key = id(body.graph), w, packed or bool(read)
+    c = found.get(key)
     if c is None:
         shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
         c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
-        found[id(body.graph), w, packed] = c
+        found[key] = c
         if packed:
             c.skip, c.quiet = IN_PROJ if source is not None else "the graph packs it from other weights for its attention; use fxmask.apply", True
+        elif read:
+            c.skip = read
         elif not isinstance(value, Tensor):
             c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
         elif weight_problem(value):

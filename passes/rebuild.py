@@ -123,9 +123,16 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         block = jobs[members[0]].site._fxmask_config.block
         for i, (mask, lists) in zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True):
             found[i] = (mask, lists if state.reads_lists(jobs[i].site, mask.device) else None)
+    tied: dict[object, Tensor] = {}  # of a weight that several layers share, each of which loads: one mask, and a copy for each
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
-            mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
+            key = (id(weight), state.makes(site))
+            same = None if site._fxmask_config.remembers else tied.get(key)
+            if same is None:
+                mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
+                tied[key] = mask
+            else:
+                mask = same.clone()
             found[i] = (mask, state.lists_of(site, mask))
     return [found[i] for i in range(len(jobs))]
 
@@ -139,13 +146,11 @@ def after_load(site: Site, weight: Tensor) -> None:
         site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
     if not weight.is_meta:
         site._fxmask_loaded = True
-        rebuild([Job(site, weight, anew=True)])
+        ties = site.__dict__.get("_fxmask_tied")
+        rebuild([Job(s, weight, anew=True) for s in (site, *(ties.others(site, weight) if ties is not None else ()))])
         mask = held_mask(site)
         if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
             _warn_of_order(site, restored)
-        ties = site.__dict__.get("_fxmask_tied")
-        if ties is not None:
-            rebuild([Job(other, weight, anew=True) for other in ties.others(site, weight)])
 
 
 def _warn_of_order(site: Site, restored: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ..kernels import ops
 from ..kernels.dispatch import runs_triton
@@ -21,6 +22,7 @@ from ..kernels.grid import as_matrix, grid_shape, keep_count, matrix_shape
 from . import feedback, gpu_site, lost_guards, phases, ranks
 from .config import WeightMask
 from .ranking import ranked
+from .scripting import refuse_scripting
 
 if TYPE_CHECKING:
     from .rebuild import Ties
@@ -85,6 +87,8 @@ class Site(nn.Module):
         """Whether the weight's gradient of this step is dense under `rigl`."""
         c = self._fxmask_config
         return (self._fxmask_step - c.start + 1) % c.dense_every == 0
+
+    __prepare_scriptable__ = refuse_scripting
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -257,10 +261,22 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
     if c.remembers:
         return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    keep, count = site._fxmask_keep, site._fxmask_count
-    if keep.is_meta and not weight.is_meta and site._fxmask_written is not None:  # weights of torch.func.functional_call, and the host knows what to keep
-        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in site._fxmask_written[:2])
+    keep, count, written = site._fxmask_keep, site._fxmask_count, site._fxmask_written
+    # weights of torch.func.functional_call; and the body of a cond or scan, which PyTorch traces in every call that trains: the host knows what to keep
+    if written is not None and ((keep.is_meta and not weight.is_meta) or is_traced_anew(keep, weight)):
+        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in written[:2])
     return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
+
+
+def makes(site: Site) -> tuple[object, ...]:
+    """What decides with the weight about a mask that remembers nothing: sites that are alike here make the same mask of the same weight."""
+    c = site._fxmask_config
+    return c.block, c.criterion, c.ties, site._fxmask_stream if c.criterion == "random" else 0, c.impl, c.cover, site._fxmask_written
+
+
+def is_traced_anew(held: Tensor, given: Tensor) -> bool:
+    """Whether a forward is traced with tensors that have no values, where those of the state would not be taken."""
+    return isinstance(given, FakeTensor) and not given.fake_mode.allow_non_fake_inputs and not isinstance(held, FakeTensor)
 
 
 def check_plain(site: Site, weight: Tensor) -> None:

@@ -46,7 +46,7 @@ class Writes:
         into = []
         for n, i in self.place.items():
             targets = [*written(gm, n)]
-            shared = n.all_input_nodes if _last_name(n) in GIVE_MEMORY else targets or ([] if _is_new(gm, n) else n.all_input_nodes)
+            shared = n.all_input_nodes if last_name(n) in GIVE_MEMORY else targets or ([] if _is_new(gm, n) else n.all_input_nodes)
             self._join(n, _held(gm, n) if n.op in ("get_attr", "placeholder") else shared)
             into += [(i, t) for t in targets]
         self._into: dict[Key, list[int]] = {}
@@ -123,7 +123,7 @@ def _by_function(node: Node) -> Iterator[Node]:
         yield from _nodes(given.get("weight"))
 
 
-def _last_name(node: Node) -> str:
+def last_name(node: Node) -> str:
     """Of a method, a function or an op, without its overload."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name.rpartition(":")[2]
@@ -168,10 +168,10 @@ def _is_new(gm: GraphModule, node: Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
             return all(r.alias_info is None for r in target._schema.returns)
-        return _last_name(node) in NEW  # the schemas of composite ops do not tell
+        return last_name(node) in NEW  # the schemas of composite ops do not tell
     if target is operator.add and any(isinstance(a, (tuple, list)) for a in node.args):  # (a, b) + (c,) holds all three
         return False
-    return _last_name(node) in NEW
+    return last_name(node) in NEW
 
 
 def _held(gm: GraphModule, node: Node) -> list[Key]:

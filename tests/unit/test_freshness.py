@@ -11,6 +11,7 @@ from sample_models import best_blocks, mlp
 from torch import fx, nn
 
 import fxmask
+from fxmask.passes import site as state
 
 BLOCK, RATIO = (16, 16), 0.7
 
@@ -168,6 +169,16 @@ def test_copies_of_many_tied_layers(copier):
     assert all(m.weight is again[0].weight and torch.equal(m._fxmask_mask, best) for m in again)
     assert all(torch.equal(mask, before[name]) for name, mask in fxmask.masks(model).items())
     assert not torch.equal(best, model[0]._fxmask_mask)
+
+
+def test_tied_layers_make_one_mask_a_load(monkeypatch):
+    """N layers load one after the other, and each load is for all: N masks are made, not N * N."""
+    model, built, index = tied(9), [], state.ops.index
+    monkeypatch.setattr(state.ops, "index", lambda *args: built.append(args) or index(*args))
+    model.load_state_dict({name: torch.randn(p.shape) for name, p in model.state_dict().items()})
+    assert len(built) == 9
+    assert all(torch.equal(m._fxmask_mask, best_blocks(model[0].weight, BLOCK, RATIO)) for m in model)
+    assert len({m._fxmask_mask.data_ptr() for m in model}) == 9  # one may be rewritten in place without the others
 
 
 @COPIERS

@@ -1,0 +1,135 @@
+"""Products of a graph that read a layer's weight and are no linear calls stay dense, and are told: by a warning, and by a row of `explain`."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxmask
+from fxmask import FxMaskWarning
+
+OPTIONS = dict(ratio=0.5, block=(8, 8))
+X = torch.randn(4, 32)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+
+class Matmul(Layers):
+    def forward(self, x):
+        return self.b(torch.addmm(self.a.bias, x, self.a.weight.t()))
+
+
+class Einsum(Layers):
+    def forward(self, x):
+        return self.b(torch.einsum("bi,oi->bo", x, self.a.weight.float()))
+
+
+class Convolution(Layers):
+    def forward(self, x):
+        return self.b(F.conv1d(x[..., None], self.a.weight[..., None])[..., 0])
+
+
+class Both(Layers):
+    def forward(self, x):
+        return self.b(self.a(x)) @ self.a.weight
+
+
+class Quiet(Layers):
+    """A penalty, a table that a product reads and a plain product with a matrix of another layout: none of them is a linear that was lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.other = nn.Embedding(40, 32), nn.Module()
+        self.other.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        penalty = (self.a.weight @ self.a.weight.t()).square().sum() + self.b.weight.norm()
+        y = self.b(self.a(self.table(torch.arange(4)) + x @ self.other.weight))
+        return y @ self.table.weight.t() + penalty
+
+
+def traced(model, how):
+    return torch.fx.symbolic_trace(model) if how == "symbolic_trace" else torch.export.export(model, (X,)).module()
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Einsum, "einsum"), (Convolution, "conv1d")])
+def test_a_weight_that_no_linear_call_reads(cls, reader, how):
+    gm = traced(cls(), how)
+    with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call; mask the nn\.Module"):
+        fxmask.apply(gm, **OPTIONS)
+    rows = {r["name"]: (r["masked"], r["reason"]) for r in fxmask.explain(gm).rows}
+    assert rows == {"a": (False, f"{reader}() reads it, which is no linear call; mask the nn.Module"), "b": (True, "selected")}
+    assert torch.equal(fxmask.restore(gm)(X), cls()(X))
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+def test_a_masked_weight_with_a_second_reader(how):
+    with pytest.warns(FxMaskWarning, match=r"a graph reads masked weights whole, in products that are no linear calls: a \(matmul"):
+        fxmask.apply(traced(Both(), how), **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxmask.apply(traced(Both(), how), exclude="a", **OPTIONS)
+
+
+class BothInOrder(Layers):
+    def forward(self, x):
+        return self.b(self.a(x)) + torch.einsum("bi,oi->bo", x, self.a.weight)
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+def test_a_masked_weight_stays_masked_in_its_row(how):
+    with pytest.warns(FxMaskWarning, match="a graph reads masked weights whole") as told:
+        gm = fxmask.apply(traced(BothInOrder(), how), **OPTIONS)
+    assert not [w for w in told if "stays dense" in str(w.message)]
+    assert {r["name"]: r["masked"] for r in fxmask.explain(gm).rows} == {"a": True, "b": True}
+    with pytest.raises(fxmask.errors.StateError, match="'a' is masked already"):
+        fxmask.apply(gm, include="a", **OPTIONS)
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+def test_what_is_no_lost_linear_is_not_told(how):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxMaskWarning)
+        gm = fxmask.apply(traced(Quiet(), how), **OPTIONS)
+    rows = {r["name"]: r["reason"] for r in fxmask.explain(gm).rows}
+    assert rows == {"a": "selected", "b": "selected", "table": "default exclusion: weight tied to an Embedding"}
+
+
+def backend(model, **more):
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="fxmask", options={**OPTIONS, "inner": "eager", **more})
+    compiled(X)
+    return {r["name"].removeprefix("_orig_mod."): (r["masked"], r["reason"]) for r in fxmask.explain(compiled).rows}
+
+
+@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Einsum, "einsum"), (Convolution, "conv1d")])
+def test_the_backend_tells_it_too(cls, reader):
+    with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call"):
+        rows = backend(cls())
+    assert not rows["a"][0] and f"{reader}() reads it" in rows["a"][1] and rows["b"][0]
+    with pytest.raises(Exception, match=r"require: expected a to be masked in this graph"), pytest.warns(FxMaskWarning):
+        backend(cls(), require=True)
+
+
+def test_the_backend_tells_of_a_second_reader():
+    with pytest.warns(FxMaskWarning, match=r"a stays dense: matmul\(\) reads it"):
+        rows = backend(Both())
+    assert rows["a"][0] and "in others: matmul() reads it" in rows["a"][1]
+
+
+def test_the_backend_is_quiet_where_nothing_is_lost():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxMaskWarning)
+        rows = backend(Quiet())
+    assert rows["a"][0] and rows["b"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxMaskWarning)
+        assert backend(Matmul(), match="matmul")["a"][0]
