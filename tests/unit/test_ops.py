@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxmask.errors import ShapeError
-from fxmask.kernels import ops, reference
+from fxmask.kernels import lists, ops, reference
 from fxmask.kernels.grid import kept_elements
 
 BLOCK = (16, 8)
@@ -179,3 +179,12 @@ def test_nothing_is_saved_that_no_gradient_needs(tensors):
 def test_shapes_that_do_not_fit(tensors, call):
     with pytest.raises(ShapeError, match=r"expected .*, got "):
         call(*tensors)
+
+
+@pytest.mark.parametrize(("block", "grid", "strip"), [((64, 64), (2, 1), 128), ((16, 64), (8, 1), 64), ((64, 32), (1, 4), 128), ((64, 128), (1, 1), 64)])
+def test_lists_in_strips_of_another_width(block, grid, strip):
+    """Of these matrices all parts of the lists, each up to a multiple of 4, are as long in either width."""
+    x, w, mask = torch.randn(3, grid[1] * block[1]), torch.randn(grid[0] * block[0], grid[1] * block[1]), torch.ones(grid, dtype=torch.bool)
+    ops.masked_linear(x, w, None, mask, *block, "masked", None, "auto", lists.packed(mask, block))
+    with pytest.raises(ShapeError, match="lists of a mask"):
+        ops.masked_linear(x, w, None, mask, *block, "masked", None, "auto", lists.packed(mask, block, strip))
