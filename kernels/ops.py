@@ -102,7 +102,7 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[2]:
         # as the dense bias does it, to the bit: F.linear flattens a contiguous input, and adds the bias to the product of any other
-        gb = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])
+        gb = reference.rows(gy).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])
     return gx, gw, gb, *[None] * 7
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import reference
 from .errors import ConfigError
 from .grid import RATIO_UNIT, plain_int, ratio_units
 
@@ -154,7 +155,7 @@ def strip_rows(index: Tensor, rows: int, strips: int) -> tuple[Tensor, Tensor, T
 def dw(gy: Tensor, values: Tensor, index: Tensor, shape: tuple[int, ...] | torch.Size, turned: bool) -> Tensor:
     """dW = dY^T X_s, (N, K), with X_s the pruned input of `shape` (..., K), gy (..., N)."""
     x = expand(values, index, shape, turned)
-    return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, shape[-1])
+    return reference.rows(gy).t() @ reference.rows(x)
 
 
 def scaled(x: Tensor, a: Tensor, b: Tensor | None) -> Tensor:

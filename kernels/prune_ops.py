@@ -46,7 +46,7 @@ def dense_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dim() < 3 or (bias is not None and x.is_contiguous()):
         return F.linear(x, w, bias).contiguous()
-    y = torch.mm(x.reshape(-1, w.shape[1]), w.t())
+    y = torch.mm(reference.rows(x), w.t())
     return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], w.shape[0])
 
 
@@ -59,7 +59,7 @@ def has_rows_inside(x: Tensor) -> bool:
 
 def dense_dx(gy: Tensor, w: Tensor, rows_inside: bool) -> Tensor:
     """dX = dY W with the bits of F.linear's backward."""
-    rows = gy.reshape(-1, w.shape[0])
+    rows = reference.rows(gy)
     gx = torch.mm(w.t(), rows.t()).t() if rows_inside else torch.mm(rows, w)
     return gx.reshape(*gy.shape[:-1], w.shape[1])
 
@@ -116,7 +116,7 @@ def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
         gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
     if ctx.needs_input_grad[2]:
-        gb = gy.reshape(-1, gy.shape[-1]).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
+        gb = reference.rows(gy).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
     return gx, gw, gb, *[None] * 11
 
 

@@ -1,5 +1,6 @@
-"""Arguments of kinds that nobody thinks of: NumPy's ints, one name for a list, paths into nowhere, weights that are not finite."""
+"""Arguments of kinds that nobody thinks of: NumPy's ints, one name for a list, paths into nowhere, weights that are not finite, layers without features."""
 
+import copy
 import json
 import operator
 from pathlib import Path
@@ -225,3 +226,19 @@ def test_a_module_that_holds_linears():
     model = nn.ModuleDict({"enc": mlp(), "head": nn.Linear(64, 64)})
     with pytest.warns(FxMaskWarning, match="'enc' matches nothing; there are: enc.0, enc.2, head. For what lies in it write 'enc.\\*'"):
         fxmask.apply(model, exclude="enc")
+
+
+MASK, PRUNING = fxmask.WeightMask(0.5, (2, 2)), fxmask.ActivationPruning(0.5, 2)
+PLANS = {"mask": [MASK], "pruning": [PRUNING], "both": [MASK, PRUNING], "dropout": [fxmask.BlockDropout(0.5, (2, 2))]}
+
+
+@pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning", "ignore:Initializing zero-element tensors")  # nothing to mask, nor to drop
+@pytest.mark.parametrize("configs", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("shape", [(4, 4), (2, 3, 4), (0, 4)])
+def test_layers_without_features_train_like_dense_ones(configs, shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4))
+    x, twins = torch.randn(shape), (fxmask.apply(copy.deepcopy(model), *configs, include=["0", "1"]), model)
+    for m in twins:
+        m(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in twins), strict=True))
