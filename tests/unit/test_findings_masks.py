@@ -62,6 +62,8 @@ def test_cached_masks_follow_loads_of_copies_parts_and_inside_dense(form):
     with fxmask.dense(model):
         model.load_state_dict(new.state_dict())
         assert all(m.all() for m in fxmask.masks(model).values())
+        with pytest.raises(StateError, match="fxmask.dense"):  # still inside
+            copy.deepcopy(model)
     assert same(model)
     fxmask.restore(model)
     assert not any(m._load_state_dict_post_hooks for m in model.modules())

@@ -323,6 +323,14 @@ def test_a_feedback_says_nothing_of_a_mask_that_it_has_not_built():
     assert torch.equal(before[~kept], weight[~kept]) and not torch.equal(before[kept], weight[kept])
 
 
+@pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning", "ignore:Initializing zero-element tensors")
+def test_a_layer_without_features_is_left_to_the_optimiser():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 4)), ratio=0.5, block=(16, 16), ties="keep", include=["0", "1"])
+    optimiser = optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model, masked_step=True)
+    train(model, optimiser, 1)
+
+
 def test_nothing_is_held_between_steps():
     model, optimiser = build(optim.AdamW, dict(lr=0.01))
     handle = fxmask.guard(optimiser, model, masked_step=True)

@@ -43,6 +43,23 @@ class Longer(optim.AdamW):
         return super().step(closure)
 
 
+class Forgetful(Own):
+    """A step that makes an entry of the state, and another one that takes it away."""
+
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values() if self.seen % 2 == 0 else ():
+            del state["note"]
+
+
+def test_what_a_step_takes_out_of_the_state_is_gone():
+    for steps, noted in ((3, True), (4, False)):
+        model, optimiser = build(Forgetful, {}, schedule=None)
+        fxmask.guard(optimiser, model, masked_step="elementwise")
+        train(model, optimiser, steps)
+        assert all(("note" in state) == noted for state in optimiser.state.values())
+
+
 def test_a_class_that_somebody_vouches_for():
     optim.AdamW([torch.ones(1)])  # from then on AdamW's own step runs hooks, also where a subclass calls it
     for cls in (Own, Longer):

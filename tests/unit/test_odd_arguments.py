@@ -1,6 +1,7 @@
 """Arguments of kinds that nobody thinks of: NumPy's ints, one name for a list, paths into nowhere, weights that are not finite, layers without features."""
 
 import copy
+import dataclasses
 import json
 import operator
 from pathlib import Path
@@ -229,7 +230,7 @@ def test_a_module_that_holds_linears():
 
 
 MASK, PRUNING = fxmask.WeightMask(0.5, (2, 2)), fxmask.ActivationPruning(0.5, 2)
-PLANS = {"mask": [MASK], "pruning": [PRUNING], "both": [MASK, PRUNING], "dropout": [fxmask.BlockDropout(0.5, (2, 2))]}
+PLANS = {"mask": [MASK], "ties": [dataclasses.replace(MASK, ties="keep")], "pruning": [PRUNING], "both": [MASK, PRUNING], "dropout": [fxmask.BlockDropout(0.5, (2, 2))]}
 
 
 @pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning", "ignore:Initializing zero-element tensors")  # nothing to mask, nor to drop
