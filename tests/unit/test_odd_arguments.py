@@ -230,7 +230,8 @@ def test_a_module_that_holds_linears():
 
 
 MASK, PRUNING = fxmask.WeightMask(0.5, (2, 2)), fxmask.ActivationPruning(0.5, 2)
-PLANS = {"mask": [MASK], "ties": [dataclasses.replace(MASK, ties="keep")], "pruning": [PRUNING], "both": [MASK, PRUNING], "dropout": [fxmask.BlockDropout(0.5, (2, 2))]}
+MASKS = {"mask": [MASK], "ties": [dataclasses.replace(MASK, ties="keep")], "both": [MASK, PRUNING]}
+PLANS = {**MASKS, "pruning": [PRUNING], "dropout": [fxmask.BlockDropout(0.5, (2, 2))]}
 
 
 @pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning", "ignore:Initializing zero-element tensors")  # nothing to mask, nor to drop
