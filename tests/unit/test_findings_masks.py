@@ -64,6 +64,9 @@ def test_cached_masks_follow_loads_of_copies_parts_and_inside_dense(form):
         assert all(m.all() for m in fxmask.masks(model).values())
         with pytest.raises(StateError, match=r"fxmask\.dense"):  # still inside
             copy.deepcopy(model)
+        flips = [r["flips"] for r in fxmask.explain(model).rows if r["masked"]]
+        model.load_state_dict(new.state_dict())
+        assert flips == [r["flips"] for r in fxmask.explain(model).rows if r["masked"]]  # the mask that waits is the same
     assert same(model)
     fxmask.restore(model)
     assert not any(m._load_state_dict_post_hooks for m in model.modules())

@@ -85,6 +85,11 @@ def test_a_phase_keeps_the_gradient_that_blocks_grow_by(at, change):
     assert moved[2] == 0 < moved[3] < moved[7] < moved[11]
 
 
+def test_a_dense_gradient_is_for_one_exchange():
+    moved = flips(backward="rigl", dense_every=8, regrow=fxmask.Regrow("gradient", 0.3))
+    assert moved[6] == 0 < moved[7] == moved[11]
+
+
 def test_other_blocks_drop_that_gradient():
     model = layer(refresh=4, **RIGL, phases={3: dict(block=(16, 16))})
     optimizer = optim.SGD(model.parameters(), lr=0.01)
@@ -135,3 +140,31 @@ def test_told_steps_leave_the_optimiser_alone():
         momenta = optimizer.state[model[0].weight]["exp_avg"].clone()
         fxmask.step(model)
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], momenta)
+
+
+def test_what_a_failed_exchange_would_have_brought_is_not_zeroed_later(monkeypatch):
+    """Blocks come back with weights of zero where their mask is put in force: here another layer's could not be built, and then weights are loaded."""
+    from fxmask.passes import site as state
+
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)), fxmask.WeightMask(0.5, BLOCK, refresh=2, regrow=fxmask.Regrow("random")))
+    fxmask.step(model, 0)
+    build = state.build
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "build", lambda site, *args: 1 / 0 if site is model[1] else build(site, *args))
+        with pytest.raises(ZeroDivisionError):
+            fxmask.step(model, 2)
+    weights = {name: torch.rand_like(p) + 1 for name, p in model.state_dict().items()}
+    model.load_state_dict(weights)
+    assert torch.equal(model[0].weight, weights["0.weight"])
+
+
+def test_until_counts_from_the_start():
+    model = layer(refresh=1, start=4, regrow=fxmask.Regrow("random", 0.3, until=4))
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    fxmask.guard(optimizer, model)
+    moved, last = [], mask_of(model)
+    for _ in train(model, optimizer, 9):
+        moved.append(int((last & ~mask_of(model)).sum()))
+        last = mask_of(model)
+    assert all(moved[3:7]) and not any(moved[7:])
