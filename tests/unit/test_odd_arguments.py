@@ -89,6 +89,11 @@ def test_all_else_is_refused_as_before(case):
         assert str(e.value).startswith(text), value
 
 
+def test_floats_of_numpy_are_saved_as_plain_ones():
+    found = fxmask.Schedule(initial=np.float64(0.25)), fxmask.Regrow(fraction=np.float64(0.25))
+    assert [type(v) for config in found for v in dataclasses.asdict(config).values() if v == 0.25] == [float, float]
+
+
 def test_steps_of_numpy_count_and_are_saved(tmp_path):
     def moved(i):
         torch.manual_seed(0)

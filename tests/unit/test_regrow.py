@@ -177,3 +177,7 @@ def test_until_counts_from_the_start():
         moved.append(int((last & ~mask_of(model)).sum()))
         last = mask_of(model)
     assert all(moved[3:7]) and not any(moved[7:])
+
+
+def test_one_block_at_least_is_never_exchanged():
+    assert [fxmask.Regrow("random", 1 - 1e-9).exchanged(0, kept) for kept in (1, 2)] == [0, 1]

@@ -209,6 +209,7 @@ def test_bad_steps(n):
     (dict(kind="cyclic", cycles=6, steps=9, warmup=4), "expected at most one for each of the 5 steps of the ramp, got 6; raise steps"),
     (dict(kind="cosine", cycles=2), "cycles=2 is for kind='cyclic': expected cycles=1 with kind='cosine'"),
     (dict(kind="constant", warmup=2), "kind='constant' has no ramp: expected no warmup and no cooldown, got warmup=2, cooldown=0; start="),
+    (dict(kind="constant", cooldown=2), "got warmup=0, cooldown=2; start="),
 ])  # fmt: skip
 def test_bad_schedules(options, text):
     with pytest.raises(ConfigError) as e:
