@@ -189,3 +189,16 @@ def test_the_parameter_of_a_read_layer_can_be_replaced():
     model.linear1.weight = nn.Parameter(torch.randn(64, 32))
     model(torch.randn(2, 5, 32)).sum().backward()
     assert model.linear1.weight.grad is not None
+
+
+def test_a_mask_that_was_lost_on_meta_comes_back_with_the_state():
+    model = fxmask.apply(mlp(), ratio=0.75, refresh=0)
+    fxmask.step(model, 0)
+    weights, state = {k: v.clone() for k, v in model.state_dict().items()}, fxmask.state_dict(model)
+    y = model(X)
+    model.to("meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    fxmask.load_state_dict(model, state)
+    assert torch.equal(model(X), y)
