@@ -223,12 +223,3 @@ def test_an_old_guard_that_is_removed_leaves_the_new_one_alone():
     model(torch.randn(2, 32)).sum().backward()
     optimizer.step()
     assert list(new.policies) == ["0.weight"] and fxmask.explain(model).rows[0]["step"] == 1 and old.policies == {}
-
-
-def test_a_guard_that_was_removed_misses_no_steps():
-    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(32, 32)), ratio=0.5, block=(8, 8))
-    guarded, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
-    fxmask.guard(guarded, model).remove()
-    for _ in range(3):
-        model(torch.randn(2, 32)).sum().backward()
-        other.step()
