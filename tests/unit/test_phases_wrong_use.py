@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from sample_models import mlp, noisy_step
-from unit.phased_runs import PHASES, config, run
+from sample_models import mlp
+from unit.phased_runs import PHASES, config, run, train
 
 import fxmask
 from fxmask import backend
@@ -101,5 +101,4 @@ def test_a_phase_by_momenta_that_the_optimiser_does_not_have():
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     fxmask.guard(optimiser, model)
     with pytest.raises(UnsupportedError, match=r"criterion='momentum' reads the optimiser's first moment(.|\n)*where: 0.weight"):
-        for i in range(4):
-            noisy_step(model, optimiser, i)
+        train(model, optimiser, 0, 4)
