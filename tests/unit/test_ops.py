@@ -188,3 +188,21 @@ def test_lists_in_strips_of_another_width(block, grid, strip):
     ops.masked_linear(x, w, None, mask, *block, "masked", None, "auto", lists.packed(mask, block))
     with pytest.raises(ShapeError, match="lists of a mask"):
         ops.masked_linear(x, w, None, mask, *block, "masked", None, "auto", lists.packed(mask, block, strip))
+
+
+def test_autocast_leaves_float64_alone(tensors):
+    x, w, b, gy, mask = tensors
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [ops.masked_linear(x, w, b, mask, *BLOCK, "masked"), *torch.ops.fxmask.masked_linear_backward(gy, x, w, mask, *BLOCK, "masked")]
+    assert [t.dtype for t in found] == [torch.float64] * 3
+    assert torch.equal(found[0], ops.masked_linear(x, w, b, mask, *BLOCK, "masked"))
+
+
+def test_autocast_of_both_gradients_is_that_of_each(tensors):
+    x, w, _, gy, mask = (t.detach().float() if t.dtype == torch.float64 else t for t in tensors)
+    how = (*BLOCK, "masked", None, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        both = torch.ops.fxmask.masked_linear_backward(gy, x, w, mask, *how)
+        each = ops.masked_linear_dx(gy, w, mask, *how), ops.masked_linear_dw(gy, x, mask, *how)
+    assert all(a.dtype == b.dtype == torch.bfloat16 for a, b in zip(both, each, strict=True))
+    assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2) for a, b in zip(both, each, strict=True))
