@@ -82,3 +82,12 @@ def test_ops_of_operands_that_do_not_belong_together():
     fx.pruned_dw(gy, values, index, x.shape, False)
     with pytest.raises(ShapeError, match=r"tokens of gy: expected those of an input \(2, 6, 8\), got \(3, 4, 3\)"):
         fx.pruned_dw(gy.view(3, 4, 3), values, index, x.shape, False)
+
+
+def test_float64_under_autocast_stays_as_it_is():
+    """As PyTorch's linear leaves it."""
+    model = fxmask.apply(mlp(torch.float64), ActivationPruning(0.5, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(X.double().requires_grad_())
+    y.sum().backward()
+    assert y.dtype == torch.float64 and all(p.grad.dtype == torch.float64 for p in model.parameters())
