@@ -324,3 +324,14 @@ def test_a_bias_of_another_length():
     for impl in ("reference", "cpu"):
         with pytest.raises(ShapeError, match=r"bias: expected \(6,\)"):
             torch.ops.fxmask.dropped_linear(x, w, torch.randn(8), keep, 4, 4, 0.5, impl)
+
+
+def test_operands_that_do_not_belong_together():
+    x, w, gy, keep, fx = torch.randn(8, 32), torch.randn(6, 32), torch.randn(8, 6), torch.ones(1, 2, dtype=torch.bool), torch.ops.fxmask
+    for call, text in (
+        (lambda: fx.dropped_linear(x, w, None, keep, 16, 16, 0.5, lists=torch.zeros(3, dtype=torch.int32)), "lists of a mask"),
+        (lambda: fx.dropped_dx(gy[:, :5], w, keep, 16, 16, 0.5), "last axis of gy: expected 6"),
+        (lambda: fx.dropped_dw(gy.view(2, 4, 6), x, keep, 16, 16, 0.5), "tokens of gy and x: expected the same leading axes"),
+    ):
+        with pytest.raises(ShapeError, match=text):
+            call()
