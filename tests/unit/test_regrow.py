@@ -85,20 +85,6 @@ def test_a_phase_keeps_the_gradient_that_blocks_grow_by(at, change):
     assert moved[2] == 0 < moved[3] < moved[7] < moved[11]
 
 
-def test_a_dense_gradient_is_for_one_exchange():
-    model, moved, last = layer(refresh=4, backward="rigl", dense_every=8, regrow=fxmask.Regrow("gradient", 0.3)), [], None
-    optimizer = optim.SGD(model.parameters(), lr=0.0)
-    fxmask.guard(optimizer, model)
-    for _ in train(model, optimizer, 12):
-        mask = mask_of(model)
-        moved.append(last is not None and not torch.equal(mask, last))
-        if moved[-1]:  # what has come is worth more than the rest, which would leave for what the old gradient wants next
-            with torch.no_grad():
-                model[0].weight[elements(mask & ~last)] = 9.0
-        last = mask
-    assert [i + 1 for i, m in enumerate(moved) if m] == [8]
-
-
 def test_other_blocks_drop_that_gradient():
     model = layer(refresh=4, **RIGL, phases={3: dict(block=(16, 16))})
     optimizer = optim.SGD(model.parameters(), lr=0.01)
