@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import dropout, operands
+from . import dropout, operands, reference
 from .cpu import chosen, dropout_runs
 from .dispatch import IMPLEMENTATIONS, check_name, triton_ops
 from .errors import ShapeError, UnsupportedError
@@ -116,7 +116,7 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     return (
         dropped_dx(gy, w, keep, *ctx.config, lists) if by_x else None,
         dropped_dw(gy, x, keep, *ctx.config, lists) if by_w else None,
-        dropout.rows(gy).sum(0) if by_b else None,
+        reference.rows(gy).sum(0) if by_b else None,
         *[None] * 6,
     )
 

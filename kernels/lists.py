@@ -107,8 +107,12 @@ def _sections(lay: Layout) -> tuple[int, int, int]:
 
 
 def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> int:
-    """Length of the packed lists of a mask. Asks nothing of the grid, whose sizes a compiler may not know."""
-    return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True))
+    """Length of the packed lists of a mask. Asks nothing of the grid, whose sizes a compiler may not know.
+
+    One more in strips of another width than `strip_of` says: no multiple of 4, as all others are, so that neither is ever taken for the other.
+    """
+    other = any(strip not in (None, strip_of(side)) for side in block)
+    return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True)) + other
 
 
 def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ def select_blocks(keys: Tensor, keep: Tensor, ties: str = "lowest", cover: bool 
     if cover and flat.numel():
         flat = flat.long() + (covering(keys, keep).flatten().long() << 32)  # above any key
     ordered, order = torch.sort(flat, descending=True, stable=True)
-    if ties == "keep":
+    if ties == "keep" and flat.numel():
         return keys >= ordered.gather(0, (keep - 1).reshape(1))
     best = torch.arange(flat.numel(), device=keys.device) < keep
     return torch.zeros_like(best).scatter(0, order, best).reshape(keys.shape)

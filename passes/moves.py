@@ -94,7 +94,7 @@ def _scattered(call: Call) -> int | None:
     if isinstance(index, Place):  # along one axis, or an element for each of its elements
         n = index.numel if call.op in ELEMENTS else index.numel * p.numel // max(1, p.shape[a["dim"]] if p.shape else 1)
     elif index and all(isinstance(i, Place) and i.dtype != torch.bool for i in index):
-        n = max(i.numel for i in index) * prod(p.shape[len(index) :])
+        n = prod(torch.broadcast_shapes(*(i.shape for i in index))) * prod(p.shape[len(index) :])
     else:
         return None
     return min(p.bytes, n * p.dtype.itemsize)

@@ -44,6 +44,12 @@ STREAMS = {
     "rows": (lambda x: x[torch.tensor([1, 3])], 4 * 12 + 4 * 12 + 16),
     "to half": (lambda x: x.half(), 6 * N),
     "cat": (lambda x: torch.cat([x, x], 1), 4 * N + 8 * N),
+    "three times": (lambda x: torch.addcmul(x, x, x), 8 * N),
+    "slices that overlap": (lambda x: x[:9] + x[1:], 4 * N + 4 * 54),
+    "rows put": (lambda x: x.index_put_((torch.tensor([1, 3]),), torch.ones(())), 16 + 8 + 4 * 12),
+    "rows added to": (lambda x: x.index_put_((torch.tensor([1, 3]),), torch.ones(()), accumulate=True), 16 + 8 + 8 * 12),
+    "where rows and columns meet": (lambda x: x.index_put_((torch.tensor([[1], [3]]), torch.tensor([0, 2, 5])), torch.ones(())), 40 + 8 + 4 * 6),
+    "more often than there are": (lambda x: x.index_put_((torch.zeros(99, dtype=torch.long),), torch.ones(())), 16 * 99 + 8 + 4 * N),
 }
 
 

@@ -157,3 +157,17 @@ def test_defaults_do_not_matter(dtype, criterion):
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("rows", [64, 70])
+def test_block_rows_that_threads_share_out(rows, monkeypatch):
+    """The ragged last row is in the last share."""
+    w, before = torch.randn(rows, 48, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    monkeypatch.setattr(score, "SHARE", 1)
+    monkeypatch.setattr(score, "GRAIN", 1)
+    torch.set_num_threads(2)
+    try:
+        found = score.block_keys(w, (16, 16), "fro")
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, block_keys(w, (16, 16), "fro"))

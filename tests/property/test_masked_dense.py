@@ -61,11 +61,14 @@ def test_every_op_is_equal_to_the_bit(n, k, rows, cols, dtype, layout, transpose
     elif layout == "tokens contiguous":
         x, gy = (t.t().contiguous().t() for t in (x, gy))
     w = w.t().contiguous().t() if transposed else w
+    given = x, gy, w, bias
+    before = [t.clone() for t in given]
     assert same_bits(masked_dense.masked_linear(x, w, bias, mask, b), reference.masked_linear(x, w, bias, mask, b))
     expected = reference.masked_linear_backward(gy, x, w, mask, None, b, "masked")
     for got, want in zip(masked_dense.masked_linear_backward(gy, x, w, mask, b), expected, strict=True):
         assert same_bits(got, want) and got.is_contiguous()
     assert same_bits(masked_dense.masked_linear_dx(gy, w, mask, b), expected[0]) and same_bits(masked_dense.masked_linear_dw(gy, x, mask, b), expected[1])
+    assert all(same_bits(t, old) for t, old in zip(given, before, strict=True))
 
 
 @pytest.mark.parametrize(("n", "block"), [(1009, 16), (1009, 64), (500, 999), (1000, 64), (1024, 128), (300, 1)])

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, WeightMask
 from fxmask.dropping import DroppedLinear, FusedDropout
+from fxmask.errors import ShapeError
 from fxmask.kernels import dropout, dropout_ops
 from fxmask.kernels.cpu import dropout_runs
 
@@ -316,3 +317,21 @@ def test_a_sequential_with_a_forward_of_its_own_is_not_fused():
     with pytest.warns(fxmask.FxMaskWarning, match="changed nothing"):
         fxmask.apply(model, BlockDropout(block=(8, 8)))
     assert type(model[0]) is nn.Dropout
+
+
+def test_a_bias_of_another_length():
+    x, w, keep = torch.randn(8, 8), torch.randn(6, 8), torch.ones(2, 2, dtype=torch.bool)
+    for impl in ("reference", "cpu"):
+        with pytest.raises(ShapeError, match=r"bias: expected \(6,\)"):
+            torch.ops.fxmask.dropped_linear(x, w, torch.randn(8), keep, 4, 4, 0.5, impl)
+
+
+def test_operands_that_do_not_belong_together():
+    x, w, gy, keep, fx = torch.randn(8, 32), torch.randn(6, 32), torch.randn(8, 6), torch.ones(1, 2, dtype=torch.bool), torch.ops.fxmask
+    for call, text in (
+        (lambda: fx.dropped_linear(x, w, None, keep, 16, 16, 0.5, lists=torch.zeros(3, dtype=torch.int32)), "lists of a mask"),
+        (lambda: fx.dropped_dx(gy[:, :5], w, keep, 16, 16, 0.5), "last axis of gy: expected 6"),
+        (lambda: fx.dropped_dw(gy.view(2, 4, 6), x, keep, 16, 16, 0.5), "tokens of gy and x: expected the same leading axes"),
+    ):
+        with pytest.raises(ShapeError, match=text):
+            call()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sample_models import Residual
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -254,9 +255,20 @@ def test_operands_of_two_dtypes_are_refused_as_pytorch_refuses_them():
     mask, fx = torch.tensor([[True, False, True], [False, True, True]]), torch.ops.fxmask
     for impl in ("cpu", "reference"):
         for call in (
+            lambda i: fx.masked_linear(x.float(), w, None, mask, 16, 16, "masked", impl=i),
+            lambda i: fx.masked_linear(x, w, torch.zeros(32), mask, 16, 16, "masked", impl=i),
             lambda i: fx.masked_linear_dx(gy, w, mask, 16, 16, "masked", impl=i),
             lambda i: fx.masked_linear_dw(gy, x, mask, 16, 16, "masked", impl=i),
             lambda i: fx.masked_linear_backward(gy, x, w, mask, 16, 16, "masked", impl=i),
         ):
             with pytest.raises(RuntimeError, match="dtype"):
                 call(impl)
+
+
+def test_a_layer_that_keeps_every_block_has_the_bits_of_a_dense_one():
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(shape, requires_grad=True) for shape in ((300, 200), (136, 200), (136,)))
+    found = []
+    for y in (F.linear(x, w, b), ops.masked_linear(x, w, b, torch.ones(9, 13, dtype=torch.bool), 16, 16, "masked", None, "cpu")):
+        found.append([y, *torch.autograd.grad(y.square().sum(), (x, w, b))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

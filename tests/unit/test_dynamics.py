@@ -10,6 +10,7 @@ from torch import nn, optim
 import fxmask
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.ranking import keep_norm
 
 
 def layer(n=64, k=64, seed=0, **config):
@@ -338,3 +339,18 @@ def test_a_log_counts_no_update_twice_and_mixes_no_runs(tmp_path):
         with pytest.raises(StateError, match="holds the rows of another run: expected a new file"):
             other.update()
     assert path.read_text() == before and not other.updates
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_gain_scales_by_no_norm_that_is_none(value):
+    """Old blocks of zeros, or a block that is not finite: a factor of them would be the end of all weights."""
+    model = layer(gain=True)
+    old, new = (torch.zeros(4, 4, dtype=torch.bool) for _ in range(2))
+    old[0], new[1:3] = True, True
+    weight = model[0].weight
+    with torch.no_grad():
+        weight[:16] = value
+    before = weight.detach().clone()
+    for masks in ((new, old), (old, new)):
+        keep_norm(model[0], weight, *masks)
+        assert torch.allclose(weight, before, rtol=0, atol=0, equal_nan=True)

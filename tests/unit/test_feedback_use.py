@@ -1,7 +1,9 @@
 """Feedback asked for in vain: wrong options, masks and reports, nobody who counts, states that were changed."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from sample_models import Computed, mlp
@@ -26,6 +28,8 @@ WRONG = [
     (dict(measure="flip_rate", goal=0.0), r"expected a number in \(0, 1\], got 0\.0"),
     (dict(measure="bytes"), r"Feedback\.goal of 'bytes' is a budget: expected a number of bytes, an int of at least 1, got None"),
     (dict(measure="bytes", goal=1e6), r"got 1000000\.0"),
+    (dict(measure="bytes", goal=0), r"an int of at least 1, got 0"),
+    (dict(goal=True), r"Feedback\.goal of 'loss' is a loss: expected a finite number, or None for the best so far, got True"),
     (dict(tolerance=-0.1), r"Feedback\.tolerance is a share of the loss: expected a finite number of at least 0, got -0\.1"),
     (dict(measure="bytes", goal=9, tolerance=0.1), r"Feedback\.tolerance is for measure='loss': expected 0\.0 with 'bytes', got 0\.1"),
     (dict(stop=0.5), r"Feedback\.stop is for measure='bytes': expected None with 'loss', got 0\.5"),
@@ -137,3 +141,14 @@ def test_a_state_without_feedback_takes_none():
     state["masks"]["0.weight"]["feedback"] = {}
     with pytest.raises(StateError, match=r"feedback: expected none, got dict"):
         fxmask.load_state_dict(model, state)
+
+
+def test_a_ratio_begins_exactly_where_it_is_told():
+    """Of a third the nearest billionth is another number."""
+    f = fxmask.Feedback("loss", every=1, initial=1 / 3)
+    assert (f.ratio_of(-1, 0.5), f.ratio_of(0, 0.5), f.ratio_of(99, 0.5)) == (1 / 3, 1 / 3, 0.5)
+
+
+def test_numbers_of_numpy_are_saved_as_plain_ones():
+    f = fxmask.Feedback("loss", every=np.int64(2), goal=np.float64(1.0), initial=np.float64(0.1), change=np.float64(0.2), tolerance=np.float64(0.1))
+    assert {type(v) for v in dataclasses.asdict(f).values()} == {str, int, float, type(None)}

@@ -76,3 +76,15 @@ def test_a_soft_ramp_says_what_becomes_of_its_factors():
     fxmask.step(m, 5)
     with pytest.warns(FxMaskWarning, match="whose masked blocks still count by a factor and become zeros"):
         fxmask.finalize(m)
+
+
+def test_one_weight_under_masks_that_are_alike_in_other_blocks():
+    model = nn.ModuleDict({"a": nn.Linear(40, 40), "b": nn.Linear(40, 40)})
+    fxmask.apply(model, ratio=0.5, block=(20, 20), overrides={"b": dict(block=(24, 24))})
+    model["b"].weight = model["a"].weight
+    with torch.no_grad():
+        model["a"].weight.zero_()
+        model["a"].weight[:20, :20], model["a"].weight[24:, 24:] = 9.0, 9.0
+    assert torch.equal(*fxmask.masks(model).values())
+    with pytest.raises(StateError, match=r"masked twice, differently, by a.weight and b.weight"):
+        fxmask.finalize(model)

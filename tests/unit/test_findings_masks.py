@@ -62,6 +62,11 @@ def test_cached_masks_follow_loads_of_copies_parts_and_inside_dense(form):
     with fxmask.dense(model):
         model.load_state_dict(new.state_dict())
         assert all(m.all() for m in fxmask.masks(model).values())
+        with pytest.raises(StateError, match=r"fxmask\.dense"):  # still inside
+            copy.deepcopy(model)
+        flips = [r["flips"] for r in fxmask.explain(model).rows if r["masked"]]
+        model.load_state_dict(new.state_dict())
+        assert flips == [r["flips"] for r in fxmask.explain(model).rows if r["masked"]]  # the mask that waits is the same
     assert same(model)
     fxmask.restore(model)
     assert not any(m._load_state_dict_post_hooks for m in model.modules())
@@ -184,3 +189,16 @@ def test_the_parameter_of_a_read_layer_can_be_replaced():
     model.linear1.weight = nn.Parameter(torch.randn(64, 32))
     model(torch.randn(2, 5, 32)).sum().backward()
     assert model.linear1.weight.grad is not None
+
+
+def test_a_mask_that_was_lost_on_meta_comes_back_with_the_state():
+    model = fxmask.apply(mlp(), ratio=0.75, refresh=0)
+    fxmask.step(model, 0)
+    weights, state = {k: v.clone() for k, v in model.state_dict().items()}, fxmask.state_dict(model)
+    y = model(X)
+    model.to("meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    fxmask.load_state_dict(model, state)
+    assert torch.equal(model(X), y)

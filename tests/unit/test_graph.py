@@ -298,3 +298,13 @@ def test_a_computed_weight_is_excluded_by_the_name_that_explain_gives_it():
     assert names[1] not in {r["name"] for r in fxmask.explain(gm).rows if r["masked"]}
     gm = fxmask.apply(graph(), ratio=0.5, block=(16, 16), overrides={names[0]: {"ratio": 0.8}})
     assert {r["name"] for r in fxmask.explain(gm).rows if r["target_ratio"] == 0.8} == {names[0]}
+
+
+def test_hooks_of_loads_do_not_pile_up():
+    """Every question about masks makes sure of them, as pickling loses some."""
+    gm = fxmask.apply(fx.symbolic_trace(Residual()), ratio=0.75, refresh=2)
+    counts = [len(m._load_state_dict_post_hooks) for m in gm.modules()]
+    assert sum(counts) == 4  # three layers, and the root for a parameter of its own
+    for _ in range(2):
+        fxmask.masks(gm)
+    assert [len(m._load_state_dict_post_hooks) for m in gm.modules()] == counts

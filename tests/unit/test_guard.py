@@ -305,3 +305,22 @@ def test_a_weight_that_other_parameters_make():
     assert list(handle.policies) == ["1.weight"]
     train(model, optimiser, 2)
     assert [r["step"] for r in fxmask.explain(model).rows] == [2, 2]
+
+
+@pytest.mark.parametrize("policy", ["freeze", "decay"])
+def test_a_closure_that_gives_a_layer_no_gradient(policy):
+    """The optimiser leaves that layer alone, its masked weights too; of the other one it moves what is kept."""
+    model, optimizer = build(optim.SGD, dict(lr=0.1, momentum=0.9, weight_decay=0.5))
+    fxmask.guard(optimizer, model, masked_weights=policy)
+    before, kept = copy.deepcopy(model.state_dict()), expand_mask(fxmask.masks(model)["0.weight"], model[0].weight.shape, (16, 16))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model[0](torch.randn(3, 64)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert torch.equal(model[2].weight, before["2.weight"]) and not torch.equal(model[0].weight[kept], before["0.weight"][kept])
+    factor = 1 - 0.1 * 0.5 if policy == "decay" else 1.0
+    assert torch.equal(model[0].weight[~kept], before["0.weight"][~kept] * factor)

@@ -156,3 +156,40 @@ def test_processes_share_weights_and_count_for_themselves():
             train(twin, optimiser)
         assert [int(m.sum()) for m in fxmask.masks(twin).values()] == [8, 8]
     assert [int(m.sum()) for m in fxmask.masks(model).values()] == [24, 24]  # nobody has counted here
+
+
+def test_a_guard_of_a_model_that_is_dense_again_says_nothing():
+    model, optimiser, _ = guarded()
+    fxmask.restore(model)
+    other = optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        train(model, other)
+    assert optimiser.state == {}
+
+
+def test_what_two_optimisers_share_out_and_one_takes_up_later():
+    """A guard holds what its optimiser holds: first one layer, then another, which counts each step once; the third is left for another guard."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32) for _ in range(4)]
+    model = fxmask.apply(torch.nn.Sequential(*layers), ratio=0.5, block=(8, 8), refresh=3)
+    first = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    handle = fxmask.guard(first, model)
+    for n, layer in enumerate(layers[1:3]):
+        first.add_param_group({"params": list(layer.parameters())})
+        first.step()
+        assert list(handle.policies) == [f"{i}.weight" for i in range(n + 2)]
+    assert [r["step"] for r in fxmask.explain(model).rows] == [2, 2, 1, 0]
+    other = fxmask.guard(torch.optim.SGD(layers[3].parameters(), lr=0.1), model)
+    assert list(other.policies) == ["3.weight"]
+
+
+def test_an_old_guard_that_is_removed_leaves_the_new_one_alone():
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(32, 32)), ratio=0.5, block=(8, 8), refresh=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    old = fxmask.guard(optimizer, model)
+    fxmask.apply(fxmask.restore(model), ratio=0.5, block=(8, 8), refresh=2)
+    new = fxmask.guard(optimizer, model)
+    old.remove()
+    model(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+    assert list(new.policies) == ["0.weight"] and fxmask.explain(model).rows[0]["step"] == 1 and old.policies == {}

@@ -307,6 +307,30 @@ def test_the_host_knows_how_many_blocks_are_kept(config):
     train(model, optimiser, each=check)
 
 
+def test_a_feedback_says_nothing_of_a_mask_that_it_has_not_built():
+    """The ratio falls to keeping every block, and the mask in force is still the one that was built at a higher ratio."""
+    model, optimiser = build(optim.AdamW, ADAMW, refresh=100, schedule=fxmask.Feedback("loss", every=1, change=0.35))
+    fxmask.guard(optimiser, model, masked_step=True)
+    for loss in (1.0, 2.0):
+        fxmask.feedback(model, loss)
+        train(model, optimiser, 1)
+        if loss == 1.0:
+            fxmask.refresh(model)
+    weight, kept = model[0].weight, expand_mask(fxmask.masks(model)["0.weight"], (48, 64), (16, 16))
+    assert fxmask.explain(model).rows[0]["target_ratio"] == 0 and not kept.all()
+    before = weight.detach().clone()
+    train(model, optimiser, 1)
+    assert torch.equal(before[~kept], weight[~kept]) and not torch.equal(before[kept], weight[kept])
+
+
+@pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning", "ignore:Initializing zero-element tensors")
+def test_a_layer_without_features_is_left_to_the_optimiser():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 4)), ratio=0.5, block=(16, 16), ties="keep", include=["0", "1"])
+    optimiser = optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimiser, model, masked_step=True)
+    train(model, optimiser, 1)
+
+
 def test_nothing_is_held_between_steps():
     model, optimiser = build(optim.AdamW, dict(lr=0.01))
     handle = fxmask.guard(optimiser, model, masked_step=True)

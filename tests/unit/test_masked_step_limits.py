@@ -43,6 +43,23 @@ class Longer(optim.AdamW):
         return super().step(closure)
 
 
+class Forgetful(Own):
+    """A step that makes an entry of the state, and another one that takes it away."""
+
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values() if self.seen % 2 == 0 else ():
+            del state["note"]
+
+
+def test_what_a_step_takes_out_of_the_state_is_gone():
+    for steps, noted in ((3, True), (4, False)):
+        model, optimiser = build(Forgetful, {}, schedule=None)
+        fxmask.guard(optimiser, model, masked_step="elementwise")
+        train(model, optimiser, steps)
+        assert all(("note" in state) == noted for state in optimiser.state.values())
+
+
 def test_a_class_that_somebody_vouches_for():
     optim.AdamW([torch.ones(1)])  # from then on AdamW's own step runs hooks, also where a subclass calls it
     for cls in (Own, Longer):
@@ -300,3 +317,28 @@ def test_two_models_in_one_optimiser():
     for model, was, out in zip((one, two), before, masked, strict=True):
         assert torch.equal(model[0].weight[out], was[out]) and not torch.equal(model[0].weight, was)
         assert not optimiser.state[model[0].weight]["exp_avg"][out].any()
+
+
+def test_a_step_that_raised_leaves_nothing_for_a_model_that_was_restored_since():
+    model, optimiser = build(Own, {}, schedule=None)
+    fxmask.guard(optimiser, model, masked_step="elementwise")
+    gradients(model, optimiser)
+    optimiser.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimiser.step()
+    optimiser.fails = False
+    fxmask.restore(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    gradients(model, optimiser)
+    optimiser.step()
+    assert all((p != b).any() for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_who_looks_after_a_step_sees_weights_that_have_moved():
+    """Also a hook that was there before the guard."""
+    model, optimiser = build(optim.SGD, dict(lr=0.1), schedule=None)
+    seen = []
+    optimiser.register_step_post_hook(lambda *_: seen.append(model[0].weight.detach().clone()))
+    fxmask.guard(optimiser, model, masked_step=True)
+    train(model, optimiser, 1)
+    assert torch.equal(seen[0], model[0].weight)

@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
 
 import fxmask
 from fxmask import NMMask
+from fxmask.errors import UnsupportedError
 
 
 def net() -> nn.Sequential:
@@ -79,3 +81,12 @@ def test_wrong_use_loses_nothing():
     with pytest.raises(fxmask.FxMaskError):
         fxmask.apply(model, NMMask(), overrides={"3": {"n": 9}})
     assert repr(model) == repr(net())
+
+
+def test_the_ops_themselves_refuse_forward_ad():
+    """Which would take their tangents for zero."""
+    w, mask, fx = torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bool), torch.ops.fxmask
+    for call in (lambda: fx.nm_learned(w, w, mask), lambda: fx.nm_sr_ste(w, mask, 0.1)):
+        call()
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode AD"):
+            call()

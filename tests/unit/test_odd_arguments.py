@@ -1,5 +1,7 @@
-"""Arguments of kinds that nobody thinks of: NumPy's ints, one name for a list, paths into nowhere, weights that are not finite."""
+"""Arguments of kinds that nobody thinks of: NumPy's ints, one name for a list, paths into nowhere, weights that are not finite, layers without features."""
 
+import copy
+import dataclasses
 import json
 import operator
 from pathlib import Path
@@ -85,6 +87,11 @@ def test_all_else_is_refused_as_before(case):
         with pytest.raises(ConfigError) as e:
             make(value)
         assert str(e.value).startswith(text), value
+
+
+def test_floats_of_numpy_are_saved_as_plain_ones():
+    found = fxmask.Schedule(initial=np.float64(0.25)), fxmask.Regrow(fraction=np.float64(0.25))
+    assert [type(v) for config in found for v in dataclasses.asdict(config).values() if v == 0.25] == [float, float]
 
 
 def test_steps_of_numpy_count_and_are_saved(tmp_path):
@@ -225,3 +232,20 @@ def test_a_module_that_holds_linears():
     model = nn.ModuleDict({"enc": mlp(), "head": nn.Linear(64, 64)})
     with pytest.warns(FxMaskWarning, match="'enc' matches nothing; there are: enc.0, enc.2, head. For what lies in it write 'enc.\\*'"):
         fxmask.apply(model, exclude="enc")
+
+
+MASK, PRUNING = fxmask.WeightMask(0.5, (2, 2)), fxmask.ActivationPruning(0.5, 2)
+MASKS = {"mask": [MASK], "ties": [dataclasses.replace(MASK, ties="keep")], "both": [MASK, PRUNING]}
+PLANS = {**MASKS, "pruning": [PRUNING], "dropout": [fxmask.BlockDropout(0.5, (2, 2))]}
+
+
+@pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning", "ignore:Initializing zero-element tensors")  # nothing to mask, nor to drop
+@pytest.mark.parametrize("configs", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("shape", [(4, 4), (2, 3, 4), (0, 4)])
+def test_layers_without_features_train_like_dense_ones(configs, shape):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4))
+    x, twins = torch.randn(shape), (fxmask.apply(copy.deepcopy(model), *configs, include=["0", "1"]), model)
+    for m in twins:
+        m(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in twins), strict=True))

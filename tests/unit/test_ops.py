@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxmask.errors import ShapeError
-from fxmask.kernels import ops, reference
+from fxmask.kernels import lists, ops, reference
 from fxmask.kernels.grid import kept_elements
 
 BLOCK = (16, 8)
@@ -179,3 +179,30 @@ def test_nothing_is_saved_that_no_gradient_needs(tensors):
 def test_shapes_that_do_not_fit(tensors, call):
     with pytest.raises(ShapeError, match=r"expected .*, got "):
         call(*tensors)
+
+
+@pytest.mark.parametrize(("block", "grid", "strip"), [((64, 64), (2, 1), 128), ((16, 64), (8, 1), 64), ((64, 32), (1, 4), 128), ((64, 128), (1, 1), 64)])
+def test_lists_in_strips_of_another_width(block, grid, strip):
+    """Of these matrices all parts of the lists, each up to a multiple of 4, are as long in either width."""
+    x, w, mask = torch.randn(3, grid[1] * block[1]), torch.randn(grid[0] * block[0], grid[1] * block[1]), torch.ones(grid, dtype=torch.bool)
+    ops.masked_linear(x, w, None, mask, *block, "masked", None, "auto", lists.packed(mask, block))
+    with pytest.raises(ShapeError, match="lists of a mask"):
+        ops.masked_linear(x, w, None, mask, *block, "masked", None, "auto", lists.packed(mask, block, strip))
+
+
+def test_autocast_leaves_float64_alone(tensors):
+    x, w, b, gy, mask = tensors
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [ops.masked_linear(x, w, b, mask, *BLOCK, "masked"), *torch.ops.fxmask.masked_linear_backward(gy, x, w, mask, *BLOCK, "masked")]
+    assert [t.dtype for t in found] == [torch.float64] * 3
+    assert torch.equal(found[0], ops.masked_linear(x, w, b, mask, *BLOCK, "masked"))
+
+
+def test_autocast_of_both_gradients_is_that_of_each(tensors):
+    x, w, _, gy, mask = (t.detach().float() if t.dtype == torch.float64 else t for t in tensors)
+    how = (*BLOCK, "masked", None, "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        both = torch.ops.fxmask.masked_linear_backward(gy, x, w, mask, *how)
+        each = ops.masked_linear_dx(gy, w, mask, *how), ops.masked_linear_dw(gy, x, mask, *how)
+    assert all(a.dtype == b.dtype == torch.bfloat16 for a, b in zip(both, each, strict=True))
+    assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2) for a, b in zip(both, each, strict=True))

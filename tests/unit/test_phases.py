@@ -115,6 +115,23 @@ def test_several_steps_told_at_once():
     assert same(fxmask.masks(one), fxmask.masks(many)) and fxmask.masks(one)["0.weight"].shape == (6, 4)
 
 
+GO_ON = [
+    (dict(average=0.5, backward="ste"), dict(backward="masked"), True),
+    (dict(criterion="movement", backward="ste"), dict(refresh=2), True),
+    (dict(criterion="gradient", backward="ste"), dict(criterion="taylor"), True),  # another one comes with the next step, and these rank until then
+    (dict(average=0.5, backward="ste"), dict(criterion="l1"), False),
+    (dict(criterion="taylor", backward="ste"), dict(criterion="movement"), False),
+]
+
+
+@pytest.mark.parametrize(("options", "change", "stays"), GO_ON, ids=str)
+def test_scores_outlive_a_phase_unless_they_would_add_up_with_others(options, change, stays):
+    model, optimiser = run(config({3: change}, **options))
+    train(model, optimiser, 0, 3)
+    assert fxmask.explain(model).rows[0]["step"] == 3
+    assert all(bool(e["score"].any()) == stays for e in fxmask.state_dict(model)["masks"].values())
+
+
 def test_a_step_that_failed_may_be_told_again(monkeypatch):
     from fxmask.passes import rebuild
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from sample_models import mlp
-from unit.phased_runs import PHASES, config, run
+from unit.phased_runs import PHASES, config, run, train
 
 import fxmask
 from fxmask import backend
@@ -93,3 +93,12 @@ def test_it_is_plain_and_frozen():
     c = config({6: dict(block=[16, 16]), 3: dict(backward="ste")})
     assert c.phases == ((3, (("backward", "ste"),)), (6, (("block", (16, 16)),))) and hash(c) == hash(config(c.phases))
     assert config({}) == config(None) and config({}).phases is None
+
+
+def test_a_phase_by_momenta_that_the_optimiser_does_not_have():
+    """Seen at the first step whose optimiser has moved the weight and made no state, or blocks would rank by nothing for ever."""
+    model = fxmask.apply(mlp(), config({2: dict(criterion="momentum")}))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+    fxmask.guard(optimiser, model)
+    with pytest.raises(UnsupportedError, match=r"criterion='momentum' reads the optimiser's first moment(.|\n)*where: 0.weight"):
+        train(model, optimiser, 0, 4)

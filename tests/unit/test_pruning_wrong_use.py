@@ -6,6 +6,8 @@ from unit.pruned_models import mlp
 
 import fxmask
 from fxmask import ActivationPruning, WeightMask
+from fxmask.errors import ShapeError
+from fxmask.kernels import prune
 
 X = torch.randn(4, 64)
 WRONG = {
@@ -69,3 +71,23 @@ def test_options_that_would_be_ignored_are_errors():
         fxmask.apply(mlp(), ActivationPruning(), allocation="erk")
     with pytest.raises(fxmask.FxMaskError, match="got 'dropout'"):
         fxmask.apply(mlp(), WeightMask(), ActivationPruning(), overrides={"0": {"dropout": {"p": 0.5}}})
+
+
+def test_ops_of_operands_that_do_not_belong_together():
+    x, w, gy, fx = torch.randn(2, 6, 8), torch.randn(3, 8), torch.randn(2, 6, 3), torch.ops.fxmask
+    values, index = prune.compress(x, 4, 5, False)
+    fx.pruned_linear(x, w, None, values, index, False)
+    with pytest.raises(ShapeError, match=r"kept blocks of an input \(2, 6, 8\): expected 2 samples, got 1"):
+        fx.pruned_linear(x, w, None, values[:1], index[:1], False)
+    fx.pruned_dw(gy, values, index, x.shape, False)
+    with pytest.raises(ShapeError, match=r"tokens of gy: expected those of an input \(2, 6, 8\), got \(3, 4, 3\)"):
+        fx.pruned_dw(gy.view(3, 4, 3), values, index, x.shape, False)
+
+
+def test_float64_under_autocast_stays_as_it_is():
+    """As PyTorch's linear leaves it."""
+    model = fxmask.apply(mlp(torch.float64), ActivationPruning(0.5, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(X.double().requires_grad_())
+    y.sum().backward()
+    assert y.dtype == torch.float64 and all(p.grad.dtype == torch.float64 for p in model.parameters())

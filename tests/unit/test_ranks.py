@@ -228,3 +228,24 @@ def test_the_error_of_disagreeing_ranks(monkeypatch):
         fxmask.step(model, 0)
     fxmask.refresh(model)
     fxmask.step(model, 0)
+
+
+def test_a_mask_that_was_brought_may_be_another_one_until_it_is_built(monkeypatch):
+    monkeypatch.setattr("fxmask.passes.ranks.several", lambda: True)
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    fxmask.load_state_dict(model, fxmask.state_dict(model))
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.flip(0))
+    fxmask.step(model, 0)
+    fxmask.refresh(model)
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.flip(0))
+    with pytest.raises(StateError, match="the same on all ranks"):
+        fxmask.step(model, 0)
+
+
+@pytest.mark.parametrize("options", [dict(gain=True), dict(average=0.5), dict(phases={3: dict(criterion="taylor")})], ids=str)
+def test_what_needs_whole_weights_between_steps_is_refused(mesh, options):
+    model = sharded(mesh, **options)
+    with pytest.raises(UnsupportedError, match=r"gain work on whole weights between steps(.|\n)*where: 0.weight(.|\n)*leave them out under fully_shard"):
+        fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)

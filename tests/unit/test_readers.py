@@ -164,3 +164,16 @@ def test_reads_by_another_name_or_an_index_are_masked(kind):
     expected, x = with_zeros(dense, list(fxmask.masks(m)), (16, 16), 0.75), torch.randn(3, 64)
     assert torch.allclose(m(x), expected(x), atol=1e-6)
     assert not torch.allclose(m(x), dense(x), atol=1e-2)
+
+
+def test_what_is_read_in_inference_mode_and_under_vmap():
+    """Tensors that count no writes, or that a transform wraps."""
+    dense, x = attention(), torch.randn(3, 2, 5, 32)
+    model = fxmask.apply(copy.deepcopy(dense), ratio=0.75)
+    expected = with_zeros(dense, list(fxmask.masks(model)), (16, 16), 0.75)
+    with torch.inference_mode():
+        assert torch.allclose(run(model, x[0]), run(expected, x[0]), atol=1e-6)
+    model = fxmask.apply(copy.deepcopy(attention()), ratio=0.75)  # nothing has been read yet
+    weights = {name: torch.stack([p.detach()] * 3) for name, p in model.named_parameters()}
+    found = torch.vmap(lambda w, a: torch.func.functional_call(model, w, (a, a, a))[0])(weights, x)
+    assert torch.allclose(found, torch.stack([run(expected, a) for a in x]), atol=1e-5)

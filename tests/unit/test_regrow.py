@@ -135,3 +135,35 @@ def test_told_steps_leave_the_optimiser_alone():
         momenta = optimizer.state[model[0].weight]["exp_avg"].clone()
         fxmask.step(model)
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], momenta)
+
+
+def test_what_a_failed_exchange_would_have_brought_is_not_zeroed_later(monkeypatch):
+    """Blocks come back with weights of zero where their mask is put in force: here another layer's could not be built, and then weights are loaded."""
+    from fxmask.passes import site as state
+
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)), fxmask.WeightMask(0.5, BLOCK, refresh=2, regrow=fxmask.Regrow("random")))
+    fxmask.step(model, 0)
+    build = state.build
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "build", lambda site, *args: 1 / 0 if site is model[1] else build(site, *args))
+        with pytest.raises(ZeroDivisionError):
+            fxmask.step(model, 2)
+    weights = {name: torch.rand_like(p) + 1 for name, p in model.state_dict().items()}
+    model.load_state_dict(weights)
+    assert torch.equal(model[0].weight, weights["0.weight"])
+
+
+def test_until_counts_from_the_start():
+    model = layer(refresh=1, start=4, regrow=fxmask.Regrow("random", 0.3, until=4))
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    fxmask.guard(optimizer, model)
+    moved, last = [], mask_of(model)
+    for _ in train(model, optimizer, 9):
+        moved.append(int((last & ~mask_of(model)).sum()))
+        last = mask_of(model)
+    assert all(moved[3:7]) and not any(moved[7:])
+
+
+def test_one_block_at_least_is_never_exchanged():
+    assert [fxmask.Regrow("random", 1 - 1e-9).exchanged(0, kept) for kept in (1, 2)] == [0, 1]

@@ -227,6 +227,14 @@ def test_weights_behind_a_step_that_failed_warn(monkeypatch):
     assert len(loads(fresh, weights)) == 1
 
 
+def test_weights_behind_masks_that_are_rewritten_in_place_warn():
+    _, weights, masks = saved_run(refresh=0)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    for m in (fresh[0], fresh[2]):
+        m._fxmask_in_place = True  # as fxmask.graphed has it
+    assert len(loads(fresh, masks, weights)) == 1
+
+
 def test_weights_behind_masks_on_the_meta_device_warn():
     _, weights, masks = saved_run(refresh=0)
     fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0).to("meta")

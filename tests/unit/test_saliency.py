@@ -10,6 +10,8 @@ from torch import fx, nn, optim
 
 import fxmask
 from fxmask.errors import ConfigError, StateError, UnsupportedError
+from fxmask.kernels.grid import expand_mask
+from fxmask.passes.saliency import NORMS, norms
 
 BLOCK, SHAPE = (16, 24), (40, 60)  # ragged on both sides
 GRID = (3, 3)
@@ -328,3 +330,23 @@ def test_a_gain_over_a_shared_weight_is_refused():
 def test_the_backend_refuses_scores(option, text):
     with pytest.raises(Exception, match=text):
         torch.compile(mlp(), backend="fxmask", options={"ratio": 0.5, **option})(torch.randn(2, 64))
+
+
+def test_hysteresis_holds_blocks_whose_scores_tie():
+    """Without a gradient all scores are zero, and blocks rank by the weight's norm: it takes as much more of that."""
+    model = layer(criterion="gradient", hysteresis=0.5, refresh=1, start=0, average=0.5)
+    fxmask.step(model, 0)
+    mask = fxmask.masks(model)["0.weight"]
+    with torch.no_grad():
+        model[0].weight.mul_(torch.where(expand_mask(mask, SHAPE, BLOCK), 1.0, 1.1))
+    fxmask.refresh(model)
+    assert torch.equal(fxmask.masks(model)["0.weight"], mask)
+
+
+def test_norms_beside_a_block_that_is_not_finite():
+    w = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    for criterion in NORMS:
+        broken = w.clone()
+        broken[0, 0] = torch.inf
+        whole, seen = norms(w, BLOCK, criterion), norms(broken, BLOCK, criterion)
+        assert torch.allclose(seen.flatten()[1:], whole.flatten()[1:]) and not seen[0, 0].isfinite()

@@ -130,3 +130,54 @@ def test_scores_outlive_weights_that_are_swapped_in_and_out(config):
     model.load_state_dict({**own, "0.weight": other})
     anew = fxmask.apply(fxmask.restore(model), fxmask.WeightMask(ratio=0.5, block=(8, 8), **config))
     assert not fxmask.masks(anew)["0.weight"][:2].any()
+
+
+HOLDS = [(dict(hysteresis=999.0), False), (dict(hysteresis=999.0), True), (dict(regrow=fxmask.Regrow("random")), False)]
+
+
+@pytest.mark.parametrize(("config", "tied"), HOLDS, ids=["hysteresis", "tied", "regrow"])
+def test_masks_of_loaded_weights_hold_to_nothing_that_was(config, tied):
+    """Neither blocks that stay, nor those that nothing but an exchange may move, also of a layer whose weight another one has loaded."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+    if tied:
+        model[1].weight = model[0].weight
+    fxmask.apply(model, fxmask.WeightMask(0.5, (8, 8), refresh=100, **config))
+    new, plain = nn.Linear(32, 32), fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.5, block=(8, 8))
+    model[int(tied)].load_state_dict(new.state_dict())
+    plain[0].load_state_dict(new.state_dict())
+    assert torch.equal(fxmask.masks(model)["0.weight"], fxmask.masks(plain)["0.weight"])
+
+
+def test_an_average_of_norms_sees_a_broken_weight_and_forgets_it():
+    model = layer(average=0.5)
+    worst = int(fxmask.masks(model)["0.weight"].flatten().int().argmin())
+    row, col = worst // 4 * 8, worst % 4 * 8
+    optimizer = optim.SGD(model.parameters(), lr=0.0)
+    fxmask.guard(optimizer, model)
+    own = model[0].weight.detach().clone()
+    for broken in (False, True, False, False):
+        with torch.no_grad():
+            model[0].weight.copy_(own)
+            model[0].weight[row, col] = torch.inf if broken else own[row, col]
+        train(model, optimizer, 1)
+        assert bool(fxmask.masks(model)["0.weight"].flatten()[worst]) == broken
+        assert bool(model[0]._fxmask_score.isfinite().all()) != broken
+
+
+@pytest.mark.parametrize("config", [dict(average=0.5), dict(criterion="momentum", average=0.5)], ids=str)
+def test_a_scaler_scales_no_score_that_is_not_of_gradients(config):
+    """The scale differs from step to step, and an average would mix them."""
+    found = []
+    for scale in (1.0, 4.0):
+        model = layer(**config, backward="ste")
+        optimizer = optim.Adam(model.parameters(), lr=0.0, fused=True)
+        fxmask.guard(optimizer, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_factor=2.0, growth_interval=1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(4, 32)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(model[0]._fxmask_score.clone())
+    assert torch.allclose(*found, rtol=1e-5)

@@ -51,6 +51,8 @@ def test_a_state_from_before_a_setting_was_there(form):
     for entry in state["masks"].values():
         for later in ("cycles", "warmup", "cooldown"):
             del entry["settings"]["schedule"][later]
+        for later in ("soft", "gain"):
+            del entry["settings"][later]
     model = masked(form, refresh=2, schedule=schedule)
     fxmask.load_state_dict(model, through_a_file(state))
     assert same(fxmask.masks(model), fxmask.masks(stepped(refresh=2, schedule=schedule)))
@@ -103,8 +105,10 @@ EDITS = {  # of the second entry, so that the first is whole
 }
 VALUES = {
     "settings": [None, [1], "x"],
-    "mask": [[[True]], torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64)],
-    "flips": [None, torch.zeros(3, dtype=torch.int64), torch.zeros(()), 3],
+    "mask": [[[True]], torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6, dtype=torch.bool, device="meta")],
+    "score": [torch.zeros(4, 6)],
+    "guarded": [1, None],
+    "flips": [torch.zeros((), dtype=torch.int64, device="meta"), None, torch.zeros(3, dtype=torch.int64), torch.zeros(()), 3],
     "step": ["x", None, -4, 1.5, float("nan"), True],
     "built": ["x", None, -1, 99],
     "announced": ["no", None],
@@ -126,6 +130,19 @@ def test_a_value_that_was_changed(key, value):
     state = fxmask.state_dict(stepped())
     state["masks"]["2.weight"][key] = value
     refused(masked(refresh=2), state, rf"(?s){key}.*2\.weight")
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(6, 4), torch.zeros(4, 6, dtype=torch.float64), torch.zeros(4, 6, device="meta")], ids=str)
+def test_a_score_that_was_changed(value):
+    state = fxmask.state_dict(stepped(refresh=2, average=0.5))
+    state["masks"]["2.weight"]["score"] = value
+    refused(masked(refresh=2, average=0.5), state, r"(?s)score: expected torch.float32 \(4, 6\).*2\.weight")
+
+
+def test_flips_of_a_mask_that_each_forward_builds():
+    state = fxmask.state_dict(stepped(refresh=1))
+    state["masks"]["2.weight"]["flips"] = torch.tensor(0)
+    refused(masked(refresh=1), state, r"(?s)flips: expected None, because each forward builds the mask, got Tensor.*2\.weight")
 
 
 def test_a_mask_that_keeps_another_number_of_blocks():

@@ -209,6 +209,7 @@ def test_bad_steps(n):
     (dict(kind="cyclic", cycles=6, steps=9, warmup=4), "expected at most one for each of the 5 steps of the ramp, got 6; raise steps"),
     (dict(kind="cosine", cycles=2), "cycles=2 is for kind='cyclic': expected cycles=1 with kind='cosine'"),
     (dict(kind="constant", warmup=2), "kind='constant' has no ramp: expected no warmup and no cooldown, got warmup=2, cooldown=0; start="),
+    (dict(kind="constant", cooldown=2), "got warmup=0, cooldown=2; start="),
 ])  # fmt: skip
 def test_bad_schedules(options, text):
     with pytest.raises(ConfigError) as e:
@@ -236,3 +237,16 @@ def test_moves_keep_the_count_of_blocks(device_move):
     assert kept(moved) == expected
     name = "0.weight"
     assert torch.equal(fxmask.masks(moved)[name], best_blocks(moved.get_parameter(name), (16, 16), 0.525))
+
+
+def test_a_step_that_failed_has_not_begun_to_count(monkeypatch):
+    """Neither is anybody known to count, nor has the ratio moved."""
+    model = masked(ratio=0.8, schedule=fxmask.Schedule("linear", steps=2))
+    before = fxmask.masks(model)
+    with monkeypatch.context() as patched:
+        patched.setattr("fxmask.passes.looks.look", lambda found: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fxmask.step(model, 2)
+    assert all(torch.equal(m, before[name]) for name, m in fxmask.masks(model).items())
+    with pytest.raises(StateError, match=r"fxmask\.step"):
+        model(torch.randn(3, 64))
