@@ -94,5 +94,7 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python examples/plots.py OUT_DIR    (a folder that examples/train.py has written)")
+    if not (Path(sys.argv[1]) / "log.csv").is_file():
+        sys.exit(f"plots.py: expected a folder that examples/train.py has written, with a log.csv, got {sys.argv[1]}.")
     for file in plot_run(Path(sys.argv[1])):
         print(file)

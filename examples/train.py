@@ -71,7 +71,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         p.error("--config says which layers are masked and how: leave out --dense, --ratio and --block")
     if args.dense and (args.ratio is not None or args.block):
         p.error("--dense has no masks: leave out --ratio and --block")
+    check_numbers(p, args)
     return args
+
+
+def check_numbers(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Numbers without which nothing is trained."""
+    for name in ("epochs", "batch", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    if not 0 < args.lr < math.inf:  # nan, too
+        p.error(f"--lr: expected a number above 0, got {args.lr}")
 
 
 @contextmanager
@@ -224,7 +234,11 @@ def main(argv: list[str] | None = None) -> int:
     except (DataMissing, fxmask.FxMaskError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"train.py: --out {args.out} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.", file=sys.stderr)
+        return 2
     for figure in ("accuracy.png", "active_blocks.png"):
         (args.out / figure).unlink(missing_ok=True)  # of an earlier run, whose csv files are written anew
     facts = {"parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__, "threads": torch.get_num_threads()}

@@ -15,7 +15,10 @@ def lock(folder: Path) -> IO[str] | None:
 
     A lock of the process (lockf) and not of the open file (flock): workers that load data inherit the latter and outlive a killed run by some seconds.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.") from error
     try:
         import fcntl
     except ImportError:  # Windows

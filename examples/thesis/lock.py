@@ -33,9 +33,12 @@ def held(folder: Path) -> Iterator[None]:
     """Make the folder if it is not there, and keep all others out of it.
 
     Raises:
-        InUse: somebody else holds it.
+        InUse: somebody else holds it, or it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InUse(f"{folder} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.") from error
     if fcntl is None:
         print(f"{folder}: no file locks on {sys.platform}; see to it that no other run writes here", file=sys.stderr)
         yield

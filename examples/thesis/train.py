@@ -95,6 +95,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in asdict(RECIPES[args.recipe]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    common.check_numbers(p, args)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
     if args.graphs and args.opt not in ("adam", "adamw"):

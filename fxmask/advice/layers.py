@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..kernels.errors import UnsupportedError, message
 from ..passes.choose import Decision
 
 LINEARS = (torch.nn.functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
@@ -83,7 +84,11 @@ def layers_of(model: nn.Module, decisions: Sequence[Decision], args: tuple[Any, 
     chosen = [d for d in decisions if d.config is not None]
     watch = _Watch({id(d.candidate.weight) for d in chosen})
     with watch, torch.enable_grad():
-        model(*args, **kwargs)
+        try:
+            model(*args, **kwargs)
+        except Exception as e:
+            what = f"fxmask.advise: the model cannot run on these inputs: {type(e).__name__}: {str(e)[:300]}"
+            raise UnsupportedError(message(what, type(model).__name__, "check the inputs' number, shapes and dtypes.")) from e
     found: dict[int, Layer] = {}
     for d in chosen:
         c = d.candidate

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,7 +47,7 @@ def _module(name: str, spec: str, package: str = "") -> Any:
     try:
         return importlib.import_module(name)
     except Exception as e:  # a broken installation raises what it likes
-        fix = f"pip install {package}" if package else "check the name, and that its folder is on PYTHONPATH."
+        fix = f"pip install {package}" if package else "check the name, and that it lies in the folder that this is called in, or in one on PYTHONPATH."
         if package and not (isinstance(e, ModuleNotFoundError) and e.name == package):  # it is there, and made for another torch
             fix = f"install the {package} that belongs to torch {torch.__version__}, from the index that torch came from."
         raise ConfigError(message(f"model: {name} cannot be imported: {type(e).__name__}: {str(e)[:300]}", spec, fix)) from e
@@ -67,6 +69,9 @@ def _torchvision(source: str, name: str, spec: str) -> Any:
 
 
 def _own(source: str, name: str, spec: str) -> Any:
+    # `python -m fxmask` looks there by itself, the installed command does not
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     found = _module(source, spec)
     for part in name.split("."):
         if not hasattr(found, part):

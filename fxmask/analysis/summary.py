@@ -86,7 +86,7 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     parts = ", ".join(f"{n} {c}" for n, c in by_bound.most_common())
     said.append(
         f"On {device.name} their {len(masked)} ops are bound by: {parts}. Least time {1e6 * t:.4g} us, of the dense ones {1e6 * t_dense:.4g} us: "
-        f"no more than {t_dense / t if t else 0:.2f}x can be gained there."
+        f"at most {t_dense / t if t else 0:.2f} times as fast as dense."
     )
     if by_bound["launch"] > len(masked) / 2:
         said.append("Launch-bound: most of these ops are shorter than a launch, so masking cannot make them faster; larger batches or CUDA graphs first.")
@@ -96,7 +96,7 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     if t + rest:
         share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
         which = "Other ops, the masked step among them," if any(w.dense for w in others) else "Ops that no mask touches"
-        said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f}x faster.")
+        said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f} times as fast as dense.")
     issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
     if "masked_dense" in impls:
         said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
@@ -132,5 +132,5 @@ def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
     given = "the device gives" if device.l2_bytes_s else "no datasheet says what it gives, dense matmuls at their least time need"
     return [
         f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. At that, the matmuls "
-        f"of masked layers are at most {gain:.2f}x faster; larger blocks ask for less."
+        f"of masked layers are at most {gain:.2f} times as fast as dense; larger blocks ask for less."
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,12 +49,16 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def main(a: argparse.Namespace) -> int:
+    check(a)
     if a.system != "weights":
         return other_system(a)
     dtype = a.dtype or ("bf16" if a.device == "cuda" else "fp32")
     if a.device == "cpu" and not a.op_by_op:
         return steps(a, dtype)
-    kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
+    of_steps = ("blocks", "ratios", "floor", "dispatch", *(("threads",) if a.device == "cuda" else ()))
+    _unused(a, of_steps, f"{'--op-by-op' if a.op_by_op else '--device cuda'}: its cells are fixed; expected --cells to choose among them")
+    _set_threads(a.threads)
+    kinds = tuple(k for k in MASKS if k in names(a.masks))
     cells = make_cells(a.device, dtype, a.quick, a.cells, names(a.providers), names(a.shapes), kinds, a.seed)
     if a.list:
         print("\n".join(c.name for c in cells))
@@ -73,14 +77,31 @@ def main(a: argparse.Namespace) -> int:
     return 1 if any(r["provider"] not in ANCHORS for r in refused) else 0
 
 
-OF_WEIGHTS = {"blocks": "", "ratios": "", "shapes": "", "providers": "", "dtype": None, "floor": False, "dispatch": 0, "op_by_op": False, "plot": False}
+OF_WEIGHTS = ("blocks", "ratios", "shapes", "providers", "dtype", "floor", "dispatch", "op_by_op", "plot", "masks", "seed")
+
+
+def check(a: argparse.Namespace) -> None:
+    """Numbers and names that cannot be meant are refused, not read as the default."""
+    for name in ("dispatch", "sample_s", "time_limit"):
+        given = getattr(a, name)
+        if given is not None and not given >= 0:  # nan, too
+            raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least 0.")
+    if not names(a.masks) or set(names(a.masks)) - set(MASKS):
+        raise ConfigError(f"--masks {a.masks!r}: expected some of {', '.join(MASKS)}, separated by commas.")
+
+
+def _unused(a: argparse.Namespace, options: Iterable[str], why: str) -> None:
+    """A run that would not look at an option does not begin: hours later its rows would be those of another question."""
+    defaults = argparse.ArgumentParser()
+    add_options(defaults)
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in options if getattr(a, name) != defaults.get_default(name))
+    if given:
+        raise ConfigError(f"{why}, got {given}.\n  fix: leave it out.")
 
 
 def other_system(a: argparse.Namespace) -> int:
     """Activation pruning, block dropout or N:M masks, at shapes of their own."""
-    given = ", ".join(f"--{name.replace('_', '-')}" for name, default in OF_WEIGHTS.items() if getattr(a, name) != default)
-    if given:
-        raise ConfigError(f"--system {a.system}: its cells are fixed; expected --quick and --cells to choose among them, got {given}.\n  fix: leave it out.")
+    _unused(a, OF_WEIGHTS, f"--system {a.system}: its cells are fixed; expected --quick and --cells to choose among them")
     _set_threads(a.threads)
     cells = _matching(systems.cells(a.system, a.device, a.quick), a.cells, systems.name_of)
     if a.list:
@@ -131,6 +152,8 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
     _set_threads(a.threads)
     if a.dispatch or a.floor:
+        fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
+        _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
         grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
         grid = _matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
         if a.list:
@@ -142,7 +165,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
             text, good = floor.summary(_own(interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)))
         print(text)
         return 0 if good else 1
-    kinds = tuple(k for k in MASKS if k in names(a.masks)) or MASKS
+    kinds = tuple(k for k in MASKS if k in names(a.masks))
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)
     found: list[Cell] = list(interleaved.cells(shapes, blocks[:1] if a.quick else blocks, ratios, kinds[:1] if a.quick else kinds, dtype, a.seed))
     chosen = _matching(found, a.cells, lambda c: c.group)

@@ -291,6 +291,15 @@ def test_explain_says_what_it_cannot_do(capsys, tmp_path):
         assert code == 2 and not out and err.startswith("fxmask: ") and text in err
 
 
+def test_a_module_of_the_folder_that_it_is_called_in(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])  # as of the installed command, which begins with its own folder
+    (tmp_path / "lies_here.py").write_text(SOURCE)
+    assert explain(capsys, "lies_here:net")[0] == 0
+    code, _, err = explain(capsys, "lies_nowhere:net")
+    assert code == 2 and "fix: check the name, and that it lies in the folder that this is called in, or in one on PYTHONPATH." in err
+
+
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as e:
         main(["--version"])

@@ -11,6 +11,7 @@ import plots
 import pytest
 import torch
 import train
+from thesis import train as thesis_train
 from tracking import COLUMNS
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,26 @@ def test_bad_config_string_is_shown(capsys):
 def test_model_must_fit_the_data(capsys):
     assert train.main(["--model", "s12"]) == 2
     assert "--model s12 takes images of 224 pixels, --data digits has 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--epochs", "0"), ("--batch", "0"), ("--threads", "-1"), ("--lr", "nan"), ("--lr", "0")])
+@pytest.mark.parametrize("script", [train, thesis_train], ids=["train", "thesis"])
+def test_numbers_that_train_nothing(script, option, value, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        script.arguments([option, value, "--out", str(tmp_path / "run")])
+    assert e.value.code == 2 and f"{option}: expected " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [train, thesis_train], ids=["train", "thesis"])
+def test_a_folder_that_cannot_be_made(script, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert script.main(["--data", "digits", "--epochs", "1", "--out", str(tmp_path / "file" / "run")]) == 2
+    assert "cannot be made: Not a directory.\n  fix: name a folder" in capsys.readouterr().err
+
+
+def test_figures_of_nothing(tmp_path):
+    done = subprocess.run([sys.executable, plots.__file__, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("plots.py: expected a folder that examples/train.py has written, with a log.csv, got")
 
 
 def test_missing_data_ends_with_a_message(tmp_path):

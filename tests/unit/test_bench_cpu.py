@@ -138,6 +138,28 @@ def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
     assert "expected" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--masks", "rows,foo"), "--masks 'rows,foo': expected some of random, rows, separated by commas."),
+        (("--masks", ","), "--masks ',': expected some of random, rows"),
+        (("--dispatch", "-2"), "--dispatch -2: expected at least 0."),
+        (("--sample-s", "nan"), "--sample-s nan: expected at least 0."),
+        (("--time-limit", "-1"), "--time-limit -1.0: expected at least 0."),
+        (("--dispatch", "2", "--floor", "--blocks", "32"), "expected --cells to choose among them, got --blocks, --floor."),
+        (("--floor", "--masks", "rows"), "--floor: its cells are fixed; expected --cells to choose among them, got --masks."),
+        (("--op-by-op", "--ratios", "0.5"), "--op-by-op: its cells are fixed; expected --cells to choose among them, got --ratios."),
+        (("--op-by-op", "--floor"), "got --floor."),
+        (("--op-by-op", "--threads", "0"), "--threads 0: expected at least 1."),
+        (("--device", "cuda", "--threads", "2"), "--device cuda: its cells are fixed; expected --cells to choose among them, got --"),
+    ],
+    ids=lambda v: "".join(v) if isinstance(v, tuple) else "",
+)
+def test_options_that_a_run_would_not_look_at(tmp_path, capsys, options, words):
+    assert main(["bench", "--device", "cpu", "--list", "--out", str(tmp_path), *options]) == 2
+    assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_quick_and_defaults(tmp_path, capsys):
     def listed(*options):
         assert main(["bench", "--device", "cpu", "--list", "--out", str(tmp_path), *options]) == 0

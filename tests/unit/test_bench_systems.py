@@ -79,7 +79,10 @@ def test_rates_and_ratios_of_the_papers(capsys):
     assert {c.ratio for c in pruning.cpu_cells(False) if c.form == "fxmask"} == {r / 10 for r in range(1, 10)}
 
 
-@pytest.mark.parametrize("option", [["--blocks", "32"], ["--ratios", "0.5"], ["--shapes", "8x8->8"], ["--floor"], ["--dispatch", "5"], ["--dtype", "bf16"]])
+OF_WEIGHTS = [["--blocks", "32"], ["--ratios", "0.5"], ["--shapes", "8x8->8"], ["--floor"], ["--dispatch", "5"], ["--dtype", "bf16"], ["--masks", "rows"]]
+
+
+@pytest.mark.parametrize("option", OF_WEIGHTS)
 def test_options_of_weight_masks(option, tmp_path, capsys):
     assert bench("dropout", tmp_path, *option) == 2
     said = capsys.readouterr().err
