@@ -93,11 +93,14 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def _start_anew(t: Tensor, where: Tensor, weight: Tensor) -> None:
+def _start_anew(t: Tensor, where: Tensor, weight: Tensor, momentum: bool = False) -> None:
     """Let elements of a state begin: at zero; at the weight where the state is a copy of it (an average, slow weights, Schedule-Free's z), told by its values.
 
-    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it.
+    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. `momentum`: the state is known to be one.
     """
+    if momentum:
+        t.masked_fill_(where, 0)
+        return
     w = weight.to(t)
     copies = torch.where(where, t - w, 0).norm() < 0.5 * torch.where(where, w, 0).norm()
     t.copy_(torch.where(where, torch.where(copies, w, 0), t))
@@ -135,8 +138,9 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     """Before a step that looks at whole matrices: neither momenta nor gradients of masked blocks, which would turn the kept ones."""
     assert g.mask is not None
     out = ~_elements(g.mask, g, g.block)
-    for t in (t for k, t in state.items() if g.clears(k)):
-        _start_anew(t, out, ranks.part(g.weight.detach()))
+    for k, t in state.items():
+        if g.clears(k):
+            _start_anew(t, out, ranks.part(g.weight.detach()), momentum=k == g.clear)
     if g.site._fxmask_config.backward != "masked" and g.weight.grad is not None:  # a dense gradient, that regrowth is for
         grad = ranks.part(g.weight.grad)
         g.gradient = grad.clone()
@@ -164,7 +168,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
                 if was is not None:
                     t.copy_(torch.where(kept, t, was.to(t.device)))
                 elif k not in NO_MOMENTA:
-                    _start_anew(t, ~kept, g.before)
+                    _start_anew(t, ~kept, g.before, momentum=k == g.clear)
         weight.copy_(torch.where(kept, weight, old))
         if g.gradient is not None:
             ranks.part(g.weight.grad).copy_(g.gradient)
