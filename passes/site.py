@@ -261,10 +261,11 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
     if c.remembers:
         return ranked(site, weight.detach(), grow, anew)
     stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    keep, count, written = site._fxmask_keep, site._fxmask_count, site._fxmask_written
+    keep, count = site._fxmask_keep, site._fxmask_count
     # weights of torch.func.functional_call; and the body of a cond or scan, which PyTorch traces in every call that trains: the host knows what to keep
-    if written is not None and ((keep.is_meta and not weight.is_meta) or is_traced_anew(keep, weight)):
-        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in written[:2])
+    elsewhere = (keep.is_meta and not weight.is_meta) or is_traced_anew(keep, weight)
+    if elsewhere and site._fxmask_written is not None:  # in this order: what was written moves, and a compiler would compare it
+        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in site._fxmask_written[:2])
     return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 

@@ -341,6 +341,7 @@ def test_a_weight_that_something_else_uses(how, who, format):
 
 
 @pytest.mark.parametrize(("how", "who"), [("table", "an Embedding"), ("other", "other"), ("held", "t")])
+@pytest.mark.filterwarnings("ignore:a graph reads masked weights whole")
 def test_a_weight_that_a_graph_uses_elsewhere(how, who):
     gm = fxmask.apply(fx.symbolic_trace(Sharing(how)), ratio=0.75, include="head")
     refused(gm, UnsupportedError, rf"^{who} uses this weight unmasked")
