@@ -13,6 +13,7 @@ Shapes: x (..., K), w (N, K), bias (N), gy (..., N); mask (NB, KB) bool, True = 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,9 @@ def rows(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])  # numel() would fix a number of tokens that a compiler does not know
 
 
+Masking = Callable[[Tensor, Tensor, tuple[int, int]], Tensor]  # W∘M of a weight, its mask and the block; below it may be another form's
+
+
 def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
     """W∘M. A masked element is zero whatever it was (0 * Inf is not computed), and the dtype stays."""
     return torch.where(expand_mask(mask, w.shape, block), w, 0)
@@ -55,23 +59,27 @@ def gradient_mask(mask: Tensor, dense: Tensor | None, backward: str) -> Tensor |
     return mask if dense is None or backward != "rigl" else mask | dense
 
 
-def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
+def masked_linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None, by: Masking = masked
+) -> Tensor:
     """y = x (W∘M)^T + bias, (..., N), contiguous. `lists`, here and below, serve kernels that skip blocks."""
-    return F.linear(x, masked(w, mask, block), bias).contiguous()
+    return F.linear(x, by(w, mask, block), bias).contiguous()
 
 
-def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None) -> Tensor:
+def masked_linear_dx(
+    gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None, by: Masking = masked
+) -> Tensor:
     """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
-    return torch.matmul(gy, w if backward == "unmasked" else masked(w, mask, block)).contiguous()
+    return torch.matmul(gy, w if backward == "unmasked" else by(w, mask, block)).contiguous()
 
 
 def masked_linear_dw(
-    gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None
+    gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None, by: Masking = masked
 ) -> Tensor:
     """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). Flattened first: a batched product would be B weights large."""
     dw = rows(gy).t() @ rows(x)
     wanted = gradient_mask(mask, dense, backward)
-    return dw if wanted is None else masked(dw, wanted, block)
+    return dw if wanted is None else by(dw, wanted, block)
 
 
 def masked_linear_backward(

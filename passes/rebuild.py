@@ -126,7 +126,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     tied: dict[object, Tensor] = {}  # of a weight that several layers share, each of which loads: one mask, and a copy for each
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
-            key = (id(weight), state.makes(site))
+            key = (id(weight), state.mask_key(site))
             same = None if site._fxmask_config.remembers else tied.get(key)
             if same is None:
                 mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
@@ -170,6 +170,9 @@ def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
             keep_norm(site, weight, mask, torch.ones_like(mask))
 
 
+TOLD = ("_fxmask_step", "_fxmask_announced", "_fxmask_unguarded", "_fxmask_copied")  # what a step changes, whatever its mask
+
+
 def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only.
 
@@ -180,7 +183,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
         what = "a step is counted inside a CUDA graph, whose replays would not count: expected masks that no number of steps moves (start, schedule,"
         fix = "let fxmask.graphed(step, optimizer) capture the step, with every optimiser that it steps: its replays count."
         raise UnsupportedError(message(f"{what} refresh > 1, rigl, phases, scores that last).", captured[0]._fxmask_name, fix))
-    jobs, past = [], [(site, site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded, phase_change.remembered(site)) for site, _ in found]
+    jobs, past = [], [(site, {name: getattr(site, name) for name in TOLD}, phase_change.remembered(site)) for site, _ in found]
     try:
         for site, weight in found:
             before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
@@ -199,8 +202,8 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
         for site, _ in found if n else ():
             site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False)
     except BaseException:  # a step that failed may be told again
-        for site, step, announced, unguarded, remembered in past:
+        for site, told, remembered in past:
             phase_change.take_back(site, remembered)
-            site._fxmask_step, site._fxmask_announced, site._fxmask_unguarded = step, announced, unguarded
+            site.__dict__.update(told)
         state.sync(*(site for site, _ in found))
         raise

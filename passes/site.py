@@ -50,7 +50,7 @@ class Site(nn.Module):
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_copied: bool = False  # this is a copy, and no step of its own has been told
-    _fxmask_made: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
+    _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
@@ -110,7 +110,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_made": _made(self)}  # no graph reads a copy
+        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_version": _version_in_copy(self)}  # no graph reads a copy
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
@@ -128,19 +128,19 @@ class Site(nn.Module):
                 setattr(self, name, t.clone())
         if "_fxmask_keep" in self.__dict__:  # it may have been on another machine
             self._fxmask_from = gpu_site.least_tokens(self, self._fxmask_keep.device)
-            if self._fxmask_made is None:
+            if self._fxmask_version is None:
                 note_weight(self, self._parameters.get("weight"))
 
 
-def _made(site: Site) -> int | None:
+def _version_in_copy(site: Site) -> int | None:
     """What a copy notes of its weight: nothing yet, or that a copy of a stale copy is stale."""
     weight = site._parameters.get("weight")
-    return UNKNOWN if weight is None or (site._fxmask_copied and version(weight) != site._fxmask_made) else None
+    return UNKNOWN if weight is None or (site._fxmask_copied and version(weight) != site._fxmask_version) else None
 
 
 def note_weight(site: Site, weight: Tensor | None) -> None:
     """Note that the cached mask is to go with the weight as it is; a mask in a graph holds none, and goes with that of the next forward."""
-    site.__dict__["_fxmask_made"] = None if weight is None else version(weight)
+    site.__dict__["_fxmask_version"] = None if weight is None else version(weight)
 
 
 def version(weight: Tensor) -> int | None:
@@ -269,7 +269,7 @@ def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) ->
     return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
 
 
-def makes(site: Site) -> tuple[object, ...]:
+def mask_key(site: Site) -> tuple[object, ...]:
     """What decides with the weight about a mask that remembers nothing: sites that are alike here make the same mask of the same weight."""
     c = site._fxmask_config
     return c.block, c.criterion, c.ties, site._fxmask_stream if c.criterion == "random" else 0, c.impl, c.cover, site._fxmask_written

@@ -59,8 +59,8 @@ def is_stale(site: Site, weight: Tensor) -> bool:
     mask, begun = site._fxmask_mask, site._fxmask_step >= site._fxmask_config.start
     if mask is None or mask.is_meta or not begun or site._fxmask_is_dense or is_ensemble(weight) or state.capturing(weight):
         return False
-    version, made = state.version(weight), site._fxmask_made
-    site._fxmask_made = version
+    version, made = state.version(weight), site._fxmask_version
+    site._fxmask_version = version
     if version is None or made is None or version == made:
         return False
     if site._fxmask_config.remembers:  # its scores are those of the copy's beginning: what it would be now nobody knows

@@ -6,8 +6,9 @@ bit of the same product; that form writes a mask of the weight's size, and reads
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import triton
@@ -35,9 +36,7 @@ def mask_cast(
         raise ShapeError(f"mask_cast writes contiguous rows: expected a contiguous `out`, got strides {out.stride()}.")
     result = torch.empty(w.shape, dtype=dtype, device=w.device) if out is None else out
     sizes = (*w.shape, mask.shape[1], w.stride(0))
-    device.launch(
-        mask_cast_kernel, _grid(w.shape), w, w, mask.view(torch.int8), result, *sizes, scale, BH=block[0], BW=block[1], TN=ROWS, TK=COLUMNS
-    )  # fmt: skip
+    device.launch(mask_cast_kernel, _grid(w.shape), w, w, mask.view(torch.int8), result, *sizes, scale, BH=block[0], BW=block[1], TN=ROWS, TK=COLUMNS)
     return result
 
 
@@ -59,22 +58,10 @@ def masked(w: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
     return mask_cast(w, mask, block, w.dtype)
 
 
-def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None = None) -> Tensor:
-    """y = x (W∘M)^T + bias, (..., N), contiguous."""
-    return F.linear(x, masked(w, mask, block), bias).contiguous()
+def _zeroed(dw: Tensor, mask: Tensor, block: tuple[int, int]) -> Tensor:
+    return reference.masked(dw, mask, block) if device.why_not(dw) else zero_masked(dw, mask, block)
 
 
-def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None = None) -> Tensor:
-    """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K), contiguous."""
-    return torch.matmul(gy, w if backward == "unmasked" else masked(w, mask, block)).contiguous()
-
-
-def masked_linear_dw(
-    gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None = None
-) -> Tensor:
-    """dW = dY^T X, restricted to the blocks that the mode wants; (N, K)."""
-    dw = reference.rows(gy).t() @ reference.rows(x)
-    wanted = reference.gradient_mask(mask, dense, backward)
-    if wanted is None:
-        return dw
-    return reference.masked(dw, wanted, block) if device.why_not(dw) else zero_masked(dw, wanted, block)
+masked_linear = partial(reference.masked_linear, by=masked)
+masked_linear_dx = partial(reference.masked_linear_dx, by=masked)
+masked_linear_dw = partial(reference.masked_linear_dw, by=_zeroed)

@@ -16,7 +16,7 @@ from torch import optim
 
 import fxmask
 from fxmask import FxMaskWarning
-from fxmask.passes import lost_guards
+from fxmask.passes import lost_guards, rebuild
 
 TEXT = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none"
 FIX = r"where: 0.weight, 2.weight(.|\n)*fix: call fxmask.guard\(optimizer, model\); without one on purpose: fxmask.step\(model, 0\)"
@@ -193,3 +193,14 @@ def test_an_old_guard_that_is_removed_leaves_the_new_one_alone():
     model(torch.randn(2, 32)).sum().backward()
     optimizer.step()
     assert list(new.policies) == ["0.weight"] and fxmask.explain(model).rows[0]["step"] == 1 and old.policies == {}
+
+
+def test_a_step_that_fails_leaves_a_copy_uncounted(monkeypatch):
+    model = fxmask.apply(mlp(), ratio=0.7, schedule=fxmask.Schedule("cubic", steps=4))
+    fxmask.step(model, 0)
+    twin = copy.deepcopy(model)
+    monkeypatch.setattr(rebuild, "rebuild", lambda jobs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fxmask.step(twin)
+    with pytest.warns(FxMaskWarning, match="evaluated at ratio 0.0, not 0.7"):
+        twin.eval()(torch.randn(2, twin[0].in_features))
