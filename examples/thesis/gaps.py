@@ -75,7 +75,7 @@ def differences(rows: list[dict[str, str]], pairs: tuple[tuple[str, str, str], .
             row: dict[str, Any] = {"terms": terms, **({"data": data} if len(sets) > 1 else {}), "seeds": ", ".join(a["seed"] for a, _ in found) or "missing"}
             for column, title in (("test_top1", "test"), ("held_top1", "held-out")):
                 row[title] = ", ".join(f"{float(a[column]) - float(b[column]):+.2f}" for a, b in found)
-            row["FLOP"] = f"{float(found[0][0]['train_tflop']) / float(found[0][1]['train_tflop']):.2f}" if found else ""
+            row["FLOP, of dense"] = f"{float(found[0][0]['train_tflop']) / float(found[0][1]['train_tflop']):.2f}" if found else ""
             table.append(row)
     return table
 

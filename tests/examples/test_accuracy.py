@@ -19,7 +19,7 @@ import plots
 import pytest
 import torch
 import train as common
-from thesis import accuracy, accuracy_table, checkpoint, combination, gaps, hidden_groups, masked_model, recipes, stability
+from thesis import accuracy, accuracy_page, accuracy_table, checkpoint, combination, gaps, hidden_groups, masked_model, recipes, stability
 from thesis import train as program
 from thesis.recipe import CIFAR10
 
@@ -81,9 +81,24 @@ def test_a_price_pairs_runs_of_one_seed_and_length():
         row("dense", "2", "20", "75", "75"),
     ]  # fmt: skip
     equal, longer, none = gaps.differences(rows, (("a", "mask", "dense"), ("b", "mask@34", "dense"), ("c", "mask@34", "dense@34")))
-    assert equal == {"terms": "a", "seeds": "1", "test": "-2.25", "held-out": "+0.00", "FLOP": "0.50"}
+    assert equal == {"terms": "a", "seeds": "1", "test": "-2.25", "held-out": "+0.00", "FLOP, of dense": "0.50"}
     assert (longer["seeds"], longer["test"]) == ("1", "+0.75")
-    assert none == {"terms": "c", "seeds": "missing", "test": "", "held-out": "", "FLOP": ""}
+    assert none == {"terms": "c", "seeds": "missing", "test": "", "held-out": "", "FLOP, of dense": ""}
+
+
+@pytest.mark.parametrize("page", accuracy_page.PAGES, ids=lambda page: page.name)
+def test_tables_of_the_pages_are_the_rows_of_the_csv(page):
+    known = accuracy_page.tables(plots.read_csv(accuracy_table.RESULTS), plots.read_csv(accuracy_page.isoflop.TIMES))
+    text = page.read_text()
+    assert accuracy_page.filled(text, known) == text, "python examples/thesis/accuracy_page.py writes them"
+    assert text.count("<!-- table: ") == text.count("<!-- end -->") >= 2
+
+
+def test_what_stands_by_a_name_is_said_of_a_run_that_there_is():
+    assert set(accuracy_page.NOTES) <= set(EVERY)
+    runs = {row["run"] for row in plots.read_csv(accuracy_table.RESULTS)}
+    pages = "".join(page.read_text() for page in accuracy_page.PAGES)
+    assert all(f"`{run}`" in pages for run in runs)  # the losing ones, too
 
 
 def test_a_price_is_of_one_data_set():
