@@ -30,7 +30,7 @@ from .passes.activation_pruning import ActivationPruning
 from .passes.canonical import Canonicalise
 from .passes.choose import Decision, Pattern, as_patterns, choose, matches
 from .passes.config import WeightMask
-from .passes.find import LINEARS
+from .passes.graph_calls import LINEARS
 from .passes.infra import CleanUp, Pass, run_passes
 from .passes.lifted import READERS, Body, find_lifted, graphs_of
 from .passes.lifted_mask import MASKED_LINEAR, MaskLifted

@@ -20,7 +20,9 @@ from .masking import restore
 from .nm_finalizing import finalize_nm
 from .nm_layers import any_nm
 from .passes.config import WeightMask
-from .passes.find import find, graph_modules, resolve
+from .passes.find import find
+from .passes.graph_calls import resolve
+from .passes.graph_linears import graph_modules
 from .passes.site import Site
 from .passes.site_forward import refuse_lost
 from .passes.uncounted import REFRESH, STALE, is_stale, uncounted

@@ -13,7 +13,8 @@ from .guard_handle import GuardHandle, guarded_weight, masked_step_of
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes import elementwise, phases, ranks
 from .passes import site as state
-from .passes.find import graph_modules, resolve
+from .passes.graph_calls import resolve
+from .passes.graph_linears import graph_modules
 from .passes.optimiser import POLICIES, RETURNING, group_of, may_freeze
 from .passes.site import Site
 from .pruning import scheduled_layers

@@ -21,9 +21,10 @@ from .nm_masking import nm_row
 from .passes import ranks
 from .passes import site as state
 from .passes.bypass import never_run
+from .passes.candidate import Candidate
 from .passes.capture import backend_of
 from .passes.conv import KINDS, find_layers
-from .passes.find import Candidate, find
+from .passes.find import find
 from .passes.nm_find import find_nm
 from .passes.products import find_products
 from .passes.pruning_schedule import words

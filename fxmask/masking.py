@@ -29,7 +29,7 @@ from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Feedback, Schedule, WeightMask
 from .passes.conv import KINDS, Kinds, find_layers, kinds_of
-from .passes.find import graph_modules, weight_reads
+from .passes.graph_linears import graph_modules, weight_reads
 from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
 from .passes.nm_mask import NMMask

@@ -15,10 +15,11 @@ from .inputs import mask_overrides
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .nm_attributes import advance
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
+from .passes.candidate import Candidate
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask
 from .passes.conv import KINDS
-from .passes.find import Candidate, graph_modules
+from .passes.graph_linears import graph_modules
 from .passes.nm_find import find_nm
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight

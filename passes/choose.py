@@ -13,8 +13,8 @@ from torch import nn
 
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import matrix_shape
+from .candidate import Candidate, surround
 from .config import WeightMask
-from .find import Candidate, surround
 from .phases import IN_NODES, changes_any, in_turn
 
 Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ..kernels.errors import ConfigError
-from .find import Candidate, call_stack, find, graph_modules, join, resolve, weight_arg, weight_problem
+from .candidate import Candidate, join, weight_problem
+from .find import find
+from .graph_calls import call_stack, resolve, weight_arg
+from .graph_linears import graph_modules
 from .readers import weight_readers
 from .site import Site
 from .weights import peek_weight

@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from .dense_reads import dense_reads
-from .find import EMBEDDINGS, IN_PROJ, IN_PROJ_WEIGHTS, LINEARS, Candidate, call_stack, weight_arg, weight_problem
+from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 CONTAINERS = ("_modules", "_parameters", "_buffers")

@@ -24,7 +24,7 @@ from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
 from .choose import Decision
 from .config import WeightMask
-from .find import LINEARS, bias_arg, input_arg
+from .graph_calls import LINEARS, bias_arg, input_arg
 from .infra import Pass
 from .site import stream_of
 from .writes import Writes

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.utils import parametrize
 
-from .find import Candidate, call_stack, join, resolve, weight_problem
+from .candidate import Candidate, join, weight_problem
+from .graph_calls import call_stack, resolve
 from .plain_forward import product_of
 from .readers import forward_sources
 

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
-from .find import bias_arg, input_arg, weight_arg
+from .graph_calls import bias_arg, input_arg, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
 from .infra import Pass, call_again, replace_node
 from .writes import Writes
