@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .analysis.report import cannot_write
 from .errors import ConfigError, FxMaskWarning, StateError
+from .files import cannot_write
 from .health_signs import signs
 from .kernels.errors import message
 from .kernels.grid import grid_shape, plain_int
