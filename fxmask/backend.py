@@ -47,7 +47,7 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     o = parse(options)
     found = rewrite(gm, example_inputs, o)
     real, bodies = _real(gm, example_inputs), graphs_of(gm)
-    left = not any(done.changes for _, _, done in found) and not any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
+    left = not any(done.changes for _, _, done in found) and not _has_masks(bodies)
     weights = [c.weight for c in find_lifted(bodies, real)] if left else []
     compiled, given = _inner(o, mode)(gm, example_inputs), list(real.values())
     return backend_watch.watch(backend_watch.watch_left(compiled, given, weights), found, given)
@@ -164,12 +164,15 @@ def _has_body(gm: GraphModule, node: Node) -> bool:
 
 def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:
     """Whether `apply` has decided about this model; options of the masks would contradict it."""
-    sites = sum(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
-    decided = sites or any(isinstance(t, Tensor) and decided_by_apply(t) for t in real.values())
+    decided = _has_masks(bodies) or any(isinstance(t, Tensor) and decided_by_apply(t) for t in real.values())
     if decided and o.masks:
         what = "this model was masked by fxmask.apply, and the backend got options of its own: expected one of them to say what is masked."
         raise StateError(message(what, WHERE, "leave the options out, or call fxmask.restore(model) first."))
-    return bool(decided)
+    return decided
+
+
+def _has_masks(bodies: Sequence[Body]) -> bool:
+    return any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
 
 
 def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> None:
