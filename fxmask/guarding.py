@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .guard_handle import GuardHandle, guarded_weight, masked_step_of
+from .guard_handle import GuardHandle, masked_step_of
+from .guarded import shared_out
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes import elementwise, phases, ranks
-from .passes import site as state
 from .passes.graph_calls import resolve
 from .passes.graph_linears import graph_modules
 from .passes.optimiser import POLICIES, RETURNING, group_of, may_freeze
 from .passes.site import Site
 from .pruning import scheduled_layers
-from .sites import required_sites, values_of
+from .sites import required_sites
 from .swap import MaskedLayer
 
 
@@ -74,32 +74,16 @@ def guard(
         what = "a second guard on an optimiser whose first has masked_step, which has to be the last before the step: expected one for all of its models."
         fix = "call remove() on the first handle, and guard the models together: fxmask.guard(optimizer, nn.ModuleList([a, b]), masked_step=True)."
         raise UnsupportedError(message(what, type(optimizer).__name__, fix))
-    guarded, followed, others = [], [], []
     _refuse_scattered(optimizer, found)
-    for name, site, weight in found:
-        held = weight is not None and group_of(optimizer, weight) is not None
-        derived = weight is None or not isinstance(weight, nn.Parameter)
-        if held and weight is not None:
-            guarded.append(guarded_weight(name, site, weight, masked_weights, bool(masked_step)))
-            if masked_step:
-                elementwise.refuse_shard(name, weight)
-        elif derived and masked_weights in ("freeze", "decay"):
-            what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
-            raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))
-        if not held and weight is not None and not derived:
-            others.append((name, site, weight))
-        if held or ((derived or (weight is not None and not weight.requires_grad)) and site._fxmask_guard is None):
-            if site._fxmask_config.cached and weight is not None:
-                state.check_agreed(site, values_of(name, weight, "fxmask.guard"))
-            followed.append((site, weight))
-    if not guarded and not followed:
+    held = shared_out(optimizer, found, masked_weights, bool(masked_step))
+    if not held.guarded and not held.followed:
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
     free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
     pruned = [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
-    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step, pruned, model)
+    return GuardHandle(optimizer, held, masked_weights, returning, masked_step, pruned, model)
 
 
 def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
