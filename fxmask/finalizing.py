@@ -29,7 +29,7 @@ from .passes.uncounted import REFRESH, STALE, is_stale, uncounted
 from .passes.weight_mask import MASKED_LINEAR
 from .pruning import any_pruned
 from .semi_structured import semi_structured
-from .sites import FINAL, any_masked, expect_module, required_sites, values_of
+from .sites import FINAL, any_masked, expect_module, refuse_dense, required_sites, values_of
 from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -121,8 +121,7 @@ def _end(site: Site) -> float:
 def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dict[int, str]) -> None:
     """Raise for what cannot be made permanent."""
     refuse_lost(site)
-    if site._fxmask_is_dense:
-        raise StateError(message("fxmask.finalize inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
+    refuse_dense(name, site, "fxmask.finalize")
     if site._fxmask_guard is not None:
         what = "fxmask.finalize under a guard, which would write masked weights back: expected training to be over."
         raise StateError(message(what, name, "call remove() on the handle of fxmask.guard first."))

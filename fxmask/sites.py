@@ -75,6 +75,20 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
     return found
 
 
+def sites_in_force(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
+    """`required_sites`, and StateError inside `fxmask.dense`."""
+    found = required_sites(model, caller)
+    for name, site, _ in found:
+        refuse_dense(name, site, caller)
+    return found
+
+
+def refuse_dense(name: str, site: Site, caller: str) -> None:
+    """StateError inside `fxmask.dense`."""
+    if site._fxmask_is_dense:
+        raise StateError(message(f"{caller} inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
+
+
 def _is_taken(site: Site, weight: Tensor) -> bool:
     if weight.dim() < 2 or grid_shape(matrix_shape(weight.shape), site._fxmask_config.block) != site._fxmask_grid:
         return True

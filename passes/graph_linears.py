@@ -144,5 +144,4 @@ def _behind_inputs(gm: GraphModule) -> Iterator[tuple[str, Tensor]]:
     for n in gm.graph.nodes:
         if n.op == "call_module" and str(n.target).partition(".")[0] in INPUT_SITES:
             w = n.args[1]
-            owner, _, leaf = str(w.target).rpartition(".") if w.op == "get_attr" else ("", "", "")
-            yield str(gm.get_submodule(str(n.target))._fxmask_name), getattr(gm.get_submodule(owner), leaf) if leaf else torch.empty(0, 0, device="meta")
+            yield str(gm.get_submodule(str(n.target))._fxmask_name), resolve(gm, w.target) if w.op == "get_attr" else torch.empty(0, 0, device="meta")

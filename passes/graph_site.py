@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.lists import listed
 from .config import WeightMask
+from .graph_calls import resolve
 from .site import Site, install, is_traced_anew
 from .site_forward import forward_lists, forward_mask
 
@@ -67,5 +68,4 @@ def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
     for _, container in containers(gm):
         for site in container.children():
             if isinstance(site, GraphSite):
-                owner, _, leaf = (site.weight_path or "").rpartition(".")
-                yield site, getattr(gm.get_submodule(owner), leaf) if site.weight_path else None
+                yield site, resolve(gm, site.weight_path) if site.weight_path else None
