@@ -40,13 +40,9 @@ class GraphSite(Site):
     def forward(self, weight: Tensor) -> Tensor | tuple[Tensor, ...]:
         """weight (N, K) -> mask bool (NB, KB), or (mask, 0-d bool, lists int32), see `outputs`."""
         if forward_ad._current_level >= 0:
-            raise UnsupportedError(
-                message(
-                    "forward-mode AD would silently see a zero tangent through the custom op of a rewritten graph.",
-                    self._fxmask_name,
-                    "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too.",
-                )
-            )
+            what = "forward-mode AD would silently see a zero tangent through the custom op of a rewritten graph."
+            fix = "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too."
+            raise UnsupportedError(message(what, self._fxmask_name, fix))
         mask, dense = forward_mask(self, weight), self._fxmask_dense
         if dense is not None and is_traced_anew(dense, weight):
             dense = torch.full((), self._fxmask_dense_now, device=weight.device)

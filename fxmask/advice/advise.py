@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..asked import check_model
 from ..bench.clock import load_average
 from ..bench.stopwatch import Stopwatch
 from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
-from ..masking import _check_model, apply
+from ..masking import apply
 from ..passes.capture import arguments
 from ..passes.choose import Patterns, choose
 from ..passes.config import WeightMask
@@ -121,7 +122,7 @@ def advise(
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
     expect_module(model, "fxmask.advise")
-    _check_model(model)
+    check_model(model)
     if any_masked(model) or any_pruned(model) or any_dropped(model):
         fix = "fxmask.restore(model) first, or advise before apply."
         raise StateError(message("fxmask.advise compares masks with the dense model: expected one without masks.", "", fix))
