@@ -19,7 +19,7 @@ from .graph_capture import Recorded, captured, recorder
 from .graph_facts import Facts
 from .guard_handle import GuardHandle
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
-from .passes.site import masks_any
+from .passes.site_mask import masks_any
 
 T = TypeVar("T")
 KEPT = 4  # graphs of one step; they share their memory

@@ -23,6 +23,7 @@ from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
 from .passes.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
 from .passes.saliency import observe
 from .passes.site import Site
+from .passes.site_mask import masks_any
 from .sites import sites
 
 _AGAIN = (
@@ -151,7 +152,7 @@ class GuardHandle:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
-            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and state.masks_any(g.site)]
+            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and masks_any(g.site)]
             self._looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)
         return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)

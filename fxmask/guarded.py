@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from .kernels.errors import StateError, UnsupportedError, message
 from .passes import elementwise, phases, ranks
-from .passes import site as state
 from .passes.optimiser import Guarded, group_of, may_freeze
 from .passes.saliency import refuse_shard
 from .passes.site import Site
+from .passes.site_mask import check_agreed
 from .passes.weights import peek_weight
 from .sites import values_of
 from .swap import MaskedLayer
@@ -48,7 +48,7 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
         rests = not isinstance(weight, nn.Parameter) or not weight.requires_grad
         if steps or (rests and site._fxmask_guard is None):
             if site._fxmask_config.cached and weight is not None:
-                state.check_agreed(site, values_of(name, weight, "fxmask.guard"))
+                check_agreed(site, values_of(name, weight, "fxmask.guard"))
             held.followed.append((site, weight))
     return held
 

@@ -23,6 +23,7 @@ from .kernels.grid import grid_shape, plain_int
 from .passes import ranks
 from .passes import site as state
 from .passes.phases import in_turn
+from .passes.site_mask import mask_outside
 from .report import Report
 from .sites import required_sites, values_of
 
@@ -79,7 +80,7 @@ class HealthLog:
         rows = []
         for name, site, weight in required_sites(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
-            mask = state.mask_outside(site, w).to("cpu", copy=True)  # one that is cached may be rewritten in place
+            mask = mask_outside(site, w).to("cpu", copy=True)  # one that is cached may be rewritten in place
             rows.append(self._row(name, site, ranks.whole(w), mask))
         self.rows += rows
         if self.path is not None:

@@ -17,6 +17,7 @@ from .passes.bypass import warn_of_dense_readers
 from .passes.pruning_schedule import advance
 from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
+from .passes.site_mask import check_agreed
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, sites_in_force, values_of
 
@@ -55,7 +56,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         if site._fxmask_config.cached:
             values = values_of(name, weight, "fxmask.step")  # raises before anything has moved
             if not n:  # before training: a step has moved the weights, and not the mask
-                state.check_agreed(site, values)
+                check_agreed(site, values)
     if n:
         warn_of_dense_readers(found)
         _observe(found, n)

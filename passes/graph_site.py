@@ -13,8 +13,9 @@ from ..kernels.errors import UnsupportedError, message
 from ..kernels.lists import listed
 from .config import WeightMask
 from .graph_calls import resolve
-from .site import Site, install, is_traced_anew
+from .site import Site, install
 from .site_forward import forward_lists, forward_mask
+from .site_mask import is_traced_anew
 
 
 class GraphSite(Site):

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from ..kernels.errors import UnsupportedError, message
 from . import elementwise
-from . import site as state
 from .feedback import Feedback
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
 from .site import Site
+from .site_mask import mask_outside
 
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 
@@ -66,7 +66,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         g.mask = None
         if g.weight.grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
             elementwise.refuse_shard(g.name, g.weight)
-            g.mask, g.block = state.mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+            g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at

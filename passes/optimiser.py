@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import expand_mask
 from . import ranks
-from . import site as state
 from .config import WeightMask
 from .site import Site
+from .site_mask import mask_outside
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -123,7 +123,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
-        g.mask, g.block = state.mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+        g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
         if g.policy == "free":
             continue
         g.before = ranks.part(g.weight.detach()).clone()
@@ -184,7 +184,7 @@ def note_masks(optimizer: Optimizer, guarded: Iterable[Guarded], zero: bool) -> 
     for g in guarded:
         regrows, g.last = g.site._fxmask_config.regrow is not None, None
         if regrows or (zero and not g.site._fxmask_softening and (g.mask is not None or _momenta(optimizer, g.weight))):
-            mask = state.mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
+            mask = mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
             g.last = mask.clone() if g.site._fxmask_in_place else mask, g.site._fxmask_config.block
 
 
@@ -193,7 +193,7 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     """Zero the momenta of blocks that the rebuilt mask keeps and the one that was noted did not."""
     for g in guarded:
         if g.last is not None:
-            now, old = state.mask_outside(g.site, g.weight.detach()), _elements(g.last[0], g, g.last[1])
+            now, old = mask_outside(g.site, g.weight.detach()), _elements(g.last[0], g, g.last[1])
             elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
             for k, t in _momenta(optimizer, g.weight).items():
                 if k not in NO_MOMENTA:

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels import dispatch, gpu_choice
 from ..kernels.errors import FxMaskWarning, UnsupportedError, first_of, message
 from ..kernels.grid import as_matrix
-from . import looks, phase_change, ranks
+from . import looks, phase_change, ranks, site_mask
 from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
-
-
-class Ties:
-    """The masks of one weight, and which modules hold it: layers load one after the other, and what one loads is the weight of all.
-
-    It keeps nothing alive, and a copy of a layer brings none of the others: copies that were made together have one that is empty, and join it themselves.
-    """
-
-    def __init__(self) -> None:
-        self._held: weakref.WeakKeyDictionary[Site, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[type[Ties], tuple[()]]:
-        return Ties, ()
-
-    def join(self, site: Site, owner: nn.Module, leaf: str) -> None:
-        """Note a mask, and under which name a module holds its weight."""
-        self._held[site] = weakref.ref(owner), leaf
-
-    def others(self, site: Site, weight: Tensor) -> list[Site]:
-        """Cached masks of the same weight, but for this one; of layers that have another weight by now, or are masked no longer, there are none."""
-        held = [(other, owner(), leaf) for other, (owner, leaf) in list(self._held.items()) if other is not site]
-        same = [other for other, owner, leaf in held if owner is not None and owner._parameters.get(leaf) is weight]
-        return [other for other in same if other.__dict__.get("_fxmask_tied") is self and other._fxmask_mask is not None]
 
 
 class Job(NamedTuple):
@@ -109,7 +85,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     groups: dict[object, list[int]] = {}
     for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
-        state.fits(site, weight)
+        site_mask.fits(site, weight)
         kernels = dispatch.runs_triton(c.impl, weight.device)
         if c.impl == "auto":
             kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
@@ -126,10 +102,10 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     tied: dict[object, Tensor] = {}  # of a weight that several layers share, each of which loads: one mask, and a copy for each
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
-            key = (id(weight), state.mask_key(site))
+            key = (id(weight), site_mask.mask_key(site))
             same = None if site._fxmask_config.remembers else tied.get(key)
             if same is None:
-                mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
+                mask = site_mask.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
                 tied[key] = mask
             else:
                 mask = same.clone()

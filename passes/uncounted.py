@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import FxMaskWarning, StateError, message
-from . import phases
+from . import phases, site_mask
 from . import site as state
 from .site import Site
 from .weights import is_ensemble
@@ -65,6 +65,6 @@ def is_stale(site: Site, weight: Tensor) -> bool:
         return False
     if site._fxmask_config.remembers:  # its scores are those of the copy's beginning: what it would be now nobody knows
         return site._parameters.get("weight") is weight
-    state.fits(site, weight)
+    site_mask.fits(site, weight)
     with torch.no_grad():
-        return not torch.equal(state.build(site, weight.detach()), mask)
+        return not torch.equal(site_mask.build(site, weight.detach()), mask)
