@@ -21,7 +21,6 @@ from .nm_masking import nm_row
 from .passes import ranks
 from .passes.bypass import never_run
 from .passes.candidate import Candidate
-from .passes.capture import backend_of
 from .passes.conv import KINDS, find_layers
 from .passes.find import find
 from .passes.nm_find import find_nm
@@ -29,6 +28,7 @@ from .passes.products import find_products
 from .passes.pruning_schedule import words
 from .passes.site import Site
 from .passes.site_mask import mask_outside
+from .passes.traced import backend_of
 from .pruning import pruned_layers
 from .report import Report
 from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of

@@ -11,9 +11,9 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes import ranks
-from .passes.capture import backend_of
 from .passes.graph_site import graph_sites
 from .passes.site import Site
+from .passes.traced import backend_of
 from .passes.weights import peek_weight
 from .swap import MaskedLayer
 

@@ -20,11 +20,11 @@ from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
 from ..masking import apply
-from ..passes.capture import arguments
 from ..passes.choose import Patterns, choose
 from ..passes.config import WeightMask
 from ..passes.find import find
 from ..passes.schedule import at_least
+from ..passes.traced import arguments
 from ..pruning import any_pruned
 from ..sites import any_masked, expect_module
 from ..steps import refresh as rebuild_all

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..passes.capture import Recording, backend_of
+from ..passes.capture import Recording
+from ..passes.traced import backend_of
 from ..passes.work import Work
 
 AUTO_MASKS = (

@@ -15,8 +15,9 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels import dropout_ops
 from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
-from ..passes.capture import Recording, arguments, capture
+from ..passes.capture import Recording, capture
 from ..passes.moves import work_of
+from ..passes.traced import arguments
 from ..passes.work import Target, Work, is_extra, makes_weight
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
