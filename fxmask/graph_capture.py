@@ -120,8 +120,8 @@ def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: 
                         del o.state[p]
             put_back(before.counts)
             for g in (g for h in handles for g in h._guarded):
-                g.last = g.mask = g.before = g.gradient = None
-                g.momenta = {}
+                g.last = None
+                g.forget()
 
 
 @contextmanager
