@@ -105,21 +105,29 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
     """
     found = sites_in_force(model, "fxmask.dense")
     for _, site, _ in found:
-        site._fxmask_is_dense = True
-        state.sync(site)
-        if site._fxmask_mask is not None:
-            lists = site._fxmask_lists
-            site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
-            with torch.inference_mode(False):
-                every = torch.ones_like(site._fxmask_mask)
-                rebuild.hold(site, every, state.lists_of(site, every))
+        _lay_aside(site)
     try:
         yield model
     finally:
-        with torch.no_grad():
-            for _, site, _ in found:
-                site._fxmask_is_dense = False
-                state.sync(site)
-                if site._fxmask_saved is not None:
-                    rebuild.hold(site, *site._fxmask_saved)
-                    site._fxmask_saved = None
+        for _, site, _ in found:
+            _bring_back(site)
+
+
+def _lay_aside(site: Site) -> None:
+    site._fxmask_is_dense = True
+    state.sync(site)
+    if site._fxmask_mask is not None:
+        lists = site._fxmask_lists
+        site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
+        with torch.inference_mode(False):
+            every = torch.ones_like(site._fxmask_mask)
+            rebuild.hold(site, every, state.lists_of(site, every))
+
+
+@torch.no_grad()
+def _bring_back(site: Site) -> None:
+    site._fxmask_is_dense = False
+    state.sync(site)
+    if site._fxmask_saved is not None:
+        rebuild.hold(site, *site._fxmask_saved)
+        site._fxmask_saved = None

@@ -162,16 +162,8 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     jobs, past = [], [(site, {name: getattr(site, name) for name in TOLD}, phase_change.remembered(site)) for site, _ in found]
     try:
         for site, weight in found:
-            before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
-            site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_copied=False, _fxmask_step=now)
-            entered = phase_change.follow(site, taken=n > 0)
-            c = site._fxmask_config
-            if n and weight is not None and c.cached and now >= c.start:
-                due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
-                if due or before < c.start or entered.anew:
-                    begins = before < c.start
-                    other = (mask, block) if entered.first and not begins and mask is not None else None
-                    jobs.append(Job(site, weight, first=begins or entered.first, step=begins or not entered.first, other=other))
+            job = _taken(site, weight, n)
+            jobs += [] if job is None else [job]
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
@@ -183,3 +175,19 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             site.__dict__.update(told)
         state.sync(*(site for site, _ in found))
         raise
+
+
+def _taken(site: Site, weight: Tensor | None, n: int) -> Job | None:
+    """Take the steps of one mask; what is due of it then."""
+    before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
+    site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_copied=False, _fxmask_step=now)
+    entered = phase_change.follow(site, taken=n > 0)
+    c = site._fxmask_config
+    if not n or weight is None or not c.cached or now < c.start:
+        return None
+    begins = before < c.start
+    due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
+    if not (due or begins or entered.anew):
+        return None
+    other = (mask, block) if entered.first and not begins and mask is not None else None
+    return Job(site, weight, first=begins or entered.first, step=begins or not entered.first, other=other)
