@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.errors import FxMaskError, UnsupportedError, message
-from .calls import Call, Place
+from .calls import Call, Place, storage_of
 from .fakes import Fakes, swap
 from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Recorder
@@ -108,11 +108,11 @@ def capture(
         masks = [m for m in root.modules() if isinstance(m, Site)]
         recorder = _recorder(root, faked, parameters, buffers, inputs)
         recorder.progress, recorder.computed = progress, computed
-        recorder.cached = {_storage(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
+        recorder.cached = {storage_of(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
         sites = {m._fxmask_name: m for m in masks}
         recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
         metadata = [t for m in masks if m._fxmask_mask is not None for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
-        before = {_storage(t) for t in (*map(faked, inputs), *metadata)}
+        before = {storage_of(t) for t in (*map(faked, inputs), *metadata)}
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode:
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
@@ -144,16 +144,11 @@ def capture(
     )
 
 
-def _storage(t: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    return t.untyped_storage()._cdata
-
-
 def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Recorder:
-    weights = {_storage(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
+    weights = {storage_of(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
     names = {id(m): name for name, m in reversed(list(root.named_modules()))}
-    recorder = Recorder(names, weights, {_storage(faked(b)) for b in buffers.values()})
-    recorder.values = {_storage(faked(t)): t for t in (*inputs, *buffers.values())}
+    recorder = Recorder(names, weights, {storage_of(faked(b)) for b in buffers.values()})
+    recorder.values = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}
     return recorder
 
 
@@ -189,7 +184,7 @@ def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator
     known = set(recorder.real) | inputs | set(recorder.neutral)  # buffers; what a forward makes of them, or draws, autograd holds
 
     def pack(t: Tensor) -> Tensor:
-        key = _storage(t)
+        key = storage_of(t)
         if key not in known:
             known.add(key)
             saved.append(Saved(recorder._place(t), recorder._module()[0], t.untyped_storage().nbytes()))
