@@ -82,26 +82,29 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
     found: dict[Any, Candidate] = {}
     for body in bodies:
         for node in body.graph.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node.target in LINEARS:
-                _add(found, body, node, weight_arg(node), "", real)
-            read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
-            for w, layer in read:
-                _add(found, body, node, w, layer, real)
-            packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
-            for w in packed:
-                if not any(w is other for other, _ in read):
-                    _add(found, body, node, w, "in_proj", real, packed=True)
-            if node.target in EMBEDDINGS:
-                for a in node.all_input_nodes:
-                    value = real.get(body.origin.get(a, a))
-                    if isinstance(value, nn.Parameter):
-                        _looked_up[value] = True
+            if node.op == "call_function":
+                _add_call(found, body, node, real)
         _add_dense_reads(found, body, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
+
+
+def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:
+    """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
+    if node.target in LINEARS:
+        _add(found, body, node, weight_arg(node), "", real)
+    read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
+    for w, layer in read:
+        _add(found, body, node, w, layer, real)
+    packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
+    for w in packed:
+        if not any(w is other for other, _ in read):
+            _add(found, body, node, w, "in_proj", real, packed=True)
+    for a in node.all_input_nodes if node.target in EMBEDDINGS else ():
+        table = real.get(body.origin.get(a, a))
+        if isinstance(table, nn.Parameter):
+            _looked_up[table] = True
 
 
 def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node, Any]) -> None:
