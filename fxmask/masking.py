@@ -16,7 +16,7 @@ from .decided import forget_decided, mark_decided
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_reads
 from .dropping import DroppedLinear, any_dropped, undrop
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
-from .kernels.errors import ConfigError, StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, StateError, message
 from .loads import note_ties, unwatch_loads, watch_loads
 from .nm_layers import any_nm
 from .nm_masking import apply_nm, refuse_nm, restore_nm
@@ -36,7 +36,7 @@ from .passes.site import Site
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, any_masked, expect_module, sites
-from .swap import MaskedLayer, MaskedLinear, WeightReader, is_own_class, swap, unswap
+from .swap import MaskedLayer, MaskedLinear, WeightReader, refuse_changed_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -146,9 +146,8 @@ def restore(model: M) -> M:
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
-        if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)) and not is_own_class(m):
-            what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
-            raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+        if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)):
+            refuse_changed_class(name, m)
     if any_nm(model):
         restore_nm(model)
     unprune(model)

@@ -194,6 +194,13 @@ def is_own_class(m: Any) -> bool:
     return type(m) is m._fxmask_class
 
 
+def refuse_changed_class(name: str, m: Any) -> None:
+    """UnsupportedError for `fxmask.restore` where somebody has."""
+    if not is_own_class(m):
+        what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
+        raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+
+
 def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
     cls = masked_class(base, mixin)
     return cls.__new__(cls)
