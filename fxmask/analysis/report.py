@@ -100,7 +100,7 @@ class Analysis(Report):
         ncu_csv: an export of Nsight Compute whose NVTX ranges are named by node or module (`fxmask.analysis.ncu.COMMAND`); timings: {node or module: seconds};
         energy: a row of `fxmask.analysis.energy.measure_energy`. Returns self.
         """
-        attach(self, ncu_csv, timings, energy)
+        self.notes += attach(self.tables, ncu_csv, timings, energy)
         return self
 
     def save(self, path: str | Path, formats: Iterable[str] = ("csv", "json", "markdown")) -> Path:
