@@ -33,43 +33,53 @@ UNKNOWN = -1  # of a copy's weight: the cached mask may be another one's
 class Site(nn.Module):
     """Mixin of every module that owns a mask."""
 
+    # what is asked for, and of which weight
     _fxmask_given: WeightMask  # what the user asked for
     _fxmask_config: WeightMask  # what is in force: that of the phase
     _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
-    _fxmask_kind: int = 0  # of that, see `WeightMask.kind`
-    _fxmask_chooses: bool = False  # of the class: whether its forward asks `passes.gpu_site`
-    _fxmask_from: int = 0  # tokens from which kernels multiply under `auto`, see `passes.gpu_site`
-    _fxmask_shape: tuple[int, int]  # of the weight as a matrix
+    _fxmask_kind: int = 0  # of what is in force, see `WeightMask.kind`
     _fxmask_name: str  # the parameter's
+    _fxmask_shape: tuple[int, int]  # of the weight as a matrix
     _fxmask_grid: tuple[int, int]
     _fxmask_stream: int  # seed of random masks
+    _fxmask_chooses: bool = False  # of the class: whether its forward asks `passes.gpu_site`
+    _fxmask_from: int = 0  # tokens from which kernels multiply under `auto`, see `passes.gpu_site`
+
+    # optimiser steps, and who counts them
     _fxmask_step: int  # optimiser steps taken
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_copied: bool = False  # this is a copy, and no step of its own has been told
-    _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
+    _fxmask_policy: str | None  # of the guard that is in force
+    _fxmask_guard: object | None  # token of the guard that counts the steps
+    _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
+    _fxmask_was: str | None  # of a layer that has lost its guard, as copies do: its policy
+    _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
+
+    # what forwards and loads have left
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
-    _fxmask_is_dense: bool  # inside fxmask.dense
-    _fxmask_policy: str | None  # of the guard that is in force
-    _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
-    _fxmask_guard: object | None  # token of the guard that counts the steps
-    _fxmask_was: str | None  # of a layer that has lost its guard, as copies do: its policy
-    _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
+    _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
     _fxmask_tied: Ties | None  # where several masks are of one weight: they share it
-    _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
-    _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
+
+    # inside fxmask.dense
+    _fxmask_is_dense: bool
+    _fxmask_saved: tuple[Tensor, Tensor | None] | None  # the cached mask and lists that come back
+
+    # tensors on the weight's device, and what the host knows of them
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
     _fxmask_count: Tensor  # 0-d int64, the step as random masks see it
+    _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
     _fxmask_dense: Tensor | None  # 0-d bool, rigl: dW is dense now
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
     _fxmask_lists: Tensor | None  # the cached mask's lists, where kernels read them
+    _fxmask_in_place: bool = False  # a CUDA graph of fxmask.graphed reads these tensors where they lie: they are rewritten, not replaced
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
     _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
     _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.saliency
@@ -78,7 +88,6 @@ class Site(nn.Module):
     _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
     _fxmask_scaled: float  # that factor
     _fxmask_softening: bool  # it is not 0 yet
-    _fxmask_in_place: bool = False  # a CUDA graph of fxmask.graphed reads these tensors where they lie: they are rewritten, not replaced
 
     @property
     def _fxmask_dense_now(self) -> bool:
@@ -158,17 +167,19 @@ def stream_of(seed: int, name: str) -> int:
 
 def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
-    site._fxmask_given, site._fxmask_progress, site._fxmask_phase, site._fxmask_name = config, feedback.begin(config), 0, name
+    site._fxmask_given, site._fxmask_progress, site._fxmask_phase = config, feedback.begin(config), 0
     site._fxmask_config = feedback.held(phases.in_force(config, 0), config, site._fxmask_progress)
-    site._fxmask_shape, site._fxmask_choice = matrix_shape(weight.shape), "auto"
+    site._fxmask_name, site._fxmask_shape = name, matrix_shape(weight.shape)
     site._fxmask_grid = grid_shape(site._fxmask_shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
-    site._fxmask_step = site._fxmask_built = 0
-    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
     check_plain(site, weight)
-    site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = site._fxmask_grown = None
-    site._fxmask_was = site._fxmask_tied = None
+    site._fxmask_step = site._fxmask_built = 0
+    site._fxmask_announced = site._fxmask_unguarded = False
+    site._fxmask_policy, site._fxmask_guard, site._fxmask_choice, site._fxmask_was = None, None, "auto", None
+    site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
+    site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
+    site._fxmask_is_dense, site._fxmask_saved = False, None
+    site._fxmask_grown, site._fxmask_softening = None, False
     place_on(site, weight.device)
 
 
