@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError, FxMaskWarning, StateError
 from .files import cannot_write
+from .health_plots import curves, heatmaps
 from .health_signs import signs
 from .kernels.errors import message
 from .kernels.grid import grid_shape, plain_int
@@ -189,14 +190,10 @@ class HealthLog:
 
     def plot(self, path: str | Path) -> Path:
         """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""
-        from .health_plots import curves
-
         return curves(self.rows, path)
 
     def heatmap(self, path: str | Path, names: str | Sequence[str] | None = None) -> Path:
         """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025); `names`: of some weights, or of one."""
-        from .health_plots import heatmaps
-
         names = [names] if isinstance(names, str) else names
         unknown = [n for n in names or [] if n not in self.activity]
         if unknown or not self.activity:
