@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from .graph_capture import Recorded, captured, recorder
 from .graph_facts import Facts
-from .guard_handle import GuardHandle
+from .guard_handle import GuardHandle, handles_of
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
 from .passes.site_mask import masks_any
 
@@ -61,7 +61,7 @@ class Graphed(Generic[T]):
         return result
 
     def _called(self) -> T:
-        handles = [h for o in self._optimizers for h in _handles(o)]
+        handles = [h for o in self._optimizers for h in handles_of(o)]
         _refuse(handles, self._optimizers)
         kind = self._compared(handles)
         unseen = set[int]().union(*map(_unseen, handles)) - self._shown
@@ -146,11 +146,6 @@ class Graphed(Generic[T]):
 
     def _name(self) -> str:
         return getattr(self._step, "__qualname__", type(self._step).__name__)
-
-
-def _handles(optimizer: Optimizer) -> list[GuardHandle]:
-    hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return [h for h in hooks if isinstance(h, GuardHandle)]
 
 
 def _refuse(handles: list[GuardHandle], optimizers: tuple[Optimizer, ...]) -> None:

@@ -247,8 +247,12 @@ def _is_no_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
+def handles_of(optimizer: Optimizer) -> list[GuardHandle]:
+    """The guards on an optimiser."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle)]
+
+
 def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The weights that an optimiser steps on kept blocks alone, because its guard says so."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle) and h.masked_step]
-    return [g.weight for h in handles for g in h._guarded if h._is_ours(g.site)]
+    return [g.weight for h in handles_of(optimizer) if h.masked_step for g in h._guarded if h._is_ours(g.site)]
