@@ -41,10 +41,20 @@ class Candidate:
     sized: bool = True  # the default exclusion of small weights holds for it
     product: bool = False  # no linear but a product with a parameter, which is never masked: `passes.products`
 
+    def stand_in(self) -> None:
+        """Give it a module of its shape."""
+        self.module = linear_like(self.weight)
+        self.types = (*self.types, *nn.Linear.__mro__) if nn.Linear not in self.types else self.types
+
     @property
     def call(self) -> str | None:
         """The name of the call of a weight that its graph computes, by which `explain` tells several of one module apart; None for a parameter."""
         return self.nodes[0].name if self.nodes and self.weight_path is None else None
+
+
+def linear_like(weight: Tensor) -> nn.Module:
+    """A Linear of a weight's shape, without values: for patterns that look at a module."""
+    return nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], device="meta")
 
 
 def surround(found: list[Candidate], model: nn.Module | None) -> None:

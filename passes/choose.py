@@ -13,7 +13,7 @@ from torch import nn
 
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import matrix_shape
-from .candidate import Candidate, surround
+from .candidate import Candidate, linear_like, surround
 from .config import WeightMask
 from .phases import IN_NODES, changes_any, in_turn
 
@@ -52,9 +52,7 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
 
 
 def _shown(c: Candidate) -> nn.Module | None:
-    if c.module is not None or c.weight.dim() != 2:
-        return c.module
-    return nn.utils.skip_init(nn.Linear, c.weight.shape[1], c.weight.shape[0], device="meta")
+    return c.module if c.module is not None or c.weight.dim() != 2 else linear_like(c.weight)
 
 
 def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -83,46 +84,49 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, 
     if not new.problem and weight.dim() != 2:
         new.skip = f"its weight has {weight.dim()} axes"
     elif not new.problem:
-        new.module = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0], device="meta")  # for patterns that look at a module
-        new.types = (*types, *nn.Linear.__mro__) if nn.Linear not in types else types
+        new.stand_in()
     return key, new
+
+
+def _is_weight(gm: GraphModule, node: Node) -> bool:
+    """Whether a node is the weight of a layer, by its name."""
+    named = node.op == "get_attr" and str(node.target).rpartition(".")[2] == "weight"
+    value = resolve(gm, str(node.target)) if named else None
+    return isinstance(value, nn.Parameter) and value.dim() == 2
 
 
 def weight_reads(gm: GraphModule) -> Iterator[tuple[Tensor, Read]]:
     """The products of a graph that read the weight of a layer, by its name, and are no linear calls."""
+    return ((resolve(gm, str(read.weight.target)), read) for read in dense_reads(gm, partial(_is_weight, gm)))
 
-    def is_weight(node: Node) -> bool:
-        named = node.op == "get_attr" and str(node.target).rpartition(".")[2] == "weight"
-        value = resolve(gm, str(node.target)) if named else None
-        return isinstance(value, nn.Parameter) and value.dim() == 2
 
-    return ((resolve(gm, str(read.weight.target)), read) for read in dense_reads(gm, is_weight))
+def _out_of_reach(prefix: str, gm: GraphModule, weight: Node, reader: Node, why: str) -> Candidate:
+    """A weight that no linear call reads."""
+    path, types = str(weight.target), call_stack(reader)[1]
+    name = path.removesuffix("weight").removesuffix(".")
+    return Candidate(
+        join(prefix, name), join(prefix, path), resolve(gm, path), host=gm, weight_path=path, types=types, skip=f"{why}; mask the nn.Module"
+    )
 
 
 def _in_products(prefix: str, gm: GraphModule) -> list[Candidate]:
     """Weights that products read which may be linears in other words."""
     found: dict[int, Candidate] = {}
     for weight, read in weight_reads(gm):
-        path, types = str(read.weight.target), call_stack(read.node)[1]
-        name = path.removesuffix("weight").removesuffix(".")
-        new = Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, skip=f"{read.words}; mask the nn.Module")
         if read.as_linear:
-            found.setdefault(id(weight), new)
+            found.setdefault(id(weight), _out_of_reach(prefix, gm, read.weight, read.node, read.words))
     return list(found.values())
 
 
 def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
-    """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does: a linear there is out of reach."""
+    """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does."""
     found: dict[str, Candidate] = {}
     for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, FunctionType) or node.target.__module__.partition(".")[0] in NO_LINEARS:
-            continue
-        for path in (str(n.target) for n in node.all_input_nodes if n.op == "get_attr"):
-            weight = resolve(gm, path)
-            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and (path == "weight" or path.endswith(".weight")):
-                skip = f"{node.target.__name__}() reads it, which the trace keeps as one call; mask the nn.Module"
-                name, types = path.removesuffix("weight").removesuffix("."), call_stack(node)[1]
-                found.setdefault(path, Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, skip=skip))
+        target = node.target
+        if node.op == "call_function" and isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in NO_LINEARS:
+            for weight in (n for n in node.all_input_nodes if _is_weight(gm, n)):
+                why = f"{target.__name__}() reads it, which the trace keeps as one call"
+                found.setdefault(str(weight.target), _out_of_reach(prefix, gm, weight, node, why))
     return list(found.values())
 
 

@@ -169,8 +169,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         elif body.closed:
             c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
         if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:
-            c.module = nn.utils.skip_init(nn.Linear, value.shape[1], value.shape[0], device="meta")  # for patterns that look at a module
-            c.types = (*c.types, *nn.Linear.__mro__) if nn.Linear not in c.types else c.types
+            c.stand_in()
     c.nodes.append(node)
 
 
