@@ -170,7 +170,7 @@ def _unseen(h: GuardHandle) -> set[int]:
     if len(h._looked_at) == len(h._guarded):
         return set()
     sites = [g.site for g in h._guarded if id(g.site) not in h._looked_at and not g.site._fxmask_softening]
-    return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_grid[0] * s._fxmask_grid[1]) and masks_any(s)}
+    return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_blocks) and masks_any(s)}
 
 
 def _grows(h: GuardHandle) -> bool:

@@ -23,17 +23,15 @@ from .feedback import Feedback
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
 from .site import Site
-from .site_mask import mask_outside
+from .site_mask import kept, mask_outside
 
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 
 
 def kept_on_host(site: Site) -> int | None:
     """Kept blocks of the mask of the last forward, known without asking the device; None with ties='keep' or a feedback, of which the mask alone tells."""
-    c = site._fxmask_config
-    if isinstance(site._fxmask_given.schedule, Feedback):
-        return None
-    return c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, site._fxmask_grid[0] * site._fxmask_grid[1]) if c.ties == "lowest" else None
+    told = site._fxmask_config.ties == "lowest" and not isinstance(site._fxmask_given.schedule, Feedback)
+    return kept(site) if told else None
 
 
 @dataclass

@@ -90,6 +90,11 @@ class Site(nn.Module):
     _fxmask_softening: bool  # it is not 0 yet
 
     @property
+    def _fxmask_blocks(self) -> int:
+        """How many blocks the weight has."""
+        return self._fxmask_grid[0] * self._fxmask_grid[1]
+
+    @property
     def _fxmask_dense_now(self) -> bool:
         """Whether the weight's gradient of this step is dense under `rigl`."""
         c = self._fxmask_config

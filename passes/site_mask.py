@@ -77,7 +77,12 @@ def check_agreed(site: Site, weight: Tensor) -> None:
     raise StateError(message(what, site._fxmask_name, fix))
 
 
+def kept(site: Site) -> int:
+    """Blocks that the mask in force keeps, by its ratio. Reads no device."""
+    c = site._fxmask_config
+    return c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, site._fxmask_blocks)
+
+
 def masks_any(site: Site) -> bool:
     """Whether the mask in force masks a block; a ramp begins with none, and a small layer may keep all. Reads no device."""
-    c, blocks = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1]
-    return not site._fxmask_is_dense and c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, blocks) < blocks
+    return not site._fxmask_is_dense and kept(site) < site._fxmask_blocks
