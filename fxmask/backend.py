@@ -28,10 +28,10 @@ from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedE
 from .kernels.grid import grid_shape
 from .passes.canonical import Canonicalise
 from .passes.choose import Decision, Pattern, as_patterns, choose, matches
-from .passes.graph_calls import LINEARS
+from .passes.graph_calls import LINEARS, MASKED_LINEAR
 from .passes.infra import CleanUp, Pass, run_passes
 from .passes.lifted import READERS, Body, find_lifted, graphs_of
-from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
+from .passes.lifted_mask import MaskLifted
 from .passes.lifted_pruning import PruneLifted, find_lifted_products, is_called
 from .sources import tag_caches
 

@@ -21,12 +21,11 @@ from .nm_finalizing import finalize_nm
 from .nm_layers import any_nm
 from .passes.config import WeightMask
 from .passes.find import find
-from .passes.graph_calls import resolve
+from .passes.graph_calls import MASKED_LINEAR, resolve
 from .passes.graph_linears import graph_modules
 from .passes.site import Site
 from .passes.site_forward import refuse_lost
 from .passes.uncounted import REFRESH, STALE, is_stale, uncounted
-from .passes.weight_mask import MASKED_LINEAR
 from .pruning import any_pruned
 from .semi_structured import semi_structured
 from .sites import FINAL, any_masked, expect_module, refuse_dense, required_sites, values_of

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .infra import call_again, replace_node
 
+MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
@@ -54,6 +56,11 @@ def _classes(cls: Any) -> tuple[type, ...]:
         except (ImportError, AttributeError, ValueError):
             cls = None
     return cls.__mro__ if isinstance(cls, type) else ()
+
+
+def place_of(node: Node) -> dict[str, Any]:
+    """What a trace recorded of where a call stands, for nodes that are put before it."""
+    return {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
 
 
 def resolve(gm: nn.Module, path: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from .candidate import Candidate, join, weight_problem
 from .graph_calls import call_stack, resolve
 from .plain_forward import product_of
 from .readers import forward_sources
+from .said import parsed
 
 SCALED = "fxmask_scaled"  # the container of a graph module
 INSIDE = "it stands inside a forward that does more, which a swapped class does not reach"
@@ -62,22 +62,17 @@ def _candidate(path: str, weight: Tensor, module: nn.Module | None = None, **mor
 def _products_inside(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names p of `self.p`, or of `self.p.view(...)` and its like, that a class multiplies by in its forward, by its source."""
     found = []
-    for source in forward_sources(cls):
-        try:
-            tree = ast.parse(textwrap.dedent(source))
-        except SyntaxError:
-            continue
-        for node in ast.walk(tree):
-            operands: list[ast.expr] = []
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-                operands = [node.left, node.right]
-            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
-                operands = [node.value]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TIMES:
-                operands = [node.func.value, *node.args, *(k.value for k in node.keywords)]
-                if "addcmul" in node.func.attr:  # the first one, behind `torch` or before the dot, is added
-                    operands = operands[2 if ast.unparse(node.func.value) == "torch" else 1 :]
-            found += [name for name in map(_own, operands) if name]
+    for node in (n for tree in parsed(forward_sources(cls)) for n in ast.walk(tree)):
+        operands: list[ast.expr] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            operands = [node.left, node.right]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+            operands = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TIMES:
+            operands = [node.func.value, *node.args, *(k.value for k in node.keywords)]
+            if "addcmul" in node.func.attr:  # the first one, behind `torch` or before the dot, is added
+                operands = operands[2 if ast.unparse(node.func.value) == "torch" else 1 :]
+        found += [name for name in map(_own, operands) if name]
     return tuple(dict.fromkeys(found))
 
 

@@ -13,19 +13,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
-from .graph_calls import input_arg, linear_call, linear_parts, weight_arg
+from .graph_calls import MASKED_LINEAR, input_arg, linear_call, linear_parts, place_of, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
 from .infra import Pass, call_again, replace_node
 from .writes import Writes
 
 CONTAINER = "fxmask_sites"
-MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 
 
 class MaskWeights(Pass):
@@ -111,7 +108,7 @@ def _rewrite(gm: GraphModule, nodes: list[Node], sections: list[int], target: st
             w, b, origin = linear_parts(gm, node)
             if section != before:  # one weight, one mask, however often the graph uses it, until something writes into it
                 call = graph.call_module(target, (w,))
-                call.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                call.meta = place_of(node)
                 several = len(site.outputs) > 1
                 given = {name: graph.call_function(operator.getitem, (call, i)) if several else call for i, name in enumerate(site.outputs)}
             args = [input_arg(node), w, b, given["mask"], *c.block, c.backward, given.get("dense"), c.impl, given.get("lists")]
