@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from .guard_handle import GuardHandle, masked_step_of
@@ -112,13 +113,20 @@ def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
         yield from (p for name, p in site.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
         return
     for _, gm in graph_modules(model):
-        todo, seen = [n for n in gm.graph.nodes if n.op == "call_module" and gm.get_submodule(str(n.target)) is site], set()
-        while todo:
-            for node in todo.pop().all_input_nodes:
-                if node in seen:
-                    continue
-                seen.add(node)
-                todo.append(node)
-                if node.op in ("get_attr", "call_module"):
-                    maker = resolve(gm, str(node.target))
-                    yield from [maker] if isinstance(maker, nn.Parameter) else maker.parameters() if node.op == "call_module" else ()
+        for call in gm.graph.find_nodes(op="call_module"):
+            if gm.get_submodule(str(call.target)) is site:
+                yield from _parameters_behind(gm, call)
+
+
+def _parameters_behind(gm: GraphModule, node: Node) -> Iterator[nn.Parameter]:
+    """The parameters of a graph that a node is computed from."""
+    todo, seen = [node], set[Node]()
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        todo += new
+        for n in new:
+            if n.op == "get_attr" and isinstance(p := resolve(gm, str(n.target)), nn.Parameter):
+                yield p
+            elif n.op == "call_module":
+                yield from gm.get_submodule(str(n.target)).parameters()
