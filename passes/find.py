@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, join, weight_problem
+from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, REPLACED, Candidate, join, weight_problem
 from .graph_calls import EMBEDDINGS, resolve
 from .graph_linears import graph_modules, in_graph, is_plain, rewritten, used_outside
 from .graph_site import graph_sites
@@ -63,7 +63,7 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     if any("forward" in owner.__dict__ for owner in owners):
         skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
     if "forward" in m.__dict__:
-        skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
+        skip = REPLACED
     new = Candidate(name, join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip)
     new.masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
     new.owners = [*owners, m] if own else owners

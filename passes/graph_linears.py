@@ -15,6 +15,7 @@ from .candidate import Candidate, join, weight_problem
 from .dense_reads import Read, dense_reads
 from .graph_calls import DROPPED, LINEARS, PRUNED, call_stack, resolve, weight_arg
 from .graph_site import graph_sites
+from .infra import recorded_value
 
 NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -74,7 +75,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, 
         new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
         key: Any = id(weight)
     else:
-        value = arg.meta.get("val", arg.meta.get("example_value")) if isinstance(arg, Node) else None
+        value = recorded_value(arg) if isinstance(arg, Node) else None
         name = owner or node.name
         weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
         new = Candidate(join(prefix, name), join(prefix, f"{name}.weight"), weight, host=gm, types=types)

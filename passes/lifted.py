@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from .dense_reads import dense_reads
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
+from .infra import recorded_value
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -145,7 +146,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     source = body.origin.get(w)
     value = real.get(source) if source is not None else None
     if not isinstance(value, Tensor):
-        value = w.meta.get("example_value", w.meta.get("val"))
+        value = recorded_value(w)
     path, types = call_stack(node)
     stacked = ".".join(filter(None, (path, layer)))
     param = source_name(source) if source is not None else ""

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.utils import parametrize
 
-from .candidate import Candidate, join, weight_problem
+from .candidate import REPLACED, Candidate, join, weight_problem
 from .graph_calls import call_stack, resolve
+from .infra import recorded_value
 from .plain_forward import product_of
 from .readers import forward_sources
 from .said import parsed
@@ -48,7 +49,7 @@ def find_products(model: nn.Module) -> list[Candidate]:
             elif weight is not None:
                 found.append(_candidate(join(name, leaf), weight, m, types=type(m).__mro__, skip="" if whole else INSIDE))
                 if whole and "forward" in m.__dict__:
-                    found[-1].skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
+                    found[-1].skip = REPLACED
     return found
 
 
@@ -137,7 +138,7 @@ def product_parts(node: Node, behind: dict[Node, list[Any]]) -> dict[str, Node]:
 
 def larger(node: Node, x: Node) -> str:
     """Why a product is dense whose result the trace says to be larger than what it multiplies; empty where it is not, or the trace does not say."""
-    y, given = (n.meta.get("val", n.meta.get("example_value")) for n in (node, x))
+    y, given = recorded_value(node), recorded_value(x)
     if isinstance(y, Tensor) and isinstance(given, Tensor) and all(isinstance(n, int) for n in (*y.shape, *given.shape)) and y.shape != given.shape:
         return f"its result {tuple(y.shape)} is larger than what it multiplies, {tuple(given.shape)}"
     return ""
