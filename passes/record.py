@@ -158,13 +158,6 @@ class Recorder(TorchDispatchMode):
         if mask is not None:  # a cached one, expanded
             self._derived[key] = ("", mask)
 
-    def _copied(self, func: Any, args: Any, key: int) -> None:
-        """Note a copy of a parameter: a channels_last convolution is copied before it is seen as a matrix."""
-        if str(getattr(func, "overloadpacket", "")) == "aten.clone" and isinstance(args[0], Tensor):
-            real = self.real.get(storage_of(args[0]))
-            if real is not None and args[0].shape == real[1].shape:
-                self._copies[key] = real
-
     def _mask_of(self, func: Any, args: Any, kwargs: Any) -> Mask | None:
         """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
         if getattr(func, "_schema", None) is None or func._schema.name != "fxmask::block_index":
