@@ -7,7 +7,6 @@ graph is a warning.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import re
 import warnings
@@ -21,107 +20,25 @@ from torch.fx import GraphModule, Node
 
 from . import backend_watch
 from .backend_names import of_model, warn_of_parts
+from .backend_options import APPLY, WHERE, Options, parse, refuse_steps
 from .backend_watch import Done
 from .decided import decided_by_apply, mark_again
 from .inputs import mask_overrides, selected
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape
-from .passes.activation_pruning import ActivationPruning
 from .passes.canonical import Canonicalise
 from .passes.choose import Decision, Pattern, as_patterns, choose, matches
-from .passes.config import WeightMask
-from .passes.find import LINEARS
+from .passes.graph_calls import LINEARS, MASKED_LINEAR
 from .passes.infra import CleanUp, Pass, run_passes
 from .passes.lifted import READERS, Body, find_lifted, graphs_of
-from .passes.lifted_mask import MASKED_LINEAR, MaskLifted
+from .passes.lifted_mask import MaskLifted
 from .passes.lifted_pruning import PruneLifted, find_lifted_products, is_called
-from .passes.saliency import LEARNED
 from .sources import tag_caches
 
-MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
-STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain", "phases")
-OWN = ("activations", "include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
-WHERE = "torch.compile(backend='fxmask')"
-APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
 ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
 WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
 FORWARD_AD = ("make_dual", "_make_dual")
 REGION = re.compile(r"_(jvp|grad|vmap)_(increment|decrement)_nesting")  # where a function transform begins and ends
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of the backend.
-
-    Args:
-        ratio, block, backward, criterion, ties, impl, seed, cover: as in `fxmask.WeightMask`. include, exclude, overrides: as in `fxmask.apply`.
-        activations: an `ActivationPruning` without steps, or a dict of its options: inputs are saved pruned. Masks are made beside it where one of their
-            options is given, and else none. With `affine` every product with a parameter is found, as in a trace.
-        require: True: a graph in which a linear stays dense unasked, or nothing is masked, is an error. Patterns: each must be masked in each graph.
-        match: `linear`, or `matmul`: products with a transposed parameter count as linears.
-        passes: `fxmask.passes.infra.Pass` objects of your own, run in order before the masks; see passes/README.md.
-        inner: what compiles the rewritten graph: `inductor`, the name of another backend (`eager`, `aot_eager`), or a callable.
-        inductor: Inductor's own options, as `torch.compile(options=...)` would take them.
-    """
-
-    config: WeightMask
-    masks: bool  # whether any option of the masks, or of pruned inputs, was given
-    activations: ActivationPruning | None = None
-    alone: bool = False  # inputs are pruned, and nothing is masked
-    include: Any = None
-    exclude: Any = None
-    overrides: Any = None
-    require: Any = False
-    match: str = "linear"
-    passes: tuple[Pass, ...] = ()
-    inner: Any = "inductor"
-    inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def parse(given: Mapping[str, Any] | None) -> Options:
-    """Options from what torch.compile was given. Raises: ConfigError, UnsupportedError."""
-    given = dict(given or {})
-    stateful = sorted(set(given) & set(STATEFUL))
-    stateful += [f"{k}={given[k]}" for k, values in (("backward", ("rigl",)), ("criterion", LEARNED)) if given.get(k) in values]
-    if stateful:
-        what = f"the backend keeps no state between calls, and {', '.join(stateful)} {'counts' if len(stateful) == 1 else 'count'} optimiser steps."
-        raise UnsupportedError(message(what, WHERE, APPLY))
-    unknown = sorted(set(given) - {*MASK, *OWN})
-    if unknown:
-        what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}."
-        raise ConfigError(message(what, WHERE, "options of Inductor go into options={'inductor': {...}}."))
-    if given.get("match", "linear") not in ("linear", "matmul"):
-        raise ConfigError(f"match: expected linear or matmul, got {given['match']!r}.")
-    if not isinstance(given.get("inductor", {}), Mapping):
-        raise ConfigError(f"inductor: expected a dict of Inductor's options, got {given['inductor']!r}.")
-    if not isinstance(given.get("require", False), bool):
-        as_patterns("require", given["require"])
-    if given.get("inductor") and given.get("inner", "inductor") != "inductor":
-        raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
-    pruning = _pruning(given.get("activations"))
-    passes = given.get("passes", ())
-    if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
-        raise ConfigError(f"passes: expected a list of fxmask.passes.infra.Pass objects, got {given['passes']!r}.")
-    mask = {k: given[k] for k in MASK if k in given}
-    own: dict[str, Any] = {k: given[k] for k in OWN if k in given}
-    about_masks = bool(mask) or bool({"activations", "include", "exclude", "overrides", "require", "match"} & set(own))
-    own |= {"passes": tuple(passes), "inductor": dict(given.get("inductor", {})), "activations": pruning, "alone": pruning is not None and not mask}
-    return Options(WeightMask(**mask), about_masks, **own)
-
-
-def _pruning(given: Any) -> ActivationPruning | None:
-    """The option `activations` as a configuration."""
-    config = ActivationPruning().replace(dict(given), "options['activations']") if isinstance(given, Mapping) else given
-    if config is not None and not isinstance(config, ActivationPruning):
-        raise ConfigError(f"activations: expected a fxmask.ActivationPruning or a dict of its options, got {given!r}.")
-    _refuse_steps(config)
-    return config
-
-
-def _refuse_steps(config: ActivationPruning | None) -> None:
-    if config is not None and config.needs_steps:
-        what = "the backend keeps no state between calls, and start and schedule of pruned activations count optimiser steps."
-        raise UnsupportedError(message(what, WHERE, APPLY))
 
 
 def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -130,7 +47,7 @@ def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None
     o = parse(options)
     found = rewrite(gm, example_inputs, o)
     real, bodies = _real(gm, example_inputs), graphs_of(gm)
-    left = not any(done.changes for _, _, done in found) and not any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
+    left = not any(done.changes for _, _, done in found) and not _has_masks(bodies)
     weights = [c.weight for c in find_lifted(bodies, real)] if left else []
     compiled, given = _inner(o, mode)(gm, example_inputs), list(real.values())
     return backend_watch.watch(backend_watch.watch_left(compiled, given, weights), found, given)
@@ -163,7 +80,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told, None, of_model)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
     for _, config in chosen:
-        _refuse_steps(config)
+        refuse_steps(config)
     masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
     _refuse_state(masked)
     warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})}, WHERE)
@@ -247,12 +164,15 @@ def _has_body(gm: GraphModule, node: Node) -> bool:
 
 def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:
     """Whether `apply` has decided about this model; options of the masks would contradict it."""
-    sites = sum(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
-    decided = sites or any(isinstance(t, Tensor) and decided_by_apply(t) for t in real.values())
+    decided = _has_masks(bodies) or any(isinstance(t, Tensor) and decided_by_apply(t) for t in real.values())
     if decided and o.masks:
         what = "this model was masked by fxmask.apply, and the backend got options of its own: expected one of them to say what is masked."
         raise StateError(message(what, WHERE, "leave the options out, or call fxmask.restore(model) first."))
-    return bool(decided)
+    return decided
+
+
+def _has_masks(bodies: Sequence[Body]) -> bool:
+    return any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
 
 
 def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> None:

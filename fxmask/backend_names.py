@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .kernels.errors import FxMaskWarning, message
+from .passes.candidate import Candidate, surround
 from .passes.choose import Decision, as_patterns
-from .passes.find import Candidate, find, surround
+from .passes.find import find
 
 CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 

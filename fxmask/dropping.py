@@ -14,8 +14,9 @@ from torch.fx import Proxy
 
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
+from .passes.candidate import join
 from .passes.choose import Decision
-from .passes.find import graph_modules, join
+from .passes.graph_linears import graph_modules
 from .passes.infra import run_passes
 from .passes.weights import raw_weight
 from .passes.writes import Writes

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .analysis import models
 from .analysis.command import FORMATS, add_mask_options, check_mask_options, masked
-from .analysis.report import SUFFIX, TABLEFMT, _write, csv_text
+from .analysis.report import SUFFIX, TABLEFMT
+from .files import csv_text, write_files
 from .inspection import explain
 from .kernels.dispatch import IMPLEMENTATIONS
 from .report import Report
@@ -37,9 +38,9 @@ def main(a: argparse.Namespace) -> int:
 def _save(report: Report, path: Path, formats: list[str]) -> None:
     one = next((form for form, suffix in SUFFIX.items() if suffix == path.suffix), None)
     if one is not None:
-        _write({path.name: _text(report, one) + "\n"}, path.parent)
+        write_files({path.name: _text(report, one) + "\n"}, path.parent)
     else:
-        _write({f"explain{SUFFIX[form]}": _text(report, form) + "\n" for form in formats}, path)
+        write_files({f"explain{SUFFIX[form]}": _text(report, form) + "\n" for form in formats}, path)
 
 
 def _text(report: Report, form: str) -> str:

@@ -20,14 +20,15 @@ from .masking import restore
 from .nm_finalizing import finalize_nm
 from .nm_layers import any_nm
 from .passes.config import WeightMask
-from .passes.find import find, graph_modules, resolve
+from .passes.find import find
+from .passes.graph_calls import MASKED_LINEAR, resolve
+from .passes.graph_linears import graph_modules
 from .passes.site import Site
 from .passes.site_forward import refuse_lost
 from .passes.uncounted import REFRESH, STALE, is_stale, uncounted
-from .passes.weight_mask import MASKED_LINEAR
 from .pruning import any_pruned
 from .semi_structured import semi_structured
-from .sites import FINAL, any_masked, expect_module, required_sites, values_of
+from .sites import FINAL, any_masked, expect_module, refuse_dense, required_sites, values_of
 from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -119,8 +120,7 @@ def _end(site: Site) -> float:
 def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dict[int, str]) -> None:
     """Raise for what cannot be made permanent."""
     refuse_lost(site)
-    if site._fxmask_is_dense:
-        raise StateError(message("fxmask.finalize inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
+    refuse_dense(name, site, "fxmask.finalize")
     if site._fxmask_guard is not None:
         what = "fxmask.finalize under a guard, which would write masked weights back: expected training to be over."
         raise StateError(message(what, name, "call remove() on the handle of fxmask.guard first."))

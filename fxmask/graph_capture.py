@@ -112,16 +112,21 @@ def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: 
         if not before.kept:
             for p, grad in zip(parameters, before.gradients, strict=True):
                 p.grad = grad
-            for o in optimizers:
-                for p, state in list(o.state.items()):
-                    for key in set(state) - before.entries.get(p, set()):
-                        del state[key]
-                    if p not in before.entries:
-                        del o.state[p]
+            _forget_new_state(optimizers, before.entries)
             put_back(before.counts)
             for g in (g for h in handles for g in h._guarded):
-                g.last = g.mask = g.before = g.gradient = None
-                g.momenta = {}
+                g.last = None
+                g.forget()
+
+
+def _forget_new_state(optimizers: Sequence[Optimizer], entries: dict[Any, set[Any]]) -> None:
+    """Take away from the optimisers' state what is not among these entries."""
+    for o in optimizers:
+        for p, state in list(o.state.items()):
+            for key in set(state) - entries.get(p, set()):
+                del state[key]
+            if p not in entries:
+                del o.state[p]
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from .graph_capture import Recorded, captured, recorder
 from .graph_facts import Facts
-from .guard_handle import GuardHandle
+from .guard_handle import GuardHandle, handles_of
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
-from .passes.site import masks_any
+from .passes.site_mask import masks_any
 
 T = TypeVar("T")
 KEPT = 4  # graphs of one step; they share their memory
@@ -61,7 +61,7 @@ class Graphed(Generic[T]):
         return result
 
     def _called(self) -> T:
-        handles = [h for o in self._optimizers for h in _handles(o)]
+        handles = [h for o in self._optimizers for h in handles_of(o)]
         _refuse(handles, self._optimizers)
         kind = self._compared(handles)
         unseen = set[int]().union(*map(_unseen, handles)) - self._shown
@@ -148,11 +148,6 @@ class Graphed(Generic[T]):
         return getattr(self._step, "__qualname__", type(self._step).__name__)
 
 
-def _handles(optimizer: Optimizer) -> list[GuardHandle]:
-    hooks = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return [h for h in hooks if isinstance(h, GuardHandle)]
-
-
 def _refuse(handles: list[GuardHandle], optimizers: tuple[Optimizer, ...]) -> None:
     """ConfigError and UnsupportedError for optimisers and guards whose steps no graph can hold."""
     for o in optimizers:
@@ -175,7 +170,7 @@ def _unseen(h: GuardHandle) -> set[int]:
     if len(h._looked_at) == len(h._guarded):
         return set()
     sites = [g.site for g in h._guarded if id(g.site) not in h._looked_at and not g.site._fxmask_softening]
-    return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_grid[0] * s._fxmask_grid[1]) and masks_any(s)}
+    return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_blocks) and masks_any(s)}
 
 
 def _grows(h: GuardHandle) -> bool:

@@ -14,20 +14,18 @@ from torch.optim import Optimizer
 
 from . import other_steps, replaced
 from .decided import decided_by_apply, times_applied
+from .guarded import Followed, Held, Named, guarded_weight, refuse_another_weight, weight_now
 from .kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
-from .passes import elementwise, lost_guards, phases, pruning_schedule, ranks, rebuild
+from .passes import elementwise, lost_guards, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
 from .passes import site as state
 from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
-from .passes.optimiser import Guarded, after_step, before_step, group_of, may_freeze, note_masks, reset_returned
-from .passes.saliency import observe, refuse_shard
+from .passes.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
+from .passes.saliency import observe
 from .passes.site import Site
-from .passes.weights import peek_weight
+from .passes.site_mask import masks_any
 from .sites import sites
-from .swap import MaskedLayer
 
-Followed = tuple[Site, "torch.Tensor | None"]
-Named = tuple[str, Site, torch.Tensor]
 _AGAIN = (
     "a guard ended with fxmask.restore, and its model is masked anew",
     "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
@@ -45,13 +43,12 @@ class GuardHandle:
     """
 
     def __init__(
-        self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed], others: list[Named], choice: str, returning: str, masked_step: bool | str,
-        pruned: list[nn.Module], model: nn.Module,
-    ) -> None:  # fmt: skip
+        self, optimizer: Optimizer, held: Held, choice: str, returning: str, masked_step: bool | str, pruned: list[nn.Module], model: nn.Module
+    ) -> None:
         self._hooks: list[Any] = []
         self._pruned = pruned
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
-        self._guarded, self._followed, self._others = guarded, followed, others
+        self._guarded, self._followed, self._others = held
         self._choice, self._returning, self._token = choice, returning, object()
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
@@ -64,7 +61,7 @@ class GuardHandle:
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        self._take(guarded, followed)
+        self._take(self._guarded, self._followed)
         for m in pruned:
             pruning_schedule.follow(m, self._token)
         other_steps.watch(self)
@@ -141,30 +138,35 @@ class GuardHandle:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
-            _refuse_another_weight(g)
+            refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         self._look_for_replaced()
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
         if masked_step:
             elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
-        for g in self._guarded:
-            if closure and g.site._fxmask_config.needs_grad:
-                what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
-                raise UnsupportedError(message(what, g.name, "use a criterion of the weight alone, without regrow by gradient."))
-        for g in self._guarded:
-            scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
-            observe(g.site, g.weight, ranks.stepping(optimizer).state.get(g.weight, {}), g.stateless, scale, skipped)
+        self._observe(optimizer, closure)
         if masked_step:
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
         else:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
-            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and state.masks_any(g.site)]
+            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and masks_any(g.site)]
             self._looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)
         return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
+
+    def _observe(self, optimizer: Optimizer, closure: bool) -> None:
+        """Show gradients and momenta to the scores that take them in."""
+        blind = next((g for g in self._guarded if closure and g.site._fxmask_config.needs_grad), None)
+        if blind is not None:
+            what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
+            raise UnsupportedError(message(what, blind.name, "use a criterion of the weight alone, without regrow by gradient."))
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
+        momenta = ranks.stepping(optimizer).state
+        for g in self._guarded:
+            observe(g.site, g.weight, momenta.get(g.weight, {}), g.stateless, scale, skipped)
 
     @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -185,7 +187,7 @@ class GuardHandle:
         self.steps += 1
         for g in self._guarded:
             g.stateless = g.by_momenta and g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
-        rebuild.advance([(site, _now(site, weight)) for site, weight in self._followed], 1)
+        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed], 1)
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)
         reset_returned(optimizer, self._guarded)
@@ -223,35 +225,12 @@ class GuardHandle:
         self.remove()
 
 
-def _refuse_another_weight(g: Guarded) -> None:
-    """StateError where what a layer multiplies by is no longer the Parameter that is guarded."""
-    held = g.site.__dict__.get("_parameters", {})
-    if isinstance(g.weight, nn.Parameter) and held.get("weight", g.weight) is not g.weight:
-        what = "this weight's Parameter has been replaced since fxmask.guard: expected the one that is guarded, got another."
-        fix = "call remove() on the guard's handle, make the optimiser of the new Parameters, then call fxmask.guard again,"
-        raise StateError(message(what, g.name, f"{fix} and fxmask.refresh(model) where masks are cached."))
-    if isinstance(g.site, MaskedLayer) and "weight" not in held:
-        what = "this weight is made from other parameters since fxmask.guard (by a parametrisation or a pruning): expected the Parameter that is guarded."
-        fix = "finalize the model before that (fxmask.finalize), or remove() the guard and call fxmask.guard again: it says what it cannot hold."
-        raise StateError(message(what, g.name, fix))
-
-
 def _none() -> None:
     """A weak reference whose object is gone, that can be pickled."""
 
 
 def _count(optimizer: Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _now(site: Site, weight: torch.Tensor | None) -> torch.Tensor | None:
-    """The weight as it is after a step: a parametrised one is another tensor each time. Asked for where a mask is cached."""
-    if weight is not None and site._parameters.get("weight") is weight:  # nearly always
-        return weight
-    if not (site._fxmask_given.wants_weight and isinstance(site, MaskedLayer)) or (ranks.is_shard(weight) and isinstance(weight, nn.Parameter)):
-        return weight
-    with torch.no_grad():
-        return peek_weight(site)
 
 
 def _is_no_step(optimizer: Optimizer) -> bool:
@@ -268,22 +247,12 @@ def _is_no_step(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: str, masked_step: bool = False) -> Guarded:
-    """A masked weight as a guard holds it. StateError where it is guarded already, UnsupportedError where it cannot rest."""
-    moving = [c.backward for c in phases.in_turn(site._fxmask_given) if not may_freeze(c)]  # in any phase
-    refuse_shard(site, weight)
-    if site._fxmask_policy is not None:
-        what = f"this weight is guarded already (policy {site._fxmask_policy!r}): expected one guard for a masked weight."
-        raise StateError(message(what, name, "call remove() on the first handle."))
-    if masked_weights == "freeze" and moving:
-        asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
-        what = f"{asked} with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
-        raise UnsupportedError(message(what, name, fix))
-    return Guarded(name, site, weight, masked_weights, by_momenta=any(c.criterion == "momentum" for c in phases.in_turn(site._fxmask_given)))
+def handles_of(optimizer: Optimizer) -> list[GuardHandle]:
+    """The guards on an optimiser."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle)]
 
 
 def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """The weights that an optimiser steps on kept blocks alone, because its guard says so."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    handles = [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle) and h.masked_step]
-    return [g.weight for h in handles for g in h._guarded if h._is_ours(g.site)]
+    return [g.weight for h in handles_of(optimizer) if h.masked_step for g in h._guarded if h._is_ours(g.site)]

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from .guard_handle import GuardHandle, guarded_weight, masked_step_of
+from .guard_handle import GuardHandle, masked_step_of
+from .guarded import shared_out
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes import elementwise, phases, ranks
-from .passes import site as state
-from .passes.find import graph_modules, resolve
+from .passes.graph_calls import resolve
+from .passes.graph_linears import graph_modules
 from .passes.optimiser import POLICIES, RETURNING, group_of, may_freeze
 from .passes.site import Site
 from .pruning import scheduled_layers
-from .sites import required_sites, values_of
+from .sites import required_sites
 from .swap import MaskedLayer
 
 
@@ -73,32 +75,16 @@ def guard(
         what = "a second guard on an optimiser whose first has masked_step, which has to be the last before the step: expected one for all of its models."
         fix = "call remove() on the first handle, and guard the models together: fxmask.guard(optimizer, nn.ModuleList([a, b]), masked_step=True)."
         raise UnsupportedError(message(what, type(optimizer).__name__, fix))
-    guarded, followed, others = [], [], []
     _refuse_scattered(optimizer, found)
-    for name, site, weight in found:
-        held = weight is not None and group_of(optimizer, weight) is not None
-        derived = weight is None or not isinstance(weight, nn.Parameter)
-        if held and weight is not None:
-            guarded.append(guarded_weight(name, site, weight, masked_weights, bool(masked_step)))
-            if masked_step:
-                elementwise.refuse_shard(name, weight)
-        elif derived and masked_weights in ("freeze", "decay"):
-            what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
-            raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))
-        if not held and weight is not None and not derived:
-            others.append((name, site, weight))
-        if held or ((derived or (weight is not None and not weight.requires_grad)) and site._fxmask_guard is None):
-            if site._fxmask_config.cached and weight is not None:
-                state.check_agreed(site, values_of(name, weight, "fxmask.guard"))
-            followed.append((site, weight))
-    if not guarded and not followed:
+    held = shared_out(optimizer, found, masked_weights, bool(masked_step))
+    if not held.guarded and not held.followed:
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
     free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
     pruned = [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
-    return GuardHandle(optimizer, guarded, followed, others, masked_weights, returning, masked_step, pruned, model)
+    return GuardHandle(optimizer, held, masked_weights, returning, masked_step, pruned, model)
 
 
 def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
@@ -127,13 +113,20 @@ def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
         yield from (p for name, p in site.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
         return
     for _, gm in graph_modules(model):
-        todo, seen = [n for n in gm.graph.nodes if n.op == "call_module" and gm.get_submodule(str(n.target)) is site], set()
-        while todo:
-            for node in todo.pop().all_input_nodes:
-                if node in seen:
-                    continue
-                seen.add(node)
-                todo.append(node)
-                if node.op in ("get_attr", "call_module"):
-                    maker = resolve(gm, str(node.target))
-                    yield from [maker] if isinstance(maker, nn.Parameter) else maker.parameters() if node.op == "call_module" else ()
+        for call in gm.graph.find_nodes(op="call_module"):
+            if gm.get_submodule(str(call.target)) is site:
+                yield from _parameters_behind(gm, call)
+
+
+def _parameters_behind(gm: GraphModule, node: Node) -> Iterator[nn.Parameter]:
+    """The parameters of a graph that a node is computed from."""
+    todo, seen = [node], set[Node]()
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        todo += new
+        for n in new:
+            if n.op == "get_attr" and isinstance(p := resolve(gm, str(n.target)), nn.Parameter):
+                yield p
+            elif n.op == "call_module":
+                yield from gm.get_submodule(str(n.target)).parameters()

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .analysis.report import cannot_write
 from .errors import ConfigError, FxMaskWarning, StateError
+from .files import cannot_write
+from .health_plots import curves, heatmaps
 from .health_signs import signs
 from .kernels.errors import message
 from .kernels.grid import grid_shape, plain_int
 from .passes import ranks
 from .passes import site as state
 from .passes.phases import in_turn
+from .passes.site_mask import mask_outside
 from .report import Report
 from .sites import required_sites, values_of
 
@@ -79,7 +81,7 @@ class HealthLog:
         rows = []
         for name, site, weight in required_sites(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
-            mask = state.mask_outside(site, w).to("cpu", copy=True)  # one that is cached may be rewritten in place
+            mask = mask_outside(site, w).to("cpu", copy=True)  # one that is cached may be rewritten in place
             rows.append(self._row(name, site, ranks.whole(w), mask))
         self.rows += rows
         if self.path is not None:
@@ -188,14 +190,10 @@ class HealthLog:
 
     def plot(self, path: str | Path) -> Path:
         """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""
-        from .health_plots import curves
-
         return curves(self.rows, path)
 
     def heatmap(self, path: str | Path, names: str | Sequence[str] | None = None) -> Path:
         """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025); `names`: of some weights, or of one."""
-        from .health_plots import heatmaps
-
         names = [names] if isinstance(names, str) else names
         unknown = [n for n in names or [] if n not in self.activity]
         if unknown or not self.activity:

@@ -14,8 +14,8 @@ from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_o
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .passes.activation_pruning import ActivationPruning
 from .passes.block_dropout import BlockDropout
+from .passes.candidate import Candidate
 from .passes.choose import Decision, matches
-from .passes.find import Candidate
 from .passes.products import find_products
 from .pruning import any_pruned, prune, pruned_layers
 from .sites import REASONS, any_masked

@@ -19,15 +19,16 @@ from .layer_rows import dense_row, masked_row, unapplied_row
 from .nm_layers import any_nm, element_mask, has_values, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
-from .passes import site as state
 from .passes.bypass import never_run
-from .passes.capture import backend_of
+from .passes.candidate import Candidate
 from .passes.conv import KINDS, find_layers
-from .passes.find import Candidate, find
+from .passes.find import find
 from .passes.nm_find import find_nm
 from .passes.products import find_products
 from .passes.pruning_schedule import words
 from .passes.site import Site
+from .passes.site_mask import mask_outside
+from .passes.traced import backend_of
 from .pruning import pruned_layers
 from .report import Report
 from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of
@@ -58,7 +59,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     if nm and not any_masked(model):
         return nm
     found = [t for t in required_sites(model, "fxmask.masks") if t[2] is not None]
-    return {**nm, **{name: state.mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}}
+    return {**nm, **{name: mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}}
 
 
 def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
@@ -148,7 +149,7 @@ def _health(name: str, site: Site, weight: Tensor | None, health: HealthLog | bo
     found: dict[str, Any] = dict.fromkeys(SIGNS)
     if weight is not None and not weight.is_meta:
         w = weight.detach()
-        found.update(signs(ranks.whole(w), state.mask_outside(site, w), site._fxmask_config.block)[0])
+        found.update(signs(ranks.whole(w), mask_outside(site, w), site._fxmask_config.block)[0])
     if isinstance(health, HealthLog):
         last: dict[str, Any] = next((r for r in reversed(health.rows) if r["name"] == name), {})
         found.update({k: last.get(k) for k in HISTORY})

@@ -16,9 +16,9 @@ from .kernels import gpu_choice, ops
 from .kernels.cpu import deciding
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
 from .kernels.tune import Choice
-from .passes import site as state
 from .passes.config import WeightMask
 from .passes.site import Site, stream_of
+from .passes.site_mask import mask_outside
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
@@ -89,7 +89,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     nb, kb = site._fxmask_grid
     known = weight is not None and not weight.is_meta
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
-    mask = state.mask_outside(site, weight.detach()) if known and weight is not None else None
+    mask = mask_outside(site, weight.detach()) if known and weight is not None else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
     elements = math.prod(shape)
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"

@@ -9,8 +9,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .passes.graph_site import GraphSite, graph_sites
-from .passes.rebuild import Ties, after_load
+from .passes.rebuild import after_load
 from .passes.site import Site
+from .passes.ties import Ties
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -12,49 +9,36 @@ import torch
 from torch import nn
 
 from .allocating import allocated
+from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, START, check_model, configs_of
 from .backend_watch import forget
 from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
+from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_reads
 from .dropping import DroppedLinear, any_dropped, undrop
-from .inputs import Inputs, Other, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
-from .kernels.grid import grid_shape, matrix_shape
+from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
+from .kernels.errors import ConfigError, StateError, message
 from .loads import note_ties, unwatch_loads, watch_loads
 from .nm_layers import any_nm
 from .nm_masking import apply_nm, refuse_nm, restore_nm
-from .passes import ranks
 from .passes.activation_pruning import ActivationPruning
 from .passes.block_dropout import BlockDropout
 from .passes.budget import with_budgets
 from .passes.choose import Decision, Patterns, choose
 from .passes.config import Feedback, Schedule, WeightMask
 from .passes.conv import KINDS, Kinds, find_layers, kinds_of
-from .passes.find import graph_modules, weight_reads
+from .passes.graph_linears import graph_modules
 from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
 from .passes.nm_mask import NMMask
-from .passes.phases import in_turn
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
-from .passes.trace_check import frozen_randomness
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, any_masked, expect_module, sites
-from .swap import MaskedLayer, MaskedLinear, WeightReader, is_own_class, swap, unswap
+from .swap import MaskedLayer, MaskedLinear, WeightReader, refuse_changed_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class _Int(int):
-    """An int of its own, where Python keeps one object for every small one."""
-
-
-# objects of their own: identity tells a default from the same value typed by a user
-DEFAULT_RATIO: float = float("0.5")
-DEFAULT_BLOCK: tuple[int, int] = (int("16"), 16)
-MASKED, FRO, AUTO = (str(text, "ascii") for text in (b"masked", b"fro", b"auto"))
-ONE, START, SEED = _Int(1), _Int(0), _Int(0)
 
 
 def apply(
@@ -105,13 +89,13 @@ def apply(
         >>> int(fxmask.masks(model)["0.weight"].sum())
         4
     """
-    options = dict(backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
-    config, other = _configs(configs, ratio, block, options, more)
+    options = dict(ratio=ratio, block=block, backward=backward, criterion=criterion, refresh=refresh, start=start, schedule=schedule, impl=impl, seed=seed)
+    config, other = configs_of(configs, options, more)
     kinds = kinds_of(layers, KINDS if isinstance(other, NMMask) else (nn.Linear,))
     if config is None and other is not None and not isinstance(other, NMMask) and kinds != (nn.Linear,):
         what = f"layers={layers!r} with {type(other).__name__} alone, which is for inputs of Linears."
         raise ConfigError(message(what, "fxmask.apply", "leave layers out, or give a WeightMask, too."))
-    _check_model(model)
+    check_model(model)
     refuse_nm(model)
     if isinstance(other, NMMask):
         if allocation is not None:
@@ -134,9 +118,9 @@ def apply(
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)
     decisions = with_budgets(decisions)
-    _warn_of_graphs(model)
-    _warn_of_reads(model, decisions)
-    _warn_if_dense(decisions)
+    warn_of_graphs(model)
+    warn_of_reads(model, decisions)
+    warn_if_dense(decisions)
     inputs.warn_if_none()
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
@@ -162,9 +146,8 @@ def restore(model: M) -> M:
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
     for name, m in model.named_modules():
-        if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)) and not is_own_class(m):
-            what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
-            raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+        if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)):
+            refuse_changed_class(name, m)
     if any_nm(model):
         restore_nm(model)
     unprune(model)
@@ -174,56 +157,6 @@ def restore(model: M) -> M:
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
     return model
-
-
-def _configs(
-    configs: tuple[Any, ...], ratio: float, block: tuple[int, int], options: dict[str, Any], more: dict[str, Any]
-) -> tuple[WeightMask | None, Other | NMMask | None]:
-    if not configs:
-        where = "fxmask.apply, besides include, exclude, overrides, allocation and layers"
-        return WeightMask().replace({"ratio": ratio, "block": block, **options, **more}, where), None
-    defaults = {n: p.default for n, p in inspect.signature(apply).parameters.items()}
-    given = [*more, *(n for n, v in {"ratio": ratio, "block": block, **options}.items() if v is not defaults[n])]
-    for c in configs:
-        if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
-            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
-    if given:
-        there: list[Any] = [WeightMask, *(type(c) for c in configs if not isinstance(c, WeightMask))]
-        known = {c: [f.name for f in dataclasses.fields(c)] for c in there}
-        homes = {name: [c.__name__ for c, fields in known.items() if name in fields] for name in sorted(given)}
-        lost = [name for name, classes in homes.items() if not classes]
-        if lost:
-            each = "; ".join(f"{c.__name__}: {', '.join(fields)}" for c, fields in known.items())
-            raise ConfigError(f"unknown option beside configs: expected options inside of them ({each}), got {', '.join(map(repr, lost))}.")
-        inside = sorted({c for classes in homes.values() for c in classes})
-        raise ConfigError(f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both.")
-    if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
-        kinds = " and ".join(type(c).__name__ for c in configs)
-        fix = "give one of them, and overrides= for layers that differ."
-        raise ConfigError(message(f"an NMMask goes alone: expected one config, got {kinds}.", "fxmask.apply", fix))
-    for kind, what in ((WeightMask, "a weight would be masked"), (ActivationPruning, "an input would be pruned"), (BlockDropout, "an input would be dropped")):
-        count = sum(isinstance(c, kind) for c in configs)
-        if count > 1:
-            raise ConfigError(f"{what} twice: expected one {kind.__name__}, got {count}; use overrides= for layers that differ.")
-    others = [c for c in configs if not isinstance(c, WeightMask)]
-    if len(others) > 1:
-        what = "BlockDropout with ActivationPruning: dropout saves its input whole, and its dW leaves out the dropped blocks, not the smallest ones."
-        raise ConfigError(message(what, "fxmask.apply", "give one of them."))
-    return next((c for c in configs if isinstance(c, WeightMask)), None), next(iter(others), None)
-
-
-def _check_model(model: nn.Module) -> None:
-    expect_module(model, "fxmask.apply")
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    for name, m in model.named_modules():
-        compiled = isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
-        what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
-        what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
-        what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
-        what = what or ("sharded by fully_shard" if ranks.is_sharded_module(m) else "")
-        if what:
-            fix = "call fxmask.apply on the plain module first, then compile or wrap it."
-            raise UnsupportedError(message(f"fxmask.apply: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))
 
 
 def _stream_names(decisions: list[Decision]) -> dict[int, str]:
@@ -248,26 +181,22 @@ def _change(model: nn.Module, decisions: list[Decision]) -> None:
     streams = _stream_names(decisions)
     owners = {id(d): _owners(model, d) for d in decisions}
     new_readers = [m for found in owners.values() for m in found if not isinstance(m, WeightReader)]
+    swapped = [(d, m) for d in decisions if d.config is not None and d.candidate.host is None and (m := d.candidate.module) is not None]
     rewrite = MaskWeights(decisions, streams)
     try:
-        for d in decisions:
-            c = d.candidate
-            if d.config is not None and c.host is None and c.module is not None:
-                mixin = MaskedConv2d if isinstance(c.module, nn.Conv2d) else MaskedLinear
-                swap(c.module, d.config, c.param_name, streams[id(c.weight)], owners[id(d)], mixin)
+        for d, m in swapped:
+            assert d.config is not None
+            mixin = MaskedConv2d if isinstance(m, nn.Conv2d) else MaskedLinear
+            swap(m, d.config, d.candidate.param_name, streams[id(d.candidate.weight)], owners[id(d)], mixin)
         for _, gm in graph_modules(model):
             run_passes(gm, [rewrite])
         for _, gm in graph_modules(model):
             watch_loads(gm)
-            for site, weight in graph_sites(gm):
-                if weight is not None and any(site is made for made in rewrite.made):
-                    rebuild([Job(site, weight, first=True)])
+            new = [(site, weight) for site, weight in graph_sites(gm) if any(site is made for made in rewrite.made)]
+            rebuild([Job(site, weight, first=True) for site, weight in new if weight is not None])
         note_ties(model)
     except BaseException:
-        for d in decisions:
-            if d.config is not None and d.candidate.host is None and d.candidate.module is not None:
-                unswap(d.candidate.module)
-        for m in new_readers:
+        for m in (*(m for _, m in swapped), *new_readers):
             unswap(m)
         for _, gm in graph_modules(model):
             run_passes(gm, [RestoreLinears(rewrite.made)])
@@ -282,54 +211,3 @@ def _unmask(model: nn.Module) -> None:
         run_passes(gm, [RestoreLinears()])
     for m in list(model.modules()):
         unswap(m)
-
-
-def _warn_of_graphs(model: nn.Module) -> None:
-    for name, gm in graph_modules(model):
-        frozen = frozen_randomness(gm)
-        if frozen:
-            what = f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would."
-            warnings.warn(what, FxMaskWarning, stacklevel=3)
-
-
-def _warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
-    """Warn where a graph that masks the calls of a layer reads its weight in another way, too."""
-    masked = {id(d.candidate.weight): d.candidate.name for d in decisions if d.config is not None}
-    for _, gm in graph_modules(model):
-        reads = {masked[id(w)]: read for w, read in weight_reads(gm) if id(w) in masked}
-        if reads:
-            shown = first_of([f"{name} ({read.node.name})" for name, read in reads.items()], 3)
-            what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
-            warnings.warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."), FxMaskWarning, stacklevel=3)
-
-
-def _warn_if_dense(decisions: list[Decision]) -> None:
-    """Whatever stays dense though a ratio was asked for is named."""
-    selected = [d for d in decisions if d.config is not None]
-    if not selected:
-        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
-        warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
-    whole, uncovered, fixed = [], [], []
-    for d in selected:
-        assert d.config is not None
-        name = d.candidate.name or "the model itself"
-        for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
-            nb, kb = grid_shape(matrix_shape(d.candidate.weight.shape), c.block)
-            kept = c.keep_at(10**12, nb * kb)
-            if c.final_ratio > 0 and kept == nb * kb:
-                whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
-            if c.cover and kept < max(nb, kb):
-                uncovered.append(f"{name} ({kept} blocks kept of {nb}x{kb})")
-        if d.config.regrow is not None and not d.config.regrow.exchanged(0, d.config.keep_at(10**12, nb * kb)):
-            fixed.append(f"{d.candidate.name or 'the model itself'} ({d.config.keep_at(10**12, nb * kb)} blocks kept)")
-    if whole:
-        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
-        warnings.warn(what, FxMaskWarning, stacklevel=3)
-    if fixed:
-        what = f"regrow exchanges floor(fraction * kept) blocks, which is none in: {', '.join(fixed)}; choose a larger fraction or a smaller block for them."
-        warnings.warn(what, FxMaskWarning, stacklevel=3)
-    if uncovered:
-        what = f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them."
-        warnings.warn(what, FxMaskWarning, stacklevel=3)
-
-

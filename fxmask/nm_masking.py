@@ -15,15 +15,16 @@ from .inputs import mask_overrides
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from .nm_attributes import advance
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
+from .passes.candidate import Candidate
 from .passes.choose import Decision, Patterns, choose, matches
 from .passes.config import WeightMask
 from .passes.conv import KINDS
-from .passes.find import Candidate, graph_modules
+from .passes.graph_linears import graph_modules
 from .passes.nm_find import find_nm
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
 from .sites import FINAL, REASONS
-from .swap import is_own_class
+from .swap import refuse_changed_class
 
 M = TypeVar("M", bound=nn.Module)
 Chosen = list[tuple[Decision, NMMask]]
@@ -102,9 +103,7 @@ def _check(chosen: Chosen) -> None:
 def restore_nm(model: nn.Module) -> None:
     """Make layers with N:M masks dense again; UnsupportedError where a class was changed since."""
     for name, m in nm_layers(model):
-        if not is_own_class(m):
-            what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
-            raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
+        refuse_changed_class(name, m)
     unswap_nm(model)
 
 

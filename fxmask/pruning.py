@@ -11,8 +11,9 @@ from torch.fx import Proxy
 from .kernels.errors import UnsupportedError, message
 from .passes import noted
 from .passes.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
+from .passes.candidate import join
 from .passes.choose import Decision
-from .passes.find import graph_modules, join
+from .passes.graph_linears import graph_modules
 from .passes.infra import run_passes
 from .passes.plain_forward import Product, product_of
 from .passes.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts

@@ -11,9 +11,9 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes import ranks
-from .passes.capture import backend_of
 from .passes.graph_site import graph_sites
 from .passes.site import Site
+from .passes.traced import backend_of
 from .passes.weights import peek_weight
 from .swap import MaskedLayer
 
@@ -73,6 +73,20 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
             fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."
             raise UnsupportedError(message(what, name, fix))
     return found
+
+
+def sites_in_force(model: nn.Module, caller: str) -> list[tuple[str, Site, Tensor | None]]:
+    """`required_sites`, and StateError inside `fxmask.dense`."""
+    found = required_sites(model, caller)
+    for name, site, _ in found:
+        refuse_dense(name, site, caller)
+    return found
+
+
+def refuse_dense(name: str, site: Site, caller: str) -> None:
+    """StateError inside `fxmask.dense`."""
+    if site._fxmask_is_dense:
+        raise StateError(message(f"{caller} inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
 
 
 def _is_taken(site: Site, weight: Tensor) -> bool:

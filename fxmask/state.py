@@ -21,7 +21,7 @@ from .passes.optimiser import POLICIES
 from .passes.site import Site
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
-from .sites import any_masked, expect_module, required_sites
+from .sites import any_masked, expect_module, sites_in_force
 
 FORMAT = 1
 HOW_RUN = ("impl",)  # settings that another machine may choose differently without changing what is computed
@@ -41,8 +41,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     """
     expect_module(model, "fxmask.state_dict")
     nm, pruning = nm_state(model), pruning_state(model)
-    found = required_sites(model, "fxmask.state_dict") if any_masked(model) or not (nm or pruning) else []
-    _not_dense(found, "fxmask.state_dict")
+    found = sites_in_force(model, "fxmask.state_dict") if any_masked(model) or not (nm or pruning) else []
     more = {"nm": nm, "pruning": pruning}
     return {"format": FORMAT, "masks": {name: _one(site) for name, site, _ in found}, **{key: entries for key, entries in more.items() if entries}}
 
@@ -91,8 +90,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     Raises: StateError (nothing masked, inside `fxmask.dense`, not such a state, other weights, settings or shapes); then nothing has changed.
     """
     expect_module(model, "fxmask.load_state_dict")
-    found = required_sites(model, "fxmask.load_state_dict") if any_masked(model) or not (any_nm(model) or scheduled_layers(model)) else []
-    _not_dense(found, "fxmask.load_state_dict")
+    found = sites_in_force(model, "fxmask.load_state_dict") if any_masked(model) or not (any_nm(model) or scheduled_layers(model)) else []
     entries = _entries(saved)
     missing, unknown = sorted({n for n, _, _ in found} - set(entries)), sorted(set(entries) - {n for n, _, _ in found})
     if missing or unknown:
@@ -206,9 +204,3 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
         site._fxmask_lost = False
     for key in _scores(site):
         setattr(site, f"_fxmask_{key}", None if entry[key] is None else entry[key].to(device=device).clone())
-
-
-def _not_dense(found: list[tuple[str, Site, Any]], caller: str) -> None:
-    for name, site, _ in found:
-        if site._fxmask_is_dense:
-            raise StateError(message(f"{caller} inside fxmask.dense: expected masks in force.", name, "leave the with block first."))

@@ -17,15 +17,9 @@ from .passes.bypass import warn_of_dense_readers
 from .passes.pruning_schedule import advance
 from .passes.saliency import observe, refuse_shard
 from .passes.site import Site
+from .passes.site_mask import check_agreed
 from .pruning import scheduled_layers
-from .sites import any_masked, expect_module, required_sites, values_of
-
-
-def _not_inside_dense(model: nn.Module, caller: str) -> None:
-    for name, site, _ in required_sites(model, caller):
-        if site._fxmask_is_dense:
-            what = f"{caller} inside fxmask.dense: expected masks in force."
-            raise StateError(message(what, name, "leave the with block first."))
+from .sites import any_masked, expect_module, sites_in_force, values_of
 
 
 def step(model: nn.Module, n: int = 1) -> None:
@@ -52,8 +46,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         for _, m in pruned:
             advance(m, n)
         return
-    _not_inside_dense(model, "fxmask.step")
-    found = required_sites(model, "fxmask.step")
+    found = sites_in_force(model, "fxmask.step")
     for name, site, weight in found:
         if n and site._fxmask_guard is not None:
             what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
@@ -63,7 +56,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         if site._fxmask_config.cached:
             values = values_of(name, weight, "fxmask.step")  # raises before anything has moved
             if not n:  # before training: a step has moved the weights, and not the mask
-                state.check_agreed(site, values)
+                check_agreed(site, values)
     if n:
         warn_of_dense_readers(found)
         _observe(found, n)
@@ -99,8 +92,7 @@ def refresh(model: nn.Module) -> None:
     expect_module(model, "fxmask.refresh")
     if refresh_nm(model) and not any_masked(model):
         return
-    _not_inside_dense(model, "fxmask.refresh")
-    found = [t for t in required_sites(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
+    found = [t for t in sites_in_force(model, "fxmask.refresh") if t[1]._fxmask_config.cached]
     rebuild.rebuild([rebuild.Job(site, values_of(name, weight, "fxmask.refresh")) for name, site, weight in found])
 
 
@@ -111,24 +103,31 @@ def dense(model: nn.Module) -> Iterator[nn.Module]:
     Nothing recompiles: only device scalars change. A nested use of the same model is an error, and so is copying or restoring it inside. A forward under
     activation checkpointing runs again in the backward, so its backward belongs inside, too. Raises: StateError.
     """
-    found = required_sites(model, "fxmask.dense")
-    _not_inside_dense(model, "fxmask.dense")
+    found = sites_in_force(model, "fxmask.dense")
     for _, site, _ in found:
-        site._fxmask_is_dense = True
-        state.sync(site)
-        if site._fxmask_mask is not None:
-            lists = site._fxmask_lists
-            site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
-            with torch.inference_mode(False):
-                every = torch.ones_like(site._fxmask_mask)
-                rebuild.hold(site, every, state.lists_of(site, every))
+        _lay_aside(site)
     try:
         yield model
     finally:
-        with torch.no_grad():
-            for _, site, _ in found:
-                site._fxmask_is_dense = False
-                state.sync(site)
-                if site._fxmask_saved is not None:
-                    rebuild.hold(site, *site._fxmask_saved)
-                    site._fxmask_saved = None
+        for _, site, _ in found:
+            _bring_back(site)
+
+
+def _lay_aside(site: Site) -> None:
+    site._fxmask_is_dense = True
+    state.sync(site)
+    if site._fxmask_mask is not None:
+        lists = site._fxmask_lists
+        site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
+        with torch.inference_mode(False):
+            every = torch.ones_like(site._fxmask_mask)
+            rebuild.hold(site, every, state.lists_of(site, every))
+
+
+@torch.no_grad()
+def _bring_back(site: Site) -> None:
+    site._fxmask_is_dense = False
+    state.sync(site)
+    if site._fxmask_saved is not None:
+        rebuild.hold(site, *site._fxmask_saved)
+        site._fxmask_saved = None

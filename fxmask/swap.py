@@ -36,23 +36,29 @@ from .passes.weights import peek_weight, raw_weight
 from .reading import FORWARDS, count, is_read
 
 
-class MaskedLayer(Site):
-    """What masked Linears and Conv2ds share. A mixin of a subclass of the layer's own class, never constructed."""
+class Swapped(nn.Module):
+    """Base of the mixins that give a layer another forward: how it is copied and pickled."""
 
     _fxmask_base: type[nn.Module]  # of the class: what it was before
     _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
-    _fxmask_class: type[nn.Module]  # the class that `swap` made
+    _fxmask_class: type[nn.Module]  # the class that `masked_class` made
+    __prepare_scriptable__ = refuse_scripting
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_own_class(self):
+            return super().__reduce_ex__(protocol)
+        attributes = self.__getstate__() if isinstance(self, Site) else self.__dict__.copy()
+        return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(attributes)
+
+
+class MaskedLayer(Swapped, Site):
+    """What masked Linears and Conv2ds share. A mixin of a subclass of the layer's own class, never constructed."""
 
     def extra_repr(self) -> str:
         c = self._fxmask_config
         inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
         more = "".join(f", {name}: {words(self) if name == 'activations' else config.words()}" for name, config in inputs.items() if config is not None)
         return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(self.__getstate__())
 
 
 class MaskedLinear(MaskedLayer):
@@ -95,20 +101,6 @@ def softened(site: Site, weight: Tensor, mask: Tensor) -> Tensor:
     return reference.softened(weight, mask, site._fxmask_config.block, site._fxmask_scale)
 
 
-class Swapped(nn.Module):
-    """Base of the mixins that give a layer another forward and add no state of their own: how it is copied and pickled."""
-
-    _fxmask_base: type[nn.Module]  # of the class: what it was before
-    _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
-    _fxmask_class: type[nn.Module]  # the class that `masked_class` made
-    __prepare_scriptable__ = refuse_scripting
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(self.__dict__.copy())
-
-
 class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
@@ -148,12 +140,8 @@ class ReadWeight(MaskedLinear):
         return ended(found, [self], self)
 
 
-class WeightReader(nn.Module):
+class WeightReader(Swapped):
     """Mixin of a module that reads the `.weight` of masked Linears in its forward."""
-
-    _fxmask_base: type[nn.Module]
-    _fxmask_class: type[nn.Module]
-    __prepare_scriptable__ = refuse_scripting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         read = [m for m in self.modules() if isinstance(m, ReadWeight)]
@@ -169,11 +157,6 @@ class WeightReader(nn.Module):
         finally:
             count(read, -1, compiled)
         return ended(found, read, self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if type(self) is not self._fxmask_class:
-            return super().__reduce_ex__(protocol)
-        return _rebuild_class, (self._fxmask_base, WeightReader), self.__dict__.copy()
 
 
 @cache
@@ -209,6 +192,13 @@ def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Modul
 def is_own_class(m: Any) -> bool:
     """Whether nobody has changed the class since `swap`, as parametrisations and fully_shard do."""
     return type(m) is m._fxmask_class
+
+
+def refuse_changed_class(name: str, m: Any) -> None:
+    """UnsupportedError for `fxmask.restore` where somebody has."""
+    if not is_own_class(m):
+        what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
+        raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
 
 
 def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:

@@ -18,7 +18,7 @@ takes STEP features: P = STEP / U entries, or U / STEP steps take one.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 INDEX = 4  # bytes of an entry, a count, a rank, a key
 PARTIAL = 4  # bytes of an element of the float32 workspace
@@ -50,6 +50,10 @@ class Cost:
             return dict(total)
 
         return Cost(self.flop_useful, self.flop_issued, *(new(d) for d in (self.reads, self.writes, self.reads_min, self.writes_min)))
+
+    def with_flop(self, useful: int, issued: int) -> Cost:
+        """The same bytes with other FLOP."""
+        return replace(self, flop_useful=useful, flop_issued=issued)
 
     @property
     def bytes_req(self) -> int:

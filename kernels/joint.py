@@ -1,16 +1,13 @@
-"""The op `masked_linear_backward`: dX and dW in one call, on a CPU, where both read the same gathered blocks of dY. Imported by `kernels.ops`."""
+"""The op `masked_linear_backward`: dX and dW in one call, on a CPU, where both read the same gathered blocks of dY."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import operands, ops
+from . import operands
 from .dispatch import form
 from .inductor import register_fake
-from .lean import register_autograd
 
 
 def together(device: torch.device, backward: str, impl: str) -> bool:
@@ -39,20 +36,3 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     operands.refuse_forward_ad()
     return gy.new_empty((*gy.shape[:-1], w.shape[1])), gy.new_empty((gy.shape[-1], x.shape[-1]))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    gy, x, w, mask, rows, cols, backward, dense, impl = inputs
-    ctx.save_for_backward(gy, x, w, mask, dense)
-    ctx.config, ctx.impl = (rows, cols, backward), impl
-
-
-def _backward(ctx: Any, ggx: Tensor, ggw: Tensor) -> tuple[Tensor | None, ...]:
-    gy, x, w, mask, dense = ctx.saved_tensors
-    by_gy, by_x, by_w = ctx.needs_input_grad[:3]
-    a_gy, gw = ops.derivative_of_dx(ggx, gy, w, mask, ctx.config, dense, ctx.impl, None, by_gy, by_w)
-    b_gy, gx = ops.derivative_of_dw(ggw, gy, x, mask, ctx.config, dense, ctx.impl, None, by_gy, by_x)
-    return (a_gy + b_gy if a_gy is not None and b_gy is not None else None), gx, gw, *[None] * 6
-
-
-register_autograd(masked_linear_backward, _backward, _save)

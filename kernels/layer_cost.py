@@ -5,7 +5,6 @@ One place for the analysis' tables, the benchmark's columns and the FLOP formula
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -111,22 +110,10 @@ def masked_dense(op: str, tokens: int, shape: tuple[int, int], kept: int, itemsi
     Useful FLOP are those of the mask, issued FLOP those of the dense matmul. An upper bound for `auto` on CUDA, whose kernels load no masked element of W and
     write no kept one of dW (`mask_cost.mask_cast`, `zero_masked`).
     """
-    (n, k), m = shape, tokens
-    wb = itemsize * n * k
-    if op == "dw":
-        product = dense_cost.matmul(n, k, m, itemsize, tile, names=("gy", "x", "out"))
-        mask = dense_cost.stream({"out": wb, "mask": n * k}, {"out": wb})
-    else:
-        across, along = (n, k) if op == "forward" else (k, n)
-        product = dense_cost.matmul(m, across, along, itemsize, tile, bias=across if bias else 0)
-        mask = dense_cost.stream({"w": wb, "mask": n * k}, {"w": wb})
-    return Cost(
-        useful_flop(m, kept), product.flop_issued, *(_merged(getattr(product, f), getattr(mask, f)) for f in ("reads", "writes", "reads_min", "writes_min"))
-    )
-
-
-def _merged(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-    return {n: a.get(n, 0) + b.get(n, 0) for n in (*a, *(n for n in b if n not in a))}
+    elements, moved = shape[0] * shape[1], "out" if op == "dw" else "w"
+    copy = {moved: itemsize * elements}
+    total = dense(op, tokens, shape, itemsize, tile, bias=bias) + dense_cost.stream({**copy, "mask": elements}, copy)
+    return total.with_flop(useful_flop(tokens, kept), total.flop_issued)
 
 
 def layer(
@@ -200,7 +187,7 @@ def pruned_dw(
     if mask is None or gathered is not None:
         return total
     wanted = int(kept_elements(mask, shape, block))  # all is multiplied, and what the mask does not want is zeroed
-    total = replace(total, flop_useful=total.flop_useful * wanted // max(1, n * k))
+    total = total.with_flop(total.flop_useful * wanted // max(1, n * k), total.flop_issued)
     return total + mask_cost.zero_masked(shape, block, wanted, item)
 
 

@@ -5,6 +5,8 @@ They stand apart from the matmuls, so that a graph shows both, and a mask can ou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,16 +24,7 @@ from .operands import is_transformed
 
 @torch.library.custom_op("fxmask::block_index", mutates_args=())
 def block_index(
-    w: Tensor,
-    keep: Tensor,
-    step: Tensor,
-    block_rows: int,
-    block_cols: int,
-    criterion: str,
-    ties: str,
-    stream: int,
-    impl: str = "auto",
-    cover: bool = False,
+    w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, criterion: str, ties: str, stream: int, impl: str = "auto", cover: bool = False
 ) -> Tensor:
     """Mask of the `keep` best blocks of `w`.
 
@@ -50,18 +43,7 @@ def block_index(
 
 
 @register_fake(block_index)
-def _(
-    w: Tensor,
-    keep: Tensor,
-    step: Tensor,
-    block_rows: int,
-    block_cols: int,
-    criterion: str,
-    ties: str,
-    stream: int,
-    impl: str = "auto",
-    cover: bool = False,
-) -> Tensor:
+def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, *rest: Any) -> Tensor:
     return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor  # the class of the jagged layout, as in PyTorch 2.11 to 2.13
 from torch.utils.flop_counter import register_flop_formula
 
-from . import joint, ops, reference
+from . import joint, mask_ops, matmul_ops, reference
 from .grid import kept_elements
 from .layer_cost import useful_flop
 
@@ -44,7 +44,7 @@ for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_l
 
 
 def _nested(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, rows: int, cols: int, *rest: Any) -> Tensor:
-    return ops.linear(x, w, bias, mask, (rows, cols), *rest)
+    return matmul_ops.linear(x, w, bias, mask, (rows, cols), *rest)
 
 
 for _key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
@@ -77,12 +77,12 @@ def _always_loop(op: Any) -> Callable[..., tuple[Any, Any]]:
     return lambda info, in_dims, *args: _loop(op, info, in_dims, args)
 
 
-ops.masked_linear.register_vmap(_fold_tokens(ops.masked_linear))
-ops.masked_linear_dx.register_vmap(_fold_tokens(ops.masked_linear_dx))
-ops.masked_linear_dw.register_vmap(_always_loop(ops.masked_linear_dw))
-joint.masked_linear_backward.register_vmap(_always_loop(joint.masked_linear_backward))  # type: ignore[has-type]
-ops.block_index.register_vmap(_always_loop(ops.block_index))
-ops.strip_lists.register_vmap(_always_loop(ops.strip_lists))
+matmul_ops.masked_linear.register_vmap(_fold_tokens(matmul_ops.masked_linear))
+matmul_ops.masked_linear_dx.register_vmap(_fold_tokens(matmul_ops.masked_linear_dx))
+matmul_ops.masked_linear_dw.register_vmap(_always_loop(matmul_ops.masked_linear_dw))
+joint.masked_linear_backward.register_vmap(_always_loop(joint.masked_linear_backward))
+mask_ops.block_index.register_vmap(_always_loop(mask_ops.block_index))
+mask_ops.strip_lists.register_vmap(_always_loop(mask_ops.strip_lists))
 
 # ---- FLOP formulas: useful FLOP, read from the mask itself ---------------------------------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ from ..kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
 from .choose import Decision
-from .find import PRUNED, input_arg
-from .graph_calls import call_site, calls_of, give_back, linear_parts
+from .graph_calls import PRUNED, call_site, calls_of, give_back, input_arg, linear_parts
 from .infra import Pass, replace_node
 from .options import Options
 from .schedule import Schedule, at_least, one_of

@@ -15,8 +15,7 @@ from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError
 from ..kernels.grid import check_block
 from .choose import Decision
-from .find import DROPPED, input_arg
-from .graph_calls import call_site, calls_of, give_back, linear_parts
+from .graph_calls import DROPPED, call_site, calls_of, give_back, input_arg, linear_parts
 from .infra import Pass, call_again, replace_node
 from .options import Options
 from .schedule import one_of

@@ -78,7 +78,7 @@ def _tells(site: Site, grad: Tensor) -> bool:
 
 def _as_masked(site: Site, grad: Tensor) -> bool | None:
     """Whether no more blocks have a gradient than the mask keeps, or kept at the last rebuild when the gradient may have been made; None where that is all."""
-    c, blocks, step = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1], site._fxmask_step
+    c, blocks, step = site._fxmask_config, site._fxmask_blocks, site._fxmask_step
     keep = c.keep_at(step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
     keep = max(keep, c.keep_at(max(0, step - max(1, c.refresh)), blocks))
     return None if keep == blocks else int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep

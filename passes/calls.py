@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
+def storage_of(t: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return t.untyped_storage()._cdata
+
+
 class Mask(NamedTuple):
     """The values of a block mask, bool [NB, KB], or of the flag of `rigl`, 0-d; the block where it is known."""
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from .infra import SWAP_METHODS, SWAPS, TRANSPOSES, Pass, is_transpose
+from .infra import SWAP_METHODS, SWAPS, TRANSPOSES, Pass, is_transpose, recorded_value, replace_node
 
 PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
 SUMS = {torch.addmm, torch.ops.aten.addmm.default}
@@ -36,9 +36,7 @@ class Canonicalise(Pass):
                 continue
             with gm.graph.inserting_before(node):
                 new = gm.graph.call_function(F.linear, operands)
-            new.meta = dict(node.meta)
-            node.replace_all_uses_with(new)
-            gm.graph.erase_node(node)
+            replace_node(gm, node, new)
             names.append(new.name)
         return names
 
@@ -86,5 +84,5 @@ def _axes(node: Node) -> int:
 
 def _value(node: Node) -> torch.Tensor:
     """What the trace knows of a node's tensor; a number where that is nothing."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = recorded_value(node)
     return value if isinstance(value, torch.Tensor) else torch.empty(())

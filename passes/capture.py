@@ -6,7 +6,6 @@ buffers are replaced by fake ones for the time of the run, and every attribute o
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,18 +17,16 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
-from .calls import Call, Place
+from ..kernels.errors import FxMaskError, UnsupportedError, message
+from .calls import Call, Place, storage_of
 from .fakes import Fakes, swap
-from .lifted import source_name
 from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Recorder
 from .site import Site
+from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
 from .untouched import plain_ops, unchanged
 
-LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
 CHANGED = {"_fxmask_config", "_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}  # attributes of layers whose forward is another now
-WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
 
 
 @dataclass
@@ -75,17 +72,10 @@ class _Nodes(fx.Interpreter):
         self.recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:
-        self.recorder.node, self.recorder.stack = n.name, _module_of(n)
+        self.recorder.node, self.recorder.stack = n.name, module_of(n)
         out = super().run_node(n)  # where it raises, the node stays noted
         self.recorder.node = self.recorder.stack = ""
         return out
-
-
-def _module_of(n: fx.Node) -> str:
-    """The innermost module of a node of Dynamo or export, as it is named in the model that was traced."""
-    stack = n.meta.get("nn_module_stack") or {}
-    name = next(reversed(stack.values()))[0] if stack else ""
-    return LOCAL.sub("", name)
 
 
 def capture(
@@ -104,61 +94,78 @@ def capture(
     Cost: one eager forward and backward without arithmetic, some 0.5 ms an op; no memory for tensors. A mask that each forward builds is built once, from the
     real weight.
     """
-    gm, root = _runnable(model)
+    gm, root = runnable(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = Fakes(mode, dtype)
     with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
         computed = masks_of_computed(root)
         parameters, buffers = swap(root, faked)
-        given = tree_leaves((args, kwargs or {}))
-        inputs = [t for t in given if isinstance(t, Tensor)]
-        for name, t in _placeholders(gm, args):
+        for name, t in placeholders(gm, args):
             if isinstance(t, nn.Parameter):  # Dynamo gives the model's parameters as inputs
                 parameters.setdefault(name, t)
-        inputs = [t for t in inputs if not isinstance(t, nn.Parameter)]
+        inputs = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
-        weights = {t.untyped_storage()._cdata: (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
-        constants = {faked(b).untyped_storage()._cdata for b in buffers.values()}
-        names = {id(m): name for name, m in reversed(list(root.named_modules()))}
-        recorder = Recorder(names, weights, constants)
-        recorder.progress = progress
-        recorder.values = {faked(t).untyped_storage()._cdata: t for t in (*inputs, *buffers.values())}
-        cached = [m for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
-        known = [(m, m._fxmask_mask) for m in cached]
-        recorder.cached = {t.untyped_storage()._cdata: (m._fxmask_config.block, m._fxmask_shape) for m, t in known if t is not None}
-        recorder.computed = computed
-        sites = {m._fxmask_name: m for m in root.modules() if isinstance(m, Site)}
-        recorder.masked_dw = {name for name, m in sites.items() if m._fxmask_config.backward in ("masked", "rigl") and not _dense_now(m)}
-        saved: list[Saved] = []
+        masks = [m for m in root.modules() if isinstance(m, Site)]
+        recorder = _recorder(root, faked, parameters, buffers, inputs)
+        recorder.progress, recorder.computed = progress, computed
+        recorder.cached = {storage_of(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
+        sites = {m._fxmask_name: m for m in masks}
+        recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
+        metadata = [t for m in masks if m._fxmask_mask is not None for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
+        before = {storage_of(t) for t in (*map(faked, inputs), *metadata)}
         run = _Nodes(gm, recorder).run if gm is not None else root
-        metadata = [t for m in cached for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
-        before = {t.untyped_storage()._cdata for t in (*map(faked, inputs), *metadata)}
-        graph = torch.enable_grad() if backward else torch.no_grad()
-        with mode, recorder, graph:
-            try:
-                with _saves(recorder, saved, before) if backward else nullcontext():  # what a backward recomputes is held for a moment only
-                    out = run(*fake_args, **fake_kwargs)
-                ran = _backward(out) if backward else False
-            except FxMaskError:
-                raise
-            except Exception as e:
-                raise _failed(recorder, e) from e
-            finally:
-                recorder.restore()
+        with mode:
+            saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
         read = {name for c in recorder.calls for p in c.inputs for name in p.weight.split("+")}
         idle = kept_of_idle(sites, parameters, read)
-    trained = {name for name, p in parameters.items() if faked(p).grad is not None}
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
     changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
-    own = {name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)}
     if gm is not None:
-        kinds, traced = _traced_kinds(gm) | kinds, _traced_calls(gm)
+        kinds, traced = traced_kinds(gm) | kinds, traced_calls(gm)
         executions = traced | executions | {"": 1}  # an interpreter runs it, no call of the module
-    typical, uncounted = recorder.typical, recorder.uncounted
     return Recording(
-        recorder.calls, saved, parameters, buffers, inputs, kinds, sites, set(changed), own, idle, executions, typical, uncounted, ran, trained, dtype
+        recorder.calls,
+        saved,
+        parameters,
+        buffers,
+        inputs,
+        kinds,
+        sites,
+        changed=set(changed),
+        own={name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)},
+        idle=idle,
+        executions=executions,
+        typical=recorder.typical,
+        uncounted=recorder.uncounted,
+        backward=ran,
+        trained={name for name, p in parameters.items() if faked(p).grad is not None},
+        dtype=dtype,
     )
+
+
+def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Recorder:
+    weights = {storage_of(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
+    names = {id(m): name for name, m in reversed(list(root.named_modules()))}
+    recorder = Recorder(names, weights, {storage_of(faked(b)) for b in buffers.values()})
+    recorder.values = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}
+    return recorder
+
+
+def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward: bool) -> tuple[list[Saved], bool]:
+    """Forward and backward under the recorder: what autograd saved that was not `known`, and whether a backward ran."""
+    saved: list[Saved] = []
+    with recorder, torch.enable_grad() if backward else torch.no_grad():
+        try:
+            with _saves(recorder, saved, known) if backward else nullcontext():  # what a backward recomputes is held for a moment only
+                out = run()
+            return saved, _backward(out) if backward else False
+        except FxMaskError:
+            raise
+        except Exception as e:
+            raise _failed(recorder, e) from e
+        finally:
+            recorder.restore()
 
 
 def _computes(m: nn.Module) -> bool:
@@ -166,58 +173,10 @@ def _computes(m: nn.Module) -> bool:
     return getattr(m, "_fxmask_base", type(m)).forward not in (nn.Linear.forward, nn.Conv2d.forward)
 
 
-def _dense_now(site: Site) -> bool:
-    """Whether this step's gradient of the weight is dense under `rigl`."""
-    return site._fxmask_config.backward == "rigl" and site._fxmask_dense_now
-
-
-def arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a forward is called with: `inputs` is one argument, a tuple or list of them, or a dict of keyword arguments, to which `kwargs` adds."""
-    if isinstance(inputs, Mapping):
-        return (), {**inputs, **(kwargs or {})}
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs or {})
-
-
-def _runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
-    if isinstance(model, torch.export.ExportedProgram):
-        model = model.module()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"analyze takes an nn.Module, an fx.GraphModule or a torch.export.ExportedProgram: got {type(model).__name__}.")
-    while True:
-        inner = getattr(model, "_orig_mod", None) if type(model).__name__ == "OptimizedModule" else None
-        inner = model.module if type(model).__name__ in WRAPPERS else inner
-        if inner is None:
-            break
-        model = inner
-    return model if isinstance(model, fx.GraphModule) else None, model
-
-
-def backend_of(model: Any) -> str:
-    """The name of the backend that `torch.compile` was given by name for this model; empty for Inductor, and where there is none."""
-    backend = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
-        backend = inner
-    return str(getattr(backend, "compiler_name", ""))
-
-
-def _placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:
-    nodes = [] if gm is None else [n for n in gm.graph.nodes if n.op == "placeholder"]
-    return [(source_name(n) or n.target, a) for n, a in zip(nodes, args, strict=False)]
-
-
-def _traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
-    """Modules of the model that a graph was traced from, and their classes."""
-    found = {"": ""}
-    for n in gm.graph.nodes:
-        for name, kind in (n.meta.get("nn_module_stack") or {}).values() if n.op != "placeholder" else ():
-            found[LOCAL.sub("", name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
-    return dict(sorted(found.items(), key=lambda p: p[0] != ""))
-
-
-def _traced_calls(gm: fx.GraphModule) -> dict[str, int]:
-    """How often a graph calls the modules that it was traced from: every call has a key of its own."""
-    keys = {(key, LOCAL.sub("", name)) for n in gm.graph.nodes if n.op != "placeholder" for key, (name, _) in (n.meta.get("nn_module_stack") or {}).items()}
-    return dict(Counter(name for _, name in keys))
+def _wants_kept_dw(site: Site) -> bool:
+    """Whether this step's gradient of the weight is wanted in kept blocks alone."""
+    mode = site._fxmask_config.backward
+    return mode == "masked" or (mode == "rigl" and not site._fxmask_dense_now)
 
 
 @contextmanager
@@ -225,7 +184,7 @@ def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator
     known = set(recorder.real) | inputs | set(recorder.neutral)  # buffers; what a forward makes of them, or draws, autograd holds
 
     def pack(t: Tensor) -> Tensor:
-        key = t.untyped_storage()._cdata
+        key = storage_of(t)
         if key not in known:
             known.add(key)
             saved.append(Saved(recorder._place(t), recorder._module()[0], t.untyped_storage().nbytes()))

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from ..kernels.grid import matrix_shape
+from .candidate import Candidate, linear_like, surround
 from .config import WeightMask
-from .find import Candidate, surround
 from .phases import IN_NODES, changes_any, in_turn
 
 Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
@@ -52,9 +52,7 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
 
 
 def _shown(c: Candidate) -> nn.Module | None:
-    if c.module is not None or c.weight.dim() != 2:
-        return c.module
-    return nn.utils.skip_init(nn.Linear, c.weight.shape[1], c.weight.shape[0], device="meta")
+    return c.module if c.module is not None or c.weight.dim() != 2 else linear_like(c.weight)
 
 
 def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
@@ -160,46 +158,61 @@ def _asked_in_vain(found: list[Candidate], patterns: list[Pattern]) -> set[int]:
 
 def _check_selected(decisions: list[Decision]) -> None:
     """Errors of selected linears: weights that cannot be masked, or are masked already, or twice in two ways."""
-    seen: dict[int, Decision] = {}
+    first: dict[int, Decision] = {}
     for d in decisions:
-        c = d.candidate
-        if d.config is None:
-            continue
-        where = c.name or "the model itself"
-        if c.problem:
-            raise UnsupportedError(message(f"cannot mask {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
-        if c.masked:
-            raise StateError(message(f"{where!r} is masked already: expected a dense layer.", where, "call fxmask.restore(model) first."))
-        if d.config.read == "weight" and nn.Conv2d in c.types:
-            what = f"cannot mask {where!r} by read='weight', which is for Linears: got a convolution."
-            raise UnsupportedError(message(what, where, f"exclude={c.name!r}, or let its owner call it."))
-        if d.config.read == "weight" and (c.module is None or c.nodes or "weight" not in c.module._parameters):
-            what = f"cannot mask {where!r} by read='weight': expected a module with a plain weight parameter."
-            raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))
-        if d.config.cached and c.weight.is_meta:
-            what = f"a cached mask (refresh={d.config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
-            raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
-        baked = changes_any(d.config, IN_NODES) if c.host is not None and c.weight_node is None else []
-        if baked:
-            what = f"a traced graph holds {' and '.join(baked)} in its nodes: expected phases that change nothing of these, got {d.config.phases!r}."
-            raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace; torch.compile that."))
-        if c.host is not None and c.weight_path is None and c.weight_node is None and d.config.ever_cached:
-            refresh = next(p.refresh for p in in_turn(d.config) if p.cached)
-            what = f"a cached mask (refresh={refresh}) needs the parameter, and this graph computes the weight."
-            fix = "use refresh=1 for it" + (", no gradient criterion, average, hysteresis, regrow or gain." if d.config.remembers else ".")
-            raise UnsupportedError(message(what, where, fix))
-        if c.host is not None and c.weight_path is None and c.weight_node is None and d.config.wants_weight:
-            what = "Feedback('flip_rate') looks at the weight between steps, and this graph computes it."
-            raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace, or use another schedule for it."))
-        if d.config.soft and c.host is not None:
-            what = "soft=True is for modules: expected an nn.Linear that is called, got a call in a graph."
-            raise UnsupportedError(message(what, where, "apply fxmask to the nn.Module, and trace or compile it afterwards; or leave soft out."))
-        writes = d.config.gain or d.config.regrow is not None
-        others = [o.candidate.name for o in decisions if o.candidate.weight is c.weight and o.candidate is not c] if writes else []
-        if others or (writes and c.tied_embedding):
-            what = f"gain and regrow write the weight of {where!r}, which {', '.join(map(repr, others)) or 'an Embedding'} uses, too: expected one user."
-            raise ConfigError(message(what, where, "leave them out for it, or exclude it."))
-        other = seen.setdefault(id(c.weight), d)
-        if other.config is None or dataclasses.replace(other.config, read="call") != dataclasses.replace(d.config, read="call"):
-            what = f"one weight would be masked twice, differently: {other.candidate.name!r} and {where!r} share it."
-            raise ConfigError(message(what, where, "give both the same options, or exclude both."))
+        if d.config is not None:
+            where = d.candidate.name or "the model itself"
+            _check_weight(d.candidate, d.config, where)
+            _check_call(d.candidate, d.config, where)
+            _check_shared(d, d.config, where, decisions, first.setdefault(id(d.candidate.weight), d))
+
+
+def _check_weight(c: Candidate, config: WeightMask, where: str) -> None:
+    """Raise where a weight cannot be masked so, whatever calls it."""
+    if c.problem:
+        raise UnsupportedError(message(f"cannot mask {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
+    if c.masked:
+        raise StateError(message(f"{where!r} is masked already: expected a dense layer.", where, "call fxmask.restore(model) first."))
+    if config.read == "weight" and nn.Conv2d in c.types:
+        what = f"cannot mask {where!r} by read='weight', which is for Linears: got a convolution."
+        raise UnsupportedError(message(what, where, f"exclude={c.name!r}, or let its owner call it."))
+    if config.read == "weight" and (c.module is None or c.nodes or "weight" not in c.module._parameters):
+        what = f"cannot mask {where!r} by read='weight': expected a module with a plain weight parameter."
+        raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))
+    if config.cached and c.weight.is_meta:
+        what = f"a cached mask (refresh={config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
+        raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
+
+
+def _check_call(c: Candidate, config: WeightMask, where: str) -> None:
+    """Raise where a call in a graph cannot have what a module can."""
+    if c.host is None:
+        return
+    baked = changes_any(config, IN_NODES) if c.weight_node is None else []
+    if baked:
+        what = f"a traced graph holds {' and '.join(baked)} in its nodes: expected phases that change nothing of these, got {config.phases!r}."
+        raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace; torch.compile that."))
+    computed = c.weight_path is None and c.weight_node is None
+    if computed and config.ever_cached:
+        refresh = next(p.refresh for p in in_turn(config) if p.cached)
+        what = f"a cached mask (refresh={refresh}) needs the parameter, and this graph computes the weight."
+        fix = "use refresh=1 for it" + (", no gradient criterion, average, hysteresis, regrow or gain." if config.remembers else ".")
+        raise UnsupportedError(message(what, where, fix))
+    if computed and config.wants_weight:
+        what = "Feedback('flip_rate') looks at the weight between steps, and this graph computes it."
+        raise UnsupportedError(message(what, where, "call fxmask.apply on the nn.Module instead of its trace, or use another schedule for it."))
+    if config.soft:
+        what = "soft=True is for modules: expected an nn.Linear that is called, got a call in a graph."
+        raise UnsupportedError(message(what, where, "apply fxmask to the nn.Module, and trace or compile it afterwards; or leave soft out."))
+
+
+def _check_shared(d: Decision, config: WeightMask, where: str, decisions: list[Decision], first: Decision) -> None:
+    """Raise where others use the weight in another way. `first`: the first decision about it."""
+    c, writes = d.candidate, config.gain or config.regrow is not None
+    others = [o.candidate.name for o in decisions if o.candidate.weight is c.weight and o.candidate is not c] if writes else []
+    if others or (writes and c.tied_embedding):
+        what = f"gain and regrow write the weight of {where!r}, which {', '.join(map(repr, others)) or 'an Embedding'} uses, too: expected one user."
+        raise ConfigError(message(what, where, "leave them out for it, or exclude it."))
+    if first.config is None or dataclasses.replace(first.config, read="call") != dataclasses.replace(config, read="call"):
+        what = f"one weight would be masked twice, differently: {first.candidate.name!r} and {where!r} share it."
+        raise ConfigError(message(what, where, "give both the same options, or exclude both."))

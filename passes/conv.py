@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from ..kernels.errors import ConfigError
-from .find import Candidate, call_stack, find, graph_modules, join, resolve, weight_arg, weight_problem
+from .candidate import REPLACED, Candidate, join, weight_problem
+from .find import find
+from .graph_calls import call_stack, resolve, weight_arg
+from .graph_linears import graph_modules
 from .readers import weight_readers
 from .site import Site
 from .weights import peek_weight
@@ -70,7 +73,7 @@ def _conv(name: str, m: nn.Conv2d, owners: list[nn.Module]) -> Candidate:
     if m.groups != 1:
         new.skip, new.quiet, new.sized = f"a grouped convolution (groups={m.groups})", True, False
     elif "forward" in m.__dict__:
-        new.skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
+        new.skip = REPLACED
     elif not masked and (type(m).forward is not nn.Conv2d.forward or type(m).__call__ is not nn.Module.__call__):
         new.skip = f"{type(m).__name__} has a forward of its own, which a mask would not reach"
     elif owners:

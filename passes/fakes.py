@@ -48,14 +48,11 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
     parameters: dict[str, Tensor] = dict(root.named_parameters())
     buffers = dict(root.named_buffers())
     for m in root.modules():
-        tables: tuple[dict[str, Any], ...] = (m._parameters, m._buffers)
-        for table in tables:
-            for name, t in table.items():
-                if t is not None:
-                    table[name] = faked(t)
-        for name, t in list(m.__dict__.items()):
-            if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_"):  # a constant; with the weights it moves to where fake ones are
-                m.__dict__[name] = faked(t)
+        own: tuple[dict[str, Any], ...] = (m._parameters, m._buffers)
+        for table in own:
+            table.update({name: faked(t) for name, t in table.items() if t is not None})
+        constants = {name: t for name, t in m.__dict__.items() if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_")}
+        m.__dict__.update({name: faked(t) for name, t in constants.items()})  # with the weights they move to where fake ones are
     swapped = {id(t): faked(t) for t in (*parameters.values(), *buffers.values())}
     seen: set[int] = set()
     for m in root.modules():

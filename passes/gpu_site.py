@@ -45,7 +45,7 @@ def settled_ratio(c: WeightMask, step: int, final: float) -> float:
 
 def density(site: Site) -> float:
     """The kept share of the blocks, as the choice takes it. Inside `fxmask.dense` that of the masks which come back: nothing recompiles for a look."""
-    blocks = site._fxmask_grid[0] * site._fxmask_grid[1]
+    blocks = site._fxmask_blocks
     return keep_count(blocks, settled_ratio(site._fxmask_config, site._fxmask_step, site._fxmask_given.final_ratio)) / max(1, blocks)
 
 

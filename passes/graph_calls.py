@@ -1,7 +1,8 @@
-"""A linear call of a graph, taken apart and put together again: for passes that put a module in its place."""
+"""A linear call of a graph: what it says, taken apart and put together again, for passes that put a module in its place."""
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -11,10 +12,61 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from .find import bias_arg, weight_arg
+from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .infra import call_again, replace_node
 
+MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
+LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
+EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
+PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)
+
+
+def weight_arg(node: Node) -> Any:
+    """The weight of a linear call, positional or by keyword."""
+    return node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+
+
+def bias_arg(node: Node) -> Any:
+    """The bias of a linear call, or None."""
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+
+
+def input_arg(node: Node) -> Any:
+    """The input of a linear call, or of the call of a Linear module."""
+    return node.args[0] if node.args else node.kwargs["input"]
+
+
+def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
+    """Path and classes of the module that made a call, as far as the trace recorded them."""
+    stack = recorded_stack(node)
+    return stack[-1] if stack else ("", ())
+
+
+def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
+    """Path and classes of each module that a call was made in, the outermost first."""
+    return [(path.removeprefix("L['self']").lstrip("."), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+
+
+def _classes(cls: Any) -> tuple[type, ...]:
+    if isinstance(cls, str):  # torch.export keeps the class by name
+        module, _, leaf = cls.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), leaf)
+        except (ImportError, AttributeError, ValueError):
+            cls = None
+    return cls.__mro__ if isinstance(cls, type) else ()
+
+
+def place_of(node: Node) -> dict[str, Any]:
+    """What a trace recorded of where a call stands, for nodes that are put before it."""
+    return {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+
+
+def resolve(gm: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
+    owner, _, leaf = path.rpartition(".")
+    return getattr(gm.get_submodule(owner), leaf)
 
 
 def linear_parts(gm: GraphModule, node: Node) -> tuple[Any, Any, str]:

@@ -12,8 +12,10 @@ from torch.fx import GraphModule
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.lists import listed
 from .config import WeightMask
-from .site import Site, install, is_traced_anew
+from .graph_calls import resolve
+from .site import Site, install
 from .site_forward import forward_lists, forward_mask
+from .site_mask import is_traced_anew
 
 
 class GraphSite(Site):
@@ -39,13 +41,9 @@ class GraphSite(Site):
     def forward(self, weight: Tensor) -> Tensor | tuple[Tensor, ...]:
         """weight (N, K) -> mask bool (NB, KB), or (mask, 0-d bool, lists int32), see `outputs`."""
         if forward_ad._current_level >= 0:
-            raise UnsupportedError(
-                message(
-                    "forward-mode AD would silently see a zero tangent through the custom op of a rewritten graph.",
-                    self._fxmask_name,
-                    "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too.",
-                )
-            )
+            what = "forward-mode AD would silently see a zero tangent through the custom op of a rewritten graph."
+            fix = "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too."
+            raise UnsupportedError(message(what, self._fxmask_name, fix))
         mask, dense = forward_mask(self, weight), self._fxmask_dense
         if dense is not None and is_traced_anew(dense, weight):
             dense = torch.full((), self._fxmask_dense_now, device=weight.device)
@@ -67,5 +65,4 @@ def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
     for _, container in containers(gm):
         for site in container.children():
             if isinstance(site, GraphSite):
-                owner, _, leaf = (site.weight_path or "").rpartition(".")
-                yield site, getattr(gm.get_submodule(owner), leaf) if site.weight_path else None
+                yield site, resolve(gm, site.weight_path) if site.weight_path else None

@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,6 +27,11 @@ class PassResult:
     @property
     def modified(self) -> bool:
         return bool(self.rewritten)
+
+
+def recorded_value(node: Node) -> Any:
+    """What a trace recorded of a node's result: of a tensor a fake one, as Dynamo or torch.export has it; None where it is silent."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def replace_node(gm: GraphModule, old: Node, new: Node) -> None:

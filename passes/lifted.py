@@ -14,8 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from .dense_reads import dense_reads
-from .find import EMBEDDINGS, IN_PROJ, IN_PROJ_WEIGHTS, LINEARS, Candidate, call_stack, weight_arg, weight_problem
+from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
+from .infra import recorded_value
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -81,26 +83,29 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
     found: dict[Any, Candidate] = {}
     for body in bodies:
         for node in body.graph.graph.nodes:
-            if node.op != "call_function":
-                continue
-            if node.target in LINEARS:
-                _add(found, body, node, weight_arg(node), "", real)
-            read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
-            for w, layer in read:
-                _add(found, body, node, w, layer, real)
-            packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
-            for w in packed:
-                if not any(w is other for other, _ in read):
-                    _add(found, body, node, w, "in_proj", real, packed=True)
-            if node.target in EMBEDDINGS:
-                for a in node.all_input_nodes:
-                    value = real.get(body.origin.get(a, a))
-                    if isinstance(value, nn.Parameter):
-                        _looked_up[value] = True
+            if node.op == "call_function":
+                _add_call(found, body, node, real)
         _add_dense_reads(found, body, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
+
+
+def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:
+    """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
+    if node.target in LINEARS:
+        _add(found, body, node, weight_arg(node), "", real)
+    read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
+    for w, layer in read:
+        _add(found, body, node, w, layer, real)
+    packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
+    for w in packed:
+        if not any(w is other for other, _ in read):
+            _add(found, body, node, w, "in_proj", real, packed=True)
+    for a in node.all_input_nodes if node.target in EMBEDDINGS else ():
+        table = real.get(body.origin.get(a, a))
+        if isinstance(table, nn.Parameter):
+            _looked_up[table] = True
 
 
 def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node, Any]) -> None:
@@ -141,7 +146,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     source = body.origin.get(w)
     value = real.get(source) if source is not None else None
     if not isinstance(value, Tensor):
-        value = w.meta.get("example_value", w.meta.get("val"))
+        value = recorded_value(w)
     path, types = call_stack(node)
     stacked = ".".join(filter(None, (path, layer)))
     param = source_name(source) if source is not None else ""
@@ -165,8 +170,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         elif body.closed:
             c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
         if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:
-            c.module = nn.utils.skip_init(nn.Linear, value.shape[1], value.shape[0], device="meta")  # for patterns that look at a module
-            c.types = (*c.types, *nn.Linear.__mro__) if nn.Linear not in c.types else c.types
+            c.stand_in()
     c.nodes.append(node)
 
 

@@ -24,14 +24,13 @@ from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
 from .choose import Decision
 from .config import WeightMask
-from .find import LINEARS, bias_arg, input_arg
+from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, input_arg, place_of
 from .infra import Pass
 from .site import stream_of
 from .writes import Writes
 
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 STRIP_LISTS = torch.ops.fxmask.strip_lists.default
-MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 MODE, GRADS = "_inference_mode", "_set_grad_enabled"  # ends of names of calls that begin or end inference_mode, and no_grad
 
 
@@ -80,7 +79,7 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weig
                 )
                 stream = stream_of(c.seed, d.candidate.param_name) if c.criterion == "random" else 0
                 mask = gm.graph.call_function(BLOCK_INDEX, (w, keep, step, *c.block, c.criterion, c.ties, stream, c.impl, c.cover))
-                mask.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                mask.meta = place_of(node)
                 given["mask"] = mask
                 given["lists"] = gm.graph.call_function(STRIP_LISTS, (mask, *c.block, c.impl)) if c.impl == "triton" and listed(c.block) else None
             if node.target in LINEARS:

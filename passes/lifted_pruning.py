@@ -15,11 +15,11 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import prune_ops, scale_ops
 from .activation_pruning import ActivationPruning, saves
+from .candidate import Candidate, weight_problem
 from .choose import Decision
-from .find import LINEARS, Candidate, bias_arg, call_stack, input_arg, weight_arg, weight_problem
+from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, call_stack, input_arg, weight_arg
 from .infra import Pass, replace_node
 from .lifted import Body, source_name
-from .lifted_mask import MASKED_LINEAR
 from .products import MUL_, larger, parameters_behind, product_parts
 
 

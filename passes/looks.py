@@ -13,6 +13,7 @@ from ..kernels.errors import FxMaskWarning, message
 from . import site as state
 from .feedback import Feedback, Progress, held, is_number
 from .site import Site
+from .site_mask import mask_outside
 
 SILENT = 10_000  # optimiser steps without any report of a loss, after which a warning says so
 
@@ -72,12 +73,12 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
         f = feedback_of(site, "flip_rate")
         if f is None or weight is None or weight.is_meta or site._fxmask_is_dense or not _crossed(site, before, f.every):
             continue
-        mask, old = state.mask_outside(site, weight.detach()), site._fxmask_looked
+        mask, old = mask_outside(site, weight.detach()), site._fxmask_looked
         site._fxmask_looked = mask.clone()  # one that is cached may be rewritten in place
         if old is not None:
             due.append((site, f, (mask != old).sum() - (mask.sum() - old.sum()).abs()))  # a change of the ratio alone is no flip
     flips = torch.stack([t.to(due[0][2].device) for _, _, t in due]).tolist() if due else []
-    rise = [(site, f) for (site, f, _), n in zip(due, flips, strict=True) if f.goal is not None and n / (site._fxmask_grid[0] * site._fxmask_grid[1]) < f.goal]
+    rise = [(site, f) for (site, f, _), n in zip(due, flips, strict=True) if f.goal is not None and n / site._fxmask_blocks < f.goal]
     for site, f in rise:
         p = site._fxmask_progress
         assert p is not None

@@ -19,21 +19,19 @@ from torch.optim import Optimizer
 
 from ..kernels.errors import UnsupportedError, message
 from . import elementwise
-from . import site as state
 from .feedback import Feedback
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
 from .site import Site
+from .site_mask import kept, mask_outside
 
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 
 
 def kept_on_host(site: Site) -> int | None:
     """Kept blocks of the mask of the last forward, known without asking the device; None with ties='keep' or a feedback, of which the mask alone tells."""
-    c = site._fxmask_config
-    if isinstance(site._fxmask_given.schedule, Feedback):
-        return None
-    return c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, site._fxmask_grid[0] * site._fxmask_grid[1]) if c.ties == "lowest" else None
+    told = site._fxmask_config.ties == "lowest" and not isinstance(site._fxmask_given.schedule, Feedback)
+    return kept(site) if told else None
 
 
 @dataclass
@@ -66,7 +64,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         g.mask = None
         if g.weight.grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
             elementwise.refuse_shard(g.name, g.weight)
-            g.mask, g.block = state.mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+            g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at

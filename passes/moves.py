@@ -33,7 +33,7 @@ def work_of(call: Call, target: Target) -> list[Work]:
     cost = stream_of(call)
     if known and target.elementwise:
         n = max([p.numel for p in (*call.inputs, *call.outputs)], default=0)
-        cost = Cost(n, n, cost.reads, cost.writes, cost.reads_min, cost.writes_min)
+        cost = cost.with_flop(n, n)
     phase = phase_of(call)
     if phase == "dW" and call.forward is not None and call.op == "aten.sum" and _sums_bias(call):
         phase = "db"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from .candidate import IN_PROJ, Candidate
 from .conv import convs, leave_out, merged
-from .find import IN_PROJ, Candidate, find
+from .find import find
 
 
 def find_nm(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[Candidate]:

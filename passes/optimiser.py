@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import expand_mask
 from . import ranks
-from . import site as state
 from .config import WeightMask
 from .site import Site
+from .site_mask import mask_outside
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -60,6 +60,11 @@ class Guarded:
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""
         return key == self.clear or (self.clear == EVERY and key not in NO_MOMENTA)
+
+    def forget(self) -> None:
+        """Let go of what the step was not to overwrite."""
+        self.mask = self.before = self.gradient = None
+        self.momenta = {}
 
     @property
     def policy(self) -> str:
@@ -118,12 +123,12 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     A closure makes the gradients inside the step, so that before it nothing says which weights will move.
     """
     for g in guarded:
-        g.mask, g.before, g.momenta, g.gradient = None, None, {}, None
+        g.forget()
         if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
-        g.mask, g.block = state.mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+        g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
         if g.policy == "free":
             continue
         g.before = ranks.part(g.weight.detach()).clone()
@@ -151,28 +156,32 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
 def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. State that the step created begins anew there."""
     for g in guarded:
-        if g.mask is None or g.before is None or g.weight.grad is None:
-            g.before, g.momenta = None, {}
-            continue
-        kept = _elements(g.mask, g, g.block)
-        weight, old = ranks.part(g.weight), g.before
-        if g.policy == "decay":
-            group = group_of(optimizer, g.weight) or {}
-            lr = group.get("lr", 0.0)
-            skipped = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused step run, and it moves nothing
-            decayed = old * (1 - lr * group.get("weight_decay", 0.0))
-            old = decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
-        else:
-            for k, t in _momenta(optimizer, g.weight).items():
-                was = g.momenta.get(k)
-                if was is not None:
-                    t.copy_(torch.where(kept, t, was.to(t.device)))
-                elif k not in NO_MOMENTA:
-                    _start_anew(t, ~kept, g.before, momentum=k == g.clear)
-        weight.copy_(torch.where(kept, weight, old))
-        if g.gradient is not None:
-            ranks.part(g.weight.grad).copy_(g.gradient)
-        g.mask, g.before, g.momenta, g.gradient = None, None, {}, None
+        if g.mask is not None and g.before is not None and g.weight.grad is not None:
+            kept, weight, old = _elements(g.mask, g, g.block), ranks.part(g.weight), g.before
+            if g.policy == "decay":
+                old = _decayed(optimizer, g, old)
+            else:
+                _rest_momenta(optimizer, g, kept, old)
+            weight.copy_(torch.where(kept, weight, old))
+            if g.gradient is not None:
+                ranks.part(g.weight.grad).copy_(g.gradient)
+        g.forget()
+
+
+def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
+    group = group_of(optimizer, g.weight) or {}
+    decayed = old * (1 - group.get("lr", 0.0) * group.get("weight_decay", 0.0))
+    skipped = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused step run, and it moves nothing
+    return decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
+
+
+def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> None:
+    for k, t in _momenta(optimizer, g.weight).items():
+        was = g.momenta.get(k)
+        if was is not None:
+            t.copy_(torch.where(kept, t, was.to(t.device)))
+        elif k not in NO_MOMENTA:
+            _start_anew(t, ~kept, old, momentum=k == g.clear)
 
 
 @torch.no_grad()
@@ -184,7 +193,7 @@ def note_masks(optimizer: Optimizer, guarded: Iterable[Guarded], zero: bool) -> 
     for g in guarded:
         regrows, g.last = g.site._fxmask_config.regrow is not None, None
         if regrows or (zero and not g.site._fxmask_softening and (g.mask is not None or _momenta(optimizer, g.weight))):
-            mask = state.mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
+            mask = mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
             g.last = mask.clone() if g.site._fxmask_in_place else mask, g.site._fxmask_config.block
 
 
@@ -192,10 +201,11 @@ def note_masks(optimizer: Optimizer, guarded: Iterable[Guarded], zero: bool) -> 
 def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     """Zero the momenta of blocks that the rebuilt mask keeps and the one that was noted did not."""
     for g in guarded:
-        if g.last is not None:
-            now, old = state.mask_outside(g.site, g.weight.detach()), _elements(g.last[0], g, g.last[1])
-            elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
-            for k, t in _momenta(optimizer, g.weight).items():
-                if k not in NO_MOMENTA:
-                    _start_anew(t, elements, ranks.part(g.weight.detach()))
-            g.last = None
+        if g.last is None:
+            continue
+        now, old = mask_outside(g.site, g.weight.detach()), _elements(g.last[0], g, g.last[1])
+        elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
+        for k, t in _momenta(optimizer, g.weight).items():
+            if k not in NO_MOMENTA:
+                _start_anew(t, elements, ranks.part(g.weight.detach()))
+        g.last = None

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..kernels.grid import kept_elements
 from .calls import is_real, typical_mask
-from .site import Site, current_mask
+from .site import Site
+from .site_mask import current_mask
 from .weights import peek_weight
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import textwrap
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -15,9 +14,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.nn.utils import parametrize
 
-from .find import Candidate, call_stack, join, resolve, weight_problem
+from .candidate import REPLACED, Candidate, join, weight_problem
+from .graph_calls import call_stack, resolve
+from .infra import recorded_value
 from .plain_forward import product_of
 from .readers import forward_sources
+from .said import parsed
 
 SCALED = "fxmask_scaled"  # the container of a graph module
 INSIDE = "it stands inside a forward that does more, which a swapped class does not reach"
@@ -47,7 +49,7 @@ def find_products(model: nn.Module) -> list[Candidate]:
             elif weight is not None:
                 found.append(_candidate(join(name, leaf), weight, m, types=type(m).__mro__, skip="" if whole else INSIDE))
                 if whole and "forward" in m.__dict__:
-                    found[-1].skip = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
+                    found[-1].skip = REPLACED
     return found
 
 
@@ -61,22 +63,17 @@ def _candidate(path: str, weight: Tensor, module: nn.Module | None = None, **mor
 def _products_inside(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names p of `self.p`, or of `self.p.view(...)` and its like, that a class multiplies by in its forward, by its source."""
     found = []
-    for source in forward_sources(cls):
-        try:
-            tree = ast.parse(textwrap.dedent(source))
-        except SyntaxError:
-            continue
-        for node in ast.walk(tree):
-            operands: list[ast.expr] = []
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-                operands = [node.left, node.right]
-            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
-                operands = [node.value]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TIMES:
-                operands = [node.func.value, *node.args, *(k.value for k in node.keywords)]
-                if "addcmul" in node.func.attr:  # the first one, behind `torch` or before the dot, is added
-                    operands = operands[2 if ast.unparse(node.func.value) == "torch" else 1 :]
-            found += [name for name in map(_own, operands) if name]
+    for node in (n for tree in parsed(forward_sources(cls)) for n in ast.walk(tree)):
+        operands: list[ast.expr] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            operands = [node.left, node.right]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+            operands = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TIMES:
+            operands = [node.func.value, *node.args, *(k.value for k in node.keywords)]
+            if "addcmul" in node.func.attr:  # the first one, behind `torch` or before the dot, is added
+                operands = operands[2 if ast.unparse(node.func.value) == "torch" else 1 :]
+        found += [name for name in map(_own, operands) if name]
     return tuple(dict.fromkeys(found))
 
 
@@ -141,7 +138,7 @@ def product_parts(node: Node, behind: dict[Node, list[Any]]) -> dict[str, Node]:
 
 def larger(node: Node, x: Node) -> str:
     """Why a product is dense whose result the trace says to be larger than what it multiplies; empty where it is not, or the trace does not say."""
-    y, given = (n.meta.get("val", n.meta.get("example_value")) for n in (node, x))
+    y, given = recorded_value(node), recorded_value(x)
     if isinstance(y, Tensor) and isinstance(given, Tensor) and all(isinstance(n, int) for n in (*y.shape, *given.shape)) and y.shape != given.shape:
         return f"its result {tuple(y.shape)} is larger than what it multiplies, {tuple(given.shape)}"
     return ""

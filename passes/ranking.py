@@ -5,8 +5,6 @@ Runs between steps, on [NB, KB] tensors, in plain PyTorch on any device. The sel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,7 @@ from ..kernels.grid import expand_mask
 from ..kernels.score import random_keys
 from ..kernels.select import select_blocks
 from .saliency import NORMS, norms
-
-if TYPE_CHECKING:
-    from .site import Site
+from .site import Site
 
 
 def ranks_of(scores: Tensor, second: Tensor) -> Tensor:

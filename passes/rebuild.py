@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels import dispatch, gpu_choice
 from ..kernels.errors import FxMaskWarning, UnsupportedError, first_of, message
 from ..kernels.grid import as_matrix
-from . import looks, phase_change, ranks
+from . import looks, phase_change, ranks, site_mask
 from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
-
-
-class Ties:
-    """The masks of one weight, and which modules hold it: layers load one after the other, and what one loads is the weight of all.
-
-    It keeps nothing alive, and a copy of a layer brings none of the others: copies that were made together have one that is empty, and join it themselves.
-    """
-
-    def __init__(self) -> None:
-        self._held: weakref.WeakKeyDictionary[Site, tuple[weakref.ref[nn.Module], str]] = weakref.WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[type[Ties], tuple[()]]:
-        return Ties, ()
-
-    def join(self, site: Site, owner: nn.Module, leaf: str) -> None:
-        """Note a mask, and under which name a module holds its weight."""
-        self._held[site] = weakref.ref(owner), leaf
-
-    def others(self, site: Site, weight: Tensor) -> list[Site]:
-        """Cached masks of the same weight, but for this one; of layers that have another weight by now, or are masked no longer, there are none."""
-        held = [(other, owner(), leaf) for other, (owner, leaf) in list(self._held.items()) if other is not site]
-        same = [other for other, owner, leaf in held if owner is not None and owner._parameters.get(leaf) is weight]
-        return [other for other in same if other.__dict__.get("_fxmask_tied") is self and other._fxmask_mask is not None]
 
 
 class Job(NamedTuple):
@@ -109,7 +85,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     groups: dict[object, list[int]] = {}
     for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
-        state.fits(site, weight)
+        site_mask.fits(site, weight)
         kernels = dispatch.runs_triton(c.impl, weight.device)
         if c.impl == "auto":
             kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
@@ -126,10 +102,10 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     tied: dict[object, Tensor] = {}  # of a weight that several layers share, each of which loads: one mask, and a copy for each
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
-            key = (id(weight), state.mask_key(site))
+            key = (id(weight), site_mask.mask_key(site))
             same = None if site._fxmask_config.remembers else tied.get(key)
             if same is None:
-                mask = state.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
+                mask = site_mask.build(site, ranks.whole(weight.detach()), step and not first, first or anew)  # gathered one at a time
                 tied[key] = mask
             else:
                 mask = same.clone()
@@ -186,16 +162,8 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
     jobs, past = [], [(site, {name: getattr(site, name) for name in TOLD}, phase_change.remembered(site)) for site, _ in found]
     try:
         for site, weight in found:
-            before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
-            site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_copied=False, _fxmask_step=now)
-            entered = phase_change.follow(site, taken=n > 0)
-            c = site._fxmask_config
-            if n and weight is not None and c.cached and now >= c.start:
-                due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
-                if due or before < c.start or entered.anew:
-                    begins = before < c.start
-                    other = (mask, block) if entered.first and not begins and mask is not None else None
-                    jobs.append(Job(site, weight, first=begins or entered.first, step=begins or not entered.first, other=other))
+            job = _taken(site, weight, n)
+            jobs += [] if job is None else [job]
         state.sync(*(site for site, _ in found))
         rebuild(jobs)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
@@ -207,3 +175,19 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             site.__dict__.update(told)
         state.sync(*(site for site, _ in found))
         raise
+
+
+def _taken(site: Site, weight: Tensor | None, n: int) -> Job | None:
+    """Take the steps of one mask; what is due of it then."""
+    before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
+    site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_copied=False, _fxmask_step=now)
+    entered = phase_change.follow(site, taken=n > 0)
+    c = site._fxmask_config
+    if not n or weight is None or not c.cached or now < c.start:
+        return None
+    begins = before < c.start
+    due = c.refresh and (now - c.start) // c.refresh > (before - c.start) // c.refresh
+    if not (due or begins or entered.anew):
+        return None
+    other = (mask, block) if entered.first and not begins and mask is not None else None
+    return Job(site, weight, first=begins or entered.first, step=begins or not entered.first, other=other)

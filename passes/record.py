@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ..kernels.grid import as_matrix, matrix_shape
-from .calls import Call, Mask, Place, is_real, typical_mask
+from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
 from .shapes import run
 
 CALL_CODE = nn.Module._call_impl.__code__
@@ -124,56 +124,56 @@ class Recorder(TorchDispatchMode):
         elif now > self._seq:  # autograd made a node for this op just before it came here
             call.seq, self._seq = now - 1, now
             self._by_seq[call.seq] = call
-        inputs = call.inputs
-        names = {n for p in inputs for n in p.weight.split("+") if n}
         made = self._mask_of(func, args, kwargs) or _either(call)
-        others = [p for p in inputs if not p.weight and not p.neutral] if made is None else []
-        mask = made or _inherited(call)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                key = t.untyped_storage()._cdata
-                if others or (backward and not recomputed and made is None and key not in {p.storage for p in inputs}):
-                    self.neutral.discard(key)
-                    self._derived.pop(key, None)
-                elif backward and not recomputed and made is None:
-                    pass  # a view of what it was
-                elif key not in self.real and names:
-                    name = "+".join(sorted(names))
-                    whole = mask is not None and mask.whole_dw and name not in self.masked_dw
-                    self._derived[key] = (name, mask and mask._replace(whole_dw=whole, storage=_rows_of(mask, inputs, t)))
-                    self._copied(func, args, key)
-                elif key not in self.real:
-                    self.neutral.add(key)
-                    if mask is not None:  # a cached one, expanded
-                        self._derived[key] = ("", mask)
+                self._note_origin(call, made, t)
                 call.outputs.append(self._place(t))
         self.calls.append(call)
         if self.progress is not None:
             self.progress(len(self.calls))
 
-    def _copied(self, func: Any, args: Any, key: int) -> None:
-        """Note a copy of a parameter: a channels_last convolution is copied before it is seen as a matrix."""
-        if str(getattr(func, "overloadpacket", "")) == "aten.clone" and isinstance(args[0], Tensor):
-            real = self.real.get(args[0].untyped_storage()._cdata)
-            if real is not None and args[0].shape == real[1].shape:
+    def _note_origin(self, call: Call, made: Mask | None, t: Tensor) -> None:
+        """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
+        key, inputs = storage_of(t), call.inputs
+        of_backward = call.backward and not call.recomputed and made is None
+        moved = made is None and any(not p.weight and not p.neutral for p in inputs)
+        if moved or (of_backward and key not in {p.storage for p in inputs}):
+            self.neutral.discard(key)
+            self._derived.pop(key, None)
+            return
+        if of_backward or key in self.real:  # a view of what it was
+            return
+        names = {n for p in inputs for n in p.weight.split("+") if n}
+        mask = made or _inherited(call)
+        if names:
+            name = "+".join(sorted(names))
+            whole = mask is not None and mask.whole_dw and name not in self.masked_dw
+            self._derived[key] = (name, mask and mask._replace(whole_dw=whole, storage=_rows_of(mask, inputs, t)))
+            real = self.real.get(inputs[0].storage) if call.op == "aten.clone" else None
+            if real is not None and real[1].shape == inputs[0].shape:  # a channels_last convolution is copied before it is seen as a matrix
                 self._copies[key] = real
+            return
+        self.neutral.add(key)
+        if mask is not None:  # a cached one, expanded
+            self._derived[key] = ("", mask)
 
     def _mask_of(self, func: Any, args: Any, kwargs: Any) -> Mask | None:
         """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
         if getattr(func, "_schema", None) is None or func._schema.name != "fxmask::block_index":
             return None
-        w, keep = args[0], self.values.get(args[1].untyped_storage()._cdata, args[1])
-        real = self.real.get(w.untyped_storage()._cdata, self._copies.get(w.untyped_storage()._cdata))
+        w, keep = args[0], self.values.get(storage_of(args[1]), args[1])
+        real = self.real.get(storage_of(w), self._copies.get(storage_of(w)))
         with _disable_current_modes(), torch.no_grad():
             if real is not None and is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and is_real(keep):
-                scalars, cover = (keep, self.values.get(args[2].untyped_storage()._cdata, args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
+                scalars, cover = (keep, self.values.get(storage_of(args[2]), args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
                 values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover)  # by any impl, all give the same bits
                 return Mask(values.cpu(), (args[3], args[4]), shape=tuple(w.shape))
             grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
             computed = self.computed.get(self._module()[0])
             if real is None and computed is not None and tuple(computed.shape) == grid:
                 return Mask(computed, (args[3], args[4]), shape=tuple(w.shape))
-            name = self._derived.get(w.untyped_storage()._cdata, (real[0] if real else "", None))[0]
+            name = self._derived.get(storage_of(w), (real[0] if real else "", None))[0]
             (self.typical if is_real(keep) else self.uncounted).add(name)
             return Mask(typical_mask(grid, int(keep) if is_real(keep) else grid[0] * grid[1]), (args[3], args[4]), shape=tuple(w.shape))
 
@@ -212,7 +212,7 @@ def _either(call: Call) -> Mask | None:
 
 def _rows_of(mask: Mask, inputs: list[Place], made: Tensor) -> int:
     """The storage of a tensor made of a masked weight, where its elements lie as the weight's rows do; else 0."""
-    key = made.untyped_storage()._cdata
+    key = storage_of(made)
     if mask.storage == key or made.dim() < 2 or not made.is_contiguous() or matrix_shape(made.shape) != mask.shape:
         return mask.storage if mask.storage == key else 0
     multiplied = any(p.mask is not None and p.dtype == torch.bool for p in inputs)

@@ -9,7 +9,6 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ..kernels.cost import Cost
 from ..kernels.errors import ConfigError
 from .calls import Call, Place
 from .moves import stream_of
@@ -40,8 +39,7 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
             flop = formula(*args, out_shape=outs[0] if len(outs) == 1 else tuple(outs), **kwargs)
             if isinstance(flop, bool) or not isinstance(flop, int) or flop < 0:
                 raise ConfigError(f"the registered cost of {name} must give FLOP: expected an int of at least 0, got {flop!r}.")
-            moved = stream_of(call)
-            cost = Cost(flop, flop, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
+            cost = stream_of(call).with_flop(flop, flop)
             dtype = next((p.dtype for p in (*call.outputs, *call.inputs)), None)
             return [Work(call, phase_of(call), REGISTERED, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -66,7 +67,7 @@ def leave_out(work: Work, weight: Place) -> None:
         work.dense, work.block, work.nnzb, work.impl = cost, mask.block, int(mask.values.sum()), "masked_dense"
         work.kept, work.elements, work.weight = kept, size, weight.weight
         useful = cost.flop_useful * kept // max(1, size)
-        work.cost = Cost(useful, cost.flop_issued, cost.reads, cost.writes, cost.reads_min, cost.writes_min)
+        work.cost = cost.with_flop(useful, cost.flop_issued)
 
 
 def _kept(p: Place) -> tuple[int, int] | None:
@@ -100,9 +101,8 @@ def _grouped_mm(call: Call, t: Target) -> list[Work]:
     a, b = call.args[:2]
     (m, k), n = a.shape[-2:], b.shape[-1]
     batch = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
-    flop, moved = 2 * batch * m * k * n, stream_of(call)
-    weight = b if b.weight else a
-    cost = Cost(flop, flop, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
+    flop, weight = 2 * batch * m * k * n, b if b.weight else a
+    cost = stream_of(call).with_flop(flop, flop)
     return [Work(call, phase_of(call), EXACT, cost, m, n, k, batch, a.dtype, weight=weight.weight, elements=weight.numel if weight.weight else 0)]
 
 
@@ -156,7 +156,7 @@ def _once(cost: Cost, **operands: Place) -> Cost:
     for name, p in operands.items():
         least[name] = 0 if p.view in views else least[name]
         views.add(p.view)
-    return Cost(cost.flop_useful, cost.flop_issued, cost.reads, cost.writes, least, cost.writes_min)
+    return replace(cost, reads_min=least)
 
 
 @rule(*(f"aten._scaled_dot_product_{name}" for name in _FUSED))

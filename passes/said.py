@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .naming import Names, Path, Value, flat, weights
@@ -40,15 +40,20 @@ class Said(NamedTuple):
 def said(sources: Iterable[str]) -> Said:
     """What methods say, each by its source, in which the first argument is `self`; nothing of what cannot be parsed."""
     walk = _Walk()
-    for source in sources:
-        try:
-            tree = ast.parse(textwrap.dedent(source))
-        except SyntaxError:
-            continue
+    for tree in parsed(sources):
         for node in tree.body:
             walk.names = {"self": {()}}
             walk.visit(node)
     return Said(walk.reads, walk.written, walk.calls)
+
+
+def parsed(sources: Iterable[str]) -> Iterator[ast.Module]:
+    """Sources as trees; nothing of what cannot be parsed."""
+    for source in sources:
+        try:
+            yield ast.parse(textwrap.dedent(source))
+        except SyntaxError:
+            continue
 
 
 class _Walk(Names):

@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from ..kernels import ops
 from ..kernels.dispatch import runs_triton
 from ..kernels.errors import StateError, UnsupportedError, message
-from ..kernels.grid import as_matrix, grid_shape, keep_count, matrix_shape
-from . import feedback, gpu_site, lost_guards, phases, ranks
+from ..kernels.grid import grid_shape, keep_count, matrix_shape
+from . import feedback, gpu_site, lost_guards, phases
 from .config import WeightMask
-from .ranking import ranked
 from .scripting import refuse_scripting
 
 if TYPE_CHECKING:
-    from .rebuild import Ties
+    from .ties import Ties
 
 STATE = ("keep", "count", "dense", "mask", "lists", "flips", "score", "growth", "scale", "looked")  # the tensors among the attributes
 
@@ -35,43 +33,53 @@ UNKNOWN = -1  # of a copy's weight: the cached mask may be another one's
 class Site(nn.Module):
     """Mixin of every module that owns a mask."""
 
+    # what is asked for, and of which weight
     _fxmask_given: WeightMask  # what the user asked for
     _fxmask_config: WeightMask  # what is in force: that of the phase
     _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
-    _fxmask_kind: int = 0  # of that, see `WeightMask.kind`
-    _fxmask_chooses: bool = False  # of the class: whether its forward asks `passes.gpu_site`
-    _fxmask_from: int = 0  # tokens from which kernels multiply under `auto`, see `passes.gpu_site`
-    _fxmask_shape: tuple[int, int]  # of the weight as a matrix
+    _fxmask_kind: int = 0  # of what is in force, see `WeightMask.kind`
     _fxmask_name: str  # the parameter's
+    _fxmask_shape: tuple[int, int]  # of the weight as a matrix
     _fxmask_grid: tuple[int, int]
     _fxmask_stream: int  # seed of random masks
+    _fxmask_chooses: bool = False  # of the class: whether its forward asks `passes.gpu_site`
+    _fxmask_from: int = 0  # tokens from which kernels multiply under `auto`, see `passes.gpu_site`
+
+    # optimiser steps, and who counts them
     _fxmask_step: int  # optimiser steps taken
     _fxmask_built: int  # step of the last rebuild of a cached mask
     _fxmask_announced: bool  # somebody counts the steps
     _fxmask_copied: bool = False  # this is a copy, and no step of its own has been told
-    _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
+    _fxmask_policy: str | None  # of the guard that is in force
+    _fxmask_guard: object | None  # token of the guard that counts the steps
+    _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
+    _fxmask_was: str | None  # of a layer that has lost its guard, as copies do: its policy
+    _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
+
+    # what forwards and loads have left
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
-    _fxmask_is_dense: bool  # inside fxmask.dense
-    _fxmask_policy: str | None  # of the guard that is in force
-    _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
-    _fxmask_guard: object | None  # token of the guard that counts the steps
-    _fxmask_was: str | None  # of a layer that has lost its guard, as copies do: its policy
-    _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
+    _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
     _fxmask_tied: Ties | None  # where several masks are of one weight: they share it
-    _fxmask_saved: tuple[Tensor, Tensor | None] | None  # inside fxmask.dense: the cached mask and lists that come back
-    _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
+
+    # inside fxmask.dense
+    _fxmask_is_dense: bool
+    _fxmask_saved: tuple[Tensor, Tensor | None] | None  # the cached mask and lists that come back
+
+    # tensors on the weight's device, and what the host knows of them
     _fxmask_keep: Tensor  # 0-d int64, blocks to keep
     _fxmask_count: Tensor  # 0-d int64, the step as random masks see it
+    _fxmask_written: tuple[int, int, bool] | None  # what the device scalars hold, so that they are written only when they change
     _fxmask_dense: Tensor | None  # 0-d bool, rigl: dW is dense now
     _fxmask_mask: Tensor | None  # bool [NB, KB] where the mask is cached
     _fxmask_lists: Tensor | None  # the cached mask's lists, where kernels read them
+    _fxmask_in_place: bool = False  # a CUDA graph of fxmask.graphed reads these tensors where they lie: they are rewritten, not replaced
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
     _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
     _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.saliency
@@ -80,7 +88,11 @@ class Site(nn.Module):
     _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
     _fxmask_scaled: float  # that factor
     _fxmask_softening: bool  # it is not 0 yet
-    _fxmask_in_place: bool = False  # a CUDA graph of fxmask.graphed reads these tensors where they lie: they are rewritten, not replaced
+
+    @property
+    def _fxmask_blocks(self) -> int:
+        """How many blocks the weight has."""
+        return self._fxmask_grid[0] * self._fxmask_grid[1]
 
     @property
     def _fxmask_dense_now(self) -> bool:
@@ -160,17 +172,19 @@ def stream_of(seed: int, name: str) -> int:
 
 def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
     """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
-    site._fxmask_given, site._fxmask_progress, site._fxmask_phase, site._fxmask_name = config, feedback.begin(config), 0, name
+    site._fxmask_given, site._fxmask_progress, site._fxmask_phase = config, feedback.begin(config), 0
     site._fxmask_config = feedback.held(phases.in_force(config, 0), config, site._fxmask_progress)
-    site._fxmask_shape, site._fxmask_choice = matrix_shape(weight.shape), "auto"
+    site._fxmask_name, site._fxmask_shape = name, matrix_shape(weight.shape)
     site._fxmask_grid = grid_shape(site._fxmask_shape, config.block)
     site._fxmask_stream = stream_of(config.seed, stream_name)
-    site._fxmask_step = site._fxmask_built = 0
-    site._fxmask_announced = site._fxmask_is_dense = site._fxmask_lost = site._fxmask_unguarded = site._fxmask_called = False
-    site._fxmask_softening = site._fxmask_loaded = site._fxmask_brought = site._fxmask_told = False
     check_plain(site, weight)
-    site._fxmask_saved = site._fxmask_restored = site._fxmask_policy = site._fxmask_guard = site._fxmask_seen = site._fxmask_grown = None
-    site._fxmask_was = site._fxmask_tied = None
+    site._fxmask_step = site._fxmask_built = 0
+    site._fxmask_announced = site._fxmask_unguarded = False
+    site._fxmask_policy, site._fxmask_guard, site._fxmask_choice, site._fxmask_was = None, None, "auto", None
+    site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
+    site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
+    site._fxmask_is_dense, site._fxmask_saved = False, None
+    site._fxmask_grown, site._fxmask_softening = None, False
     place_on(site, weight.device)
 
 
@@ -254,78 +268,9 @@ def reads_lists(site: Site, device: torch.device) -> bool:
     return runs_triton(site._fxmask_config.impl, device) or gpu_site.may_take(site, device)
 
 
-def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
-    """The mask of a weight, (N, K) as a matrix, as it is now: bool (NB, KB). `grow`, `anew`: see `passes.ranking.ranked`."""
-    c = site._fxmask_config
-    fits(site, weight)
-    if c.remembers:
-        return ranked(site, weight.detach(), grow, anew)
-    stream = site._fxmask_stream if c.criterion == "random" else 0  # a constant of its own in each layer, and layers that are alike share one compile
-    keep, count = site._fxmask_keep, site._fxmask_count
-    # weights of torch.func.functional_call; and the body of a cond or scan, which PyTorch traces in every call that trains: the host knows what to keep
-    elsewhere = (keep.is_meta and not weight.is_meta) or is_traced_anew(keep, weight)
-    if elsewhere and site._fxmask_written is not None:  # in this order: what was written moves, and a compiler would compare it
-        keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in site._fxmask_written[:2])
-    return ops.index(as_matrix(weight), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)
-
-
-def mask_key(site: Site) -> tuple[object, ...]:
-    """What decides with the weight about a mask that remembers nothing: sites that are alike here make the same mask of the same weight."""
-    c = site._fxmask_config
-    return c.block, c.criterion, c.ties, site._fxmask_stream if c.criterion == "random" else 0, c.impl, c.cover, site._fxmask_written
-
-
-def is_traced_anew(held: Tensor, given: Tensor) -> bool:
-    """Whether a forward is traced with tensors that have no values, where those of the state would not be taken."""
-    return isinstance(given, FakeTensor) and not given.fake_mode.allow_non_fake_inputs and not isinstance(held, FakeTensor)
-
-
 def check_plain(site: Site, weight: Tensor) -> None:
     """Raise UnsupportedError where a step has to read the gradient of a weight, or to write it, that is no Parameter."""
     touches = any(c.observes or c.regrow is not None or c.gain for c in phases.in_turn(site._fxmask_given))
     if touches and not isinstance(weight, nn.Parameter):
         what = "gradient criteria, average, regrow and gain read or write the weight between steps: expected a Parameter, got one that the model computes."
         raise UnsupportedError(message(what, site._fxmask_name, "remove the parametrisation, or use a criterion of the weight alone for this layer."))
-
-
-def fits(site: Site, weight: Tensor) -> None:
-    """Raise StateError where a layer was moved without its mask, or was given a weight of another size."""
-    borrowed = site._fxmask_keep.is_meta and site._fxmask_mask is None and site._fxmask_dense is None and site._fxmask_scale is None
-    if site._fxmask_keep.device != weight.device and not borrowed:
-        what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
-        raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
-    if matrix_shape(weight.shape) != site._fxmask_shape:
-        what = f"the weight has been replaced by one of another size: expected {site._fxmask_shape} as a matrix, got {tuple(weight.shape)}."
-        raise StateError(message(what, site._fxmask_name, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
-
-
-def current_mask(site: Site, weight: Tensor) -> Tensor:
-    """The mask of the next forward, cached or not: bool (NB, KB)."""
-    if site._fxmask_mask is None:
-        return build(site, weight)
-    return site._fxmask_mask
-
-
-def mask_outside(site: Site, weight: Tensor) -> Tensor:
-    """The mask of the next forward, asked for outside of one: bool (NB, KB). Of a weight that fully_shard has shared out, all ranks ask together."""
-    if site._fxmask_mask is None and ranks.is_shard(weight):
-        weight = ranks.whole(weight)
-        weight = weight.to(site._fxmask_seen or weight.dtype)
-    return current_mask(site, weight)
-
-
-@torch.no_grad()
-def check_agreed(site: Site, weight: Tensor) -> None:
-    """StateError where one of several processes begins with a cached mask that is not its weight's, as after DDP's broadcast: ranks would differ."""
-    exempt = site._fxmask_step or site._fxmask_brought or site._fxmask_config.start or site._fxmask_is_dense or site._fxmask_lost
-    if site._fxmask_mask is None or exempt or not ranks.several() or torch.equal(build(site, ranks.whole(weight.detach())), site._fxmask_mask):
-        return
-    what = "the cached mask was built from other weights than the layer has now: expected masks that are the same on all ranks."
-    fix = "call fxmask.refresh(model) on all ranks after DistributedDataParallel or fully_shard; or make the model under the same seed on all of them."
-    raise StateError(message(what, site._fxmask_name, fix))
-
-
-def masks_any(site: Site) -> bool:
-    """Whether the mask in force masks a block; a ramp begins with none, and a small layer may keep all. Reads no device."""
-    c, blocks = site._fxmask_config, site._fxmask_grid[0] * site._fxmask_grid[1]
-    return not site._fxmask_is_dense and c.keep_at(site._fxmask_built if c.cached else site._fxmask_step, blocks) < blocks

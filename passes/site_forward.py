@@ -13,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..kernels import ops
 from ..kernels.errors import ShapeError, StateError, UnsupportedError, message
 from . import noted, ranks
-from .site import Site, check_agreed, current_mask
+from .site import Site
+from .site_mask import check_agreed, current_mask
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 from .weights import is_ensemble
 

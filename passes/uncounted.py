@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import FxMaskWarning, StateError, message
-from . import phases
+from . import phases, site_mask
 from . import site as state
 from .site import Site
 from .weights import is_ensemble
@@ -42,16 +42,16 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
         warnings.warn(message(f"a masked model is evaluated with {STALE}", site._fxmask_name, REFRESH), FxMaskWarning, stacklevel=4)
 
 
-def warn_of_steps(site: Site, stacklevel: int = 5) -> None:
+def warn_of_steps(site: Site) -> None:
     """FxMaskWarning where steps would make the ratio, or the phase, another one."""
     c, given = site._fxmask_config, site._fxmask_given
     now = c.ratio_at(site._fxmask_step)
     if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
         what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
-        warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel)
+        warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel=5)
     if now != given.final_ratio and not site._fxmask_is_dense:
         what = f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step)."
-        warnings.warn(what, FxMaskWarning, stacklevel)
+        warnings.warn(what, FxMaskWarning, stacklevel=5)
 
 
 def is_stale(site: Site, weight: Tensor) -> bool:
@@ -65,6 +65,6 @@ def is_stale(site: Site, weight: Tensor) -> bool:
         return False
     if site._fxmask_config.remembers:  # its scores are those of the copy's beginning: what it would be now nobody knows
         return site._parameters.get("weight") is weight
-    state.fits(site, weight)
+    site_mask.fits(site, weight)
     with torch.no_grad():
-        return not torch.equal(state.build(site, weight.detach()), mask)
+        return not torch.equal(site_mask.build(site, weight.detach()), mask)

@@ -13,20 +13,16 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .choose import Decision
-from .find import bias_arg, input_arg, weight_arg
+from .graph_calls import MASKED_LINEAR, input_arg, linear_call, linear_parts, place_of, weight_arg
 from .graph_site import GraphSite, containers, graph_sites
 from .infra import Pass, call_again, replace_node
 from .writes import Writes
 
 CONTAINER = "fxmask_sites"
-MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 
 
 class MaskWeights(Pass):
@@ -69,10 +65,7 @@ class RestoreLinears(Pass):
                 continue
             origin, name = chosen[id(site)].pop(0) if chosen[id(site)] else ("functional", "")  # a call that somebody copied has none
             with gm.graph.inserting_before(node):
-                if origin.startswith("module:"):
-                    new = gm.graph.call_module(origin.removeprefix("module:"), (x,))
-                else:
-                    new = gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, b))
+                new = linear_call(gm, origin, x, w, b)
             replace_node(gm, node, new)
             call_again(gm, new, name)
             for left in dict.fromkeys((*rest, mask, call, b, w, call.args[0])):  # of a mask that several calls read, the weight is the first one's
@@ -112,25 +105,23 @@ def _rewrite(gm: GraphModule, nodes: list[Node], sections: list[int], target: st
     given: dict[str, Node] = {}  # what the site gives
     for node, section, before in zip(nodes, sections, [None, *sections], strict=False):
         with graph.inserting_before(node):
-            if node.op == "call_module":
-                path, origin = str(node.target), f"module:{node.target}"
-                w: Any = graph.get_attr(f"{path}.weight")
-                b: Any = None if gm.get_submodule(path).bias is None else graph.get_attr(f"{path}.bias")
-            else:
-                w, b = weight_arg(node), bias_arg(node)
-                origin = "aten" if node.target is torch.ops.aten.linear.default else "functional"
+            w, b, origin = linear_parts(gm, node)
             if section != before:  # one weight, one mask, however often the graph uses it, until something writes into it
                 call = graph.call_module(target, (w,))
-                call.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                call.meta = place_of(node)
                 several = len(site.outputs) > 1
                 given = {name: graph.call_function(operator.getitem, (call, i)) if several else call for i, name in enumerate(site.outputs)}
             args = [input_arg(node), w, b, given["mask"], *c.block, c.backward, given.get("dense"), c.impl, given.get("lists")]
-            for default in (None, "auto", None):  # a short graph reads better
-                if len(args) > 7 and args[-1] == default:
-                    args.pop()
-                else:
-                    break
-            new = graph.call_function(MASKED_LINEAR, tuple(args))
+            new = graph.call_function(MASKED_LINEAR, _short(args))
         replace_node(gm, node, new)
         site.origins.append(origin)
         site.names.append(node.name)
+
+
+def _short(args: list[Any]) -> tuple[Any, ...]:
+    """The arguments of the op without the last ones that are its defaults: a short graph reads better."""
+    for default in (None, "auto", None):
+        if len(args) <= 7 or args[-1] != default:
+            break
+        args = args[:-1]
+    return tuple(args)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from .infra import recorded_value
+
 IN_PLACE = (
     operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv, operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior,
     operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, setattr,
@@ -176,7 +178,7 @@ def _is_new(gm: GraphModule, node: Node) -> bool:
 
 def _held(gm: GraphModule, node: Node) -> list[Key]:
     """The storage of a tensor that a graph is given or its module holds, as far as it is known."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = recorded_value(node)
     if node.op == "get_attr":
         value = gm
         for part in str(node.target).split("."):

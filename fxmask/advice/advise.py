@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,26 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..asked import check_model
 from ..bench.clock import load_average
-from ..bench.stopwatch import Stopwatch
 from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
-from ..masking import _check_model, apply
-from ..passes.capture import arguments
 from ..passes.choose import Patterns, choose
 from ..passes.config import WeightMask
 from ..passes.find import find
 from ..passes.schedule import at_least
+from ..passes.traced import arguments
 from ..pruning import any_pruned
 from ..sites import any_masked, expect_module
-from ..steps import refresh as rebuild_all
 from .advice import Advice, advice_of
 from .layers import Layer, layers_of
-from .plan import Plan, chosen, plans
+from .plan import chosen, plans
 from .search import Cell, check_cells, device_of, search
-from .step import mean_square, optimizer_of, page_faults, step_seconds, stepper, usage
-from .unit import MakeOptimizer, guarded
+from .step import mean_square
+from .trial import Trial, copied, outcome
 
 RATIOS = (0.5, 0.7, 0.8, 0.9)
 BLOCKS = {"cpu": (64, 32, 16), "cuda": (128, 64, 32)}
@@ -88,16 +85,15 @@ def advise(
     blocks_of = BLOCKS[device.type] if blocks is None else blocks
     cells = cells or check_cells(blocks_of, ratios)
     options: dict[str, Any] = {"backward": backward, "impl": impl}
-    measure_loss = loss or mean_square
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.inference_mode(False), torch.enable_grad():
         args, named = tree_map(_own, (args, named))
-        own = _copy(model)
+        own = copied(model)
         decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None, own)
         layers = layers_of(own, decisions, args, named)
         if not any(not layer.why for layer in layers):
             raise _nothing_to_time(layers, [f"{d.candidate.name}: {d.reason}" for d in decisions if d.config is None])
-        dense = step_seconds({"dense": stepper(own, args, named, measure_loss, optimizer_of(own, optimizer))}, device, FOR_STEPS * seconds)["dense"]
-        own.zero_grad(set_to_none=True)
+        trial = Trial(own, (args, named), loss or mean_square, optimizer, refresh, options, device)
+        dense = trial.dense(FOR_STEPS * seconds)
         until = begin + seconds * (1 - FOR_STEPS * check)
         found = search(layers, cells, options, optimizer, refresh, until)
         ratios_of, dense_times, trials = sorted({r for _, r in cells}), [dense], dict[float, float]()
@@ -108,12 +104,12 @@ def advise(
             plan = chosen(made, target, trials)
             if plan is None or not check or plan.ratio in trials:
                 break
-            tried = _tried(plan, own, _copy, (args, named), measure_loss, optimizer, refresh, options, device, begin + seconds, notes)
+            tried = trial.of(plan, begin + seconds, notes)
             if tried is None:
                 break
             dense_times.append(tried[0])
-            gain = trials[plan.ratio] = tried[0] / tried[1]
-            notes.append(_outcome(plan, gain, tried, target))
+            trials[plan.ratio] = tried[0] / tried[1]
+            notes.append(outcome(plan, tried, target))
     loads, took = (load, load_average()), time.perf_counter() - begin
     narrowed, steps = include is not None or exclude is not None, optimizer is not None
     return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took, narrowed, steps, trials)
@@ -121,7 +117,7 @@ def advise(
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
     expect_module(model, "fxmask.advise")
-    _check_model(model)
+    check_model(model)
     if any_masked(model) or any_pruned(model) or any_dropped(model):
         fix = "fxmask.restore(model) first, or advise before apply."
         raise StateError(message("fxmask.advise compares masks with the dense model: expected one without masks.", "", fix))
@@ -134,18 +130,6 @@ def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seco
     return check_cells(blocks, ratios) if blocks is not None else []
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        made = copy.deepcopy(model)
-        own = {id(t) for t in (*model.parameters(), *model.buffers())}
-        if made is model or any(id(t) in own for t in (*made.parameters(), *made.buffers())):
-            raise TypeError("the copy shares parameters or buffers with the model")
-        return made.train()
-    except Exception as e:
-        what = f"advise runs a copy of the model: expected one that can be copied, got {type(e).__name__}: {str(e)[:200]}"
-        raise UnsupportedError(message(what, "", "copy.deepcopy(model) must work, with memory for a second model; give a shallower one.")) from e
-
-
 def _own(t: Any) -> Any:
     """A tensor of the caller's as a leaf of our own, which may be written to; anything else as it is."""
     return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
@@ -154,39 +138,3 @@ def _own(t: Any) -> Any:
 def _nothing_to_time(layers: list[Layer], others: list[str]) -> UnsupportedError:
     reasons = "; ".join([f"{layer.name}: {layer.why}" for layer in layers] + others)[:600] or "it has no linear"
     return UnsupportedError(message(f"advise found nothing to time: expected a linear that can be masked and is called, got none: {reasons}."))
-
-
-def _outcome(plan: Plan, gain: float, tried: tuple[float, float], target: float) -> str:
-    """What is said of a trial."""
-    at = f" at {100 * plan.ratio:g} %: {gain:.2f} times as fast as dense ({1e3 * tried[0]:.3g} ms against {1e3 * tried[1]:.3g} ms)."
-    if gain < 1:
-        return f"Tried on a copy{at} That is slower than dense, though {plan.gain:.2f} were predicted: it is not advised."
-    return f"Tried on a copy{at}" + (f" That is below the target of {target:g}." if gain < target else "")
-
-
-def _tried(
-    plan: Plan, dense: nn.Module, duplicate: Callable[[nn.Module], nn.Module], given: tuple[tuple[Any, ...], Mapping[str, Any]],
-    loss: Callable[[Any], Tensor], make: MakeOptimizer | None, refresh: int, options: dict[str, Any], device: torch.device, until: float, notes: list[str],
-) -> tuple[float, float] | None:  # fmt: skip
-    """Seconds of the dense step and of the plan's, in turns; None where it was not tried."""
-    left = until - time.perf_counter()
-    if left < 10 * plan.step:
-        notes.append("The advice was not tried: no time was left.")
-        return None
-    try:
-        masked = apply(duplicate(dense), **plan.arguments(0, options))
-        optimizer = optimizer_of(masked, make)
-        if optimizer is not None:
-            guarded(optimizer, masked)
-        steps = {"dense": stepper(dense, *given, loss, optimizer_of(dense, make)), "masked": stepper(masked, *given, loss, optimizer)}
-        for step in steps.values():
-            step()  # what it takes for the first time would count as page faults
-        before = usage()
-        took = step_seconds(steps, device, left / 2)
-        if device.type == "cpu" and (said := page_faults(before, usage())):
-            notes.append(said)
-    except torch.OutOfMemoryError:
-        notes.append("The advice was not tried: the device's memory does not hold the model three times.")
-        return None
-    again = Stopwatch(device)(lambda: rebuild_all(masked)) / refresh if refresh else 0.0
-    return took["dense"], took["masked"] + again

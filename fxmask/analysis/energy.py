@@ -77,19 +77,12 @@ def measure_on(
     warm = steps(2 * AVERAGE_S, 1)
     batch = max(1, int(PERIOD_S * warm / max(now() - start, 1e-9)))
     busy = watch(gpu, lambda: steps(seconds, batch), now)
+    return _row(gpu, idle, busy, samples)
 
-    if idle.counter_j and busy.counter_j:
-        source, idle_j, raw_j = "nvml_counter", idle.counter_j, busy.counter_j
-    elif idle.integral_j and busy.integral_j:
-        source, idle_j, raw_j = "power_integral", idle.integral_j, busy.integral_j
-    else:
-        raise UnsupportedError(
-            message(
-                "measure_energy: no energy to read: expected an answer of nvmlDeviceGetTotalEnergyConsumption or nvmlDeviceGetPowerUsage above 0, got none.",
-                where=gpu.name,
-                fix="measure where `nvidia-smi -q -d POWER` shows a power draw; without it the report has no energy.",
-            )
-        )
+
+def _row(gpu: Gpu, idle: Window, busy: Window, samples: int | None) -> dict[str, Any]:
+    """What steps took beyond a GPU at rest."""
+    source, idle_j, raw_j = _joules(gpu, idle, busy)
     idle_w = idle_j / idle.s
     above_j = raw_j - idle_w * busy.s
     net_j = above_j if above_j > LEAST_NET * raw_j else None
@@ -111,6 +104,16 @@ def measure_on(
         "warnings": "; ".join(_warnings(gpu, idle, busy, net_j)),
     }
     return {k: v for k, v in row.items() if v is not None}
+
+
+def _joules(gpu: Gpu, idle: Window, busy: Window) -> tuple[str, float, float]:
+    """Where the figures come from, and those of the two windows: the counter's where there is one. Raises: UnsupportedError."""
+    if idle.counter_j and busy.counter_j:
+        return "nvml_counter", idle.counter_j, busy.counter_j
+    if idle.integral_j and busy.integral_j:
+        return "power_integral", idle.integral_j, busy.integral_j
+    what = "measure_energy: no energy to read: expected an answer of nvmlDeviceGetTotalEnergyConsumption or nvmlDeviceGetPowerUsage above 0, got none."
+    raise UnsupportedError(message(what, gpu.name, "measure where `nvidia-smi -q -d POWER` shows a power draw; without it the report has no energy."))
 
 
 def measure_energy(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
 from ..kernels.errors import first_of
 from . import ncu
 
-if TYPE_CHECKING:
-    from .report import Analysis
+Tables = dict[str, list[dict[str, Any]]]  # of an `Analysis`
 
 
-def attach(report: Analysis, ncu_csv: str | Path | None, timings: Mapping[str, float] | None, energy: Mapping[str, Any] | None) -> None:
-    """Add rows and columns in place. A name is a node, `node/phase`, or a module, whose predicted figures are summed; ConfigError where none is known."""
+def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, float] | None, energy: Mapping[str, Any] | None) -> list[str]:
+    """Add rows and columns in place; return notes. A name is a node, `node/phase`, or a module, whose figures are summed; ConfigError where none is known."""
     found: dict[str, dict[str, Any]] = {}
     if ncu_csv is not None:
         found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}
@@ -23,22 +22,21 @@ def attach(report: Analysis, ncu_csv: str | Path | None, timings: Mapping[str, f
         if not seconds > 0:
             raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
         found.setdefault(name, {})["time_us"] = 1e6 * seconds
-    rows = report.tables["roofline"]
+    rows = tables["roofline"]
     matched = {name: group for name in found if (group := rows_of(rows, name))}
     if found and not matched:
         names = first_of(list(found))
         raise ConfigError(f"measurements are named {names}: expected nodes or modules of this analysis, such as {rows[0]['node']!r} or {rows[0]['module']!r}.")
-    measured = [_row(name, found[name], group, report) for name, group in matched.items()]
+    measured = [_row(name, found[name], group, tables["traffic"]) for name, group in matched.items()]
     if measured:
-        report.tables["measured"] = measured
+        tables["measured"] = measured
         for row in measured:
             if len(matched[row["name"]]) == 1:  # one node and phase: its own row can carry it
                 matched[row["name"]][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
     left = [name for name in found if name not in matched]
-    if left:
-        report.notes.append(f"{len(left)} measured ranges are no node or module of this analysis: {first_of(left)}.")
     if energy is not None:
-        report.tables["energy"] = [dict(energy)]
+        tables["energy"] = [dict(energy)]
+    return [f"{len(left)} measured ranges are no node or module of this analysis: {first_of(left)}."] if left else []
 
 
 def rows_of(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -47,9 +45,9 @@ def rows_of(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return exact or [r for r in rows if r["node"] == name] or [r for r in rows if r["module"] == name or r["module"].startswith(f"{name}.")]
 
 
-def _row(name: str, got: dict[str, Any], group: list[dict[str, Any]], report: Analysis) -> dict[str, Any]:
+def _row(name: str, got: dict[str, Any], group: list[dict[str, Any]], traffic: list[dict[str, Any]]) -> dict[str, Any]:
     keys = {(r["node"], r["phase"], r["op"]) for r in group}
-    moved = [r for r in report.tables["traffic"] if (r["node"], r["phase"], r["op"]) in keys]
+    moved = [r for r in traffic if (r["node"], r["phase"], r["op"]) in keys]
     flop, low = sum(r["flop"] for r in group), sum(r["bytes_min"] for r in moved)
     least = sum(r["t_min_us"] for r in group)
     row: dict[str, Any] = {"name": name, "rows": len(group), "flop": flop, "bytes_min": low, "t_min_us": least}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..kernels.errors import message
+from ..files import csv_text, write_files
 from ..report import FORMATS, Report
+from .measured import attach
 
 SCHEMA = "fxmask.analysis/1"
 SUFFIX = {"csv": ".csv", "json": ".json", "markdown": ".md", "html": ".html", "latex": ".tex", "text": ".txt"}
@@ -104,9 +100,7 @@ class Analysis(Report):
         ncu_csv: an export of Nsight Compute whose NVTX ranges are named by node or module (`fxmask.analysis.ncu.COMMAND`); timings: {node or module: seconds};
         energy: a row of `fxmask.analysis.energy.measure_energy`. Returns self.
         """
-        from .measured import attach
-
-        attach(self, ncu_csv, timings, energy)
+        self.notes += attach(self.tables, ncu_csv, timings, energy)
         return self
 
     def save(self, path: str | Path, formats: Iterable[str] = ("csv", "json", "markdown")) -> Path:
@@ -119,7 +113,7 @@ class Analysis(Report):
         if path.suffix in FORMATS:
             form = {"github": "markdown"}.get(FORMATS[path.suffix], FORMATS[path.suffix])
             content = json.dumps(self.to_dict(), indent=1) if form == "json" else self._file("nodes" if form == "csv" else "modules", form)
-            _write({path.name: content}, path.parent)
+            write_files({path.name: content}, path.parent)
             return path
         formats = [formats] if isinstance(formats, str) else list(formats)
         unknown = [f for f in formats if f not in SUFFIX]
@@ -129,7 +123,7 @@ class Analysis(Report):
         for form in formats:
             if form != "json":
                 files |= {f"{t}{SUFFIX[form]}": self._file(t, form) for t in self.tables if self.tables[t]}
-        _write(files, path)
+        write_files(files, path)
         return path
 
     def _file(self, table: str, form: str) -> str:
@@ -158,54 +152,3 @@ def short(column: str, value: Any) -> Any:
         if abs(value) >= 10**power:
             return f"{value / 10**power:.2f} {letter}{unit}"
     return f"{value} {unit}".strip()
-
-
-def csv_text(rows: list[dict[str, Any]]) -> str:
-    """Rows as csv; missing values are empty."""
-    import csv
-    import io
-
-    columns = list(dict.fromkeys(k for r in rows for k in r))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def cannot_write(folder: Path, e: OSError) -> ConfigError:
-    """What to raise where a folder takes no files."""
-    what = f"the output folder cannot be written: {e.strerror or e}."
-    return ConfigError(message(what, str(folder), "name a folder that you may write to."))
-
-
-def _write(files: dict[str, str], folder: Path) -> None:
-    """All files or none: written into a folder beside, then moved; folders that were made for them go again."""
-    new = [p for p in (folder, *folder.parents) if not p.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=".fxmask-", dir=folder))
-    except OSError as e:
-        _remove(new)
-        raise cannot_write(folder, e) from None
-    done = False
-    try:
-        for name, content in files.items():
-            (beside / name).write_text(content, encoding="utf-8")
-            if (folder / name).is_dir():
-                raise IsADirectoryError(errno.EISDIR, f"{name} is a folder there")
-        for name in files:
-            os.replace(beside / name, folder / name)
-        done = True
-    except OSError as e:
-        raise ConfigError(message(f"the tables cannot be written: {e.strerror or e}.", str(folder), "make room, or name another folder.")) from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        if not done:
-            _remove(new)
-
-
-def _remove(folders: list[Path]) -> None:
-    for p in folders:
-        with suppress(OSError):
-            p.rmdir()

@@ -17,15 +17,18 @@ from .devices import Device
 
 def bounds(work: Work, device: Device, tf32: bool) -> dict[str, float]:
     """Seconds that each roof asks for; a roof of which nothing is known is left out."""
-    c = work.cost
-    mode: torch.dtype | str = "tf32" if tf32 and work.dtype == torch.float32 else work.dtype or torch.float32
+    c, peak = work.cost, _peak(work, device, tf32)
     found = {"dram": c.bytes_min / device.dram_bytes_s, "launch": work.launches * device.launch_s}
-    peak = device.peak(mode)
     if peak and c.flop_issued:
         found["compute"] = c.flop_issued / peak
     if device.l2_bytes_s and c.bytes_req:
         found["l2"] = c.bytes_req / device.l2_bytes_s
     return found
+
+
+def _peak(work: Work, device: Device, tf32: bool) -> float | None:
+    """FLOP/s of the device in the dtype that is used, where it is known."""
+    return device.peak("tf32" if tf32 and work.dtype == torch.float32 else work.dtype or torch.float32)
 
 
 def dense_of(work: Work) -> Work:
@@ -48,8 +51,7 @@ def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:
     c, found = work.cost, bounds(work, device, tf32)
     plain = dense_of(work)
     t, t_dense = max(found.values()), seconds(plain, device, tf32)
-    mode: torch.dtype | str = "tf32" if tf32 and work.dtype == torch.float32 else work.dtype or torch.float32
-    peak = device.peak(mode)
+    peak = _peak(work, device, tf32)
     return {
         "ai_dram": c.flop_useful / c.bytes_min if c.bytes_min else None,
         "ai_l2": c.flop_useful / c.bytes_req if c.bytes_req else None,

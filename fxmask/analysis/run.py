@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
@@ -15,13 +15,15 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels import dropout_ops
 from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
-from ..passes.capture import Recording, arguments, backend_of, capture
+from ..passes.capture import Recording, capture
 from ..passes.moves import work_of
+from ..passes.traced import arguments
 from ..passes.work import Target, Work, is_extra, makes_weight
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .dynamics import cut_off, said_of
 from .explained import explain
+from .notes import notes_of
 from .report import SCHEMA, Analysis
 from .thesis import MODELS
 
@@ -151,7 +153,7 @@ def _report(
     summary |= {"coverage": shares, **optimiser.summary(optimizer), **optimiser.saved(works)}
     shapes = [f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in recording.inputs]
     found = {
-        "summary": summary_rows(summary),
+        "summary": totals.rows(summary),
         "modules": tables.modules(works, kept, recording),
         "nodes": tables.nodes(works, names),
         "traffic": tables.traffic_rows(works, names, device),
@@ -175,66 +177,14 @@ def _report(
         "peaks_source": device.source,
         **{f"run_{k}" if k == "device" else k: v for k, v in provenance(where).items()},
     }
-    notes = totals.words(works, device, tf32, shares) + optimiser.words(works)
-    made = {n for n in recording.typical if all(p in recording.parameters and not recording.parameters[p].is_meta for p in n.split("+"))}
-    ragged = ragged_weights(recording)
-    for drawn, what in ((recording.typical - made, "have no values"), (made, "are computed in every forward, as by a parametrisation")):
-        at_edges = ", but at ragged edges with another number of elements" if drawn & ragged else ""
-        if drawn:
-            notes.append(f"{len(drawn)} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have{at_edges}.")
-    if recording.uncounted:
-        what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
-        notes.append(f"{what}analyse the model itself.")
-    if not recording.backward and "dX" not in {w.phase for w in works}:
-        notes.append("No output requires a gradient, or none was asked for: forward only.")
-    sites = recording.sites.values()
-    early = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_given.final_ratio) for s in sites}
-    for now, end in sorted(p for p in early if p[0] != p[1]):
-        notes.append(f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}.")
-    if impl is None and any(s._fxmask_config.impl == "auto" and not s._fxmask_from and not isinstance(s, nn.Conv2d) for s in sites):
-        notes.append(
-            "impl='auto' is counted as the kernels that skip blocks. On CUDA it takes them where a model fitted to recorded runs says that they pay (see "
-            "fxmask.explain there), and elsewhere multiplies by W∘M, which impl='reference' counts."
-        )
-    if any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
-        notes.append(
-            "impl='auto' of block dropout is counted as its kernels, a mask's draw as one launch; auto multiplies in plain PyTorch on CUDA, and eager PyTorch "
-            "draws a mask by some fifty small ops, which impl='reference' counts."
-        )
-    if backend_of(model) == "fxmask":
-        notes.append(
-            "The model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: it is counted as it is without them; "
-            "analyse fxmask.apply(model, ...) with the backend's options."
-        )
+    notes = [*totals.words(works, device, tf32, shares), *optimiser.words(works), *notes_of(model, recording, works, impl)]
     title = f"fxmask.analyze: {type(model).__name__}, inputs {', '.join(shapes)}, on {device.name}"
     return Analysis(title, found, notes, summary, meta, lambda node: explain(node, works, names, device, tf32))
 
 
-def ragged_weights(recording: Recording) -> set[str]:
-    """Weights that their blocks do not divide, of those whose masks are made in the forward."""
-    made = [(c.named["w"], c.named["block_rows"], c.named["block_cols"]) for c in recording.calls if c.op == "fxmask.block_index"]
-    return {w.weight for w, *block in made if any(size % b for size, b in zip(w.shape, block, strict=True))}
-
-
-def summary_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The summary as rows: quantity, its phases, total; what has no phases has a total alone."""
-    rows: list[dict[str, Any]] = []
-    for name, value in summary.items():
-        if isinstance(value, dict) and "total" in value:
-            rows.append({"quantity": name, **value})
-        elif isinstance(value, dict):
-            rows += [{"quantity": f"{name}_{k}", "total": v} for k, v in value.items()]
-        else:
-            rows.append({"quantity": name, "total": value})
-    return rows
-
-
 def _hash(forward: list[Work]) -> str:
     h = hashlib.sha256()
-    for w in forward:
-        if w.call is not None and w.kept is not None:
-            for p in w.call.inputs:
-                if p.mask is not None:
-                    h.update(p.mask.values.cpu().numpy().tobytes())
+    masks = (p.mask for w in forward if w.call is not None and w.kept is not None for p in w.call.inputs)
+    for mask in filter(None, masks):
+        h.update(mask.values.cpu().numpy().tobytes())
     return h.hexdigest()[:16]
-

@@ -55,6 +55,19 @@ def summary(works: list[Work], kept: dict[str, int], recording: Recording, devic
     return found
 
 
+def rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The summary as rows: quantity, its phases, total; what has no phases has a total alone."""
+    found: list[dict[str, Any]] = []
+    for name, value in summary.items():
+        if isinstance(value, dict) and "total" in value:
+            found.append({"quantity": name, **value})
+        elif isinstance(value, dict):
+            found += [{"quantity": f"{name}_{k}", "total": v} for k, v in value.items()]
+        else:
+            found.append({"quantity": name, "total": value})
+    return found
+
+
 def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, float]) -> list[str]:
     """What the numbers say, one sentence each, with the numbers."""
     said = ["A FLOP ratio is not a speed-up; t_min is a lower bound; L1 hits and bank conflicts are not modelled."]

@@ -13,7 +13,9 @@ from torch.nn import functional as F
 import fxmask
 from fxmask import cli
 from fxmask.advice import advise as module
+from fxmask.advice import trial
 from fxmask.advice.layers import layers_of
+from fxmask.advice.plan import Plan
 from fxmask.advice.search import Timed
 from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
 from fxmask.passes.choose import choose
@@ -134,8 +136,8 @@ def test_large_layers_at_a_high_ratio_are_advised_and_tried(tmp_path, one_thread
 
 
 def test_advice_that_loses_when_tried_is_taken_back(monkeypatch):
-    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {"dense": 1.0} if len(steps) == 1 else {"dense": 1.0, "masked": 1.25})
-    monkeypatch.setattr(module, "plans", lambda *a: [module.Plan(0.9, {"0": (32, 32)}, 0.001, 2.0)])
+    monkeypatch.setattr(trial, "step_seconds", lambda steps, *a: {"dense": 1.0} if len(steps) == 1 else {"dense": 1.0, "masked": 1.25})
+    monkeypatch.setattr(module, "plans", lambda *a: [Plan(0.9, {"0": (32, 32)}, 0.001, 2.0)])
     advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), seconds=2.0, blocks=[32], ratios=[0.9])
     assert advice.plan is None and advice.arguments is None
     assert "Tried on a copy at 90 %: 0.80" in str(advice) and "it is not advised" in str(advice)
@@ -146,10 +148,10 @@ def test_advice_that_loses_when_tried_is_taken_back(monkeypatch):
 def trying(monkeypatch, dense, masked, saved, **options):
     """Advice where the dense step takes `dense` seconds, one time after the other, and trials `masked`; plans save `saved` seconds, {ratio: seconds}."""
     denses, maskeds = iter(dense), iter(masked)
-    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {name: next(denses if name == "dense" else maskeds) for name in steps})
+    monkeypatch.setattr(trial, "step_seconds", lambda steps, *a: {name: next(denses if name == "dense" else maskeds) for name in steps})
 
     def plans(found, ratios, d):
-        return [module.Plan(r, {"0": (32, 32)}, 0.001, d / (d - saved[r])) for r in ratios]
+        return [Plan(r, {"0": (32, 32)}, 0.001, d / (d - saved[r])) for r in ratios]
 
     monkeypatch.setattr(module, "plans", plans)
     model = nn.Sequential(nn.Linear(64, 64))
@@ -234,7 +236,7 @@ def test_a_frozen_layer_is_timed_as_one():
 
 def paying(monkeypatch, **options):
     """Advice that pays, whatever the machine says."""
-    monkeypatch.setattr(module, "step_seconds", lambda steps, *a: {"dense": 2.0, "masked": 1.0} if len(steps) > 1 else {"dense": 2.0})
+    monkeypatch.setattr(trial, "step_seconds", lambda steps, *a: {"dense": 2.0, "masked": 1.0} if len(steps) > 1 else {"dense": 2.0})
     monkeypatch.setattr("fxmask.advice.plan.PAYS", 0.0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     return fxmask.advise(model, torch.randn(8, 64), target=0.01, **{**SMALL, "seconds": 10.0, **options})

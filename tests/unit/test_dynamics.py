@@ -71,6 +71,13 @@ def test_blocks_that_the_ratio_brings_back_come_as_they_are():
     assert any(a < b for a, b in itertools.pairwise(kept)) and torch.equal(model[0].weight.detach(), before)
 
 
+def test_each_phase_is_asked_whether_it_exchanges_any_block():
+    config = fxmask.WeightMask(0.5, (64, 64), refresh=2, regrow=fxmask.Regrow("random"), phases={10: dict(block=(16, 16))})
+    with pytest.warns(FxMaskWarning) as told:
+        fxmask.apply(nn.Sequential(nn.Linear(64, 64)), config)
+    assert any("which is none in: 0 (1 blocks kept);" in str(w.message) for w in told)
+
+
 def test_no_block_grows_by_a_gradient_that_nobody_saw():
     model = layer(backward="rigl", dense_every=100, refresh=2, regrow=fxmask.Regrow("gradient", 0.5))
     before = mask_of(model)

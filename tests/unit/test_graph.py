@@ -13,8 +13,8 @@ from torch import fx, nn
 
 import fxmask
 from fxmask.errors import UnsupportedError
+from fxmask.passes.graph_calls import MASKED_LINEAR
 from fxmask.passes.infra import Pass, run_passes
-from fxmask.passes.weight_mask import MASKED_LINEAR
 
 
 def vit(torchvision):

@@ -9,7 +9,7 @@ from torch._higher_order_ops.map import map as over_rows
 from torch._higher_order_ops.scan import scan
 
 import fxmask
-from fxmask.passes.weight_mask import MASKED_LINEAR
+from fxmask.passes.graph_calls import MASKED_LINEAR
 
 OPTIONS = dict(ratio=0.5, block=(8, 8))
 

@@ -139,14 +139,14 @@ def test_told_steps_leave_the_optimiser_alone():
 
 def test_what_a_failed_exchange_would_have_brought_is_not_zeroed_later(monkeypatch):
     """Blocks come back with weights of zero where their mask is put in force: here another layer's could not be built, and then weights are loaded."""
-    from fxmask.passes import site as state
+    from fxmask.passes import site_mask
 
     torch.manual_seed(0)
     model = fxmask.apply(nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)), fxmask.WeightMask(0.5, BLOCK, refresh=2, regrow=fxmask.Regrow("random")))
     fxmask.step(model, 0)
-    build = state.build
+    build = site_mask.build
     with monkeypatch.context() as patched:
-        patched.setattr(state, "build", lambda site, *args: 1 / 0 if site is model[1] else build(site, *args))
+        patched.setattr(site_mask, "build", lambda site, *args: 1 / 0 if site is model[1] else build(site, *args))
         with pytest.raises(ZeroDivisionError):
             fxmask.step(model, 2)
     weights = {name: torch.rand_like(p) + 1 for name, p in model.state_dict().items()}

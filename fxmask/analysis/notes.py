@@ -1,0 +1,60 @@
+"""What an analysis could not count as it is, in words: masks without values, forwards alone, what `impl="auto"` is taken for, masks of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..passes.capture import Recording
+from ..passes.traced import backend_of
+from ..passes.work import Work
+
+AUTO_MASKS = (
+    "impl='auto' is counted as the kernels that skip blocks. On CUDA it takes them where a model fitted to recorded runs says that they pay (see "
+    "fxmask.explain there), and elsewhere multiplies by W∘M, which impl='reference' counts."
+)
+AUTO_DROPOUT = (
+    "impl='auto' of block dropout is counted as its kernels, a mask's draw as one launch; auto multiplies in plain PyTorch on CUDA, and eager PyTorch "
+    "draws a mask by some fifty small ops, which impl='reference' counts."
+)
+BACKEND = (
+    "The model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: it is counted as it is without them; "
+    "analyse fxmask.apply(model, ...) with the backend's options."
+)
+
+
+def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | None) -> Iterator[str]:
+    """One sentence each."""
+    yield from _of_unknown_masks(recording)
+    if not recording.backward and "dX" not in {w.phase for w in works}:
+        yield "No output requires a gradient, or none was asked for: forward only."
+    sites = recording.sites.values()
+    ratios = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_given.final_ratio) for s in sites}
+    for now, end in sorted(p for p in ratios if p[0] != p[1]):
+        yield f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}."
+    if impl is None and any(s._fxmask_config.impl == "auto" and not s._fxmask_from and not isinstance(s, nn.Conv2d) for s in sites):
+        yield AUTO_MASKS
+    if any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
+        yield AUTO_DROPOUT
+    if backend_of(model) == "fxmask":
+        yield BACKEND
+
+
+def _of_unknown_masks(recording: Recording) -> Iterator[str]:
+    made = {n for n in recording.typical if all(p in recording.parameters and not recording.parameters[p].is_meta for p in n.split("+"))}
+    ragged = _ragged_weights(recording)
+    for drawn, what in ((recording.typical - made, "have no values"), (made, "are computed in every forward, as by a parametrisation")):
+        at_edges = ", but at ragged edges with another number of elements" if drawn & ragged else ""
+        if drawn:
+            yield f"{len(drawn)} weights {what}: their masks are drawn at random, with exactly as many kept blocks as real ones have{at_edges}."
+    if recording.uncounted:
+        what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
+        yield f"{what}analyse the model itself."
+
+
+def _ragged_weights(recording: Recording) -> set[str]:
+    """Weights that their blocks do not divide, of those whose masks are made in the forward."""
+    made = [(c.named["w"], c.named["block_rows"], c.named["block_cols"]) for c in recording.calls if c.op == "fxmask.block_index"]
+    return {w.weight for w, *block in made if any(size % b for size, b in zip(w.shape, block, strict=True))}

@@ -1,0 +1,87 @@
+"""What `fxmask.apply` was asked for: configurations from its arguments, and whether the model is one that it can change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .inputs import Other
+from .kernels.errors import ConfigError, UnsupportedError, message
+from .passes import ranks
+from .passes.activation_pruning import ActivationPruning
+from .passes.block_dropout import BlockDropout
+from .passes.config import WeightMask
+from .passes.nm_mask import NMMask
+from .sites import expect_module
+
+
+class _Int(int):
+    """An int of its own, where Python keeps one object for every small one."""
+
+
+# objects of their own: identity tells a default from the same value typed by a user
+DEFAULT_RATIO: float = float("0.5")
+DEFAULT_BLOCK: tuple[int, int] = (int("16"), 16)
+MASKED, FRO, AUTO = (str(text, "ascii") for text in (b"masked", b"fro", b"auto"))
+ONE, START, SEED = _Int(1), _Int(0), _Int(0)
+DEFAULTS: dict[str, Any] = dict(
+    ratio=DEFAULT_RATIO, block=DEFAULT_BLOCK, backward=MASKED, criterion=FRO, refresh=ONE, start=START, schedule=None, impl=AUTO, seed=SEED
+)
+
+
+def configs_of(configs: tuple[Any, ...], options: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[WeightMask | None, Other | NMMask | None]:
+    """The WeightMask, if there is one, and the other configuration. `options`: values of `DEFAULTS`, given or not; `more`: others that were given."""
+    if not configs:
+        where = "fxmask.apply, besides include, exclude, overrides, allocation and layers"
+        return WeightMask().replace({**options, **more}, where), None
+    for c in configs:
+        if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
+            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
+    given = [*more, *(n for n, v in options.items() if v is not DEFAULTS[n])]
+    if given:
+        _refuse_beside(configs, given)
+    if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
+        kinds = " and ".join(type(c).__name__ for c in configs)
+        fix = "give one of them, and overrides= for layers that differ."
+        raise ConfigError(message(f"an NMMask goes alone: expected one config, got {kinds}.", "fxmask.apply", fix))
+    for kind, what in ((WeightMask, "a weight would be masked"), (ActivationPruning, "an input would be pruned"), (BlockDropout, "an input would be dropped")):
+        count = sum(isinstance(c, kind) for c in configs)
+        if count > 1:
+            raise ConfigError(f"{what} twice: expected one {kind.__name__}, got {count}; use overrides= for layers that differ.")
+    others = [c for c in configs if not isinstance(c, WeightMask)]
+    if len(others) > 1:
+        what = "BlockDropout with ActivationPruning: dropout saves its input whole, and its dW leaves out the dropped blocks, not the smallest ones."
+        raise ConfigError(message(what, "fxmask.apply", "give one of them."))
+    return next((c for c in configs if isinstance(c, WeightMask)), None), next(iter(others), None)
+
+
+def _refuse_beside(configs: tuple[Any, ...], given: list[str]) -> None:
+    """ConfigError for options beside configurations: it says where they belong."""
+    there: list[Any] = [WeightMask, *(type(c) for c in configs if not isinstance(c, WeightMask))]
+    known = {c: [f.name for f in dataclasses.fields(c)] for c in there}
+    homes = {name: [c.__name__ for c, fields in known.items() if name in fields] for name in sorted(given)}
+    lost = [name for name, classes in homes.items() if not classes]
+    if lost:
+        each = "; ".join(f"{c.__name__}: {', '.join(fields)}" for c, fields in known.items())
+        raise ConfigError(f"unknown option beside configs: expected options inside of them ({each}), got {', '.join(map(repr, lost))}.")
+    inside = sorted({c for classes in homes.values() for c in classes})
+    raise ConfigError(f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both.")
+
+
+def check_model(model: nn.Module) -> None:
+    """UnsupportedError for a model that is compiled, wrapped or sharded already, ConfigError for what is no model."""
+    expect_module(model, "fxmask.apply")
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    for name, m in model.named_modules():
+        compiled = isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
+        what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
+        what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
+        what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
+        what = what or ("sharded by fully_shard" if ranks.is_sharded_module(m) else "")
+        if what:
+            fix = "call fxmask.apply on the plain module first, then compile or wrap it."
+            raise UnsupportedError(message(f"fxmask.apply: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))

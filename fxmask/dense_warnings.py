@@ -1,0 +1,64 @@
+"""What `fxmask.apply` says of what stays dense though a ratio was asked for: nothing selected, blocks too large, graphs that lost something."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from .kernels.errors import FxMaskWarning, first_of, message
+from .kernels.grid import grid_shape, matrix_shape
+from .passes.choose import Decision
+from .passes.graph_linears import graph_modules, weight_reads
+from .passes.phases import in_turn
+from .passes.trace_check import frozen_randomness
+
+
+def warn_of_graphs(model: nn.Module) -> None:
+    """Say which calls of a trace are fixed in the mode that it was made in."""
+    for name, gm in graph_modules(model):
+        frozen = frozen_randomness(gm)
+        if frozen:
+            what = f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would."
+            warnings.warn(what, FxMaskWarning, stacklevel=3)
+
+
+def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
+    """Warn where a graph that masks the calls of a layer reads its weight in another way, too."""
+    masked = {id(d.candidate.weight): d.candidate.name for d in decisions if d.config is not None}
+    for _, gm in graph_modules(model):
+        reads = {masked[id(w)]: read for w, read in weight_reads(gm) if id(w) in masked}
+        if reads:
+            shown = first_of([f"{name} ({read.node.name})" for name, read in reads.items()], 3)
+            what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
+            warnings.warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."), FxMaskWarning, stacklevel=3)
+
+
+def warn_if_dense(decisions: list[Decision]) -> None:
+    """Whatever stays dense though a ratio was asked for is named."""
+    selected = [d for d in decisions if d.config is not None]
+    if not selected:
+        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
+        warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+    whole, uncovered, fixed = [], [], []
+    for d in selected:
+        assert d.config is not None
+        name = d.candidate.name or "the model itself"
+        for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
+            nb, kb = grid_shape(matrix_shape(d.candidate.weight.shape), c.block)
+            kept = c.keep_at(10**12, nb * kb)
+            if c.final_ratio > 0 and kept == nb * kb:
+                whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
+            if c.cover and kept < max(nb, kb):
+                uncovered.append(f"{name} ({kept} blocks kept of {nb}x{kb})")
+            if c.regrow is not None and not c.regrow.exchanged(0, kept):
+                fixed.append(f"{name} ({kept} blocks kept)")
+    if whole:
+        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
+        warnings.warn(what, FxMaskWarning, stacklevel=3)
+    if fixed:
+        what = f"regrow exchanges floor(fraction * kept) blocks, which is none in: {', '.join(fixed)}; choose a larger fraction or a smaller block for them."
+        warnings.warn(what, FxMaskWarning, stacklevel=3)
+    if uncovered:
+        what = f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them."
+        warnings.warn(what, FxMaskWarning, stacklevel=3)
