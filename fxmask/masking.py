@@ -230,7 +230,7 @@ def _stream_names(decisions: list[Decision]) -> dict[int, str]:
     """A weight that has two names has one random mask: the first name's."""
     names: dict[int, str] = {}
     for d in decisions:
-        names.setdefault(id(d.candidate.weight), d.candidate.param_name)
+        names.setdefault(id(d.candidate.weight), d.candidate.lifted or d.candidate.param_name)
     return names
 
 

@@ -15,9 +15,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .dense_reads import Read, dense_reads
-from .graph_site import graph_sites
+from .graph_site import graph_sites, graph_weights
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
+from .regions import incoming
 from .site import Site
 from .weights import peek_weight
 
@@ -55,6 +56,7 @@ class Candidate:
     masked: bool = False  # already
     owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
     tied_embedding: bool = False
+    lifted: str = ""  # of a call in the body of a region: the parameter that comes in as its weight, whose layer it is named by
     sized: bool = True  # the default exclusion of small weights holds for it
     product: bool = False  # no linear but a product with a parameter, which is never masked: `passes.products`
 
@@ -68,7 +70,8 @@ def find(model: nn.Module) -> list[Candidate]:
     """All linears of a model, in the model's order, then those of its graphs."""
     graphs = list(graph_modules(model))
     outside = _used_outside(model, graphs)
-    in_graphs = [c for prefix, gm in graphs for c in _in_graph(prefix, gm, outside)]
+    comes_in = incoming(graphs)
+    in_graphs = [c for prefix, gm in graphs for c in _in_graph(prefix, gm, outside, comes_in)]
     called = {id(gm.get_submodule(str(n.target))) for _, gm in graphs for n in gm.graph.nodes if n.op == "call_module"} - outside
     owned = {id(w): site for _, gm in graphs for site, w in graph_sites(gm) if w is not None}
     readers, found = weight_readers(model), []
@@ -87,18 +90,20 @@ def find(model: nn.Module) -> list[Candidate]:
     found += in_graphs
     named = {c.param_name for c in found}
     for prefix, gm in graphs:  # calls that were rewritten are linears no more
+        layers = {id(site): comes_in[w] for w, site in graph_weights(gm) if w in comes_in}
         for site, weight in graph_sites(gm):
             path = join(prefix, site._fxmask_name)
             if path not in named:
                 shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
-                found.append(Candidate(path.removesuffix(".weight"), path, shown, masked=True))
+                lifted = layers.get(id(site), "")
+                found.append(Candidate(layer_name(lifted or path), path, shown, masked=True, lifted=lifted))
         for name, weight in _behind_inputs(gm):
             if f"{name}.weight" not in named:
                 named.add(f"{name}.weight")
                 found.append(Candidate(name, f"{name}.weight", weight))
     embeddings = _embedding_weights(model, graphs)
     for c in found:
-        c.tied_embedding = id(c.weight) in embeddings
+        c.tied_embedding = id(resolve(model, c.lifted) if c.lifted else c.weight) in embeddings
     return found
 
 
@@ -203,7 +208,7 @@ def _used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> se
     return {id(m) for name, m in paths if not any(name == p or p == "" or name.startswith(p + ".") for p in prefixes)}
 
 
-def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate]:
+def _in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str]) -> list[Candidate]:
     """Linear calls of one graph, grouped by weight and name."""
     by_key: dict[Any, Candidate] = {}
     for node in gm.graph.nodes:
@@ -215,7 +220,7 @@ def _in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate
             new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = (id(m.weight), target)
         elif node.op == "call_function" and node.target in LINEARS:
-            key, new = _function_candidate(prefix, gm, node)
+            key, new = _function_candidate(prefix, gm, node, comes_in)
         else:
             continue
         by_key.setdefault(key, new).nodes.append(node)
@@ -264,22 +269,23 @@ def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
     return list(found.values())
 
 
-def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, Candidate]:
+def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str]) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
     arg = weight_arg(node)
     owner, types = call_stack(node)
     if isinstance(arg, Node) and arg.op == "get_attr":
         path = str(arg.target)
         weight = resolve(gm, path)
-        name = path.removesuffix(".weight") if path != "weight" else ""
-        new = Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
+        new = Candidate(join(prefix, layer_name(path)), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
         new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
         key: Any = id(weight)
     else:
         value = arg.meta.get("val", arg.meta.get("example_value")) if isinstance(arg, Node) else None
         name = owner or node.name
         weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
-        new = Candidate(join(prefix, name), join(prefix, f"{name}.weight"), weight, host=gm, types=types)
+        lifted = comes_in.get(arg, "") if isinstance(arg, Node) else ""
+        shown = layer_name(lifted) if lifted else join(prefix, name)
+        new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
         if not isinstance(value, Tensor):
             new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
         key = arg
@@ -331,6 +337,11 @@ def resolve(gm: nn.Module, path: str) -> Any:
     """The attribute at a dotted path."""
     owner, _, leaf = path.rpartition(".")
     return getattr(gm.get_submodule(owner), leaf)
+
+
+def layer_name(path: str) -> str:
+    """The layer's name, from its weight's."""
+    return path.removesuffix(".weight") if path != "weight" else ""
 
 
 def join(prefix: str, name: str) -> str:
