@@ -116,7 +116,15 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
 
 def unapplied_row(name: str, weight: Tensor, unseen: str, health: bool = False) -> dict[str, Any]:
     """A layer of which `apply` knows nothing: what graphs of the backend do, and else what is to be said of one that nobody has seen."""
-    done = seen(weight)
+    return graph_made_row(name, weight, seen(weight), unseen, health)
+
+
+def graph_made_row(name: str, weight: Tensor, done: Done | None, unseen: str, health: bool = False, made_there: bool = False) -> dict[str, Any]:
+    """The row, by what a graph does to the layer. `made_there`: its weight is no model's: the graph computes it, and `weight` has its shape alone."""
+    if made_there and done is not None:
+        row = graph_made_row(name, weight, done, unseen)
+        runs = {"impl": done.mask.impl, "why": "the graph computes its weight"} if done.mask else {}
+        return {**row, **runs, "reason": f"{row['reason']}; the graph computes its weight", "kept": 0, "elements": 0}
     if done is None:
         return dense_row(name, weight, unseen)
     c = done.mask

@@ -146,7 +146,7 @@ def apply(
     done = saved_pruned(model, products)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
     mark_decided(decisions)
-    forget(d.candidate.weight for d in decisions)
+    forget(model, (d.candidate.weight for d in decisions))
     return model
 
 
