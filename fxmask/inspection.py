@@ -17,7 +17,7 @@ from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
 from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.errors import first_of
-from .layer_rows import dense_row, graph_made_row, masked_row, unapplied_row
+from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
 from .nm_layers import any_nm, element_mask, has_values, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
@@ -25,6 +25,7 @@ from .passes import site as state
 from .passes.bypass import never_run
 from .passes.capture import backend_of
 from .passes.conv import KINDS, find_layers
+from .passes.exported import exported_masks
 from .passes.find import Candidate, find
 from .passes.nm_find import find_nm
 from .passes.products import find_products
@@ -85,7 +86,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     reasons = _reasons(model)
     rows = []
     nm = dict(nm_layers(model))
-    found = _candidates(model, reasons)
+    traced = list(exported_masks(model))
+    found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
     by_graphs = computed(model.parameters())
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
     unseen = NO_GRAPH if by_backend else UNSEEN
@@ -110,9 +112,11 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     rows += [unapplied_row(name, p, unseen, health is not False) for name, p in bare]
     made_there = [(name, torch.empty(done.shape, device="meta"), done) for (name, _), done in by_graphs.items()]
     rows += [graph_made_row(name, w, done, unseen, made_there=True) for name, w, done in made_there]
+    inside = list({id(i.weight): i for i in reversed(traced)}.values())[::-1]  # of several calls of a layer the first
+    rows += map(exported_row, inside)
     pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
     held: dict[int, tuple[int, int]] = {}  # a weight of two layers is one in memory, and whole where one of them is dense
-    for weight, row in zip([*weights, *(p for _, p in bare), *(w for _, w, _ in made_there)], rows, strict=True):
+    for weight, row in zip([*weights, *(p for _, p in bare), *(w for _, w, _ in made_there), *(i.weight for i in inside)], rows, strict=True):
         row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": dropped.get(row["name"])}
         if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
             row["reason"] = UNSEEN  # another layer is in its place now
@@ -128,7 +132,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
     summary |= {"products with parameters": len(products)} if products else {}
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
-    return Report("fxmask.explain", [*rows, *products], [*notes, *map(plain, _notes(model, by_backend, bool(dropped)))], summary)
+    return Report("fxmask.explain", [*rows, *products], [*notes, *map(plain, _notes(model, by_backend, bool(dropped), bool(traced)))], summary)
 
 
 def plain(text: str) -> str:
@@ -136,7 +140,7 @@ def plain(text: str) -> str:
     return re.sub(r"(?<!\w)_orig_mod\.|\.?_orig_mod(?!\w)", "", text)
 
 
-def _notes(model: nn.Module, by_backend: bool, drops: bool) -> Iterator[str]:
+def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Iterator[str]:
     """What no row can say."""
     if idle := never_run(sites(model)):
         why = "it is older than the masks, or made inside fxmask.dense, or something reads .weight whole"
@@ -148,6 +152,8 @@ def _notes(model: nn.Module, by_backend: bool, drops: bool) -> Iterator[str]:
         yield f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them."
     if by_backend:
         yield "Masks of backend='fxmask' are made in its graphs: rows are of the last that ran; other code is dense. FXMASK_DUMP=dir writes them down."
+    if frozen:
+        yield "Masks that are part of a trace: their ratio, start and schedule rest as they were; apply, guard, step and restore need the model itself."
     if drops and (left := other_dropouts(model)):
         yield f"Dropouts that are left alone: {', '.join(left)}."
 
