@@ -196,7 +196,11 @@ def _configs(
             each = "; ".join(f"{c.__name__}: {', '.join(fields)}" for c, fields in known.items())
             raise ConfigError(f"unknown option beside configs: expected options inside of them ({each}), got {', '.join(map(repr, lost))}.")
         inside = sorted({c for classes in homes.values() for c in classes})
-        raise ConfigError(f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both.")
+        what = f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both."
+        values = {"ratio": ratio, "block": block, **options, **more}
+        written = ", ".join(f"{name}={values[name]!r}" for name in homes)
+        beside = "beside a config go include, exclude, overrides, allocation and layers"
+        raise ConfigError(message(what, "fxmask.apply", f"write fxmask.{inside[0]}(..., {written}), or leave out what is the default; {beside}."))
     if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
         kinds = " and ".join(type(c).__name__ for c in configs)
         fix = "give one of them, and overrides= for layers that differ."
