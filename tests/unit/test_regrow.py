@@ -1,5 +1,7 @@
 """Exchange of blocks: beside a ratio that falls, over phases, and what it does to momenta."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn, optim
@@ -107,7 +109,7 @@ def test_a_dense_gradient_is_for_one_exchange():
         old = new
         with torch.no_grad():
             model[0].weight.copy_(torch.randn(SIDE, SIDE, generator=generator) * torch.rand(SIDE, 1, generator=generator))
-    assert len(moved) == 3 and all(b - a == 6 for a, b in zip(moved, moved[1:], strict=False))
+    assert len(moved) == 3 and all(b - a == 6 for a, b in pairwise(moved))
 
 
 SOFT = dict(soft=True, schedule=fxmask.Schedule("linear", steps=40, initial=0.4))
