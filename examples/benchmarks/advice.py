@@ -67,14 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--ratio", type=float, nargs="+", default=[0.8])
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--seconds", type=float, default=60.0, help="of advise")
-    p.add_argument("--csv", type=Path, help=f"of train_step.py; default: {CSV.name}, where it is there")
+    p.add_argument("--csv", type=Path, default=CSV, help="of train_step.py, where it is there")
     args = p.parse_args(argv)
-    if args.csv is not None and not args.csv.is_file():
-        p.error(f"--csv: expected a csv of train_step.py, got {args.csv}, which is no file")
     checked.at_least_one(p, args, "threads")
     checked.masks(p, args.block, args.ratio)
     torch.set_num_threads(args.threads)
-    args.csv = args.csv or CSV
     known = read_csv(args.csv) if args.csv.exists() else []
     rows = []
     for name in args.model:
