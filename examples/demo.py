@@ -148,6 +148,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("demo-output"))
     parser.add_argument("--smoke", action="store_true", help="a few steps only, to see that it runs")
     args = parser.parse_args(argv)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: expected a folder to write to, got {args.out}: {error.strerror}")
     began = time.perf_counter()
     torch.set_num_threads(1)  # these layers are too small for more, and on a busy machine more threads wait for each other
     try:

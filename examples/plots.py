@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+USAGE = "usage: python examples/plots.py OUT_DIR    (a folder that examples/train.py has written)"
 MAX_COLUMNS = 4  # snapshots over the run in figure 6.6
 
 
@@ -93,8 +94,13 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python examples/plots.py OUT_DIR    (a folder that examples/train.py has written)")
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    if sys.argv[1] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit()
     if not (Path(sys.argv[1]) / "log.csv").is_file():
-        sys.exit(f"plots.py: expected a folder that examples/train.py has written, with a log.csv, got {sys.argv[1]}.")
+        print(f"plots.py: expected a folder that examples/train.py has written, with a log.csv, got {sys.argv[1]}.", file=sys.stderr)
+        sys.exit(2)
     for file in plot_run(Path(sys.argv[1])):
         print(file)

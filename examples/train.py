@@ -76,12 +76,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_numbers(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Numbers without which nothing is trained."""
+    """Numbers and a device without which nothing is trained."""
     for name in ("epochs", "batch", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if not 0 < args.lr < math.inf:  # nan, too
         p.error(f"--lr: expected a number above 0, got {args.lr}")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        p.error(f"--device: expected cpu, or cuda where there is a GPU, got {args.device!r}: {str(error).splitlines()[0]}")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def configs_of(configs: tuple[Any, ...], options: Mapping[str, Any], more: Mappi
             raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
     given = [*more, *(n for n, v in options.items() if v is not DEFAULTS[n])]
     if given:
-        _refuse_beside(configs, given)
+        _refuse_beside(configs, given, {**options, **more})
     if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
         kinds = " and ".join(type(c).__name__ for c in configs)
         fix = "give one of them, and overrides= for layers that differ."
@@ -59,7 +59,7 @@ def configs_of(configs: tuple[Any, ...], options: Mapping[str, Any], more: Mappi
     return next((c for c in configs if isinstance(c, WeightMask)), None), next(iter(others), None)
 
 
-def _refuse_beside(configs: tuple[Any, ...], given: list[str]) -> None:
+def _refuse_beside(configs: tuple[Any, ...], given: list[str], values: Mapping[str, Any]) -> None:
     """ConfigError for options beside configurations: it says where they belong."""
     there: list[Any] = [WeightMask, *(type(c) for c in configs if not isinstance(c, WeightMask))]
     known = {c: [f.name for f in dataclasses.fields(c)] for c in there}
@@ -69,7 +69,10 @@ def _refuse_beside(configs: tuple[Any, ...], given: list[str]) -> None:
         each = "; ".join(f"{c.__name__}: {', '.join(fields)}" for c, fields in known.items())
         raise ConfigError(f"unknown option beside configs: expected options inside of them ({each}), got {', '.join(map(repr, lost))}.")
     inside = sorted({c for classes in homes.values() for c in classes})
-    raise ConfigError(f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both.")
+    what = f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both."
+    written = ", ".join(f"{name}={values[name]!r}" for name in homes)
+    beside = "beside a config go include, exclude, overrides, allocation and layers"
+    raise ConfigError(message(what, "fxmask.apply", f"write fxmask.{inside[0]}(..., {written}), or leave out what is the default; {beside}."))
 
 
 def check_model(model: nn.Module) -> None:

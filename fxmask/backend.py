@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from . import backend_watch
 from .backend_names import of_model, warn_of_parts
 from .backend_options import APPLY, WHERE, Options, parse, refuse_steps
 from .backend_watch import Done
+from .computed import made_of
 from .decided import decided_by_apply, mark_again
 from .inputs import mask_overrides, selected
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
@@ -77,7 +79,9 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
     told = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
-    decisions = choose([*find_lifted(bodies, real), *products], o.config, o.include, o.exclude, told, None, of_model)
+    linears = find_lifted(bodies, real)
+    made = made_of(linears, bodies, real)
+    decisions = choose([*linears, *products], o.config, o.include, o.exclude, told, None, of_model)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
     for _, config in chosen:
         refuse_steps(config)
@@ -91,11 +95,15 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
     words = {id(d): config.words() for d, config in chosen}
-    return _done(decisions, {id(d) for d in done}, words)
+    return _done(decisions, {id(d) for d in done}, words, made)
 
 
-def _done(decisions: list[Decision], masked: set[int], words: Mapping[int, str]) -> list[tuple[str, Tensor, Done]]:
-    """For every weight what the graph does to it. `words`: of pruned inputs. Both go by the decision's id."""
+def _done(
+    decisions: list[Decision], masked: set[int], words: Mapping[int, str], made: Mapping[int, tuple[int, ...]] | None = None
+) -> list[tuple[str, Tensor, Done]]:
+    """For every weight what the graph does to it. `words`: of pruned inputs. Both go by the decision's id, `made` (see `made_of`) by the weight's."""
+    made = made or {}
+    names = Counter(n for n, _ in {(d.candidate.name, id(d.candidate.weight)) for d in decisions})
     found: dict[int, tuple[str, Tensor, Done]] = {}
     for d in decisions:
         c, activations = d.candidate, words.get(id(d))
@@ -106,7 +114,10 @@ def _done(decisions: list[Decision], masked: set[int], words: Mapping[int, str])
             why = d.reason if d.config is None else "its reader takes the weight as an argument, and no linear call prunes its input"
             now = before if activations else before._replace(dense=why)
         now = now._replace(activations=activations or before.activations, product=before.product and c.product)
-        found[id(w)] = (name if before.changes else c.name), w, now
+        if id(w) in made:
+            now = now._replace(shape=tuple(w.shape), made_of=made[id(w)])
+            name = c.name if names[c.name] == 1 else c.call or c.name  # several weights of one module
+        found[id(w)] = (name if before.changes or id(w) in made else c.name), w, now
     return list(found.values())
 
 

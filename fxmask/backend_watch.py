@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .computed import forget_computed, noting
 from .decided import decided_by_apply, mark_again
 from .kernels.errors import FxMaskWarning, StateError, message
 from .passes.config import WeightMask
@@ -28,6 +29,8 @@ class Done(NamedTuple):
     activations: str | None = None
     product: bool = False  # with a parameter, and no linear
     dense: str = ""  # why it is not masked, or why one of its uses is not
+    shape: tuple[int, ...] = ()  # of a weight that the graph computes
+    made_of: tuple[int, ...] = ()  # and which inputs of the graph are Parameters that it is made of
 
     @property
     def changes(self) -> bool:
@@ -77,7 +80,8 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
     """
     if not found:
         return compiled
-    places = {id(given): i for i, given in enumerate(inputs)}
+    places, note = {id(given): i for i, given in enumerate(inputs)}, noting(found)
+    found = [f for f in found if not f[2].made_of]
     fixed = [(_use(name, w, done), done) for name, w, done in found if id(w) not in places]
     last = [(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]
 
@@ -98,6 +102,8 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
                 u = _use(f"{name} (of another layer, which shares its graph)", args[i], done)
                 last[j] = (i, name, done, weakref.ref(args[i]), u)
             u.calls, u.done = u.calls + done.changes, done
+        if note is not None:
+            note(args)
         return compiled(*args)
 
     return counted
@@ -127,8 +133,9 @@ def seen(w: Tensor) -> Done | None:
     return None if use is None else use.done
 
 
-def forget(weights: Iterable[Tensor]) -> None:
-    """`apply` has decided about these: what graphs did before is past."""
+def forget(model: torch.nn.Module, weights: Iterable[Tensor]) -> None:
+    """`apply` has decided about a model, and these weights of it: what graphs did before is past."""
+    forget_computed(model.parameters())
     for w in weights:
         if (use := _uses.get(w)) is not None:
             use.done = None

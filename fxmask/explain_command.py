@@ -12,6 +12,7 @@ from .analysis.report import SUFFIX, TABLEFMT
 from .files import csv_text, write_files
 from .inspection import explain
 from .kernels.dispatch import IMPLEMENTATIONS
+from .places import place
 from .report import Report
 
 
@@ -20,17 +21,18 @@ def add_options(p: argparse.ArgumentParser) -> None:
     add_mask_options(p)
     p.add_argument("--impl", choices=IMPLEMENTATIONS, default=None, help="as for apply")
     p.add_argument("--format", choices=FORMATS, action="append", default=None, help="of what is written (csv, json, markdown) or printed")
-    p.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="write the rows there, too; a path such as rows.csv is one file")
+    p.add_argument("-o", "--out", default=None, metavar="DIR", help="write the rows there, too; a path such as rows.csv is one file")
 
 
 def main(a: argparse.Namespace) -> int:
     """Build with weights, as the achieved ratio is theirs; mask, print, write."""
+    out = None if a.out is None else place(a.out, SUFFIX.values())
     check_mask_options(a, ("impl",))
     model = models.load(a.model, meta=False)
     masked(model, a, **({"impl": a.impl} if a.impl else {}))
     report = explain(model)
-    if a.out is not None:
-        _save(report, a.out, a.format or ["csv", "json", "markdown"])
+    if out is not None:
+        _save(report, out, a.format or ["csv", "json", "markdown"])
     print(report if a.out is not None or not a.format else _text(report, a.format[0]))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,19 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from .backend_watch import seen
+from .computed import computed
 from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
 from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.errors import first_of
-from .layer_rows import dense_row, masked_row, unapplied_row
+from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
 from .nm_layers import any_nm, element_mask, has_values, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
 from .passes.bypass import never_run
 from .passes.candidate import Candidate
 from .passes.conv import KINDS, find_layers
+from .passes.exported import exported_masks
 from .passes.find import find
 from .passes.nm_find import find_nm
 from .passes.products import find_products
@@ -84,28 +87,41 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     reasons = _reasons(model)
     rows = []
     nm = dict(nm_layers(model))
-    found = _candidates(model, reasons)
-    by_backend = backend_of(model) == "fxmask" or any(seen(p) for p in model.parameters())
+    traced = list(exported_masks(model))
+    found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
+    by_graphs = computed(model.parameters())
+    by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
     unseen = NO_GRAPH if by_backend else UNSEEN
     for c in found:
         entry = masked.pop(c.param_name, None)
         if c.name in nm:
             rows.append({**dense_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})
         elif entry is None:
-            rows.append(dense_row(c.name, c.weight, reasons[c.name]) if c.name in reasons else unapplied_row(c.name, c.weight, unseen, health is not False))
+            if c.name in reasons:
+                rows.append(dense_row(c.name, c.weight, reasons[c.name]))
+            elif isinstance(c.weight, nn.Parameter) or c.module is None:
+                rows.append(unapplied_row(c.name, c.weight, unseen, health is not False))
+            else:  # other parameters make its weight, for the graph, too
+                own = {id(p) for p in c.module.parameters()}
+                known = next((key for key, done in by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
+                rows.append(graph_made_row(c.name, c.weight, None if known is None else by_graphs.pop(known), unseen, health is not False))
         else:
             rows.append({**masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
     weights = [c.weight for c in found]
     others = [(name, p, done) for name, p in model.named_parameters() if (done := seen(p)) and not any(p is w for w in weights)]
     bare = [(name, p) for name, p, done in others if not done.product]  # of calls such as F.linear
     rows += [unapplied_row(name, p, unseen, health is not False) for name, p in bare]
+    made_there = [(name, torch.empty(done.shape, device="meta"), done) for (name, _), done in by_graphs.items()]
+    rows += [graph_made_row(name, w, done, unseen, made_there=True) for name, w, done in made_there]
+    inside = list({id(i.weight): i for i in reversed(traced)}.values())[::-1]  # of several calls of a layer the first
+    rows += map(exported_row, inside)
     pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
     held: dict[int, tuple[int, int]] = {}  # a weight of two layers is one in memory, and whole where one of them is dense
-    for weight, row in zip([*weights, *(p for _, p in bare)], rows, strict=True):
+    for weight, row in zip([*weights, *(p for _, p in bare), *(w for _, w, _ in made_there), *(i.weight for i in inside)], rows, strict=True):
         row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": dropped.get(row["name"])}
         if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
             row["reason"] = UNSEEN  # another layer is in its place now
-        row["name"] = row["name"] or "(the model itself)"
+        row["name"] = plain(row["name"]) or "(the model itself)"
         held[id(weight)] = row.pop("elements"), max(row.pop("kept") or 0, held.get(id(weight), (0, 0))[1])
     total, kept = (sum(part) for part in zip(*held.values(), strict=True)) if held else (0, 0)
     products = [dense_row(c.name, c.weight, reasons[c.name]) for c in find_products(model) if c.name in reasons]
@@ -117,10 +133,15 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
     summary |= {"products with parameters": len(products)} if products else {}
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
-    return Report("fxmask.explain", [*rows, *products], [*notes, *_notes(model, by_backend, bool(dropped))], summary)
+    return Report("fxmask.explain", [*rows, *products], [*notes, *map(plain, _notes(model, by_backend, bool(dropped), bool(traced)))], summary)
 
 
-def _notes(model: nn.Module, by_backend: bool, drops: bool) -> Iterator[str]:
+def plain(text: str) -> str:
+    """Names without what torch.compile puts before them: rows are named as patterns and state_dict keys of the model itself."""
+    return re.sub(r"(?<!\w)_orig_mod\.|\.?_orig_mod(?!\w)", "", text)
+
+
+def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Iterator[str]:
     """What no row can say."""
     if idle := never_run(sites(model)):
         why = "it is older than the masks, or made inside fxmask.dense, or something reads .weight whole"
@@ -132,6 +153,8 @@ def _notes(model: nn.Module, by_backend: bool, drops: bool) -> Iterator[str]:
         yield f"Dropouts that drop nothing, as the linear that did their work is in the model no more: {', '.join(lost)}; fxmask.restore wakes them."
     if by_backend:
         yield "Masks of backend='fxmask' are made in its graphs: rows are of the last that ran; other code is dense. FXMASK_DUMP=dir writes them down."
+    if frozen:
+        yield "Masks that are part of a trace: their ratio, start and schedule rest as they were; apply, guard, step and restore need the model itself."
     if drops and (left := other_dropouts(model)):
         yield f"Dropouts that are left alone: {', '.join(left)}."
 

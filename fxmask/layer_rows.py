@@ -17,10 +17,12 @@ from .kernels.cpu import deciding
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
 from .kernels.tune import Choice
 from .passes.config import WeightMask
+from .passes.exported import Inside
 from .passes.site import Site, stream_of
 from .passes.site_mask import mask_outside
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
+IN_TRACE = "masked before it was traced; the mask is part of the graph"
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
 
@@ -116,7 +118,15 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
 
 def unapplied_row(name: str, weight: Tensor, unseen: str, health: bool = False) -> dict[str, Any]:
     """A layer of which `apply` knows nothing: what graphs of the backend do, and else what is to be said of one that nobody has seen."""
-    done = seen(weight)
+    return graph_made_row(name, weight, seen(weight), unseen, health)
+
+
+def graph_made_row(name: str, weight: Tensor, done: Done | None, unseen: str, health: bool = False, made_there: bool = False) -> dict[str, Any]:
+    """The row, by what a graph does to the layer. `made_there`: its weight is no model's: the graph computes it, and `weight` has its shape alone."""
+    if made_there and done is not None:
+        row = graph_made_row(name, weight, done, unseen)
+        runs = {"impl": done.mask.impl, "why": "the graph computes its weight"} if done.mask else {}
+        return {**row, **runs, "reason": f"{row['reason']}; the graph computes its weight", "kept": 0, "elements": 0}
     if done is None:
         return dense_row(name, weight, unseen)
     c = done.mask
@@ -128,6 +138,22 @@ def unapplied_row(name: str, weight: Tensor, unseen: str, health: bool = False) 
     row = {**_graph_row(name, weight, c, done, health), "activations": done.activations}
     if done.dense:  # an owner of two ways to use it
         row |= {"reason": f"{row['reason']}, in some of its uses; in others: {done.dense}", "kept": weight.numel()}
+    return row
+
+
+@torch.no_grad()
+def exported_row(i: Inside) -> dict[str, Any]:
+    """A layer that was masked before its model was traced: what stands in the graph, with the mask as it is now."""
+    row = dense_row(i.name, i.weight, IN_TRACE)
+    known = i.weight.dim() >= 2
+    nb, kb = grid_shape(matrix_shape(i.weight.shape), i.block) if known else (0, 0)
+    row.update(masked=True, shape=row["shape"] if known else None, block="x".join(map(str, i.block)), blocks=nb * kb if known else None)
+    row.update(backward=i.backward, masked_weights="left to the optimiser (no guard)")
+    row.update(impl=i.impl, why="the graph multiplies by W∘M" if i.backward is None else "chosen when it runs" if i.impl == "auto" else "asked for")
+    if known and i.kept is not None and nb * kb:
+        row["target_ratio"] = row["final_ratio"] = 1 - i.kept / (nb * kb)
+    kept = None if i.mask is None or not known or i.mask.is_meta else int(kept_elements(i.mask, matrix_shape(i.weight.shape), i.block))
+    row.update(kept=kept, achieved_ratio=None if kept is None or not i.weight.numel() else 1 - kept / i.weight.numel())
     return row
 
 

@@ -130,7 +130,7 @@ def apply(
     done = saved_pruned(model, products)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
     mark_decided(decisions)
-    forget(d.candidate.weight for d in decisions)
+    forget(model, (d.candidate.weight for d in decisions))
     return model
 
 
@@ -163,7 +163,7 @@ def _stream_names(decisions: list[Decision]) -> dict[int, str]:
     """A weight that has two names has one random mask: the first name's."""
     names: dict[int, str] = {}
     for d in decisions:
-        names.setdefault(id(d.candidate.weight), d.candidate.param_name)
+        names.setdefault(id(d.candidate.weight), d.candidate.lifted or d.candidate.param_name)
     return names
 
 

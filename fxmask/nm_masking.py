@@ -54,7 +54,7 @@ def apply_nm(
     taken = {id(d) for d, _ in chosen}
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
     mark_decided(decisions)
-    forget(d.candidate.weight for d in decisions)
+    forget(model, (d.candidate.weight for d in decisions))
     return model
 
 

@@ -11,6 +11,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes import ranks
+from .passes.exported import exported_masks
 from .passes.graph_site import graph_sites
 from .passes.site import Site
 from .passes.traced import backend_of
@@ -65,6 +66,9 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
             what = f"{caller}: this model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: {EXPECTED}."
             fix = "give fxmask.apply the backend's options instead, then torch.compile without a backend; fxmask.explain lists what graphs mask."
             raise StateError(message(what, type(model).__name__, fix))
+        if next(exported_masks(model), None) is not None:
+            what = f"{caller}: the masks of this model are part of its trace, which was made after fxmask.apply: {EXPECTED}."
+            raise StateError(message(what, type(model).__name__, "use the model that was traced, or call fxmask.apply on the trace of a dense one."))
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:

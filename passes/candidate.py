@@ -39,6 +39,7 @@ class Candidate:
     masked: bool = False  # already
     owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
     tied_embedding: bool = False
+    lifted: str = ""  # of a call in the body of a region: the parameter that comes in as its weight, whose layer it is named by
     sized: bool = True  # the default exclusion of small weights holds for it
     product: bool = False  # no linear but a product with a parameter, which is never masked: `passes.products`
 

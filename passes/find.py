@@ -15,6 +15,7 @@ from .graph_linears import graph_modules, in_graph, is_plain, rewritten, used_ou
 from .graph_site import graph_sites
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
+from .regions import incoming
 from .site import Site
 from .weights import peek_weight
 
@@ -22,14 +23,14 @@ from .weights import peek_weight
 def find(model: nn.Module) -> list[Candidate]:
     """All linears of a model, in the model's order, then those of its graphs."""
     graphs = list(graph_modules(model))
-    outside = used_outside(model, graphs)
-    found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside))]
+    outside, comes_in = used_outside(model, graphs), incoming(graphs)
+    found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in))]
     named = {c.param_name for c in found}
     for prefix, gm in graphs:
-        found += rewritten(prefix, gm, named)
+        found += rewritten(prefix, gm, named, comes_in)
     embeddings = _embedding_weights(model, graphs)
     for c in found:
-        c.tied_embedding = id(c.weight) in embeddings
+        c.tied_embedding = id(resolve(model, c.lifted) if c.lifted else c.weight) in embeddings
     return found
 
 

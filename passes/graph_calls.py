@@ -69,6 +69,11 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
+def layer_name(path: str) -> str:
+    """The layer's name, from its weight's."""
+    return path.removesuffix(".weight") if path != "weight" else ""
+
+
 def linear_parts(gm: GraphModule, node: Node) -> tuple[Any, Any, str]:
     """(weight, bias, what the call was: `module:<path>`, `aten` or `functional`) as nodes before the call."""
     with gm.graph.inserting_before(node):

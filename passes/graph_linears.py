@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import Read, dense_reads
-from .graph_calls import DROPPED, LINEARS, PRUNED, call_stack, resolve, weight_arg
-from .graph_site import graph_sites
+from .graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
+from .graph_site import graph_sites, graph_weights
 from .infra import recorded_value
 
 NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
@@ -40,8 +40,8 @@ def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set
     return {id(m) for name, m in paths if not any(name == p or p == "" or name.startswith(p + ".") for p in prefixes)}
 
 
-def in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate]:
-    """Linear calls of one graph, grouped by weight and name."""
+def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str]) -> list[Candidate]:
+    """Linear calls of one graph, grouped by weight and name. `comes_in`: see `regions.incoming`."""
     by_key: dict[Any, Candidate] = {}
     for node in gm.graph.nodes:
         if node.op == "call_module":
@@ -52,7 +52,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate]
             new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = (id(m.weight), target)
         elif node.op == "call_function" and node.target in LINEARS:
-            key, new = _function_candidate(prefix, gm, node)
+            key, new = _function_candidate(prefix, gm, node, comes_in)
         else:
             continue
         by_key.setdefault(key, new).nodes.append(node)
@@ -63,22 +63,23 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int]) -> list[Candidate]
     return [*by_key.values(), *inside, *(c for c in _in_products(prefix, gm) if id(c.weight) not in weights)]
 
 
-def _function_candidate(prefix: str, gm: GraphModule, node: Node) -> tuple[Any, Candidate]:
+def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str]) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
     arg = weight_arg(node)
     owner, types = call_stack(node)
     if isinstance(arg, Node) and arg.op == "get_attr":
         path = str(arg.target)
         weight = resolve(gm, path)
-        name = path.removesuffix(".weight") if path != "weight" else ""
-        new = Candidate(join(prefix, name), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
+        new = Candidate(join(prefix, layer_name(path)), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
         new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
         key: Any = id(weight)
     else:
         value = recorded_value(arg) if isinstance(arg, Node) else None
         name = owner or node.name
         weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
-        new = Candidate(join(prefix, name), join(prefix, f"{name}.weight"), weight, host=gm, types=types)
+        lifted = comes_in.get(arg, "") if isinstance(arg, Node) else ""
+        shown = layer_name(lifted) if lifted else join(prefix, name)
+        new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
         if not isinstance(value, Tensor):
             new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
         key = arg
@@ -131,13 +132,15 @@ def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
     return list(found.values())
 
 
-def rewritten(prefix: str, gm: GraphModule, named: set[str]) -> Iterator[Candidate]:
+def rewritten(prefix: str, gm: GraphModule, named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:
     """Linears whose calls a pass has rewritten, which are linears no more; but for those of the parameters in `named`, to which new ones are added."""
+    layers = {id(site): comes_in[w] for w, site in graph_weights(gm) if w in comes_in}
     for site, weight in graph_sites(gm):
         path = join(prefix, site._fxmask_name)
         if path not in named:
             shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
-            yield Candidate(path.removesuffix(".weight"), path, shown, masked=True)
+            lifted = layers.get(id(site), "")
+            yield Candidate(layer_name(lifted or path), path, shown, masked=True, lifted=lifted)
     for name, weight in _behind_inputs(gm):
         if f"{name}.weight" not in named:
             named.add(f"{name}.weight")

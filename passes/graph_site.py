@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.lists import listed
@@ -66,3 +66,11 @@ def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
         for site in container.children():
             if isinstance(site, GraphSite):
                 yield site, resolve(gm, site.weight_path) if site.weight_path else None
+
+
+def graph_weights(gm: GraphModule) -> Iterator[tuple[Node, GraphSite]]:
+    """(node of the weight, mask) of every call of a mask in one graph."""
+    for node in gm.graph.nodes:
+        site = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(site, GraphSite):
+            yield node.args[0], site

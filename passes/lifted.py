@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from .dense_reads import dense_reads
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
 from .infra import recorded_value
+from .regions import bodies_of
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -58,24 +58,11 @@ def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[
             found[id(gm)] = known._replace(closed="a region that is compiled once for several layers")
         return found
     found[id(gm)] = Body(gm, origin, closed)
-    for node in gm.graph.nodes:
-        operands = tree_leaves((node.args, node.kwargs))
-        bodies = [a for a in operands if isinstance(a, Node) and a.op == "get_attr" and isinstance(_attribute(gm, a), GraphModule)]
+    for node, inner, given in bodies_of(gm):
         name = getattr(node.target, "__name__", str(node.target))
-        for body in bodies:
-            inner = _attribute(gm, body)
-            inputs = [n for n in inner.graph.nodes if n.op == "placeholder"]
-            given = [a for a in operands[operands.index(bodies[-1]) + 1 :] if isinstance(a, Node)]
-            passed = {i: origin[g] for i, g in zip(inputs, given, strict=False) if g in origin} if len(inputs) == len(given) else {}
-            _graphs(inner, passed, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
+        passed = {i: origin[g] for i, g in given.items() if g in origin}
+        _graphs(inner, passed, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
     return found
-
-
-def _attribute(gm: GraphModule, node: Node) -> Any:
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:

@@ -22,7 +22,7 @@ from plots import read_csv
 from tabulate import tabulate
 
 import fxmask
-from benchmarks import step_models
+from benchmarks import checked, step_models
 from fxmask.advice.advice import Advice
 from fxmask.bench.provenance import provenance
 
@@ -67,8 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--ratio", type=float, nargs="+", default=[0.8])
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--seconds", type=float, default=60.0, help="of advise")
-    p.add_argument("--csv", type=Path, default=CSV, help="of train_step.py")
+    p.add_argument("--csv", type=Path, default=CSV, help="of train_step.py, where it is there")
     args = p.parse_args(argv)
+    checked.at_least_one(p, args, "threads")
+    checked.masks(p, args.block, args.ratio)
     torch.set_num_threads(args.threads)
     known = read_csv(args.csv) if args.csv.exists() else []
     rows = []

@@ -84,7 +84,11 @@ def check(a: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected 1 or more, got {getattr(a, name)}.")
     for p in a.rates:
         fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl)
-    if torch.device(a.device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        kind = torch.device(a.device).type
+    except RuntimeError:
+        kind = "none"
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"--device: expected cpu, or cuda where there is a GPU, got {a.device!r}.")
 
 
@@ -102,6 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--csv", type=Path, help="append rows there")
     a = p.parse_args(argv)
+    if a.threads is not None and a.threads < 1:
+        p.error(f"--threads: expected at least 1, got {a.threads}")
     try:
         check(a)
         return run(a)

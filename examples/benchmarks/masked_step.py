@@ -19,6 +19,9 @@ from torch import nn, optim
 
 import fxmask
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from benchmarks import checked
+
 OPTIMISERS = {
     "adamw": lambda p, **form: optim.AdamW(p, lr=1e-3, weight_decay=0.1, **form),
     "sgd": lambda p, **form: optim.SGD(p, lr=1e-3, momentum=0.9, **form),
@@ -52,7 +55,7 @@ def seconds(optimizer: optim.Optimizer, device: str) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--optimizer", choices=OPTIMISERS, default="adamw")
     p.add_argument("--form", choices=("default", "foreach", "fused"), default="default")
@@ -65,7 +68,10 @@ def main() -> None:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--device", default="cpu")
     p.add_argument("--csv", type=Path, default=None, help="append rows there")
-    a = p.parse_args()
+    a = p.parse_args(argv)
+    checked.at_least_one(p, a, "threads", "features", "layers", "repeats")
+    checked.masks(p, a.block, a.ratios)
+    checked.device(p, a.device)
     torch.set_num_threads(a.threads)
     for ratio in a.ratios:
         runs = {mode: made(a, ratio, mode) for mode in MODES}

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 import torch
 from tabulate import tabulate
 
-from benchmarks import step_models
+from benchmarks import checked, step_models
 from benchmarks.step_contenders import Setting, runner
 from fxmask.advice.step import usage
 from fxmask.bench.provenance import allocator
@@ -33,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--turns", type=int, default=6)
     a = p.parse_args(argv)
+    checked.at_least_one(p, a, "threads", "turns")
+    checked.masks(p, a.block, [a.ratio])
     torch.set_num_threads(a.threads)
     device = torch.device("cpu")
     spec = step_models.Spec(a.model, device, step_models.MODELS[a.model].batches[1])

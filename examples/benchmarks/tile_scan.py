@@ -186,8 +186,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=Path("bench-output/tile_scan.csv"))
     p.add_argument("--show", type=Path, metavar="CSV")
     a = p.parse_args(argv)
+    if a.show and not a.show.is_file():
+        p.error(f"--show: expected a csv that --csv has written, got {a.show}, which is no file")
     if a.show:
-        show(a.show)
+        try:
+            show(a.show)
+        except (KeyError, ValueError) as error:
+            p.error(f"--show: expected a csv that --csv has written, got {a.show}, where a row lacks or spoils {error}")
     elif not torch.cuda.is_available():
         print(f"tile_scan.py: expected a CUDA device, got none (torch {torch.__version__}).", file=sys.stderr)
         return 2

@@ -29,6 +29,7 @@ from fxmask.bench.costs import cost_of
 from fxmask.bench.inputs import make_inputs
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import text
+from fxmask.errors import ConfigError
 
 NAMES = ("op", "shape", "provider", "block", "ratio")
 MEASURED = ("l2_bytes", "dram_bytes", "time_us")
@@ -126,6 +127,16 @@ def main(argv: list[str] | None = None) -> int:
     for q in (r, t):
         q.add_argument("--out", type=Path, default=Path("bench-output"))
     a = p.parse_args(argv)
+    for path, maker in ((a.out / CELLS, "traffic.py run"), (a.ncu, "ncu --csv")) if a.what == "table" else ():
+        if not path.is_file():
+            t.error(f"expected what `{maker}` writes, got {path}, which is no file")
+    try:
+        for shape in a.shapes if a.what == "run" else ():
+            parse_shape(shape)
+        if a.what == "run":
+            torch.empty(0, device=a.device)
+    except (ConfigError, RuntimeError, AssertionError) as error:
+        r.error(str(error).splitlines()[0])
     (run if a.what == "run" else table)(a)
     return 0
 

@@ -72,7 +72,10 @@ def check(a: argparse.Namespace) -> torch.device:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigError(message(f"{what}: expected names of {', '.join(known)}, got {', '.join(unknown)}.", fix="choose among these."))
-    device = torch.device(a.device)
+    try:
+        device = torch.device(a.device)
+    except RuntimeError as error:
+        raise ConfigError(message(f"--device: expected cpu or cuda, got {a.device!r}: {str(error).splitlines()[0]}", fix="use --device cpu.")) from None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(message(f"--device: expected cpu, or cuda where there is a GPU, got {a.device!r}.", fix="use --device cpu."))
     if device.type == "cuda":

@@ -26,6 +26,8 @@ from fxmask.bench.provenance import provenance, utc
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from resmlp import PRESETS, ResMLP, ResMLPConfig
 
+from benchmarks import checked
+
 
 class Noise(Dataset[tuple[torch.Tensor, int]]):
     """Images of N(0, 1), made by the workers."""
@@ -41,7 +43,7 @@ class Noise(Dataset[tuple[torch.Tensor, int]]):
         return torch.randn(self.config.channels, self.config.image, self.config.image, generator=g), index % self.config.classes
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, print and append."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--preset", choices=PRESETS, default="s12")
@@ -52,7 +54,9 @@ def main() -> None:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--out", type=Path)
-    a = p.parse_args()
+    a = p.parse_args(argv)
+    checked.at_least_one(p, a, "threads", "batch", "steps")
+    checked.masks(p, a.block, [a.ratio])
     torch.set_num_threads(a.threads)
     config = PRESETS[a.preset]
 

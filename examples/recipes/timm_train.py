@@ -81,6 +81,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("script", help="timm's train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
     args = parser.parse_args(argv)
+    if not Path(args.script).is_file():
+        parser.error(f"script: expected the path of timm's train.py, got {args.script}, which is no file")
+    try:
+        fxmask.WeightMask(ratio=args.ratio, block=tuple(args.block), backward=args.backward)
+        fxmask.Schedule("cubic", steps=args.ramp or 1)
+    except fxmask.FxMaskError as error:
+        parser.error(str(error).splitlines()[0])
     options = dict(ratio=args.ratio, block=tuple(args.block), backward=args.backward, exclude=args.exclude)
     if args.ramp:
         options["schedule"] = fxmask.Schedule("cubic", steps=args.ramp)

@@ -108,6 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", type=Path, metavar="DIR", help="write csv and png there")
     a = p.parse_args(argv)
+    for name in ("threads", "repeats"):
+        if getattr(a, name) is not None and getattr(a, name) < 1:
+            p.error(f"--{name}: expected at least 1, got {getattr(a, name)}")
     a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
     return exit_code("figure_4.py", lambda: run(a))
 

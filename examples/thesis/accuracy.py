@@ -72,7 +72,11 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     if args.in_turns is not None and args.in_turns < 1:
         p.error(f"--in-turns: expected at least 1, got {args.in_turns}")
+    if args.phase == "table" and not args.runs.is_dir():
+        p.error(f"--runs: expected a folder of runs, got {args.runs}, which is none")
     if args.phase != "table":
+        if args.root is not None and not args.root.is_dir():
+            p.error(f"--root: expected a folder of images, got {args.root}, which is none")
         recipes, epochs, seeds = PHASES[args.phase]
         unknown = sorted(set(args.only or ()) - set(recipes))
         if unknown:

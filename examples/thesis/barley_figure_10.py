@@ -145,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which is asked for memory, says when it starts and stops
     args = p.parse_args(argv)
+    for name in ("threads", "repeats"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     return exit_code("barley_figure_10.py", lambda: run(args))
 
 

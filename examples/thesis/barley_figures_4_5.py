@@ -177,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, metavar="DIR", help="append to a csv there, and draw a png")
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     args = p.parse_args(argv)
+    for name in ("threads", "repeats"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     return exit_code("barley_figures_4_5.py", lambda: run(args))
 
 

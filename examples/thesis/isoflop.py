@@ -147,6 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--batch", type=int, default=128)
     p.add_argument("--only", nargs="+", choices=tuple(ISOFLOP), default=list(ISOFLOP))
     args = p.parse_args(argv)
+    for name in ("turns", "batch"):
+        if getattr(args, name) < 1:
+            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.what == "time":
         rows = measure(args.turns, args.batch, args.only)
         with lock.alone(args.times):

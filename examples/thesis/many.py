@@ -100,7 +100,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("runs", type=Path, metavar="RUNS.json")
     p.add_argument("--at-once", type=int, default=8)
     args = p.parse_args(argv)
-    runs = [(name, train.arguments(words)) for name, words in json.loads(args.runs.read_text())]
+    try:
+        given = [(name, list(words)) for name, words in json.loads(args.runs.read_text())]
+    except OSError as error:
+        p.error(f"expected a file of runs, got {args.runs}: {error.strerror}")
+    except (ValueError, TypeError) as error:
+        p.error(f"{args.runs}: expected a list of [name, [words of train.py]], got another thing: {error}")
+    if args.at_once < 1:
+        p.error(f"--at-once: expected at least 1, got {args.at_once}")
+    runs = [(name, train.arguments(words)) for name, words in given]
     try:
         return 1 if together(runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True)) else 0
     except train.DataMissing as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from pathlib import PurePath
 
 import torch
 from torch import Tensor, nn
 
 from ..analysis import models
 from ..errors import ConfigError
+from ..report import FORMATS
 from .advise import advise
 
 
@@ -26,11 +27,13 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default=None, help="bfloat16 or float16: steps under torch.autocast with it")
     p.add_argument("--threads", type=int, default=None, help="of a CPU")
-    p.add_argument("-o", "--out", type=Path, default=None, help="write the advice there, too: .json, .csv, .md, .html, .tex")
+    p.add_argument("-o", "--out", default=None, help="write the advice there, too: .json, .csv, .md, .html, .tex")
 
 
 def main(a: argparse.Namespace) -> int:
     """Build the model with random weights, advise, print."""
+    if a.out is not None and PurePath(a.out).suffix not in FORMATS:
+        raise ConfigError(f"-o: expected a file that ends in {', '.join(FORMATS)}, got {a.out!r}.")
     dtype = getattr(torch, a.dtype, None) if a.dtype else None
     if a.dtype and dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"--dtype: expected bfloat16 or float16, got {a.dtype!r}.")

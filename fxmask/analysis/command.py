@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from ..dropping import any_dropped
 from ..errors import ConfigError
 from ..masking import apply
 from ..nm_layers import any_nm
+from ..places import place
 from ..pruning import any_pruned
+from ..report import FORMATS as FILES
 from ..sites import any_masked
 from . import devices, models, optimiser, plots
 from .report import SUFFIX, TABLES, Analysis
@@ -42,7 +43,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--explain", metavar="NODE", default=None, help="print the formulas of a node or module with their numbers")
     p.add_argument("--table", choices=TABLES, action="append", default=None, help="print these tables instead")
     p.add_argument("--format", choices=FORMATS, action="append", default=None, help="of what is written (csv, json, markdown) or printed")
-    p.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="write all tables there, and plots with --plot")
+    p.add_argument("-o", "--out", default=None, metavar="DIR", help="write all tables there, and plots with --plot")
     p.add_argument("--plot", action="store_true", help="roofline.png and traffic.png in DIR (needs matplotlib)")
 
 
@@ -74,6 +75,9 @@ def main(a: argparse.Namespace) -> int:
     """Build, mask, analyse, print or write."""
     if a.plot and a.out is None:
         raise ConfigError("--plot writes into a folder: expected -o DIR, got none.")
+    out = None if a.out is None else place(a.out, FILES)
+    if a.plot and out is not None and out.suffix in FILES:
+        raise ConfigError(f"--plot writes into a folder: expected -o DIR, got the file {a.out!r}.")
     check_mask_options(a, ("compare",))
     dtype = getattr(torch, a.dtype, None) if a.dtype else None
     if a.dtype and not isinstance(dtype, torch.dtype):
@@ -100,11 +104,11 @@ def main(a: argparse.Namespace) -> int:
     said = _said(a, report, plain)  # before anything is written: what cannot be said leaves no files
     if a.plot:
         plots.available()
-    if a.out is not None:
-        report.save(a.out, formats=a.format or ("csv", "json", "markdown"))
+    if out is not None:
+        report.save(out, formats=a.format or ("csv", "json", "markdown"))
         if a.plot:
-            plots.roofline(report, a.out / "roofline.png")
-            plots.traffic(report, a.out / "traffic.png")
+            plots.roofline(report, out / "roofline.png")
+            plots.traffic(report, out / "traffic.png")
     print(said)
     return 0
 

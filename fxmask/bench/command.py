@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from ..errors import ConfigError
+from ..places import place
 from . import floor, interleaved, regret, systems
 from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .driver import CSV, Run, check_device, run_cells
@@ -36,7 +36,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ratios", default="", metavar="RATIOS", help="on a CPU: 0.5,0.7,0.8,0.9,0.95")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, default=None, help="bf16 on cuda, fp32 on cpu")
-    p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"{CSV} is appended to there, and a second run goes on")
+    p.add_argument("--out", default="bench-output", metavar="DIR", help=f"{CSV} is appended to there, and a second run goes on")
     p.add_argument("--time-limit", type=float, default=None, metavar="S", help="begin no cell that would not end within S seconds")
     p.add_argument("--cells", default="", metavar="GLOBS", help="e.g. 'forward/*/b64x64/*,metadata*'; --list shows what they are matched with")
     p.add_argument("--providers", default="", metavar="NAMES", help=", ".join(PROVIDERS))
@@ -49,6 +49,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def main(a: argparse.Namespace) -> int:
+    a.out = place(a.out, (), "--out")
     check(a)
     if a.system != "weights":
         return other_system(a)

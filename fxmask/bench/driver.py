@@ -95,7 +95,7 @@ def measure(run: Run, cell: Cell) -> Row:
             row |= {"max_err": text(verdict.max_err), "base_err": text(verdict.base_err)}
             if not verdict.passed:
                 return {**row, "gate": "fail", "verdict": f"none: {verdict.why}"}
-            row["gate"] = "pass"
+            row |= {"gate": "pass", "ran": providers.ran(i)}
             _time(run, cell, call, row)
     except torch.cuda.OutOfMemoryError:
         run.inputs = None

@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import gpu_choice, ops
+from ..kernels.cpu import deciding
+from ..kernels.cpu.plans import Case
+from ..kernels.dispatch import MASKED_DENSE
 from ..kernels.grid import keep_count
 from . import torch_sparse
 from .inputs import Inputs
@@ -80,6 +83,19 @@ def fxmask(impl: str) -> Provider:
         return {"forward": lambda: (forward(),), "dx": lambda: (dx(),), "dw": lambda: (dw(),), "step": lambda: (forward(), dx(), dw())}[c.op]
 
     return prepare
+
+
+def ran(i: Inputs) -> str:
+    """What `auto` runs of a cell, each of its ops, once the call has run; empty for other providers and for masks."""
+    c = i.cell
+    if c.provider != "fxmask_auto" or c.op == "metadata":
+        return ""
+    found = {}
+    for op in ("forward", "dx", "dw") if c.op == "step" else (c.op,):
+        cpu = i.device.type == "cpu"
+        choice = deciding.of(Case(op, c.M, (c.N, c.K), c.block, float(i.mask.count_nonzero()) / i.mask.numel(), i.w.dtype), False) if cpu else None
+        found[op] = choice.name if choice else "triton" if pays(i) else MASKED_DENSE
+    return ", ".join(f"{op} {name}" for op, name in found.items())
 
 
 REGISTRY: dict[str, Provider] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ REFRESH = ("metadata_ms", "ms_refresh_1", "ms_refresh_10", "ms_refresh_100")
 COSTS = ("flop_useful", "flop_issued", "bytes_min", "bytes_req", "t_min_us", "roof_pct")
 RIGHT = ("max_err", "base_err", "gate")
 AGAINST = ("x_dense", "x_best", "cold_x_dense", "cold_x_best")
-COLUMNS = WHERE + STATE + WHAT + TIMES + REFRESH + COSTS + RIGHT + AGAINST
+LATER = ("ran",)  # columns that older files do not have
+COLUMNS = WHERE + STATE + WHAT + TIMES + REFRESH + COSTS + RIGHT + AGAINST + LATER
 
 BUSY = "none: load"  # how a verdict begins where the machine had other work
 
@@ -77,6 +79,8 @@ class Table:
         writer = csv.DictWriter(text, self.columns, lineterminator="\n")
         if not held:
             writer.writeheader()
+        elif held.partition(b"\n")[0].decode().strip() == ",".join(_older(self.columns)) != ",".join(self.columns):
+            self._rewrite()
         writer.writerows(full)
         with self.path.open("ab", buffering=0) as f:
             f.write(text.getvalue().encode())
@@ -84,10 +88,24 @@ class Table:
         self.keys |= {key(row, self.names) for row in full}
 
 
+    def _rewrite(self) -> None:
+        """An older file with this version's columns: whole or not at all."""
+        beside = self.path.with_name(f".{self.path.name}.new")
+        with beside.open("w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(read(self.path, self.columns))
+        os.replace(beside, self.path)
+
+
+def _older(columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(c for c in columns if c not in LATER)
+
+
 def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
-    """Rows of a csv of this version's columns; a line that was cut off is dropped. ConfigError for another file."""
+    """Rows of a csv of this version's columns, or without those of `LATER`; a line that was cut off is dropped. ConfigError for another file."""
     with path.open(newline="", encoding="utf-8") as f:
         reader = csv.DictReader(f)
-        if tuple(reader.fieldnames or ()) != tuple(columns):
+        if tuple(reader.fieldnames or ()) not in (tuple(columns), _older(columns)):
             raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another file.")
-        return [row for row in reader if None not in row and all(v is not None for v in row.values())]
+        return [{**dict.fromkeys(columns, ""), **row} for row in reader if None not in row and all(v is not None for v in row.values())]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import triton
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, message
 
 LAUNCHES: Counter[str] = Counter()  # kernel's name -> launches of this process, for tests and for `explain`
 INTERPRETED: bool = triton.knobs.runtime.interpret  # read when the kernels are made: later changes of TRITON_INTERPRET change nothing
@@ -72,7 +72,9 @@ def sent(t: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return t.to(device)
     if torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError("a CUDA graph cannot copy from the host: expected weights whose masks were rebuilt before; take a step before the capture.")
+        what = "a CUDA graph cannot copy from the host: expected weights whose masks were rebuilt just before, where they lie now."
+        fix = "take a step that rebuilds the same masks before the capture; 256 groups of one dtype, block and time of rebuilding are remembered."
+        raise UnsupportedError(message(what, "a captured rebuild of masks", fix))
     return t.pin_memory().to(device, non_blocking=True)
 
 

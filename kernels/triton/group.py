@@ -1,14 +1,14 @@
 """Weights that one set of launches serves: a table on the device says where each lies and which programs are its own.
 
 A row of the table, int64, describes one weight; `owner` arrays say for every program of a launch which row is its own. Weights are found by their distance
-from the first one, in units that divide all distances, so that Triton knows their alignment. The table depends on addresses and shapes alone: it is kept as
-long as those stay, and captured CUDA graphs may replay over it.
+from the first one, in units that divide all distances, so that Triton knows their alignment. The table depends on addresses and shapes alone: the `KEPT` that
+were asked for last are kept, and those that a captured CUDA graph replays over for good.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ TILE0 = tl.constexpr(7)  # first program of the keys
 CHUNK0 = tl.constexpr(8)  # first program of the histograms
 STRIP0 = tl.constexpr(9)  # first program of the lists
 
+KEPT = 256  # groups: whoever captures a step has asked for all of its groups in the step before
 ALIGN = 16  # masks of a group begin at multiples of it: Triton compiles for one alignment, and loads are wide
 
 
@@ -73,8 +74,20 @@ def _owners(counts: list[int], device: torch.device) -> Tensor:
     return sent(torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32, device="cpu"), torch.tensor(counts, device="cpu")), device)
 
 
-@lru_cache(maxsize=32)
+_captured: dict[tuple[Any, ...], Group] = {}
+
+
 def group_of(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], tile: tuple[int, int], device: torch.device) -> Group:
+    """The table of weights of one dtype in one block. What a CUDA graph has captured lies where it replays, whatever is asked for afterwards."""
+    key = places, itemsize, block, tile, device
+    found = _captured.get(key) or _made(*key)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured[key] = found
+    return found
+
+
+@lru_cache(maxsize=KEPT)
+def _made(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], tile: tuple[int, int], device: torch.device) -> Group:
     """The table of weights of one dtype in one block. Cost: four small copies to the device, once for these places; no host sync.
 
     They are in the order of the stream that asks first: as for the masks, another one has to wait for it.

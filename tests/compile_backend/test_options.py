@@ -76,6 +76,22 @@ def test_a_mode_of_inductor_needs_inductor():
     call(torch.randn(4, 64))
 
 
+ABOUT_MASKS = {
+    "ratio": 0.5, "block": (16, 16), "backward": "ste", "criterion": "l1", "ties": "keep", "impl": "reference", "seed": 1, "cover": True,
+    "activations": {"ratio": 0.5}, "include": "a", "exclude": "a", "overrides": {"a": False}, "require": True, "match": "matmul",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ABOUT_MASKS)
+def test_each_option_that_says_what_is_masked_contradicts_apply(option):
+    assert backend.parse({option: ABOUT_MASKS[option]}).masks and ABOUT_MASKS.keys() == {*backend.MASK, *backend.OWN} - {"passes", "inner", "inductor"}
+
+
+@pytest.mark.parametrize("options", [{}, {"inner": "eager"}, {"inductor": {"max_autotune": True}}, {"passes": []}])
+def test_options_that_say_how_a_graph_is_compiled_contradict_nothing(options):
+    assert not backend.parse(options).masks
+
+
 def test_options_that_contradict_apply():
     model = Wrap(fxmask.apply(mlp(), ratio=0.5, block=(16, 16)))
     error = failing(model, torch.randn(4, 64), **OPTIONS)

@@ -298,6 +298,7 @@ def test_configs_together_with_options():
     assert {name: type(getattr(plain, name)) for name in defaults} == {name: type(value) for name, value in defaults.items()}
     beside = {
         (fxmask.ActivationPruning(0.5), "affine"): "configs and affine: expected options of the mask inside ActivationPruning(...), got both",
+        (fxmask.WeightMask(0.5), "refresh"): "write fxmask.WeightMask(..., refresh=0.8), or leave out what is the default; beside a config go include, exclude",
         (fxmask.ActivationPruning(0.5), "ratio"): "inside ActivationPruning(...) or WeightMask(...), got both",
         (fxmask.NMMask(2, 4), "method"): "unknown option beside configs: expected options inside of them (WeightMask: ratio, ",
         (mask, "raito"): "got 'raito'.",

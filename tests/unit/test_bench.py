@@ -14,7 +14,8 @@ from fxmask.bench import cells, clock, costs, gate, inputs, providers, table
 from fxmask.bench.driver import CSV, Run, check_device, read_ceilings, run_cells
 from fxmask.cli import main
 from fxmask.errors import ConfigError, UnsupportedError
-from fxmask.kernels import lists
+from fxmask.kernels import lists, tune
+from fxmask.kernels.cpu import plans
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -50,6 +51,49 @@ def test_rows_are_complete(tmp_path):
     metadata = next(r for r in rows if r["phase"] == "block_index")
     assert own["metadata_ms"] == metadata["ms_p50"]
     assert float(own["ms_refresh_10"]) == pytest.approx(float(own["ms_p50"]) + float(metadata["ms_p50"]) / 10, rel=1e-4)
+
+
+def test_rows_of_auto_say_what_ran(tmp_path):
+    run, _ = make_run(tmp_path)
+    names = ("dense", "masked_dense", "fxmask_reference", "fxmask_auto")
+    made = cells.make_cells("cpu", "fp32", quick=True, only="*/b64x64/r0.8/*,metadata*", providers=names, shapes=TINY)
+    run_cells(run, [*made, *(c.by("fxmask_auto") for c in made if c.provider == "fxmask_reference")])
+    found = {(r["op"], r["ran"]) for r in table.read(tmp_path / CSV) if r["provider"] == "fxmask_auto"}
+    alone = {(op, f"{op} masked_dense") for op in ("forward", "dx", "dw")}
+    assert found - {("metadata", "")} == alone | {("step", "forward masked_dense, dx masked_dense, dw masked_dense")}
+    assert {r["ran"] for r in table.read(tmp_path / CSV) if r["provider"] != "fxmask_auto"} == {""}
+
+
+def test_what_ran_is_what_was_decided(monkeypatch):
+    i = inputs.make_inputs(cells.Cell("step", "step", 40, 48, 32, "fp32", (16, 16), 0.5, "random", 0, "fxmask_auto"), CPU)
+    asked = []
+    monkeypatch.setattr(providers.deciding, "of", lambda case, forced: asked.append((case, forced)) or tune.Choice(f"rows-{case.op}", "", {}, 40))
+    assert providers.ran(i) == "forward rows-forward, dx rows-dx, dw rows-dw"
+    assert asked[1] == (plans.Case("dx", 40, (48, 32), (16, 16), 0.5, torch.float32), False)
+
+
+def test_a_file_without_the_last_columns_is_read_and_goes_on(tmp_path):
+    chosen, path = some_cells(), tmp_path / CSV
+    first, _ = make_run(tmp_path)
+    run_cells(first, chosen[:4])
+    older = [c for c in table.COLUMNS if c not in table.LATER]
+    rows = table.read(path)
+    with path.open("w", newline="") as f:
+        writer = csv.DictWriter(f, older, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        f.write("0.1.0,half a li")
+    assert table.read(path) == [{**r, "ran": ""} for r in rows]
+    second, said = make_run(tmp_path)
+    assert "ran" not in path.read_text().splitlines()[0].split(",")  # not before there is a row for it
+    run_cells(second, chosen)
+    assert f"4 of {len(chosen)} cells" in said[0]
+    with path.open(newline="") as f:
+        every = list(csv.DictReader(f))
+    assert len(every) == len(chosen) and every[:4] == [{**r, "ran": ""} for r in rows] and list(every[0]) == list(table.COLUMNS)
+    assert not list(tmp_path.glob(".*")) and not any(None in r or None in r.values() for r in every)
+    with pytest.raises(ConfigError, match="expected a csv with this version's columns"):
+        table.read(path, [c for c in table.COLUMNS if c != "gate"])
 
 
 def test_a_second_run_goes_on(tmp_path):

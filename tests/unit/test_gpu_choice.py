@@ -141,7 +141,11 @@ def test_the_benchmark_measures_what_a_layer_runs(hopper, monkeypatch):
         density = keep_count(mask.numel(), ratio) / mask.numel()
         gpu_choice.pays_from.cache_clear()
         expected = gpu_choice.pays_from((n, k), BLOCK, density) <= m
-        assert providers.pays(Inputs(cell, CUDA, w, w, w, mask, mask, mask)) == expected == (gpu_choice.factor(m, (n, k), BLOCK, density) >= gpu_choice.MARGIN)
+        i = Inputs(cell, CUDA, w, w, w, mask, mask, mask)
+        assert providers.ran(i) == ""  # of another provider
+        i.cell = cell.by("fxmask_auto")
+        assert providers.ran(i) == f"forward {'triton' if expected else 'masked_dense'}"
+        assert providers.pays(i) == expected == (gpu_choice.factor(m, (n, k), BLOCK, density) >= gpu_choice.MARGIN)
     gpu_choice.pays_from.cache_clear()
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops.map import map as over_rows
 from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 
 import fxmask
 from fxmask.passes.graph_calls import MASKED_LINEAR
@@ -70,3 +71,80 @@ def test_training_is_that_of_the_class_swap(name):
             torch.testing.assert_close(none if grads[n].grad is None else grads[n].grad, none if p.grad is None else p.grad)
         for m in (model, gm):
             fxmask.step(m)
+
+
+class While(Layers):
+    def forward(self, x):
+        return self.last(while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, torch.tanh(self.a(z))), (torch.tensor(0), self.b(x)))[1])
+
+
+class Within(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Cond(), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+class Nested(Layers):
+    def forward(self, x):
+        return self.last(torch.cond(x.sum() > 0, lambda z: torch.cond(z.max() > 5, lambda u: self.a(u), lambda u: self.b(u), (z,)), lambda z: self.a(z), (x,)))
+
+
+NAMES = {Cond: "a b last", Scan: "a b last", Map: "a b last", While: "a b last", Within: "block.a block.b block.last head", Nested: "a a b last"}
+
+
+def rows_of(model):
+    return sorted((r["name"], r["masked"], r["reason"]) for r in fxmask.explain(model).rows)
+
+
+@pytest.mark.parametrize("cls", NAMES)
+def test_a_layer_in_a_body_goes_by_its_own_name(cls):
+    gm = torch.export.export(cls(), (torch.rand(3, 32),)).module()
+    names = NAMES[cls].split()
+    assert [r[0] for r in rows_of(gm)] == names
+    inner = names[0]
+    fxmask.apply(gm, **OPTIONS, exclude=inner)
+    assert rows_of(gm) == sorted((n, n != inner, "in exclude" if n == inner else "selected") for n in names)
+    fxmask.restore(gm)
+    holder = nn.Sequential(fxmask.apply(gm, **OPTIONS, include="re:", overrides={inner: dict(ratio=0.75)}))  # warnings are errors here
+    assert {r["name"]: r["target_ratio"] for r in fxmask.explain(holder).rows} == {f"0.{n}": 0.75 if n == inner else 0.5 for n in names}
+
+
+def test_random_masks_in_a_body_are_those_of_the_class_swap():
+    x, model = torch.rand(3, 32), Cond()
+    gm = fxmask.apply(torch.export.export(copy.deepcopy(model), (x,)).module(), **OPTIONS, criterion="random")
+    assert torch.equal(gm(x), fxmask.apply(model, **OPTIONS, criterion="random")(x))
+
+
+def test_the_weight_of_an_embedding_is_left_alone_in_a_body():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
+            self.head.weight = self.table.weight
+
+        def forward(self, i):
+            return torch.cond(i.sum() > 0, lambda z: self.head(z), lambda z: z + 1, (self.table(i),))
+
+    gm = torch.export.export(Tied(), (torch.arange(4),)).module()
+    with pytest.warns(fxmask.FxMaskWarning, match="masked nothing: .*tied to an Embedding"):
+        fxmask.apply(gm, **OPTIONS)
+
+
+def test_a_body_of_two_layers_has_neither_name():
+    body = torch.fx.GraphModule({}, torch.fx.Graph())
+    x, w = (body.graph.placeholder(n) for n in "xw")
+    y = body.graph.call_function(torch.ops.aten.linear.default, (x, w))
+    w.meta["val"] = torch.empty(32, 32, device="meta")
+    body.graph.output(y)
+    body.recompile()
+    graph, layers = torch.fx.Graph(), Layers()
+    layers.body = body
+    z = graph.placeholder("x")
+    for n in "ab":
+        z = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), None, z, graph.get_attr(f"{n}.weight")))
+    graph.output(z)
+    gm = torch.fx.GraphModule(layers, graph)
+    assert rows_of(gm)[0][0] == "body.linear_default"

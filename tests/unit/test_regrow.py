@@ -1,5 +1,7 @@
 """Exchange of blocks: beside a ratio that falls, over phases, and what it does to momenta."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn, optim
@@ -93,6 +95,21 @@ def test_other_blocks_drop_that_gradient():
         growth = model[0]._fxmask_growth
         assert growth is None or tuple(growth.shape) == ((8, 8) if step < 3 else (4, 4))
         assert step != 3 or growth is None
+
+
+def test_a_dense_gradient_is_for_one_exchange():
+    """Rebuilds without a new one exchange nothing, whatever the weights are by then."""
+    model = layer(refresh=2, backward="rigl", dense_every=6, regrow=fxmask.Regrow("gradient", 0.3))
+    optimizer, moved = optim.SGD(model.parameters(), lr=0.0), []
+    fxmask.guard(optimizer, model)
+    old, generator = mask_of(model), torch.Generator().manual_seed(2)
+    for step in train(model, optimizer, 18):
+        new = mask_of(model)
+        moved += [step] if not torch.equal(new, old) else []
+        old = new
+        with torch.no_grad():
+            model[0].weight.copy_(torch.randn(SIDE, SIDE, generator=generator) * torch.rand(SIDE, 1, generator=generator))
+    assert len(moved) == 3 and all(b - a == 6 for a, b in pairwise(moved))
 
 
 SOFT = dict(soft=True, schedule=fxmask.Schedule("linear", steps=40, initial=0.4))

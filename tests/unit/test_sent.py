@@ -39,5 +39,5 @@ def test_no_wait_for_a_copy(device, monkeypatch, where, calls):
 
 def test_no_copy_inside_a_graph(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedError, match="take a step before the capture"):
+    with pytest.raises(UnsupportedError, match="take a step that rebuilds the same masks before the capture"):
         device.sent(torch.zeros(1), torch.device("cuda"))

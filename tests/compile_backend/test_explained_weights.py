@@ -1,0 +1,118 @@
+"""Rows of `fxmask.explain` for weights that compiled graphs compute, and names of compiled models."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import Wrap, compiled
+from sample_models import mlp
+from torch import nn
+
+import fxmask
+
+OPTIONS = {"ratio": 0.6, "block": (16, 32)}
+
+
+class Scaled(nn.Module):
+    """A weight that the forward computes, in a block of its own, so that its name is no node's."""
+
+    def __init__(self, n=40, k=72):
+        super().__init__()
+        self.w, self.g = nn.Parameter(torch.randn(n, k)), nn.Parameter(torch.ones(n, 1))
+
+    def forward(self, x):
+        return F.linear(x, self.w * self.g)
+
+
+class Computed(nn.Module):
+    def __init__(self, norm=nn.utils.parametrizations.weight_norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.normed, self.plain = Scaled(), norm(nn.Linear(40, 104)), nn.Linear(104, 40)
+
+    def forward(self, x):
+        return self.plain(self.normed(self.block(x)))
+
+
+def rows_of(model):
+    return {row["name"]: row for row in fxmask.explain(model).rows}
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_weights_that_a_graph_computes(norm):
+    model, applied, x = Computed(norm), Computed(norm), torch.randn(4, 72)
+    call = compiled(model, **OPTIONS)
+    assert set(rows_of(model)) == {"normed", "plain"}
+    call(x)
+    report, rows, expected = fxmask.explain(model), rows_of(model), rows_of(fxmask.apply(applied, **OPTIONS))
+    same = ("masked", "shape", "blocks", "target_ratio", "achieved_ratio")
+    assert {n: [rows[n][k] for k in same] for n in ("normed", "plain")} == {n: [expected[n][k] for k in same] for n in ("normed", "plain")}
+    row = rows["block"]
+    assert set(rows) == {"block", "normed", "plain"} and row["masked"] and row["shape"] == "40x72" and row["blocks"] == 9 and row["achieved_ratio"] is None
+    assert row["reason"] == "selected in graphs of backend='fxmask' alone; the graph computes its weight" and row["why"] == "the graph computes its weight"
+    assert report.summary["linears"] == 3 and report.summary["weight elements in linears"] == 2 * 104 * 40
+    fxmask.apply(model, **OPTIONS)
+    assert set(rows_of(model)) == {"normed", "plain"}  # what graphs did is past
+
+
+def test_the_last_graph_says_what_becomes_of_a_computed_weight():
+    model, x = Computed(), torch.randn(4, 72)
+    half, none = compiled(model, **OPTIONS), compiled(model, **OPTIONS, exclude=["block", "normed"])
+    for call, masked in ((half, True), (none, False), (half, True)):
+        call(x)
+        rows = rows_of(model)
+        assert rows["block"]["masked"] is masked and rows["normed"]["masked"] is masked and rows["plain"]["masked"]
+    none(x)
+    assert rows_of(model)["normed"]["reason"] == "in exclude (backend='fxmask')"
+
+
+def test_weights_of_layers_that_share_a_graph_and_of_other_models():
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Scaled(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                torch._dynamo.graph_break()
+                x = layer(x)
+            return x
+
+    model = Three()
+    other = copy.deepcopy(model)
+    compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert [row["masked"] for row in fxmask.explain(model).rows] == [True] * 3
+    assert not fxmask.explain(other).rows
+
+
+def test_several_weights_of_one_module_are_told_apart():
+    class Two(Scaled):
+        def forward(self, x):
+            return F.linear(F.linear(x, self.w * self.g), (self.w + 1).t())
+
+    model = Wrap(Two())
+    call = compiled(model, **OPTIONS)
+    call(torch.randn(4, 72))
+    names = [row["name"] for row in fxmask.explain(model).rows]
+    assert len(set(names)) == 2
+    torch._dynamo.reset()
+    compiled(model, **OPTIONS, exclude=names[0])(torch.randn(4, 72))  # they are names for patterns, too
+    assert {n: rows_of(model)[n]["masked"] for n in names} == {names[0]: False, names[1]: True}
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential, lambda m: nn.ModuleDict({"a_orig_mod": m})])
+def test_a_compiled_model_has_the_names_of_the_model(wrap):
+    model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16))
+    expected = list(rows_of(wrap(model)))
+    found = fxmask.explain(wrap(torch.compile(model)))
+    assert [row["name"] for row in found.rows] == expected
+    assert rows_of(torch.compile(model[0])).keys() == {"(the model itself)"}
+
+
+def test_notes_of_a_compiled_model_have_its_names():
+    model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16))
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    notes = [fxmask.explain(m).notes for m in (model, torch.compile(model))]
+    assert notes[0] == notes[1] and any("have not run" in n or "has not run" in n for n in notes[0])

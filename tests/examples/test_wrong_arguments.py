@@ -1,0 +1,70 @@
+"""Missing files and numbers that cannot be meant: examples say so in one line, before anything runs, and end with 2."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import demo
+import pytest
+import train
+from benchmarks import advice, block_dropout, masked_step, page_faults, tile_scan, traffic, train_step, whole_model
+from recipes import timm_train
+from sparsedrop import figure_4
+from thesis import accuracy, barley_figure_10, barley_figures_4_5, isoflop, many, stability
+from thesis import train as thesis_train
+
+NO_FILE = "which is no file"
+AT_LEAST = "expected at least 1, got 0"
+CASES = {
+    "a scan": (tile_scan, ["--show", "nowhere.csv"], NO_FILE),
+    "a scan that is none": (tile_scan, ["--show", __file__], "expected a csv that --csv has written"),
+    "cells": (traffic, ["table", __file__], f"traffic.cells.json, {NO_FILE}"),
+    "a shape": (traffic, ["run", "--shapes", "foo"], "expected e.g. 8192x4096->14336, got 'foo'"),
+    "a traffic device": (traffic, ["run", "--device", "foo"], "device"),
+    "runs": (many, ["nowhere.json"], "expected a file of runs, got nowhere.json"),
+    "runs that are none": (many, [__file__], "expected a list of [name, [words of train.py]]"),
+    "a script": (timm_train, ["nowhere.py"], NO_FILE),
+    "a ratio of a script": (timm_train, ["--ratio", "2", __file__], "expected a finite number in [0, 1), got 2.0"),
+    "turns": (isoflop, ["time", "--turns", "0"], f"--turns: {AT_LEAST}"),
+    "images": (accuracy, ["search", "--root", "nowhere"], "expected a folder of images, got nowhere"),
+    "runs of a table": (accuracy, ["table", "--runs", "nowhere"], "expected a folder of runs, got nowhere"),
+    "a device of dropout": (block_dropout, ["--device", "foo"], "--device: expected cpu, or cuda"),
+    "threads of dropout": (block_dropout, ["--threads", "0"], f"--threads: {AT_LEAST}"),
+    "a device of a step": (train_step, ["--device", "foo", "--csv", "out.csv"], "--device: expected cpu or cuda, got 'foo'"),
+    "a device of an optimiser": (masked_step, ["--device", "foo"], "--device: expected cpu or cuda, got 'foo'"),
+    "repeats": (masked_step, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
+    "figure 4": (figure_4, ["--threads", "0"], f"--threads: {AT_LEAST}"),
+    "figure 10": (barley_figure_10, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
+    "figures 4 and 5": (barley_figures_4_5, ["--threads", "0"], f"--threads: {AT_LEAST}"),
+    "a training's device": (train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
+    "a thesis training's device": (thesis_train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
+    "bounds": (stability, ["--steps", "0"], f"--steps: {AT_LEAST}"),
+    "the demo's folder": (demo, ["--out", f"{__file__}/out"], "expected a folder to write to"),
+} | {
+    f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
+    for m in (advice, page_faults, whole_model)
+    for option, words in (("--ratio", "expected a finite number in [0, 1)"), ("--block", "block"), ("--threads", AT_LEAST))
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_two(case, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    module, args, words = CASES[case]
+    try:
+        code = module.main(args)
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err.strip()
+    assert code == 2 and words in said and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("args", "code"), [([], 2), (["nowhere"], 2), (["--help"], None)])
+def test_the_script_of_plots(args, code, capsys, monkeypatch):
+    path = Path(demo.__file__).with_name("plots.py")
+    monkeypatch.setattr(sys, "argv", [str(path), *args])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    out = capsys.readouterr()
+    assert end.value.code == code and ("usage" in out.out + out.err or "nowhere" in out.err)

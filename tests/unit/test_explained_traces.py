@@ -1,0 +1,109 @@
+"""What `explain` says of a trace that was made of a masked model: its masks are ops of the graph, and nobody owns them."""
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import nn
+
+import fxmask
+from fxmask.errors import StateError
+
+OPTIONS = dict(ratio=0.6, block=(16, 32))
+SAME = ("name", "masked", "shape", "block", "blocks", "achieved_ratio", "backward")
+IN_TRACE = "masked before it was traced; the mask is part of the graph"
+
+
+def traced(model, x):
+    return torch.export.export(model, (x,)).module()
+
+
+def rows(model, columns=SAME):
+    return [tuple(row[c] for c in columns) for row in fxmask.explain(model).rows if row["masked"]]
+
+
+@pytest.mark.parametrize("options", [{}, dict(backward="ste"), dict(impl="reference"), dict(refresh=5), dict(schedule=fxmask.Schedule("linear", steps=4))])
+def test_rows_are_those_of_the_masked_model(options):
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(sizes=(72, 104, 40)), **OPTIONS, **options)
+    fxmask.step(model, 2)
+    gm = traced(model, torch.randn(4, 72))
+    report = fxmask.explain(gm)
+    assert rows(gm) == rows(model) and len(rows(gm)) == 2
+    assert {row["reason"] for row in report.rows} == {IN_TRACE} and report.summary["masked"] == 2
+    assert report.summary == fxmask.explain(model).summary
+    if options.get("refresh") is None:  # a cached mask does not say for how many blocks it was made
+        kept = [int(mask.sum()) for mask in fxmask.masks(model).values()]
+        assert [round((1 - row["target_ratio"]) * row["blocks"]) for row in report.rows] == kept
+    assert any("part of a trace" in note for note in report.notes)
+    with pytest.raises(StateError, match="masks of this model are part of its trace"):
+        fxmask.masks(gm)
+
+
+def test_the_masks_are_those_of_the_weights_as_they_are():
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(nn.Linear(40, 40)), ratio=0.5, block=(32, 32))
+    gm = traced(model, torch.randn(4, 40))
+    for corner in (slice(0, 32), slice(32, 40)):
+        with torch.no_grad():
+            for m in (model, gm):
+                weight = m.get_parameter("0.weight")
+                weight.zero_()
+                weight[:, corner] = 1
+        assert rows(gm) == rows(model)
+
+
+def test_one_mask_of_two_calls_and_layers_that_apply_left():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.small = nn.Linear(64, 64), nn.Linear(64, 4)
+
+        def forward(self, x):
+            return self.small(self.a(self.a(x)))
+
+    gm = traced(fxmask.apply(Twice(), **OPTIONS), torch.randn(4, 64))
+    assert [(r["name"], r["masked"]) for r in fxmask.explain(gm).rows] == [("small", False), ("a", True)]
+
+
+def test_weights_that_owners_read_and_convolutions():
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    model = fxmask.apply(Reader(), ratio=0.5)
+    gm = nn.Sequential(traced(model, torch.randn(2, 4, 64)))
+    found = {row["name"]: row for row in fxmask.explain(gm).rows}
+    assert not found["0.attention.in_proj_weight"]["masked"] and found["0.attention.out_proj"]["reason"] == IN_TRACE and len(found) == 2
+    assert found["0.attention.out_proj"]["impl"] == "reference"
+    model = fxmask.apply(nn.Sequential(nn.Conv2d(16, 32, 3)), ratio=0.5, layers=nn.Conv2d)
+    columns = ("name", "shape", "blocks", "achieved_ratio")
+    assert rows(traced(model, torch.randn(1, 16, 8, 8)), columns) == rows(model, columns)
+
+
+def test_a_layer_in_a_body_and_one_whose_weight_is_computed():
+    class Cond(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda z: self.a(z), lambda z: z + 1, (self.b(x),))
+
+    gm = traced(fxmask.apply(Cond(), **OPTIONS), torch.randn(4, 64))
+    found = {row["name"]: row for row in fxmask.explain(gm).rows}
+    assert set(found) == {"a", "b"} and all(row["reason"] == IN_TRACE for row in found.values())
+    assert found["a"]["shape"] == "64x64" and found["a"]["achieved_ratio"] is None and found["b"]["shape"] is None
+
+
+def test_a_trace_that_apply_masks_has_its_own_rows():
+    gm = fxmask.apply(traced(mlp(), torch.randn(4, 64)), **OPTIONS)
+    assert {row["reason"] for row in fxmask.explain(gm).rows if row["masked"]} == {"selected"}
+    assert not any("part of a trace" in note for note in fxmask.explain(gm).notes)
+    fxmask.restore(gm)
+    gm = fxmask.apply(gm, **OPTIONS, backward="rigl", dense_every=2)  # whose masks come with a flag
+    fxmask.step(gm, 0)
+    assert {row["reason"] for row in fxmask.explain(gm).rows if row["masked"]} == {"selected"}

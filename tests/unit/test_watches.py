@@ -1,0 +1,88 @@
+"""Two watches by themselves: which optimiser steps have gradients of masked graphs, and which reads of W∘M were written into."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+import fxmask
+from fxmask import backend_watch, lost_writes
+from fxmask.backend_watch import Done
+from fxmask.errors import FxMaskWarning, UnsupportedError
+
+AROUND = "though no masked graph ran since the last one"
+MASKED = Done(mask=fxmask.WeightMask(ratio=0.5))
+
+
+@pytest.fixture
+def weight(monkeypatch):
+    monkeypatch.setattr(backend_watch, "state", backend_watch.State(asked=True, reached=True, told=True))
+    backend_watch.asked()
+    return nn.Parameter(torch.randn(16, 16))
+
+
+def graph(weight, done=MASKED, inputs=None):
+    return backend_watch.watch(lambda *args: None, [("a", weight, done)], [weight] if inputs is None else inputs)
+
+
+def test_a_gradient_that_eager_code_adds_to(weight):
+    """It is the same tensor, as after zero_grad(set_to_none=False): its version tells."""
+    call, optimizer = graph(weight), optim.SGD([weight], 0.1)
+    call(weight)
+    weight.grad = torch.ones_like(weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.step()  # of the same gradient
+    weight.grad.add_(1)
+    with pytest.warns(FxMaskWarning, match=AROUND):
+        optimizer.step()
+
+
+def test_calls_of_a_graph_that_holds_the_weight_itself(weight):
+    call, optimizer = graph(weight, inputs=[]), optim.SGD([weight], 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            call()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+
+
+def test_a_graph_that_leaves_the_weight_dense_forgets_no_other(weight):
+    graph(weight)
+    graph(weight, Done(dense="in exclude"))
+    weight.grad = torch.ones_like(weight)
+    with pytest.warns(FxMaskWarning, match=AROUND):
+        optim.SGD([weight], 0.1).step()
+
+
+class Read:
+    _fxmask_name, _fxmask_owned = "fc.weight", 0
+
+
+def test_what_counts_writes_holds_no_memory():
+    w = torch.ones(16, 16)
+    counter, before = lost_writes._counter(w), w._version
+    w.mul_(2)
+    assert counter.numel() == 0 and counter._version == w._version == before + 1 and w.sum() == 512
+
+
+def test_what_inference_mode_makes_has_no_count():
+    m = Read()
+    with torch.inference_mode():
+        w = torch.ones(4, 4)
+        assert lost_writes.look_at(m, w) is w
+    lost_writes.refuse_lost_writes([m], nn.Module())
+
+
+def test_a_forward_inside_of_another_owners_is_judged_when_that_ends():
+    m, w = Read(), torch.ones(4, 4)
+    lost_writes.look_at(m, w)
+    m._fxmask_owned = 1
+    lost_writes.refuse_lost_writes([m], nn.Module())
+    w.mul_(2)
+    m._fxmask_owned = 0
+    with pytest.raises(UnsupportedError, match="writes into the weight of this layer"):
+        lost_writes.refuse_lost_writes([m], nn.Module())
