@@ -24,6 +24,7 @@ from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
 from .sites import FINAL, REASONS
 from .swap import is_own_class
+from .unlearned import expect_learning
 
 M = TypeVar("M", bound=nn.Module)
 Chosen = list[tuple[Decision, NMMask]]
@@ -50,6 +51,9 @@ def apply_nm(
         reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no Linear and no Conv2d"
         warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
     model.__dict__.pop(FINAL, None)
+    for d, c in chosen:
+        if c.mode == "learned":
+            expect_learning(d.candidate.module, d.candidate.name or "the model itself")  # type: ignore[arg-type]
     taken = {id(d) for d, _ in chosen}
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
     mark_decided(decisions)
