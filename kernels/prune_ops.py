@@ -192,11 +192,13 @@ def _dw_flop(
 def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") -> tuple[int, bool, Tensor | None] | None:
     """(kept blocks of a sample, whether it is turned, the noise that is drawn) of an input; None where all are kept: x itself is then their smallest form.
 
-    UnsupportedError under torch.func and for nested tensors. Warns where a ratio rounds to no block.
+    UnsupportedError under torch.func and for nested tensors, ShapeError where x has no axis or no floats. Warns where a ratio rounds to no block.
     """
     if x.is_nested or operands.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ShapeError(f"input of a layer that saves it pruned: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
     turned, b, n, kept = _counts(x, block, ratio)
     if kept == n:
         if ratio > 0 and n:
