@@ -95,6 +95,11 @@ def test_as_many_go_as_the_paper_says(n, ratio):
     assert dropped == max(0, min(exact, n - 1))
 
 
+@pytest.mark.parametrize(("n", "ratio", "dropped"), [(2, 0.25, 0), (6, 0.25, 2), (10, 0.25, 2), (14, 0.25, 4), (10, 0.05, 0), (30, 0.05, 2), (5, 0.5, 2)])
+def test_halves_go_to_the_even_number(n, ratio, dropped):
+    assert prune.dropped_count(n, ratio) == dropped == round(n * ratio)
+
+
 def test_the_counts_are_those_of_the_papers_tables():
     for rows, cols, block, s in ((196, 384, 64, 0.5), (196, 384, 16, 0.8), (196, 1536, 64, 0.9), (196, 384, 128, 0.3)):
         n = prune.block_count(rows, cols, block)
