@@ -128,6 +128,16 @@ def test_drawn_masks_are_patterns_and_soft_ones_sum_to_n(ratio, tau, dtype, seed
     assert torch.equal(nm.argmax_mask(logits, table), table[logits.argmax(1)])
 
 
+def test_draws_under_autocast_are_those_without_it():
+    """Its product in 16 bits would round soft masks, which then sum to n no more."""
+    table, logits, found = nm.patterns(2, 4), torch.randn(50, 6), []
+    for on in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(nm.sample(logits, table, 0.7))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1]) and found[1][0].dtype == torch.float32
+
+
 def test_draws_follow_the_softmax_of_the_logits():
     torch.manual_seed(0)
     table, logits = nm.patterns(2, 4), torch.randn(6)
