@@ -69,7 +69,8 @@ def refuse_nm(model: nn.Module) -> None:
 
 
 def _selected(decisions: list[Decision], config: NMMask, overrides: Mapping[Any, Any] | None) -> Chosen:
-    """The layers that can be masked, with their options; the reason of the others."""
+    """The layers that can be masked, with their options; the reason of the others. Overrides are checked whatever they match, and the last match wins."""
+    changed = [(p, config.replace(dict(c), f"overrides[{p!r}]")) for p, c in (overrides or {}).items() if isinstance(c, Mapping)]
     chosen = []
     for d in decisions:
         if d.config is None:
@@ -77,10 +78,7 @@ def _selected(decisions: list[Decision], config: NMMask, overrides: Mapping[Any,
         if d.config.read == "weight":
             d.reason = "its owner reads its weight and never calls it"
             continue
-        c = config
-        for pattern, change in (overrides or {}).items():
-            if isinstance(change, Mapping) and matches(pattern, d.candidate):
-                c = c.replace(dict(change), f"overrides[{pattern!r}]")
+        c = next((other for pattern, other in reversed(changed) if matches(pattern, d.candidate)), config)
         misfit = c.misfit(d.candidate.weight)
         if misfit:
             d.reason = misfit
