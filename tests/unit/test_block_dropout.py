@@ -159,6 +159,15 @@ def test_compiled_and_autocast(backend):
         assert model[:4](x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_input_is_saved_for_a_weight_that_asks_for_a_gradient(trains):
+    model, x, seen = fxmask.apply(nn.Linear(32, 48), BlockDropout(0.5, (8, 8))), torch.randn(16, 32, requires_grad=True), []
+    model.weight.requires_grad_(trains)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(tuple(t.shape)) or t, lambda t: t):
+        model(x).sum().backward()
+    assert ((16, 32) in seen) == trains and x.grad is not None
+
+
 def test_with_weight_masks(monkeypatch):
     seen = masks_drawn(monkeypatch)
     model = fxmask.apply(net(), WeightMask(0.5, (16, 16)), BlockDropout(block=(8, 16)), overrides={"0": {"ratio": 0.75}})

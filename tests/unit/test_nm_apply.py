@@ -96,6 +96,17 @@ def test_states_that_do_not_fit():
         fxmask.load_state_dict(fxmask.apply(net(), NMMask()), state)
 
 
+def test_logits_ask_for_a_gradient_where_the_state_that_is_loaded_is_not_frozen():
+    make = lambda: fxmask.apply(nn.Sequential(nn.Linear(32, 32)), NMMask(mode="learned"))  # noqa: E731
+    frozen, learning = make(), make()
+    fxmask.freeze(frozen)
+    before = fxmask.state_dict(learning)
+    fxmask.load_state_dict(learning, fxmask.state_dict(frozen))
+    assert not learning[0].nm_logits.requires_grad
+    fxmask.load_state_dict(learning, before)
+    assert learning[0].nm_logits.requires_grad
+
+
 @pytest.fixture
 def fresh_compiler():
     """No compiles of other models before, and none left behind: all share the code of nn.Sequential, whose recompiles are limited."""
