@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
-from fxmask import ActivationPruning, BlockDropout, WeightMask
+from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
 from fxmask.dropping import DroppedLinear, FusedDropout
 from fxmask.errors import ShapeError
 from fxmask.kernels import dropout, dropout_ops
@@ -205,6 +205,15 @@ def test_a_dropout_that_is_used_twice_is_left_alone():
     assert type(model[0]) is nn.Dropout and "left alone" in fxmask.explain(model).notes[-1]
 
 
+def test_a_dropout_before_a_linear_that_also_stands_elsewhere_is_left_alone():
+    """There nothing is dropped."""
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(nn.Dropout(0.5), shared, nn.ReLU(), shared)
+    with pytest.warns(FxMaskWarning, match="no active dropout before it"):
+        fxmask.apply(model, BlockDropout(block=(8, 8)))
+    assert type(model[0]) is nn.Dropout and type(shared) is nn.Linear
+
+
 def test_analyze_and_the_counter_expect_what_p_says():
     model, x = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), BlockDropout(0.25, (8, 16))), torch.randn(4, 10, 64, requires_grad=True)
     flop = fxmask.analyze(model, x).summary["flop"]
@@ -281,7 +290,7 @@ def test_wrong_use(case):
 
 
 def test_nothing_to_drop_is_said():
-    with pytest.warns(fxmask.FxMaskWarning, match="changed nothing: .*no active dropout before it"):
+    with pytest.warns(FxMaskWarning, match="changed nothing: .*no active dropout before it"):
         fxmask.apply(nn.Sequential(nn.Linear(64, 64)), BlockDropout())
 
 
