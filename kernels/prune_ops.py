@@ -254,7 +254,8 @@ def linear(
     if planned is None:
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     kept, turned, drawn = planned
-    block = min(block, x.shape[-2 if turned else -1])  # a row is its only block then, saved as wide as it is
+    width = x.shape[-2 if turned else -1]
+    block = min(block, width) if isinstance(width, int) else block  # a row is its only block then, saved as wide as it is; an export keeps its symbol
     kind = x.device.type
     wide = x.is_floating_point() and x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
     cast = x.to(torch.get_autocast_dtype(kind)) if wide else x  # once for both ops
