@@ -84,6 +84,8 @@ def test_ops_of_operands_that_do_not_belong_together():
     x, w, gy, fx = torch.randn(2, 6, 8), torch.randn(3, 8), torch.randn(2, 6, 3), torch.ops.fxmask
     values, index = prune.compress(x, 4, 5, False)
     fx.pruned_linear(x, w, None, values, index, False)
+    with pytest.raises(fxmask.FxMaskError, match=r"unknown impl: .* got 'best'"):  # in the forward, not in a backward to come
+        fx.pruned_linear(x, w, None, values, index, False, dw_impl="best")
     with pytest.raises(ShapeError, match=r"kept blocks of an input \(2, 6, 8\): expected 2 samples, got 1"):
         fx.pruned_linear(x, w, None, values[:1], index[:1], False)
     fx.pruned_dw(gy, values, index, x.shape, False)
