@@ -43,9 +43,27 @@ class DroppedLinear(Swapped):
 
 
 class Pair:
-    """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it. waiting: forwards that the linear owes."""
+    """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it.
+
+    waiting: forwards that the linear owes. p: the Dropout's when it was fused. on: whether its last forward was in train().
+    """
 
     waiting = 0
+    p: float | None = None
+    on: bool | None = None
+
+    def met(self, m: nn.Module) -> None:
+        """The linear runs: its work is done, by its own training flag, whatever the Dropout's says."""
+        self.waiting, on, self.on = 0, self.on, None
+        if on is not None and on != m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
+            of = ("train()", "drops nothing") if on else ("eval()", "drops")
+            warn_of_fused(f"a Dropout in {of[0]} rests for the linear behind it, which is not, and {of[1]}: expected both in one mode.")
+
+
+def warn_of_fused(what: str) -> None:
+    """Say what was done to a fused Dropout, which is without effect."""
+    fix = "fxmask.restore(model), change the Dropout, then fxmask.apply again; train() and eval() of the whole model, or of the linear, are seen."
+    warnings.warn(message(what, "nn.Sequential", fix), FxMaskWarning, stacklevel=5)
 
 
 class FusedDropout(nn.Dropout):
@@ -54,13 +72,17 @@ class FusedDropout(nn.Dropout):
     _fxmask_pair: Pair
 
     def forward(self, input: Tensor) -> Tensor:
-        again = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1  # a checkpoint's second forward may end here
-        if self.training and not again:
-            if self._fxmask_pair.waiting:
+        compiling, pair = torch.compiler.is_compiling(), self._fxmask_pair
+        if not compiling:
+            pair.on = self.training
+            if pair.p is not None and self.p != pair.p:
+                warn_of_fused(f"the p of a Dropout that rests for the linear behind it was changed: expected {pair.p:g}, of which it knows, got {self.p:g}.")
+        if self.training and not compiling and torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward may end here
+            if pair.waiting:
                 what = f"a Dropout(p={self.p:g}) rests for the linear behind it, and that has not run since: nothing was dropped there."
                 fix = "fxmask.restore(model) before a layer is replaced or called alone, then fxmask.apply again."
                 warnings.warn(message(what, "nn.Sequential", fix), FxMaskWarning, stacklevel=2)
-            self._fxmask_pair.waiting = 1
+            pair.waiting = 1
         return input
 
     def extra_repr(self) -> str:
@@ -113,7 +135,8 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
             m._fxmask_dropping = config  # type: ignore[assignment]
             if dropout is not None:
                 dropout.__class__ = FusedDropout
-                dropout._fxmask_pair = m._fxmask_pair = Pair()  # type: ignore[assignment]
+                dropout._fxmask_pair = m._fxmask_pair = pair = Pair()  # type: ignore[assignment]
+                pair.p = dropout.p
     rewrite = FuseDropout([(d, config) for d, config, _ in chosen])
     for _, gm in graph_modules(model):
         run_passes(gm, [rewrite])

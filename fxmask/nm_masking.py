@@ -25,6 +25,7 @@ from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight
 from .sites import FINAL, REASONS
 from .swap import refuse_changed_class
+from .unlearned import expect_learning
 
 M = TypeVar("M", bound=nn.Module)
 Chosen = list[tuple[Decision, NMMask]]
@@ -51,6 +52,9 @@ def apply_nm(
         reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no Linear and no Conv2d"
         warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
     model.__dict__.pop(FINAL, None)
+    for d, c in chosen:
+        if c.mode == "learned":
+            expect_learning(d.candidate.module, d.candidate.name or "the model itself")  # type: ignore[arg-type]
     taken = {id(d) for d, _ in chosen}
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions if id(d) not in taken}
     mark_decided(decisions)
@@ -66,7 +70,8 @@ def refuse_nm(model: nn.Module) -> None:
 
 
 def _selected(decisions: list[Decision], config: NMMask, overrides: Mapping[Any, Any] | None) -> Chosen:
-    """The layers that can be masked, with their options; the reason of the others."""
+    """The layers that can be masked, with their options; the reason of the others. Overrides are checked whatever they match, and the last match wins."""
+    changed = [(p, config.replace(dict(c), f"overrides[{p!r}]")) for p, c in (overrides or {}).items() if isinstance(c, Mapping)]
     chosen = []
     for d in decisions:
         if d.config is None:
@@ -74,10 +79,7 @@ def _selected(decisions: list[Decision], config: NMMask, overrides: Mapping[Any,
         if d.config.read == "weight":
             d.reason = "its owner reads its weight and never calls it"
             continue
-        c = config
-        for pattern, change in (overrides or {}).items():
-            if isinstance(change, Mapping) and matches(pattern, d.candidate):
-                c = c.replace(dict(change), f"overrides[{pattern!r}]")
+        c = next((other for pattern, other in reversed(changed) if matches(pattern, d.candidate)), config)
         misfit = c.misfit(d.candidate.weight)
         if misfit:
             d.reason = misfit

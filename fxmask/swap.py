@@ -92,7 +92,7 @@ def ran(m: nn.Module) -> None:
     """Tell the Dropout that rests for a layer that its work is done."""
     pair = m.__dict__.get("_fxmask_pair")
     if pair is not None and not torch.compiler.is_compiling():
-        pair.waiting = 0
+        pair.met(m)
 
 
 def softened(site: Site, weight: Tensor, mask: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ nm_magnitude.register_autograd(_magnitude_backward, setup_context=_save_magnitud
 def learned(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
     """`nm_learned`, or its plain form where function transforms and forward-mode AD are active, which see into that."""
     if operands.is_transformed("auto"):
-        return torch.where(hard, w, 0) + (soft - soft.detach()).to(w.dtype) * w.detach()
+        return torch.where(hard, w, 0) + (soft - soft.detach()).to(w.dtype) * w
     return nm_learned(w, soft, hard)
 
 

@@ -192,11 +192,13 @@ def _dw_flop(
 def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") -> tuple[int, bool, Tensor | None] | None:
     """(kept blocks of a sample, whether it is turned, the noise that is drawn) of an input; None where all are kept: x itself is then their smallest form.
 
-    UnsupportedError under torch.func and for nested tensors. Warns where a ratio rounds to no block.
+    UnsupportedError under torch.func and for nested tensors, ShapeError where x has no axis or no floats. Warns where a ratio rounds to no block.
     """
     if x.is_nested or operands.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ShapeError(f"input of a layer that saves it pruned: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
     turned, b, n, kept = _counts(x, block, ratio)
     if kept == n:
         if ratio > 0 and n:
@@ -252,6 +254,8 @@ def linear(
     if planned is None:
         return F.linear(x, w, bias) if mask is None else ops.linear(x, w, bias, mask, blocks, backward, dense, impl, lists)
     kept, turned, drawn = planned
+    width = x.shape[-2 if turned else -1]
+    block = min(block, width) if isinstance(width, int) else block  # a row is its only block then, saved as wide as it is; an export keeps its symbol
     kind = x.device.type
     wide = x.is_floating_point() and x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
     cast = x.to(torch.get_autocast_dtype(kind)) if wide else x  # once for both ops

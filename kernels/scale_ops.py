@@ -116,7 +116,7 @@ def dense(x: Tensor, a: Tensor, b: Tensor | None, inplace: bool) -> Tensor:
 
 
 def scale(x: Tensor, a: Tensor, b: Tensor | None, block: int, ratio: float, noise: float = 0.0, inplace: bool = False) -> Tensor:
-    """The product as modules call it: as `kernels.prune_ops.linear`, but that a block is no wider than x's rows, and that what `fits` refuses is dense."""
+    """The product as modules call it: as `kernels.prune_ops.linear`, but that what `fits` refuses is dense."""
     planned = None
     if fits(x, a, b):
         planned = plan(x, block, ratio, noise)

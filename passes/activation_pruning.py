@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from numbers import Real
 from typing import Any
 
 import torch
@@ -71,8 +72,9 @@ class ActivationPruning(Options):
         ratio_units(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         object.__setattr__(self, "block", check_width(self.block))
-        if isinstance(self.noise, bool) or not isinstance(self.noise, (int, float)) or not 0 <= self.noise < 64:
+        if isinstance(self.noise, bool) or not isinstance(self.noise, Real) or not 0 <= float(self.noise) < 64:  # NumPy's scalars are Real, too
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
+        object.__setattr__(self, "noise", float(self.noise))
         if type(self.affine) is not bool:
             raise ConfigError(f"affine, whether products with parameters are pruned, too: expected a bool, got {self.affine!r}.")
         one_of("impl", self.impl, IMPLEMENTATIONS)

@@ -47,12 +47,12 @@ class BlockDropout(Options):
             dropped blocks out on a CPU where that pays; on a GPU it multiplies by dropped zeros until a run of dropout shows that the kernels are faster.
 
     A dropout right before a selected linear (in nn.Sequential; in a graph) is fused: it does nothing any more, whatever is done to its p or its training flag,
-    since the linear's count; p, where it is given, stands for its own. Whoever else calls its module drops nothing: `explain` names those that are fused. Every
-    other dropout is left alone, and `explain` names it, if it is a module or a graph's call; F.dropout inside a module's own forward nobody sees. In a graph a
-    dropout that feeds other ops stays for those; one whose input or output is written into before the linear is left alone, and so is one that writes into what
-    others read (in place), where one in nn.Sequential is fused and writes no more; linears behind one dropout draw a mask each. A graph of torch.export has no
-    eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none of it. The mask is a hash of one number that each forward draws from
-    PyTorch's generator of the device: checkpointing redraws it.
+    since the linear's count (eager forwards of nn.Sequential warn of both); p, where it is given, stands for its own. Whoever else calls its module drops
+    nothing: `explain` names those that are fused. Every other dropout is left alone, and `explain` names it, if it is a module or a graph's call; F.dropout
+    inside a module's own forward nobody sees. In a graph a dropout that feeds other ops stays for those; one whose input or output is written into before the
+    linear is left alone, and so is one that writes into what others read (in place), where one in nn.Sequential is fused and writes no more; linears behind one
+    dropout draw a mask each. A graph of torch.export has no eval(): `gm.fxmask_dropped.eval()` ends its dropping. `fxmask.dense` changes none of it. The mask
+    is a hash of one number that each forward draws from PyTorch's generator of the device: checkpointing redraws it.
     The kernels of `triton` read m through lists that each direction cuts for tiles of its own: a block says what is dropped together, and the tiles of forward
     and backward do not depend on it. They take sides of 16, 32, 64 and 128 and even numbers of features; all else is dropped in one pass and multiplied
     densely. Beside a WeightMask, whose own impl counts, the input is dropped in plain PyTorch; `cpu` and `triton` raise there.

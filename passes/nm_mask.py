@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Real
 
 from torch import Tensor
 
@@ -78,6 +79,10 @@ class NMMask(Options):
             number = plain_int(getattr(self, name))
             if number is not None:  # NumPy's are taken, too
                 object.__setattr__(self, name, number)
+        for name in ("decay", "tau", "tau_from"):
+            number = getattr(self, name)
+            if isinstance(number, Real) and not isinstance(number, bool):
+                object.__setattr__(self, name, float(number))
         if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
             raise ConfigError(f"n, m: expected ints with 1 <= n < m <= {LARGEST}, n of m kept, got n={self.n!r}, m={self.m!r}.")
         for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):

@@ -10,7 +10,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask import backend
+from fxmask import backend, backend_options
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
 
 
@@ -84,7 +84,7 @@ ABOUT_MASKS = {
 
 @pytest.mark.parametrize("option", ABOUT_MASKS)
 def test_each_option_that_says_what_is_masked_contradicts_apply(option):
-    assert backend.parse({option: ABOUT_MASKS[option]}).masks and ABOUT_MASKS.keys() == {*backend.MASK, *backend.OWN} - {"passes", "inner", "inductor"}
+    assert backend.parse({option: ABOUT_MASKS[option]}).masks and ABOUT_MASKS.keys() == {*backend_options.MASK, *backend.OWN} - {"passes", "inner", "inductor"}
 
 
 @pytest.mark.parametrize("options", [{}, {"inner": "eager"}, {"inductor": {"max_autotune": True}}, {"passes": []}])

@@ -128,6 +128,22 @@ def test_drawn_masks_are_patterns_and_soft_ones_sum_to_n(ratio, tau, dtype, seed
     assert torch.equal(nm.argmax_mask(logits, table), table[logits.argmax(1)])
 
 
+def test_noise_is_finite_where_the_generator_gives_zero(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "exponential_", torch.Tensor.zero_)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert nm.gumbel(torch.ones(5, 6, dtype=dtype)).isfinite().all()
+
+
+def test_draws_under_autocast_are_those_without_it():
+    """Its product in 16 bits would round soft masks, which then sum to n no more."""
+    table, logits, found = nm.patterns(2, 4), torch.randn(50, 6), []
+    for on in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(nm.sample(logits, table, 0.7))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1]) and found[1][0].dtype == torch.float32
+
+
 def test_draws_follow_the_softmax_of_the_logits():
     torch.manual_seed(0)
     table, logits = nm.patterns(2, 4), torch.randn(6)
@@ -176,6 +192,20 @@ def test_function_transforms_and_forward_ad_see_into_learned_masks():
     assert torch.equal(y, torch.where(hard, w, 0)) and torch.equal(tangent, y)
     with pytest.raises(UnsupportedError, match="gradient is that of no function"):
         torch.func.grad(lambda a: sr_ste(a, hard, 0.1).sum())(w)
+
+
+def test_second_derivatives_of_learned_masks_are_alike_in_function_transforms():
+    w, soft, v = (torch.randn(4, 8, dtype=torch.float64) for _ in range(3))
+    hard = torch.rand(4, 8) > 0.5
+
+    def curved(w):
+        return torch.func.grad(lambda s: learned(w, s, hard).square().sum() + (learned(w, s, hard) * v).sum())(soft)
+
+    w1, s1 = w.clone().requires_grad_(), soft.clone().requires_grad_()
+    (g,) = torch.autograd.grad(learned(w1, s1, hard).square().sum() + (learned(w1, s1, hard) * v).sum(), s1, create_graph=True)
+    (expected,) = torch.autograd.grad(g.sum(), w1)
+    torch.testing.assert_close(torch.func.grad(lambda w: curved(w).sum())(w), expected)
+    assert (expected != 0).any()
 
 
 def test_the_ops_keep_what_pytorch_asks_of_ops():

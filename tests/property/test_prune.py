@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fxmask.analysis.barley import kept_blocks
 from fxmask.errors import ConfigError
-from fxmask.kernels import prune
+from fxmask.kernels import prune, prune_ops
 from fxmask.kernels.cpu import prune_strips
 
 SHAPES = [(3, 5, 64), (2, 7, 40), (4, 33), (50,), (2, 3, 4, 32), (1, 1, 16)]
@@ -95,6 +95,11 @@ def test_as_many_go_as_the_paper_says(n, ratio):
     assert dropped == max(0, min(exact, n - 1))
 
 
+@pytest.mark.parametrize(("n", "ratio", "dropped"), [(2, 0.25, 0), (6, 0.25, 2), (10, 0.25, 2), (14, 0.25, 4), (10, 0.05, 0), (30, 0.05, 2), (5, 0.5, 2)])
+def test_halves_go_to_the_even_number(n, ratio, dropped):
+    assert prune.dropped_count(n, ratio) == dropped == round(n * ratio)
+
+
 def test_the_counts_are_those_of_the_papers_tables():
     for rows, cols, block, s in ((196, 384, 64, 0.5), (196, 384, 16, 0.8), (196, 1536, 64, 0.9), (196, 384, 128, 0.3)):
         n = prune.block_count(rows, cols, block)
@@ -117,6 +122,13 @@ def test_half_precision_norms_do_not_overflow():
     assert index.tolist() == [[1]]
 
 
+def test_an_axis_of_one_is_not_where_blocks_lie():
+    """Its stride says nothing: parts of a transposed view that keep one token, or one channel."""
+    x = torch.randn(2, 50, 48)
+    assert prune.is_turned(x.transpose(1, 2), 16)
+    assert not prune.is_turned(x.transpose(1, 2)[:, :1], 16) and not prune.is_turned(x[:, :1].transpose(1, 2), 16)
+
+
 def test_index_is_as_small_as_it_goes():
     assert prune.index_dtype(2**15) == torch.int16 and prune.index_dtype(2**15 + 1) == torch.int32
     x = torch.randn(1, 2**15 + 1, 1)
@@ -136,6 +148,13 @@ def test_noise_moves_blocks_near_the_threshold_only():
         assert found >= set(range(10)) and not found & set(range(90, 100))
         drawn.add(frozenset(found))
     assert len(drawn) == 20
+
+
+def test_noise_multiplies_and_divides_alike():
+    """By 2^u, u uniform between -noise and noise, so that blocks that differ by more than 4^noise are not drawn by lot."""
+    _, _, drawn = prune_ops.plan(torch.randn(8, 100, 64), 16, 0.5, 3.0)
+    u = drawn.log2()
+    assert drawn.shape == (8, 400) and u.min() < -2.9 and u.max() > 2.9 and u.abs().max() <= 3 and u.mean().abs() < 0.2
 
 
 def test_width():

@@ -96,6 +96,18 @@ def test_autograd_holds_what_the_formula_says_and_analyze_knows_it():
     assert report.summary["coverage"]["nodes_pct"] == 100
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_block_wider_than_a_row_is_saved_as_wide_as_the_row(turned):
+    """Padded to 64 features, half of the rows of 24 would take more than all of them."""
+    x = torch.randn(2, 10, 24, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(10 if turned else 24, 16).double())
+    fxmask.apply(model, ActivationPruning(0.5, 64), exclude=())
+    x = x.transpose(1, 2) if turned else x
+    assert saved_bytes(model, x.clone(memory_format=torch.preserve_format)) == 2 * 5 * (24 * 8 + 2)
+    model(x).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, pruned_input(x, 0.5, 64).sum((0, 1)).expand(16, -1))
+
+
 def test_pytorchs_counter_counts_the_kept_blocks():
     model, x = nn.Sequential(nn.Linear(64, 96)), torch.randn(4, 10, 64, requires_grad=True)
     fxmask.apply(model, ActivationPruning(0.5, 16))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
-from fxmask import ActivationPruning, BlockDropout, WeightMask
+from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
 from fxmask.dropping import DroppedLinear, FusedDropout
 from fxmask.errors import ShapeError
 from fxmask.kernels import dropout, dropout_ops
@@ -159,6 +159,15 @@ def test_compiled_and_autocast(backend):
         assert model[:4](x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_input_is_saved_for_a_weight_that_asks_for_a_gradient(trains):
+    model, x, seen = fxmask.apply(nn.Linear(32, 48), BlockDropout(0.5, (8, 8))), torch.randn(16, 32, requires_grad=True), []
+    model.weight.requires_grad_(trains)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(tuple(t.shape)) or t, lambda t: t):
+        model(x).sum().backward()
+    assert ((16, 32) in seen) == trains and x.grad is not None
+
+
 def test_with_weight_masks(monkeypatch):
     seen = masks_drawn(monkeypatch)
     model = fxmask.apply(net(), WeightMask(0.5, (16, 16)), BlockDropout(block=(8, 16)), overrides={"0": {"ratio": 0.75}})
@@ -194,6 +203,15 @@ def test_a_dropout_that_is_used_twice_is_left_alone():
     model = nn.Sequential(shared, nn.Linear(32, 32), shared, nn.Linear(32, 32))
     fxmask.apply(model, BlockDropout(0.5, (8, 8)))
     assert type(model[0]) is nn.Dropout and "left alone" in fxmask.explain(model).notes[-1]
+
+
+def test_a_dropout_before_a_linear_that_also_stands_elsewhere_is_left_alone():
+    """There nothing is dropped."""
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(nn.Dropout(0.5), shared, nn.ReLU(), shared)
+    with pytest.warns(FxMaskWarning, match="no active dropout before it"):
+        fxmask.apply(model, BlockDropout(block=(8, 8)))
+    assert type(model[0]) is nn.Dropout and type(shared) is nn.Linear
 
 
 def test_analyze_and_the_counter_expect_what_p_says():
@@ -272,7 +290,7 @@ def test_wrong_use(case):
 
 
 def test_nothing_to_drop_is_said():
-    with pytest.warns(fxmask.FxMaskWarning, match="changed nothing: .*no active dropout before it"):
+    with pytest.warns(FxMaskWarning, match="changed nothing: .*no active dropout before it"):
         fxmask.apply(nn.Sequential(nn.Linear(64, 64)), BlockDropout())
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from unit.conv_models import BLOCK, BOTH, CONVS, backward, images, masked, net, twin_of
 
 import fxmask
@@ -175,6 +176,17 @@ def test_a_broken_masked_weight_reaches_nothing():
             y = model(images())
             y.sum().backward()
             assert torch.isfinite(y).all() and (backward_mode == "unmasked" or all(torch.isfinite(p.grad).all() for p in model.parameters()))
+
+
+def test_mode_unmasked_convolves_twice_for_a_gradient_alone():
+    m, x = nn.Sequential(nn.Conv2d(16, 16, 3)), torch.randn(2, 16, 8, 8)
+    fxmask.apply(m, WeightMask(0.5, (4, 4), backward="unmasked"), layers=nn.Conv2d)
+    found = []
+    for on in (False, True):
+        with torch.set_grad_enabled(on), FlopCounterMode(display=False) as counter:
+            m(x)
+        found.append(counter.get_total_flops())
+    assert found[1] == 2 * found[0] == 2 * 2 * 2 * 36 * 16 * 16 * 9
 
 
 def test_rigl_has_a_dense_gradient_on_its_steps():

@@ -45,6 +45,26 @@ def test_who_else_calls_a_fused_dropout_is_told_of_it():
     assert torch.equal(model[0](x), x)
 
 
+@pytest.mark.parametrize("masks", [(), (WeightMask(0.5, (8, 8)),)], ids=["alone", "with masks"])
+def test_a_fused_dropout_that_is_switched_alone_warns(masks):
+    """Monte-Carlo dropout and its end, as people write them: by the modules that are nn.Dropouts."""
+    x = torch.ones(64, 32)
+    model = fxmask.apply(nn.Sequential(nn.Dropout(0.5), nn.Linear(32, 32)), *masks, HERE)
+    model(x), model.eval()(x), model.train()[1].eval()  # of the whole model: nothing to say
+    with pytest.warns(FxMaskWarning, match=r"Dropout in train\(\) rests .* drops nothing: expected both in one mode(.|\n)*fxmask.restore"):
+        quiet = model(x)
+    assert torch.equal(quiet, model[1](x))
+    model.train()[0].eval()
+    with pytest.warns(FxMaskWarning, match=r"Dropout in eval\(\) rests .* and drops: expected"):
+        model(x)
+    model.train()[0].p = 0.1
+    with pytest.warns(FxMaskWarning, match=r"p of a Dropout .* was changed: expected 0.5, of which it knows, got 0.1"):
+        model(x)
+    always = fxmask.apply(nn.Sequential(nn.Dropout(0.5), nn.Linear(32, 32)), BlockDropout(block=(8, 8), mc=True)).eval()
+    always[0].train()
+    always(x)  # drops, as it would without
+
+
 def test_a_dropout_with_a_forward_of_its_own_stays():
     for make in (lambda m: m, torch.fx.symbolic_trace):
         model = make(nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 32)))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from unit.nm_models import MODES, batch, grads, net
 
 import fxmask
-from fxmask import NMMask
+from fxmask import FxMaskWarning, NMMask
 from fxmask.kernels import nm
 
 
@@ -96,6 +96,17 @@ def test_states_that_do_not_fit():
         fxmask.load_state_dict(fxmask.apply(net(), NMMask()), state)
 
 
+def test_logits_ask_for_a_gradient_where_the_state_that_is_loaded_is_not_frozen():
+    make = lambda: fxmask.apply(nn.Sequential(nn.Linear(32, 32)), NMMask(mode="learned"))  # noqa: E731
+    frozen, learning = make(), make()
+    fxmask.freeze(frozen)
+    before = fxmask.state_dict(learning)
+    fxmask.load_state_dict(learning, fxmask.state_dict(frozen))
+    assert not learning[0].nm_logits.requires_grad
+    fxmask.load_state_dict(learning, before)
+    assert learning[0].nm_logits.requires_grad
+
+
 @pytest.fixture
 def fresh_compiler():
     """No compiles of other models before, and none left behind: all share the code of nn.Sequential, whose recompiles are limited."""
@@ -170,6 +181,21 @@ def test_patterns_choose_layers():
     assert list(fxmask.masks(fxmask.apply(nn.Linear(32, 32), NMMask()))) == ["weight"]
     model = fxmask.apply(net(), NMMask(), exclude=())
     assert list(fxmask.masks(model)) == ["0.weight", "3.weight", "5.weight"]
+
+
+def test_the_last_override_that_matches_wins_and_all_are_checked():
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), NMMask(), overrides={"*": {"n": 1}, "1": {"mode": "sr-ste"}})
+    assert [r["block"] for r in fxmask.explain(model).rows] == ["1:4", "2:4"] and fxmask.explain(model).rows[1]["backward"] == "sr-ste"
+    with pytest.warns(FxMaskWarning, match="'gone' matches nothing"), pytest.raises(fxmask.FxMaskError, match="1 <= n < m <= 32"):
+        fxmask.apply(fxmask.restore(model), NMMask(), overrides={"gone": {"n": 9}})
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_mask_that_is_given_out_is_a_copy():
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), NMMask())
+    fxmask.freeze(model)
+    fxmask.masks(model)["0.weight"].zero_()
+    assert fxmask.masks(model)["0.weight"].sum() == 16 * 32
 
 
 def test_a_parametrised_weight_is_masked_as_it_is_computed():

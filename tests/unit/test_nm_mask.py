@@ -110,6 +110,13 @@ def test_only_logits_train(optimizer):
         assert torch.equal(a, b) and a.requires_grad
 
 
+def test_restore_wakes_what_apply_put_to_rest_alone():
+    model = nn.Sequential(nn.Linear(32, 32))
+    model[0].bias.requires_grad_(False)
+    fxmask.restore(fxmask.apply(model, NMMask(mode="learned")))
+    assert model[0].weight.requires_grad and not model[0].bias.requires_grad
+
+
 def test_training_draws_and_eval_does_not():
     model, x = fxmask.apply(net(), NMMask(mode="learned")), batch()
     assert not torch.equal(model(x), model(x))

@@ -98,10 +98,11 @@ def test_noise_of_a_part_without_gradients_inside_of_a_checkpoint():
     torch.testing.assert_close(model.fc.bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
-def test_without_noise_or_in_eval_nothing_is_drawn():
+def test_without_noise_in_eval_or_for_frozen_weights_nothing_is_drawn():
     x = torch.randn(4, 10, 64)
-    for config, training in ((ActivationPruning(0.5, 16), True), (ActivationPruning(0.5, 16, noise=2.0), False)):
-        model, state = fxmask.apply(nn.Linear(64, 64), config).train(training), torch.get_rng_state()
+    noisy = ActivationPruning(0.5, 16, noise=2.0)
+    for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False)):
+        model, state = fxmask.apply(nn.Linear(64, 64), config).train(training).requires_grad_(trains), torch.get_rng_state()
         with torch.no_grad():
             model(x)
         assert torch.equal(torch.get_rng_state(), state)

@@ -108,6 +108,9 @@ def test_blocks_lie_along_the_axis_of_stride_one():
     y.backward(gy)
     torch.testing.assert_close(model.gamma.grad, (gy * pruned_input(x, 0.5, 16)).sum((0, 1)))
     assert y.stride() == (x * model.gamma).stride()
+    narrow = fxmask.apply(filled(Gain(40)), ActivationPruning(0.5, 16, affine=True))
+    x = torch.randn(3, 40, 8, dtype=torch.float64).transpose(1, 2)  # a row is one block, of 8 features and no padding
+    assert prune.is_turned(x, 16) and saved_bytes(narrow, x) == 3 * 20 * (8 * 8 + 2)
 
 
 def test_the_dense_input_is_freed_after_the_forward():

@@ -105,6 +105,15 @@ def test_under_autocast(packed, monkeypatch):
         assert equal(got, grads(model, call))
 
 
+def test_in_another_dtype_it_is_another_form(packed):
+    """A layer under autocast, and one that is kept out of it, read one input."""
+    model, x = fxmask.apply(Reader(), CONFIG), X.clone().requires_grad_() * 1
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model.q(x).float()
+    (y + model.k(x)).sum().backward()
+    assert [a[0].dtype for a in packed] == [torch.bfloat16, torch.float32] and model.q.weight.grad is not None
+
+
 def test_an_input_that_changes_between_is_packed_anew(packed, monkeypatch):
     model = fxmask.apply(Reader(between=lambda x: x.detach().mul_(-torch.arange(64))), CONFIG)
     assert held(lambda: model(X)) == 2 * kept_bytes() and len(packed) == 2

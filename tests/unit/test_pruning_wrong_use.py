@@ -1,5 +1,6 @@
 """Wrong use of `ActivationPruning`: an error that says what and how, and a model that is as it was."""
 
+import numpy
 import pytest
 import torch
 from unit.pruned_models import mlp
@@ -26,6 +27,8 @@ WRONG = {
     "both in a trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(mlp()), WeightMask(), ActivationPruning()), "instead of its trace"),
     "torch.func": (lambda: (m := fxmask.apply(mlp(torch.float32), ActivationPruning())) and torch.func.grad(lambda x: m(x).sum())(X), "function transform"),
     "guard": (lambda: fxmask.guard(torch.optim.SGD((m := fxmask.apply(mlp(), ActivationPruning())).parameters()), m), "nothing is masked"),
+    "ints": (lambda: fxmask.apply(mlp(torch.float32), ActivationPruning(0.5, 16))(X.long()), r"expected floats \(\.\.\., K\), got torch.int64"),
+    "no axis": (lambda: fxmask.apply(mlp(torch.float32), ActivationPruning(0.5, 16))(X.sum()), r"got torch.float32 of shape \(\)"),
     "tracing": (lambda: torch.fx.symbolic_trace(fxmask.apply(mlp(), ActivationPruning())), "trace"),
 }
 
@@ -35,6 +38,10 @@ def test_wrong_use(case):
     call, words = WRONG[case]
     with pytest.raises(fxmask.FxMaskError, match=words):
         call()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert ActivationPruning(noise=numpy.float32(0.5)) == ActivationPruning(noise=0.5) and type(ActivationPruning(noise=numpy.int64(1)).noise) is float
 
 
 def test_a_layer_whose_weight_rests_says_so():
@@ -77,6 +84,8 @@ def test_ops_of_operands_that_do_not_belong_together():
     x, w, gy, fx = torch.randn(2, 6, 8), torch.randn(3, 8), torch.randn(2, 6, 3), torch.ops.fxmask
     values, index = prune.compress(x, 4, 5, False)
     fx.pruned_linear(x, w, None, values, index, False)
+    with pytest.raises(fxmask.FxMaskError, match=r"unknown impl: .* got 'best'"):  # in the forward, not in a backward to come
+        fx.pruned_linear(x, w, None, values, index, False, dw_impl="best")
     with pytest.raises(ShapeError, match=r"kept blocks of an input \(2, 6, 8\): expected 2 samples, got 1"):
         fx.pruned_linear(x, w, None, values[:1], index[:1], False)
     fx.pruned_dw(gy, values, index, x.shape, False)

@@ -1,0 +1,59 @@
+"""Learned masks whose logits no optimiser has: a warning, as without one the masks never change and nobody says so."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask import FxMaskWarning, NMMask
+
+X = torch.randn(4, 32)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+
+
+def steps(model: nn.Module, *optimizers: torch.optim.Optimizer, times: int = 3) -> list[str]:
+    """What the steps of these, one after the other, say."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            model(X).square().sum().backward()
+            for o in optimizers:
+                o.step()
+                o.zero_grad()
+    return [str(w.message) for w in caught if issubclass(w.category, FxMaskWarning)]
+
+
+def logits(model: nn.Module) -> list[nn.Parameter]:
+    return [p for n, p in model.named_parameters() if n.endswith("nm_logits")]
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["weights rest", "weights train"])
+def test_an_optimiser_made_before_apply_warns_once_and_is_told_how(trains):
+    model = net()
+    old = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fxmask.apply(model, NMMask(mode="learned", train_weights=trains))
+    before = [p.detach().clone() for p in logits(model)]
+    assert steps(model, old, times=1) == []  # the logits' optimiser may come behind it
+    (said,) = steps(model, old)
+    for words in ("steps without them: expected one that has them", "where: 0, 2", "add_param_group({'params': logits})"):
+        assert words in said
+    assert all(torch.equal(a, b) for a, b in zip(before, logits(model), strict=True))
+    old.add_param_group({"params": logits(model)})
+    assert steps(model, old) == [] and not any(torch.equal(a, b) for a, b in zip(before, logits(model), strict=True))
+
+
+@pytest.mark.parametrize("case", ["one for each", "made after", "frozen", "restored", "of other layers"])
+def test_who_learns_or_does_not_want_to_hears_nothing(case):
+    model = net()
+    old = torch.optim.AdamW(model[1].parameters() if case == "of other layers" else model.parameters(), lr=0.1)
+    fxmask.apply(model, NMMask(mode="learned"))
+    if case in ("frozen", "restored"):
+        (fxmask.freeze if case == "frozen" else fxmask.restore)(model)
+    mine = [torch.optim.AdamW(model.parameters(), lr=0.1)] if case == "made after" else [old]
+    mine += [torch.optim.SGD(logits(model), lr=0.1)] if case == "one for each" else []
+    assert steps(model, *mine) == []
