@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,57 +83,76 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     expect_module(model, "fxmask.explain")
     if not isinstance(health, (bool, HealthLog)):
         raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
-    masked = {name: (site, weight) for name, site, weight in sites(model)}
-    reasons = _reasons(model)
-    rows = []
-    nm = dict(nm_layers(model))
-    traced = list(exported_masks(model))
-    found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
-    by_graphs = computed(model.parameters())
+    reasons, nm = _reasons(model), dict(nm_layers(model))
+    traced, by_graphs = list(exported_masks(model)), computed(model.parameters())
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
-    unseen = NO_GRAPH if by_backend else UNSEEN
-    for c in found:
-        entry = masked.pop(c.param_name, None)
-        if c.name in nm:
-            rows.append({**dense_row(c.name, c.weight, "selected"), **nm_row(nm[c.name])})
-        elif entry is None:
-            if c.name in reasons:
-                rows.append(dense_row(c.name, c.weight, reasons[c.name]))
-            elif isinstance(c.weight, nn.Parameter) or c.module is None:
-                rows.append(unapplied_row(c.name, c.weight, unseen, health is not False))
-            else:  # other parameters make its weight, for the graph, too
-                own = {id(p) for p in c.module.parameters()}
-                known = next((key for key, done in by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
-                rows.append(graph_made_row(c.name, c.weight, None if known is None else by_graphs.pop(known), unseen, health is not False))
-        else:
-            rows.append({**masked_row(c.name, *entry), **(_health(c.param_name, *entry, health) if health is not False else {})})
-    weights = [c.weight for c in found]
-    others = [(name, p, done) for name, p in model.named_parameters() if (done := seen(p)) and not any(p is w for w in weights)]
-    bare = [(name, p) for name, p, done in others if not done.product]  # of calls such as F.linear
-    rows += [unapplied_row(name, p, unseen, health is not False) for name, p in bare]
-    made_there = [(name, torch.empty(done.shape, device="meta"), done) for (name, _), done in by_graphs.items()]
-    rows += [graph_made_row(name, w, done, unseen, made_there=True) for name, w, done in made_there]
-    inside = list({id(i.weight): i for i in reversed(traced)}.values())[::-1]  # of several calls of a layer the first
-    rows += map(exported_row, inside)
-    pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
-    held: dict[int, tuple[int, int]] = {}  # a weight of two layers is one in memory, and whole where one of them is dense
-    for weight, row in zip([*weights, *(p for _, p in bare), *(w for _, w, _ in made_there), *(i.weight for i in inside)], rows, strict=True):
-        row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": dropped.get(row["name"])}
-        if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
-            row["reason"] = UNSEEN  # another layer is in its place now
-        row["name"] = plain(row["name"]) or "(the model itself)"
-        held[id(weight)] = row.pop("elements"), max(row.pop("kept") or 0, held.get(id(weight), (0, 0))[1])
-    total, kept = (sum(part) for part in zip(*held.values(), strict=True)) if held else (0, 0)
+    known = _Known({name: (site, weight) for name, site, weight in sites(model)}, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health)
+    found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
+    told = [(_layer_row(c, known), c.weight) for c in found]
+    others = [(name, p, done) for name, p in model.named_parameters() if (done := seen(p)) and not any(p is c.weight for c in found)]
+    told += [(unapplied_row(name, p, known.unseen, health is not False), p) for name, p, done in others if not done.product]  # of calls such as F.linear
+    for (name, _), done in by_graphs.items():  # what no layer has taken
+        weight = torch.empty(done.shape, device="meta")
+        told.append((graph_made_row(name, weight, done, known.unseen, made_there=True), weight))
+    told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
     products = [dense_row(c.name, c.weight, reasons[c.name]) for c in find_products(model) if c.name in reasons]
-    products += [unapplied_row(name, p, unseen) for name, p, done in others if done.product]
-    for row in products:
-        del row["elements"], row["kept"]
-        row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": None}
-    layers = "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
+    products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
+    dropped = _name_inputs(model, [row for row, _ in told], products)
+    total, kept = _elements(told)
+    rows, layers = [row for row, _ in told], "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
     summary |= {"products with parameters": len(products)} if products else {}
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
-    return Report("fxmask.explain", [*rows, *products], [*notes, *map(plain, _notes(model, by_backend, bool(dropped), bool(traced)))], summary)
+    every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
+    return Report("fxmask.explain", every, [*notes, *map(plain, _notes(model, by_backend, dropped, bool(traced)))], summary)
+
+
+class _Known(NamedTuple):
+    """What rows of layers are made from."""
+
+    masked: dict[str, tuple[Site, Tensor | None]]  # by the parameters' names; a layer takes its own out
+    reasons: dict[str, str]  # why layers are dense, by `apply`
+    nm: dict[str, Any]
+    by_graphs: dict[Any, Any]  # weights that compiled graphs compute; so here
+    unseen: str
+    health: HealthLog | bool
+
+
+def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
+    """The row of a linear or convolution, by whoever has decided about it."""
+    health = known.health is not False
+    if c.name in known.nm:
+        return {**dense_row(c.name, c.weight, "selected"), **nm_row(known.nm[c.name])}
+    entry = known.masked.pop(c.param_name, None)
+    if entry is not None:
+        return {**masked_row(c.name, *entry), **(_health(c.param_name, *entry, known.health) if health else {})}
+    if c.name in known.reasons:
+        return dense_row(c.name, c.weight, known.reasons[c.name])
+    if isinstance(c.weight, nn.Parameter) or c.module is None:
+        return unapplied_row(c.name, c.weight, known.unseen, health)
+    own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too
+    key = next((key for key, done in known.by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
+    return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, health)
+
+
+def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[dict[str, Any]]) -> bool:
+    """What is pruned and dropped of inputs, into the rows, which get their last names; whether anything is dropped."""
+    pruned, dropped = {name: words(m) for name, m in pruned_layers(model)}, {name: config.words() for name, config in dropped_layers(model)}
+    for row in (*rows, *products):
+        row |= {"activations": pruned.get(row["name"], row.get("activations")), "dropout": dropped.get(row["name"])}
+    for row in rows:
+        if (row["reason"] == PRUNED_INPUT and not row["activations"]) or (row["reason"] == DROPPED_INPUT and not row["dropout"]):
+            row["reason"] = UNSEEN  # another layer is in its place now
+        row["name"] = plain(row["name"]) or "(the model itself)"
+    return bool(dropped)
+
+
+def _elements(told: list[tuple[dict[str, Any], Tensor]]) -> tuple[int, int]:
+    """Weight elements, and those in kept blocks: a weight of two layers is one in memory, and whole where one of them is dense."""
+    held: dict[int, tuple[int, int]] = {}
+    for row, weight in told:
+        held[id(weight)] = row["elements"], max(row["kept"] or 0, held.get(id(weight), (0, 0))[1])
+    return sum(elements for elements, _ in held.values()), sum(kept for _, kept in held.values())
 
 
 def plain(text: str) -> str:

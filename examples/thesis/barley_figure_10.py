@@ -89,6 +89,8 @@ def check(a: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected at least one, got none.")
     if min(*a.batches, a.repeats) < 1:
         raise ConfigError(f"--batches, --repeats: expected 1 or more, got {a.batches} and {a.repeats}.")
+    if a.threads is not None and a.threads < 1:
+        raise ConfigError(f"--threads: expected 1 or more, got {a.threads}.")
 
 
 def run(a: argparse.Namespace) -> list[Row]:
@@ -145,9 +147,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which is asked for memory, says when it starts and stops
     args = p.parse_args(argv)
-    for name in ("threads", "repeats"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     return exit_code("barley_figure_10.py", lambda: run(args))
 
 

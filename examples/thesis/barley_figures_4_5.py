@@ -120,8 +120,8 @@ def check(a: argparse.Namespace) -> None:
     """ConfigError for what cannot be measured."""
     if not all(0 < s < 1 for s in a.sparsities):
         raise ConfigError(f"--sparsities: expected numbers between 0 and 1, as dense is measured anyway, got {a.sparsities}.")
-    for name in ("samples", "tokens", "features", "repeats"):
-        if getattr(a, name) < 1:
+    for name in ("samples", "tokens", "features", "repeats", "threads"):
+        if getattr(a, name) is not None and getattr(a, name) < 1:
             raise ConfigError(f"--{name}: expected 1 or more, got {getattr(a, name)}.")
     for block in a.blocks:
         kept_blocks(a.tokens, a.features, block, 0.5)  # raises where it is no divisor
@@ -177,9 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, metavar="DIR", help="append to a csv there, and draw a png")
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     args = p.parse_args(argv)
-    for name in ("threads", "repeats"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     return exit_code("barley_figures_4_5.py", lambda: run(args))
 
 

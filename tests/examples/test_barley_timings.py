@@ -87,6 +87,7 @@ def test_wrong_use(capsys):
         (["--sparsities", "0"], "--sparsities: expected numbers between 0 and 1"),
         (["--blocks", "5"], "expected a divisor of the 32 features, got 5"),
         (["--repeats", "0"], "--repeats: expected 1 or more, got 0"),
+        (["--threads", "0"], "--threads: expected 1 or more, got 0"),
         (["--device", "meta"], "--device: expected cpu, or cuda where there is a GPU, got 'meta'."),
         (["--device", "abacus"], "--device: expected cpu, or cuda where there is a GPU, got 'abacus'."),
     ):
@@ -94,6 +95,7 @@ def test_wrong_use(capsys):
         assert text in capsys.readouterr().err
     for words, text in (
         (["--batches", "0"], "expected 1 or more, got [0]"),
+        (["--threads", "0"], "--threads: expected 1 or more, got 0"),
         (["--activations", "much"], "--activations: expected RATIO:BLOCK such as 0.8:16, got 'much'"),
         (["--activations", "2:16"], "--activations: expected RATIO:BLOCK such as 0.8:16, got '2:16' (ratio"),
     ):

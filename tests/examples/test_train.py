@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_made(script, tmp_path, capsys):
 
 def test_figures_of_nothing(tmp_path):
     done = subprocess.run([sys.executable, plots.__file__, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("plots.py: expected a folder that examples/train.py has written, with a log.csv, got")
+    assert done.returncode == 2 and done.stderr.startswith("plots.py: expected a folder that examples/train.py has written, with a log.csv, got")
 
 
 def test_missing_data_ends_with_a_message(tmp_path):

@@ -10,7 +10,7 @@ import train
 from benchmarks import advice, block_dropout, masked_step, page_faults, tile_scan, traffic, train_step, whole_model
 from recipes import timm_train
 from sparsedrop import figure_4
-from thesis import accuracy, barley_figure_10, barley_figures_4_5, isoflop, many, stability
+from thesis import accuracy, isoflop, many, stability
 from thesis import train as thesis_train
 
 NO_FILE = "which is no file"
@@ -34,8 +34,6 @@ CASES = {
     "a device of an optimiser": (masked_step, ["--device", "foo"], "--device: expected cpu or cuda, got 'foo'"),
     "repeats": (masked_step, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
     "figure 4": (figure_4, ["--threads", "0"], f"--threads: {AT_LEAST}"),
-    "figure 10": (barley_figure_10, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
-    "figures 4 and 5": (barley_figures_4_5, ["--threads", "0"], f"--threads: {AT_LEAST}"),
     "a training's device": (train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "a thesis training's device": (thesis_train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "bounds": (stability, ["--steps", "0"], f"--steps: {AT_LEAST}"),
