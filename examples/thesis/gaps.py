@@ -20,13 +20,14 @@ from thesis.accuracy_table import RESULTS, setting_of
 from thesis.csv_files import read
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
-# terms, masked run, dense run; "@34": of 34 epochs, where the others are of 20
+# terms, masked run, dense run; "@34", "@60": of so many epochs, where the others are of 20
 EQUAL = (
     ("16x16, AdamW", "b16-tokens-whole-taylor", "dense-adamw-lr0.01"),
     ("16x16, Muon", "b16-tokens-whole-muon", "dense-muon"),
     ("16x16, Muon with decay 0.1", MASK16, BEST),
     ("16x16, Muon with decay 0.1, bfloat16", f"{MASK16}-bf16", f"{BEST}-bf16"),
     ("16x16, Muon with decay 0.1, bfloat16, 34 epochs", f"{MASK16}-bf16@34", f"{BEST}-bf16@34"),
+    ("16x16, Muon with decay 0.1, bfloat16, 60 epochs", f"{MASK16}-bf16@60", f"{BEST}-bf16@60"),
     ("16x16, both taught by a dense run of their width", f"{MASK16}-taught", f"{BEST}-taught"),
     ("16x16, both taught by a wider dense run", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16-taught-d96"),
     ("16x16, both go on from a dense run, which teaches", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16-from-teacher"),
@@ -37,6 +38,7 @@ EQUAL = (
 )
 OTHER = (
     ("16x16, Muon, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
+    ("16x16, Muon, as many FLOP: 60 epochs beside 34", f"{MASK16}-bf16@60", f"{BEST}-bf16@34"),
     ("16x16, AdamW, as many FLOP: half of the hidden units", "b16-tokens-whole-taylor", "dense-e2-adamw-lr0.01"),
     ("16x16, AdamW, as many weights at the end: 112 of 256 hidden units", "b16-tokens-whole-taylor", "dense-h112-adamw-lr0.01"),
     ("16x16, Muon, as many weights at the end: 112 of 256 hidden units", f"{MASK16}-bf16", "dense-h112-muon-wd0.1-bf16"),
