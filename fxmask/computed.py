@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .passes.candidate import Candidate
+from .passes.graph_calls import behind
 from .passes.lifted import Body
 
 if TYPE_CHECKING:
@@ -25,19 +26,7 @@ def made_of(found: Iterable[Candidate], bodies: Sequence[Body], real: Mapping[No
     origins = {id(b.graph): b.origin for b in bodies}
     places = {n: i for i, n in enumerate(real) if isinstance(real[n], nn.Parameter)}
     computed = [c for c in found if c.weight_node is not None and c.host is not None and origins[id(c.host)].get(c.weight_node) not in real]
-    return {id(c.weight): tuple(sorted({places[o] for n in _behind(c.weight_node) if (o := origins[id(c.host)].get(n)) in places})) for c in computed}
-
-
-def _behind(node: Node | None) -> set[Node]:
-    """A node and everything that it is computed from."""
-    found: set[Node] = set()
-    left = [] if node is None else [node]
-    while left:
-        n = left.pop()
-        if n not in found:
-            found.add(n)
-            left += n.all_input_nodes
-    return found
+    return {id(c.weight): tuple(sorted({places[o] for n in behind(c.weight_node) if (o := origins[id(c.host)].get(n)) in places})) for c in computed}
 
 
 def noting(found: Sequence[tuple[str, Tensor, Done]]) -> Callable[[Sequence[Any]], None] | None:

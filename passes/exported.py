@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .candidate import join
-from .graph_calls import LINEARS, call_stack, layer_name, resolve, weight_arg
+from .graph_calls import LINEARS, behind, call_stack, layer_name, resolve, weight_arg
 from .graph_linears import graph_modules
 from .graph_site import GraphSite
 from .regions import attribute, incoming
@@ -50,7 +50,7 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                     made = mask if mask.target is BLOCK_INDEX else None
                     yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", _value(gm, mask), _kept(gm, made))
             elif node.target in LINEARS or node.target in CONVOLUTIONS:  # multiplies by W∘M, which the graph computes
-                made = next((n for n in _behind(weight_arg(node)) if n.target is BLOCK_INDEX), None)
+                made = next((n for n in behind(weight_arg(node)) if n.target is BLOCK_INDEX), None)
                 if made is not None:
                     given: Any = made.args
                     name, weight = _weight(model, prefix, gm, node, given[0], comes_in)
@@ -72,20 +72,12 @@ def _of_a_site(gm: GraphModule, mask: Node) -> bool:
 
 def _weight(model: nn.Module, prefix: str, gm: GraphModule, node: Node, w: Node, comes_in: dict[Node, str]) -> tuple[str, Tensor]:
     """A layer's name and its weight, by the parameter behind it; by the call where there is none, or several."""
-    paths = {comes_in.get(n) or (join(prefix, str(n.target)) if isinstance(_constant(gm, n), nn.Parameter) else "") for n in _behind(w)} - {""}
+    paths = {comes_in.get(n) or (join(prefix, str(n.target)) if isinstance(_constant(gm, n), nn.Parameter) else "") for n in behind(w)} - {""}
     if len(paths) == 1:
         path = paths.pop()
         weight = resolve(model, path)
         return layer_name(path), weight
     return join(prefix, call_stack(node)[0] or node.name), torch.empty(0, device="meta")
-
-
-def _behind(w: Any) -> list[Node]:
-    """What a value is computed from, itself included, the nearest first."""
-    found = [w] if isinstance(w, Node) else []
-    for n in found:
-        found += [i for i in n.all_input_nodes if i not in found]
-    return found
 
 
 def _constant(gm: GraphModule, node: Node) -> Any:

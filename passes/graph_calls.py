@@ -69,6 +69,16 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
+def behind(value: Any) -> list[Node]:
+    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant."""
+    found = dict.fromkeys([value] if isinstance(value, Node) else [])
+    left = list(found)
+    for node in left:
+        left += [n for n in node.all_input_nodes if n not in found]
+        found |= dict.fromkeys(node.all_input_nodes)
+    return list(found)
+
+
 def layer_name(path: str) -> str:
     """The layer's name, from its weight's."""
     return path.removesuffix(".weight") if path != "weight" else ""
