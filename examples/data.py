@@ -8,7 +8,7 @@ the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -69,21 +69,32 @@ class Pixels:
         """All images once: shuffled if there is a generator, flipped and cropped at random if `augment`."""
         n = len(self.labels)
         order = torch.arange(n) if generator is None else torch.randperm(n, generator=generator)
-        order = order.to(self.images.device)  # once an epoch
-        for rows in order.split(size):
+        drawn = draws(order.split(size), self.images.shape[2] // 8, generator) if augment and generator is not None else None
+        # to the device once an epoch: a step that copies its few numbers there would wait for the step before it
+        order, drawn = order.to(self.images.device), None if drawn is None else tuple(t.to(self.images.device) for t in drawn)
+        for at, rows in zip(range(0, n, size), order.split(size), strict=True):
             x = self.images[rows]
-            if augment and generator is not None:
-                x = flip_and_crop(x, generator)
+            if drawn is not None:
+                x = flip_and_crop(x, *(t[..., at : at + size] for t in drawn))
             yield (x / self.top - self.mean) / self.std, self.labels[rows]
 
 
-def flip_and_crop(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Mirror each image with probability 1/2 and shift it by up to an eighth of its side, filled with zeros (4 pixels at 32: ours)."""
+def draws(batches: Iterable[Tensor], pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What is drawn for all images of an epoch, batch by batch: whether each is mirrored, bool [n], and its shift, [2, n] in 0 to 2 pad."""
+    flips, shifts = [], []
+    for rows in batches:
+        flips.append(torch.rand(len(rows), generator=generator) < 0.5)
+        shifts.append(torch.randint(0, 2 * pad + 1, (2, len(rows)), generator=generator))
+    return torch.cat(flips), torch.cat(shifts, 1)
+
+
+def flip_and_crop(x: Tensor, flip: Tensor, shift: Tensor) -> Tensor:
+    """Mirror images [n, C, H, W] where `flip`, bool [n], and shift each by up to an eighth of its side, filled with zeros (4 pixels at 32: ours)."""
     n, _, height, width = x.shape
-    x = torch.where((torch.rand(n, 1, 1, 1, generator=generator) < 0.5).to(x.device), x.flip(3), x)
+    x = torch.where(flip[:, None, None, None], x.flip(3), x)
     pad = height // 8
     x = torch.nn.functional.pad(x, (pad, pad, pad, pad))
-    top, left = torch.randint(0, 2 * pad + 1, (2, n), generator=generator).to(x.device)
+    top, left = shift
     rows, cols = top[:, None] + torch.arange(height, device=x.device), left[:, None] + torch.arange(width, device=x.device)
     # advanced indices around a slice move to the front: [n, height, width, C]
     return x[torch.arange(n, device=x.device)[:, None, None], :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)

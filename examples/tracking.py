@@ -86,8 +86,9 @@ class MaskTracker:
         return {"now": self.now, "active": self.active, "flip_count": self.flip_count, "all_flips": self.all_flips}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.now, self.active = dict(saved["now"]), dict(saved["active"])
-        self.flip_count, self.all_flips = torch.as_tensor(saved["flip_count"], device=self.flip_count.device), saved["all_flips"]
+        device = self.flip_count.device  # the run may have begun on another
+        self.now, self.active = ({name: t.to(device) for name, t in saved[key].items()} for key in ("now", "active"))
+        self.flip_count, self.all_flips = torch.as_tensor(saved["flip_count"], device=device), saved["all_flips"]
 
     def take_flips(self) -> int:
         """Changes of place (kept to masked or back) since the last call."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .graph_capture import Recorded, captured, recorder
 from .graph_facts import Facts
+from .graph_rebuild import Rebuilds
 from .guard_handle import GuardHandle, handles_of
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
 from .passes.site_mask import masks_any
@@ -46,6 +47,7 @@ class Graphed(Generic[T]):
         self._tensors: list[Any] = []
         self._decided: dict[str, Hashable] = {}
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._rebuilds = None if self._make is None else Rebuilds(self._make, self._stream)
 
     def __call__(self) -> T:
         """One training step."""
@@ -140,7 +142,7 @@ class Graphed(Generic[T]):
         for h in handles:
             optimizer = h.optimizer()
             assert optimizer is not None
-            h._count_step(optimizer)
+            h._count_step(optimizer, self._rebuilds)
         result: T = recorded.result
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -182,12 +182,12 @@ class GuardHandle:
         else:
             self._captures += 1
 
-    def _count_step(self, optimizer: Optimizer) -> None:
-        """The host's part of a step that the device has taken: counts, schedules, masks that are due."""
+    def _count_step(self, optimizer: Optimizer, compute: Callable[[Sequence[rebuild.Job]], None] | None = None) -> None:
+        """The host's part of a step that the device has taken: counts, schedules, masks that are due. `compute`: see `rebuild.rebuild`."""
         self.steps += 1
         for g in self._guarded:
             g.stateless = g.by_momenta and g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
-        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed], 1)
+        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed], 1, compute)
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)
         reset_returned(optimizer, self._guarded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,10 @@ class Job(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def rebuild(jobs: Sequence[Job]) -> None:
+def rebuild(jobs: Sequence[Job], compute: Callable[[Sequence[Job]], None] | None = None) -> None:
     """Replace cached masks, and their lists, by their weights', and count the blocks that changed place. Nothing to do where every forward builds its own.
 
-    The old masks are not overwritten: a backward that is still to come holds them.
+    The old masks are not overwritten, but for CUDA graphs: a backward that is still to come holds them. `compute`: what runs `computed`, such as a graph of it.
     """
     jobs = [j for j in jobs if j.site._fxmask_mask is not None and j.site._fxmask_step >= j.site._fxmask_config.start]
     if not jobs:
@@ -44,13 +44,21 @@ def rebuild(jobs: Sequence[Job]) -> None:
         for j in jobs:
             j.site._fxmask_is_dense = False
         state.sync(*(j.site for j in jobs))
-        built = _build(jobs)
+        (compute or computed)(jobs)
     finally:
         for j, dense in zip(jobs, inside, strict=True):
             j.site._fxmask_is_dense = dense
         state.sync(*(j.site for j in jobs))
-    for (site, weight, first, step, _, other), (mask, lists) in zip(jobs, built, strict=True):
-        saved = site._fxmask_saved
+    for site, *_ in jobs:
+        if site._fxmask_saved is None:
+            state.note_weight(site, site._parameters.get("weight"))
+        site._fxmask_built = site._fxmask_step
+        site._fxmask_lost, site._fxmask_restored, site._fxmask_brought = False, None, False
+
+
+def computed(jobs: Sequence[Job]) -> None:
+    """What the device does of a rebuild; all of the masks are built before the first is replaced."""
+    for (site, weight, first, step, _, other), (mask, lists) in zip(jobs, _build(jobs), strict=True):
         old = held_mask(site)
         start_at_zero(site, weight)
         if site._fxmask_config.gain and other is not None:
@@ -59,20 +67,23 @@ def rebuild(jobs: Sequence[Job]) -> None:
             keep_norm(site, weight, mask, old)  # of blocks that had no mask before, all were kept
         if not first and site._fxmask_flips is not None and old is not None:
             flips = torch.ne(mask, old).sum()
-            site._fxmask_flips = site._fxmask_flips.add_(flips) if state.capturing(mask) else site._fxmask_flips + flips
-        if saved is None:
+            site._fxmask_flips = site._fxmask_flips.add_(flips) if in_place(site, mask) else site._fxmask_flips + flips
+        if site._fxmask_saved is None:
             hold(site, mask, lists)
         else:  # inside fxmask.dense the mask waits until its end
             site._fxmask_saved = (mask, lists)
-        site._fxmask_built = site._fxmask_step
-        site._fxmask_lost, site._fxmask_restored, site._fxmask_brought = False, None, False
+
+
+def in_place(site: Site, mask: Tensor) -> bool:
+    """Whether a CUDA graph reads the site's tensors, or is about to."""
+    return site._fxmask_in_place or state.capturing(mask)
 
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
     """Cache a mask and its lists. Inside a CUDA graph, and for one, they go where the graph's forward reads them in every replay."""
     state.note_weight(site, site._parameters.get("weight"))
     old, old_lists = site._fxmask_mask, site._fxmask_lists
-    if old is not None and (site._fxmask_in_place or state.capturing(mask)):
+    if old is not None and in_place(site, mask):
         old.copy_(mask)
         if old_lists is not None and lists is not None:
             old_lists.copy_(lists)
@@ -149,8 +160,8 @@ def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:
 TOLD = ("_fxmask_step", "_fxmask_announced", "_fxmask_unguarded", "_fxmask_copied")  # what a step changes, whatever its mask
 
 
-def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
-    """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only.
+def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callable[[Sequence[Job]], None] | None = None) -> None:
+    """Take `n` optimiser steps; 0 only announces that steps will come. The weights are needed for cached masks only. `compute`: see `rebuild`.
 
     Raises: UnsupportedError inside a CUDA graph, whose replays would not count, where the number of steps matters.
     """
@@ -165,7 +176,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int) -> None:
             job = _taken(site, weight, n)
             jobs += [] if job is None else [job]
         state.sync(*(site for site, _ in found))
-        rebuild(jobs)
+        rebuild(jobs, compute)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
         for site, _ in found if n else ():
             site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False)

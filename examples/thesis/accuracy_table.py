@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.cs
 RUNS = Path("runs/accuracy")
 COLUMNS = (
     "phase", "run", "block", "target_ratio", "ratio_achieved", "epochs", "seed", "held_top1", "test_top1", "test_top5", "train_acc", "train_loss", "flips",
-    "train_tflop", "loaded_weights_g", "train_seconds", "threads", "torch", "data", "holdout", "command",
+    "train_tflop", "loaded_weights_g", "train_seconds", "device", "threads", "torch", "data", "holdout", "command",
 )  # fmt: skip
 PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1)), "isoflop": (ISOFLOP, 8, (0, 1)), "thesis": (THESIS, 200, (0, 1, 2))}
 DATA_NAMES = {"folder": "CIFAR-10 as JPEG, quality 75", "cifar10": "CIFAR-10", "digits": "digits"}
@@ -68,6 +68,7 @@ def row_of(phase: str, name: str, seed: int, out: Path) -> dict[str, Any] | None
         "train_tflop": f"{sum(float(r['flop']) for r in log) / 1e12:.2f}",
         "loaded_weights_g": f"{sum(float(r['loaded']) for r in log) / 1e9:.3f}",
         "train_seconds": f"{sum(float(r['seconds']) for r in log):.0f}",
+        "device": ", ".join(facts.get("ran_on", [facts.get("device", "cpu")])),
         "threads": facts["threads"],
         "torch": facts["torch"],
         "data": DATA_NAMES[facts["data"]],
@@ -112,7 +113,7 @@ def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
 def write(runs: Path, path: Path) -> int:
     """The table of all runs that have ended; returns how many. Rows whose run lies in another folder, or on another machine, stay in it."""
     with lock.alone(path):  # from before it is read: rows that others add meanwhile would be lost
-        rows = {key_of(row): {**row, "holdout": setting_of(row)[-1]} for row in read(path)}
+        rows = {key_of(row): {"device": "cpu", **row, "holdout": setting_of(row)[-1]} for row in read(path)}
         for phase, (recipes, _, _) in PHASES.items():
             for name in recipes:
                 for out in runs.glob(f"{phase}/{name}-seed*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -62,3 +63,10 @@ def same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> N
     differ = [f"{k}: {now.get(k)!r} now, {saved.get(k)!r} in the checkpoint" for k in {**saved, **now} if saved.get(k) != now.get(k)]
     if differ:
         raise CheckpointError(f"{folder}: expected the settings that its run began with, got {'; '.join(differ)}.\n  fix: another --out, or --fresh.")
+
+
+def ran_on(folder: Path, device: str, went_on: bool) -> list[str]:
+    """What a run has been trained on, this device last: a GPU by its name. A run may go on elsewhere."""
+    facts, here = folder / "run.json", torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)
+    before = json.loads(facts.read_text()) if went_on and facts.exists() else {}
+    return list(dict.fromkeys([*before.get("ran_on", [before["device"]] if before else []), here]))

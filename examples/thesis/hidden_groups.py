@@ -44,7 +44,7 @@ def groups_of(fc1: Tensor, fc2: Tensor) -> dict[str, int]:
 
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of one run, none where it has no masked hidden layer, or has not ended."""
-    state = checkpoint.load(folder)
+    state = checkpoint.load(folder, "cpu")
     if state is None or len(run_folder.log_of(folder)) < state["settings"]["epochs"]:
         return
     masks = {} if not state["masks"] else {name: entry["mask"] for name, entry in state["masks"]["masks"].items()}

@@ -48,7 +48,7 @@ class Teacher:
         self.blocks = args.teach_blocks
         if not 0 <= self.blocks < inf:
             raise checkpoint.CheckpointError(f"--teach-blocks: expected a weight of 0 or more, got {self.blocks}.")
-        state = checkpoint.load(folder) or {}
+        state = checkpoint.load(folder, "cpu") or {}
         theirs: dict[str, Any] = state.get("settings", {})
         wrong = [f"{key} {theirs.get(key)!r}, the pupil has {getattr(args, key)!r}" for key in SAME if theirs.get(key) != getattr(args, key)]
         wrong += [] if theirs.get("dense") else ["masks, or no run at all"]

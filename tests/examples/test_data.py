@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from data import DataMissing, digits, flip_and_crop, load
+from data import DataMissing, digits, draws, flip_and_crop, load
 
 
 def test_digits_split_is_fixed_and_stratified():
@@ -36,7 +36,7 @@ def test_batches_depend_on_seed_and_epoch_only():
 
 def test_flip_and_crop_is_a_shift_or_a_mirrored_shift():
     x = torch.arange(1, 65, dtype=torch.uint8).reshape(1, 1, 8, 8).expand(40, 2, 8, 8)
-    y = flip_and_crop(x, torch.Generator().manual_seed(0))
+    y = flip_and_crop(x, *draws(torch.arange(40).split(16), 1, torch.Generator().manual_seed(0)))
     padded = [torch.nn.functional.pad(v, (1, 1, 1, 1)) for v in (x[0], x[0].flip(2))]
     possible = [p[:, i : i + 8, j : j + 8] for p in padded for i in range(3) for j in range(3)]
     found = [[torch.equal(sample, p) for p in possible].index(True) for sample in y]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -85,6 +86,19 @@ def test_resume_is_exact(options, tmp_path, monkeypatch, whole):
         monkeypatch.undo()
     assert program.main([*options, "--out", str(out)]) == 0
     assert_same_end(out, expected)
+
+
+def test_a_run_goes_on_on_another_device(tmp_path, monkeypatch, whole):
+    """What a GPU's checkpoint holds is brought to the device that goes on, and run.json names both."""
+    asked, honest = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, map_location=None, **more: asked.append(map_location) or honest(*args, map_location=map_location, **more))
+    assert program.main([*MASKED, "--stop", "1", "--out", str(tmp_path)]) == 0
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["ran_on"] == ["cpu"]
+    (tmp_path / "run.json").write_text(json.dumps({**facts, "ran_on": ["NVIDIA H200"]}))
+    assert program.main([*MASKED, "--out", str(tmp_path)]) == 0
+    assert asked == ["cpu"] and json.loads((tmp_path / "run.json").read_text())["ran_on"] == ["NVIDIA H200", "cpu"]
+    assert_same_end(tmp_path, whole)
 
 
 def test_no_row_is_lost_where_an_epoch_ends(tmp_path, whole, monkeypatch):

@@ -142,7 +142,7 @@ FLOWS = {
     "graphed, soft": of(check, schedule=RAMP, soft=True, running={"steps": 30}),
     "graphed, phases": of(check, backward="ste", phases={9: {"backward": "masked"}}),
     "graphed, compiled": of(check, schedule=RAMP, refresh=2, running={"compiled": True}),
-    "graphed, pruned": of(check, make=pruned_net),
+    "graphed, pruned": of(check, make=pruned_net, running={"steps": 30}),  # each step of its schedule saves another share
     "graphed, in turns": check_turns,
     "graphed, dropout": check_generator,
 }

@@ -336,7 +336,7 @@ def test_a_step_that_failed_may_be_told_again(monkeypatch):
         fxmask.step(m)
         fxmask.feedback(m, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(rebuild, "rebuild", lambda jobs: 1 / 0)
+        patch.setattr(rebuild, "rebuild", lambda jobs, compute=None: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fxmask.step(model)
     assert ratios(model) == [0.0, 0.0] and kept(model) == {"0.weight": 96, "2.weight": 96}

@@ -139,7 +139,7 @@ def test_a_step_that_failed_may_be_told_again(monkeypatch):
     fxmask.step(model, 5)
     before = fxmask.masks(model)
     with monkeypatch.context() as m:
-        m.setattr(rebuild, "rebuild", lambda jobs: 1 / 0)
+        m.setattr(rebuild, "rebuild", lambda jobs, compute=None: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fxmask.step(model)
     assert same(fxmask.masks(model), before) and fxmask.explain(model).rows[0]["block"] == "8x8"

@@ -1,0 +1,69 @@
+"""Rebuilds of cached masks between replays, as CUDA graphs of their own: one by one their launches would take longer than the step that is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .passes import ranks
+from .passes.rebuild import Job, computed
+
+KEPT = 8  # graphs; masks that are due together are one
+STATE = ("keep", "count", "mask", "lists", "flips", "score")  # what a rebuild reads and writes of a site
+
+
+class Rebuilds:
+    """What `rebuild.rebuild` calls instead of `computed`. The first rebuild of its kind runs as it is, and makes ready what a capture could not."""
+
+    def __init__(self, make: Callable[..., Any], stream: Any) -> None:
+        self._make, self._stream = make, stream
+        self._graphs: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}  # by what is rebuilt; the graph, None so far, and what it reads and writes
+        self.replays = 0
+
+    def __call__(self, jobs: Sequence[Job]) -> None:
+        if len({id(j.weight) for j in jobs}) < len(jobs) or not all(map(_is_fixed, jobs)):  # layers that share a weight share their mask by what the host knows
+            computed(jobs)
+            return
+        kind, tensors = tuple(map(_kind, jobs)), [t for j in jobs for t in _tensors(j)]
+        graph, known = self._graphs.get(kind, (None, None))
+        if known is None or any(a is not b for a, b in zip(known, tensors, strict=True)):
+            if len(self._graphs) == KEPT:
+                self._graphs.clear()
+            computed(jobs)
+            self._graphs[kind] = None, [t for j in jobs for t in _tensors(j)]
+            return
+        if graph is None:
+            graph = self._captured(jobs)
+            self._graphs[kind] = graph, known
+        if graph is False:
+            computed(jobs)
+            return
+        graph.replay()
+        self.replays += 1
+
+    def _captured(self, jobs: Sequence[Job]) -> Any:
+        """The graph; False where there can be none, as for want of memory, and rebuilds run as they are."""
+        graph = self._make(None, self._stream)
+        try:
+            graph.record(lambda: computed(jobs))
+        except RuntimeError:
+            return False
+        return graph
+
+
+def _is_fixed(j: Job) -> bool:
+    """Whether the device does the same in every such rebuild, and waits for nobody: an exchange of blocks counts on the host, and an SVD waits."""
+    c, plain = j.site._fxmask_config, isinstance(j.weight, nn.Parameter) and not ranks.is_shard(j.weight)
+    return plain and j.site._fxmask_in_place and j.other is None and c.regrow is None and c.criterion != "spectral"
+
+
+def _kind(j: Job) -> tuple[Any, ...]:
+    """What Python decides in a rebuild, and where the weight lies, which `weight.data = ...` moves."""
+    return j.site, j.site._fxmask_kind, j.site._fxmask_phase, j.first, j.step, j.anew, j.weight.data_ptr()
+
+
+def _tensors(j: Job) -> list[Any]:
+    """Compared by identity, as a graph holds addresses."""
+    return [j.weight, *(j.site.__dict__[f"_fxmask_{name}"] for name in STATE)]
