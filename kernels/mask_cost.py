@@ -23,6 +23,13 @@ def zero_masked(shape: tuple[int, int], block: tuple[int, int], kept: int, items
     return Cost(reads={"mask": n * k}, writes=out, reads_min={"mask": nb * kb}, writes_min=dict(out))
 
 
+def set_aside(shape: tuple[int, int], block: tuple[int, int], kept: int, itemsize: int) -> Cost:
+    """A matrix's masked elements set aside, or put back. Requested B: mask N K, b (N K - kept) read and written. Compulsory: the mask once, NB KB."""
+    (nb, kb), (n, k) = grid_shape(shape, block), shape
+    moved = itemsize * (n * k - kept)
+    return Cost(reads={"mask": n * k, "t": moved}, writes={"aside": moved}, reads_min={"mask": nb * kb, "t": moved}, writes_min={"aside": moved})
+
+
 def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) -> Cost:
     """Scores. Requested and compulsory B: w b N K, key 4 NB KB written."""
     nb, kb = grid_shape(shape, block)

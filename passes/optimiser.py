@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..kernels.errors import UnsupportedError, message
 from ..kernels.grid import expand_mask
-from . import ranks
+from . import ranks, set_aside
 from .config import WeightMask
 from .site import Site
 from .site_mask import mask_outside
@@ -52,6 +52,7 @@ class Guarded:
     block: tuple[int, int] = (1, 1)  # of that mask
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
+    aside: list[set_aside.Kept] | None = None  # where that was done by kernels, of all weights; `momenta` has the names then, and the tensors themselves
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
     stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
@@ -63,7 +64,7 @@ class Guarded:
 
     def forget(self) -> None:
         """Let go of what the step was not to overwrite."""
-        self.mask = self.before = self.gradient = None
+        self.mask = self.before = self.gradient = self.aside = None
         self.momenta = {}
 
     @property
@@ -122,6 +123,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
 
     A closure makes the gradients inside the step, so that before it nothing says which weights will move.
     """
+    taken: list[tuple[Guarded, dict[str, Tensor]]] = []
     for g in guarded:
         g.forget()
         if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
@@ -131,12 +133,25 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
         if g.policy == "free":
             continue
-        g.before = ranks.part(g.weight.detach()).clone()
-        if g.policy == "freeze":
-            found = _momenta(optimizer, g.weight)
-            if g.clear:
-                _hide_masked(g, found)
-            g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clears(k)}
+        found = _momenta(optimizer, g.weight) if g.policy == "freeze" else {}
+        if g.policy == "freeze" and not g.clear and set_aside.fits(g, found):
+            taken.append((g, found))
+        else:
+            _clone(g, found)
+    aside = set_aside.begin(taken) if taken else None
+    for g, found in taken:
+        if aside is None:
+            _clone(g, found)
+        else:
+            g.aside, g.momenta = aside, found
+
+
+def _clone(g: Guarded, found: dict[str, Tensor]) -> None:
+    """Copies of the whole weight and its momenta."""
+    g.before = ranks.part(g.weight.detach()).clone()
+    if g.clear and g.policy == "freeze":
+        _hide_masked(g, found)
+    g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clears(k)}
 
 
 def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
@@ -155,6 +170,15 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
 @torch.no_grad()
 def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. State that the step created begins anew there."""
+    guarded = list(guarded)
+    by_kernels = [g for g in guarded if g.aside is not None]
+    now = {id(g): _momenta(optimizer, g.weight) for g in by_kernels}
+    for group in {id(k): k for g in by_kernels for k in g.aside or ()}.values():
+        group.put_back(now)
+    for g in by_kernels:
+        for t in [t for k, t in now[id(g)].items() if k not in g.momenta and k not in NO_MOMENTA]:
+            if g.weight.grad is not None and g.mask is not None:
+                _start_anew(t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
         if g.mask is not None and g.before is not None and g.weight.grad is not None:
             kept, weight, old = _elements(g.mask, g, g.block), ranks.part(g.weight), g.before

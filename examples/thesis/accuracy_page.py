@@ -127,6 +127,7 @@ def tables(rows: list[Row], times: list[Row]) -> dict[str, str]:
         "gaps-other": markdown(gaps.differences(final, gaps.OTHER)),
         "final-adam": markdown(runs_of((r for r in final if "muon" not in r["run"]), "20")),
         "final-muon": markdown(runs_of((r for r in final if "muon" in r["run"]), "20")),
+        "thesis": markdown(runs_of((r for r in rows if r["phase"] == "thesis"), "200")),
         "search": search(rows),
         "isoflop": frontier(rows, times),
     }

@@ -32,7 +32,7 @@ from .table import key, what
 def tiny(kernel: str) -> int:
     """One small ragged case of a kernel."""
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    block = (3, 5) if kernel in ("mask_cast", "zero_masked") else (16, 32)
+    block = (3, 5) if kernel in ("mask_cast", "zero_masked", "aside") else (16, 32)
     x, w, gy = (torch.randn(r, c, device=device).half() for r, c in ((70, 200), (150, 200), (70, 150)))
     mask = make_mask((-(-150 // block[0]), -(-200 // block[1])), 0.6, "random", 0).to(device)
     keep, step = torch.tensor(int(mask.sum()), device=device), torch.zeros((), dtype=torch.int64, device=device)
@@ -43,6 +43,7 @@ def tiny(kernel: str) -> int:
         "sampled_matmul": lambda: ops.masked_linear_dw(gy, x, *args),
         "mask_cast": lambda: ops.masked_linear(x, w, None, *args),
         "zero_masked": lambda: ops.masked_linear_dw(gy, x, *args),
+        "aside": lambda: triton_ops().aside.set_aside([w], [mask], [0], block).values,
         "metadata": lambda: ops.block_index(w, keep, step, *block, "fro", "lowest", 0, "triton"),
         "dropped": lambda: fxmask_triton(x, w, gy, block, 0.5)[2],
         "group": lambda: triton_ops().refresh_group([w, x], [keep, keep], block)[1][0],
@@ -101,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
     sub = p.add_subparsers(dest="stage", required=True)
     sub.add_parser("precompile")
-    kernels = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "zero_masked", "metadata", "group", "dropped", "pruned_matmul", "nm_mask")
-    sub.add_parser("tiny").add_argument("kernel", choices=kernels)
+    kernels = "list_matmul list_matmul_dx sampled_matmul mask_cast zero_masked aside metadata group dropped pruned_matmul nm_mask"
+    sub.add_parser("tiny").add_argument("kernel", choices=kernels.split())
     sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
     for name in (*PARTS, *OPS):
         q = sub.add_parser(name)

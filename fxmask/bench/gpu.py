@@ -41,7 +41,9 @@ from .goals import goal_lines
 from .stages import LOG, ROOT, Result, Stage, python, run_stages
 from .table import Table
 
-KERNELS = ("list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "zero_masked", "metadata", "group", "dropped", "pruned_matmul", "nm_mask")
+KERNELS = (
+    "list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "zero_masked", "aside", "metadata", "group", "dropped", "pruned_matmul", "nm_mask",
+)  # fmt: skip
 TESTS = {
     "tests": ("test_numbers.py", "test_dropout.py", "test_pruning.py", "test_metadata.py"),
     "flows": ("test_flows.py", "test_auto.py"),

@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..lists import listed
 from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
+from . import aside as aside
 from . import dropped as dropped
 from . import launch, masked_dense, prune_launch, refresh
 from . import nm as nm

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxmask.kernels.lists import LISTED
 from fxmask.kernels.triton import (
+    aside,
     device,
     draw,
     dropped,
@@ -156,6 +157,14 @@ def zero_masked(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
     masked_dense.zero_masked(rows(e.out_features, e.in_features, 0, dtype), mask_of(e, block), block)
 
 
+def set_aside(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
+    e = EDGES[edge]
+    w, mask = rows(e.out_features, e.in_features, 0, dtype), mask_of(e, block)
+    held = aside.set_aside([w, rows(e.out_features, e.in_features, 0, dtype)], [mask], [0, 0], block)
+    assert held is not None
+    held.back(w)
+
+
 def block_keys(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
     e = EDGES[edge]
     refresh.block_keys(rows(e.out_features, e.in_features, e.pad, dtype), block)
@@ -206,6 +215,7 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (dropped_op, (["forward", "dx"], ["bf16"], [(8, 8)], ["even"], [4096], [False])),
     (mask_cast, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (zero_masked, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
+    (set_aside, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
     (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376],)),
     (lists, (BLOCKS, [1000, 14336, 131072])),
@@ -228,6 +238,7 @@ SMOKE: list[tuple[Op, Case]] = [
     (select, (1000,)),
     (mask_cast, ((FP32, BF16), (2, 4), "even")),
     (zero_masked, (BF16, (16, 16), "even")),
+    (set_aside, (FP32, (16, 16), "even")),
     (pruned_dw, ("bf16", 64, "even", None, 4)),
     (pruned_dw, ("bf16", 16, "ragged8", (32, 64), 1)),
     (nm_mask, ((FP32, BF16), 4, 4096)),

@@ -30,6 +30,7 @@ CASES = [
     (training_bodies.check_backward_thread, ("cpu", False)),
     (training_bodies.check_compiled, ("cpu", "aot_eager")),
     (training_bodies.check_autocast, ("cpu", torch.float16)),
+    *((training_bodies.check_set_aside, ("cpu", dtype, block)) for dtype in (torch.float32, torch.float16) for block in ((16, 16), (3, 5))),
     (bodies.check_many_elements, ("cpu", bodies.tokens_beyond(2**12, 128), 128, 64, torch.float16, 20)),
     (training_bodies.check_usable_after, ("cpu", lambda model: None)),
     *((pruning_bodies.check_pruned_dw, ("cpu", (2, 15, 40), 34, f, 0.6, "fp16", block, 1)) for f, block in ((16, None), (32, (16, 16)), (24, (5, 3)))),

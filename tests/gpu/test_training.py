@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.training_bodies import check_autocast, check_backward_thread, check_training
+from gpu.training_bodies import check_autocast, check_backward_thread, check_set_aside, check_training
 
 pytestmark = pytest.mark.gpu
 
@@ -36,3 +36,9 @@ def test_another_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast(dtype):
     check_autocast("cuda", dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh": 2}, {"block": (3, 5)}, {"block": (128, 64)}], ids=["default", "kept", "odd-blocks", "large-blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_is_masked_is_set_aside(dtype, options):
+    check_set_aside("cuda", dtype, **options)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from torch import nn
 
 import fxmask
+from fxmask.kernels.grid import expand_mask
+from fxmask.kernels.triton.device import LAUNCHES
+from fxmask.passes import set_aside
 
 
 def model_pair(device, dtype=torch.float32, width=64, **options):
@@ -114,3 +119,26 @@ def check_usable_after(device, fail):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def check_set_aside(device, dtype=torch.float32, block=(16, 16), steps=4, **options):
+    """Guarded steps by the kernel have the bits of guarded steps by clones, from the same gradients; ragged weights, and momenta that the first step makes."""
+
+    def trained(by_kernel):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(72, 150), nn.GELU(), nn.Linear(150, 33), nn.GELU(), nn.Linear(33, 64)).to(device, dtype)
+        fxmask.apply(model, ratio=0.6, block=block, impl="triton", **options)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=torch.device(device).type == "cuda")
+        fxmask.guard(opt, model)
+        launched = LAUNCHES["aside_kernel"]
+        with nullcontext() if by_kernel else mock.patch.object(set_aside, "fits", return_value=False):
+            for i in range(steps):
+                model(torch.ones(2, 72, device=device, dtype=dtype))
+                masks = fxmask.masks(model)
+                for j, (name, p) in enumerate(model.named_parameters()):
+                    grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * i + j)).to(device, dtype)
+                    p.grad = grad * expand_mask(masks[name], p.shape, block) if name in masks else grad
+                opt.step()
+        return [*model.parameters(), *(t for state in opt.state.values() for t in state.values())], LAUNCHES["aside_kernel"] - launched
+
+    (ours, launched), (theirs, none) = trained(True), trained(False)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert (launched, none) == (2 * steps, 0)
