@@ -20,6 +20,7 @@ Batch = tuple[Tensor, Tensor]
 MEMORY_LIMIT_PX = 64  # folders of images up to this side are decoded once and kept in memory
 IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HOLDOUT_SEED = 5000
+BATCHES_AT_ONCE = {"cuda": 16}  # that are augmented together: of one alone a GPU would wait for the launches
 CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
@@ -72,11 +73,13 @@ class Pixels:
         drawn = draws(order.split(size), self.images.shape[2] // 8, generator) if augment and generator is not None else None
         # to the device once an epoch: a step that copies its few numbers there would wait for the step before it
         order, drawn = order.to(self.images.device), None if drawn is None else tuple(t.to(self.images.device) for t in drawn)
-        for at, rows in zip(range(0, n, size), order.split(size), strict=True):
+        several = size * BATCHES_AT_ONCE.get(self.images.device.type, 1)
+        for at, rows in zip(range(0, n, several), order.split(several), strict=True):
             x = self.images[rows]
             if drawn is not None:
-                x = flip_and_crop(x, *(t[..., at : at + size] for t in drawn))
-            yield (x / self.top - self.mean) / self.std, self.labels[rows]
+                x = flip_and_crop(x, *(t[..., at : at + several] for t in drawn))
+            x = (x / self.top - self.mean) / self.std
+            yield from zip(x.split(size), self.labels[rows].split(size), strict=True)
 
 
 def draws(batches: Iterable[Tensor], pad: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from data import DataMissing, digits, draws, flip_and_crop, load
+from data import DataMissing, Pixels, digits, draws, flip_and_crop, load, seeded
 
 
 def test_digits_split_is_fixed_and_stratified():
@@ -32,6 +32,17 @@ def test_batches_depend_on_seed_and_epoch_only():
     assert not torch.equal(first, labels(0, 2))
     assert not torch.equal(first, labels(1, 1))
     assert torch.equal(first.bincount(), labels(1, 2).bincount())
+
+
+def test_batches_that_are_augmented_together_are_the_same(monkeypatch):
+    """As on a GPU: the last ones may be fewer, and smaller."""
+    images = torch.randint(0, 256, (100, 3, 16, 16), dtype=torch.uint8)
+    pixels = Pixels(images, torch.arange(100), torch.zeros(3, 1, 1), torch.ones(3, 1, 1))
+    one_by_one = list(pixels.batches(8, seeded(0, 1), augment=True))
+    monkeypatch.setattr("data.BATCHES_AT_ONCE", {"cpu": 5})
+    together = list(pixels.batches(8, seeded(0, 1), augment=True))
+    assert [len(y) for _, y in together] == [8] * 12 + [4]
+    assert all(torch.equal(a, b) for pair in zip(one_by_one, together, strict=True) for a, b in zip(*pair, strict=True))
 
 
 def test_flip_and_crop_is_a_shift_or_a_mirrored_shift():
