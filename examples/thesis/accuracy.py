@@ -3,7 +3,7 @@
     python examples/thesis/accuracy.py search --data folder --root DIR      # or --data cifar10; one seed, few epochs, 5,000 training images held out
     python examples/thesis/accuracy.py final --data folder --root DIR       # two seeds, 20 epochs, of what the search has chosen
     python examples/thesis/accuracy.py isoflop --data folder --root DIR     # dense widths and wider masked models, 8 epochs; isoflop.py draws them
-    python examples/thesis/accuracy.py thesis --data folder --root DIR --graphs --in-turns 4 --at-once 4    # three seeds, 200 epochs, for a GPU
+    python examples/thesis/accuracy.py thesis --data folder --root DIR --graphs --at-once 18    # three seeds, 200 epochs, for a GPU
     python examples/thesis/accuracy.py table                                # the csv anew from the runs that have ended
 
 Two single-threaded runs at once by examples/thesis/train.py; stopped and started again, it goes on where it was, and the csv is written anew after every run.
@@ -116,9 +116,15 @@ def main(argv: list[str] | None = None) -> int:
             print(f"thesis/accuracy.py: {error}", file=sys.stderr)
             return 2
         taught = [job for job in todo if "--teacher" in job[2]]  # after their teachers
-        with ThreadPoolExecutor(args.at_once) as pool:
+        pool = ThreadPoolExecutor(args.at_once)
+        try:
             for part in ([job for job in todo if job not in taught], taught):
                 failed += turns(part) if args.in_turns else sum(map(bool, pool.map(one, part)))
+        except KeyboardInterrupt:
+            print("thesis/accuracy.py: stopped; the same command goes on", file=sys.stderr)
+            return 130
+        finally:
+            pool.shutdown(cancel_futures=True)
     print(f"{write(args.runs, args.csv)} runs in {args.csv}")
     return 1 if failed else 0
 

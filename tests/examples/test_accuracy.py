@@ -278,6 +278,21 @@ def test_the_search_never_reads_the_test_images(tmp_path, capsys):
     assert "expected names among" in capsys.readouterr().err
 
 
+def test_what_is_interrupted_begins_no_other_run(tmp_path, monkeypatch, capsys):
+    begun = []
+
+    def stopped(command, **more):
+        begun.append(command)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.5)  # the one that a free worker has begun before anybody knew
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(accuracy.subprocess, "run", stopped)
+    assert accuracy.main(["final", *DIGITS, "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv"), "--at-once", "1"]) == 130
+    assert len(begun) <= 2 and "stopped; the same command goes on" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_killed_comparison_goes_on_and_counts_nothing_twice(tmp_path):
     tables = []
