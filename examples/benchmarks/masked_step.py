@@ -1,8 +1,10 @@
 """Time of optimizer.step() with a dense step, under freeze, and with masked_step: AdamW or SGD over square linears, on the CPU or a GPU.
 
 python examples/benchmarks/masked_step.py --optimizer adamw --block 64 --ratios 0.8 0.9
+python examples/benchmarks/masked_step.py --device cuda --form fused --features 4096 --layers 8 --block 128 --csv masked_step.csv
 
-The three are timed in turn, so that a busy machine is busy for all of them; medians. The masks are cached (refresh=0), unless --refresh says otherwise.
+On a GPU freeze by clones, as a CPU does it, stands beside freeze by one kernel. All are timed in turn, so that a busy machine is busy for all of them; medians.
+The masks are cached (refresh=0), unless --refresh says otherwise.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import csv
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn, optim
 
 import fxmask
+from fxmask.passes import set_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 from benchmarks import checked
@@ -26,7 +31,7 @@ OPTIMISERS = {
     "adamw": lambda p, **form: optim.AdamW(p, lr=1e-3, weight_decay=0.1, **form),
     "sgd": lambda p, **form: optim.SGD(p, lr=1e-3, momentum=0.9, **form),
 }
-MODES = ("no guard", "freeze", "masked_step")
+MODES, ON_GPUS = ("no guard", "freeze", "masked_step"), ("no guard", "freeze", "clones", "masked_step")
 
 
 def made(a: argparse.Namespace, ratio: float, mode: str) -> optim.Optimizer:
@@ -45,14 +50,15 @@ def made(a: argparse.Namespace, ratio: float, mode: str) -> optim.Optimizer:
     return optimizer
 
 
-def seconds(optimizer: optim.Optimizer, device: str) -> float:
+def seconds(optimizer: optim.Optimizer, mode: str, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    optimizer.step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    with mock.patch.object(set_aside, "fits", return_value=False) if mode == "clones" else nullcontext():
+        start = time.perf_counter()
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,21 +79,23 @@ def main(argv: list[str] | None = None) -> None:
     checked.masks(p, a.block, a.ratios)
     checked.device(p, a.device)
     torch.set_num_threads(a.threads)
+    modes = ON_GPUS if a.device == "cuda" else MODES
     for ratio in a.ratios:
-        runs = {mode: made(a, ratio, mode) for mode in MODES}
-        times: dict[str, list[float]] = {mode: [] for mode in MODES}
+        runs = {mode: made(a, ratio, mode) for mode in modes}
+        times: dict[str, list[float]] = {mode: [] for mode in modes}
         for i in range(a.repeats + 3):
-            for mode in MODES:
-                t = seconds(runs[mode], a.device)
+            for mode in modes:
+                t = seconds(runs[mode], mode, a.device)
                 if i >= 3:
                     times[mode].append(t)
         ms = {mode: 1e3 * statistics.median(t) for mode, t in times.items()}
         said = ", ".join(f"{mode} {t:.2f} ms" for mode, t in ms.items())
-        faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in MODES[:2])
+        faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in modes[:-1])
         what = f"{a.optimizer} {a.form} {a.layers} x {a.features}^2, block {a.block}, ratio {ratio}, refresh {a.refresh}"
         print(f"{what}: {said}; masked_step is {faster}", flush=True)
         if a.csv is not None:
-            row = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")} | {"ratio": ratio, "torch": torch.__version__}
+            where = {"gpu": torch.cuda.get_device_name()} if a.device == "cuda" else {}
+            row = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")} | {"ratio": ratio, "torch": torch.__version__} | where
             row |= {f"{mode.replace(' ', '_')}_ms": round(t, 3) for mode, t in ms.items()} | {"command": " ".join(["python", *sys.argv])}
             new = not a.csv.exists()
             with a.csv.open("a", newline="") as f:
