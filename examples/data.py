@@ -74,7 +74,7 @@ class Pixels:
         # to the device once an epoch: a step that copies its few numbers there would wait for the step before it
         order, drawn = order.to(self.images.device), None if drawn is None else tuple(t.to(self.images.device) for t in drawn)
         several = size * BATCHES_AT_ONCE.get(self.images.device.type, 1)
-        for at, rows in zip(range(0, n, several), order.split(several), strict=True):
+        for at, rows in zip(range(0, max(n, 1), several), order.split(several), strict=True):
             x = self.images[rows]
             if drawn is not None:
                 x = flip_and_crop(x, *(t[..., at : at + several] for t in drawn))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .passes import ranks
 from .passes.rebuild import Job, computed
+from .passes.site import Site
 
-KEPT = 8  # graphs; masks that are due together are one
+KEPT = 16  # graphs; masks that are due together are one
 STATE = ("keep", "count", "mask", "lists", "flips", "score")  # what a rebuild reads and writes of a site
 
 
@@ -29,10 +30,11 @@ class Rebuilds:
         kind, tensors = tuple(map(_kind, jobs)), [t for j in jobs for t in _tensors(j)]
         graph, known = self._graphs.get(kind, (None, None))
         if known is None or any(a is not b for a, b in zip(known, tensors, strict=True)):
-            if len(self._graphs) == KEPT:
-                self._graphs.clear()
             computed(jobs)
-            self._graphs[kind] = None, [t for j in jobs for t in _tensors(j)]
+            if len(self._graphs) >= KEPT:  # those that were of another phase, or of weights that have moved, go; the others stay, and this one has no place
+                self._graphs = {k: held for k, held in self._graphs.items() if _is_of_now(k)}
+            if kind in self._graphs or len(self._graphs) < KEPT:
+                self._graphs[kind] = None, [t for j in jobs for t in _tensors(j)]
             return
         if graph is None:
             graph = self._captured(jobs)
@@ -54,16 +56,25 @@ class Rebuilds:
 
 
 def _is_fixed(j: Job) -> bool:
-    """Whether the device does the same in every such rebuild, and waits for nobody: an exchange of blocks counts on the host, and an SVD waits."""
+    """Whether the device does the same in every such rebuild, and waits for nobody: exchanges count on the host, an SVD waits, a first one comes once."""
     c, plain = j.site._fxmask_config, isinstance(j.weight, nn.Parameter) and not ranks.is_shard(j.weight)
-    return plain and j.site._fxmask_in_place and j.other is None and c.regrow is None and c.criterion != "spectral"
+    return plain and j.site._fxmask_in_place and not j.first and j.other is None and c.regrow is None and c.criterion != "spectral"
 
 
 def _kind(j: Job) -> tuple[Any, ...]:
-    """What Python decides in a rebuild, and where the weight lies, which `weight.data = ...` moves."""
-    return j.site, j.site._fxmask_kind, j.site._fxmask_phase, j.first, j.step, j.anew, j.weight.data_ptr()
+    """What Python decides in a rebuild, and where and how the weight lies, which `weight.data = ...` changes."""
+    return j.site, j.weight, j.step, j.anew, _now(j.site, j.weight)
+
+
+def _now(site: Site, weight: Tensor) -> tuple[Any, ...]:
+    return site._fxmask_kind, site._fxmask_phase, weight.data_ptr(), weight.dtype, weight.stride()
+
+
+def _is_of_now(kind: tuple[tuple[Any, ...], ...]) -> bool:
+    """Whether such a rebuild can still come."""
+    return all(then == _now(site, weight) for site, weight, _, _, then in kind)
 
 
 def _tensors(j: Job) -> list[Any]:
     """Compared by identity, as a graph holds addresses."""
-    return [j.weight, *(j.site.__dict__[f"_fxmask_{name}"] for name in STATE)]
+    return [j.site.__dict__[f"_fxmask_{name}"] for name in STATE]

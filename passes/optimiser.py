@@ -55,6 +55,7 @@ class Guarded:
     aside: list[set_aside.Kept] | None = None  # where that was done by kernels, of all weights; `momenta` has the names then, and the tensors themselves
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
+    steps: bool = False  # it had a gradient before the step; a step may take it away
     stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
     by_momenta: bool = False  # it is one, in some phase
 
@@ -126,7 +127,8 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     taken: list[tuple[Guarded, dict[str, Tensor]]] = []
     for g in guarded:
         g.forget()
-        if g.weight.grad is None and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
+        g.steps = g.weight.grad is not None
+        if not g.steps and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
@@ -148,6 +150,8 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
 
 def _clone(g: Guarded, found: dict[str, Tensor]) -> None:
     """Copies of the whole weight and its momenta."""
+    if g.mask is not None and g.site._fxmask_in_place:
+        g.mask = g.mask.clone()  # a closure, or another hook, may rewrite it
     g.before = ranks.part(g.weight.detach()).clone()
     if g.clear and g.policy == "freeze":
         _hide_masked(g, found)
@@ -177,17 +181,17 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         group.put_back(now)
     for g in by_kernels:
         for t in [t for k, t in now[id(g)].items() if k not in g.momenta and k not in NO_MOMENTA]:
-            if g.weight.grad is not None and g.mask is not None:
+            if (g.steps or g.weight.grad is not None) and g.mask is not None:
                 _start_anew(t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
-        if g.mask is not None and g.before is not None and g.weight.grad is not None:
+        if g.mask is not None and g.before is not None and (g.steps or g.weight.grad is not None):
             kept, weight, old = _elements(g.mask, g, g.block), ranks.part(g.weight), g.before
             if g.policy == "decay":
                 old = _decayed(optimizer, g, old)
             else:
                 _rest_momenta(optimizer, g, kept, old)
             weight.copy_(torch.where(kept, weight, old))
-            if g.gradient is not None:
+            if g.gradient is not None and g.weight.grad is not None:
                 ranks.part(g.weight.grad).copy_(g.gradient)
         g.forget()
 

@@ -65,8 +65,10 @@ def same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> N
         raise CheckpointError(f"{folder}: expected the settings that its run began with, got {'; '.join(differ)}.\n  fix: another --out, or --fresh.")
 
 
-def ran_on(folder: Path, device: str, went_on: bool) -> list[str]:
-    """What a run has been trained on, this device last: a GPU by its name. A run may go on elsewhere."""
-    facts, here = folder / "run.json", torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)
+def ran_on(folder: Path, device: str | None, went_on: bool) -> list[str]:
+    """What a run has been trained on, a GPU by its name, and will be: it may go on elsewhere. None: nothing is left to train."""
+    facts = folder / "run.json"
     before = json.loads(facts.read_text()) if went_on and facts.exists() else {}
-    return list(dict.fromkeys([*before.get("ran_on", [before["device"]] if before else []), here]))
+    named = before.get("ran_on", [before["device"]] if before else [])
+    here = [] if device is None else [torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device]
+    return list(dict.fromkeys([*named, *here]))

@@ -155,7 +155,7 @@ class Run:
 
     def resume(self) -> bool:
         """Go on from the folder's checkpoint, if it has one: weights first, then masks, then the optimiser."""
-        state = None if self.args.fresh else checkpoint.load(self.args.out, "cpu" if self.args.device == "cpu" else None)  # a GPU may have begun the run
+        state = None if self.args.fresh else checkpoint.load(self.args.out, "cpu")  # another device may have begun the run
         if state is None:
             return False
         checkpoint.same_settings({**LATER, **state["settings"]}, {**LATER, **self.settings()}, self.args.out)
@@ -260,7 +260,8 @@ def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
         keep_epochs(blocks_path, done)
     log, blocks = CsvLog(log_path, COLUMNS, append=went_on), ActiveBlocks(blocks_path, r.tracker, append=went_on)
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "steps": r.data.steps, "command": shlex.join(sys.argv)}
-    facts["ran_on"] = checkpoint.ran_on(args.out, args.device, went_on)
+    here = args.device if done < min(args.stop or args.epochs, args.epochs) else None
+    facts["ran_on"] = checkpoint.ran_on(args.out, here, went_on)
     (args.out / "run.json").write_text(json.dumps({**vars(args), **facts}, indent=1, default=str) + "\n")
     for epoch in range(done + 1, min(args.stop or args.epochs, args.epochs) + 1):
         yield from r.epoch(epoch)

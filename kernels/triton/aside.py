@@ -47,7 +47,9 @@ class Aside:
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor], masks: Sequence[Tensor], block: tuple[int, int]) -> None:
         self.layout, self.block = layout, block
-        self.mask = torch.cat([m.reshape(-1) for m in masks]).view(torch.int8)
+        mask = torch.cat([m.reshape(-1) for m in masks])
+        self.masks = [part.view(m.shape) for part, m in zip(mask.split([m.numel() for m in masks]), masks, strict=True)]  # as they were
+        self.mask = mask.view(torch.int8)
         self.values = torch.empty(layout.starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
         self._launch(tensors[0], False)
 

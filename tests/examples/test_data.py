@@ -45,6 +45,11 @@ def test_batches_that_are_augmented_together_are_the_same(monkeypatch):
     assert all(torch.equal(a, b) for pair in zip(one_by_one, together, strict=True) for a, b in zip(*pair, strict=True))
 
 
+def test_no_images_are_an_empty_batch():
+    pixels = Pixels(torch.zeros(0, 1, 8, 8, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    assert [tuple(x.shape) for x, _ in pixels.batches(4)] == [(0, 1, 8, 8)]
+
+
 def test_flip_and_crop_is_a_shift_or_a_mirrored_shift():
     x = torch.arange(1, 65, dtype=torch.uint8).reshape(1, 1, 8, 8).expand(40, 2, 8, 8)
     y = flip_and_crop(x, *draws(torch.arange(40).split(16), 1, torch.Generator().manual_seed(0)))

@@ -99,6 +99,9 @@ def test_a_run_goes_on_on_another_device(tmp_path, monkeypatch, whole):
     assert program.main([*MASKED, "--out", str(tmp_path)]) == 0
     assert asked == ["cpu"] and json.loads((tmp_path / "run.json").read_text())["ran_on"] == ["NVIDIA H200", "cpu"]
     assert_same_end(tmp_path, whole)
+    (tmp_path / "run.json").write_text(json.dumps({**facts, "ran_on": ["NVIDIA H200"]}))
+    assert program.main([*MASKED, "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["ran_on"] == ["NVIDIA H200"]  # nothing was left to train
 
 
 def test_no_row_is_lost_where_an_epoch_ends(tmp_path, whole, monkeypatch):

@@ -140,3 +140,32 @@ def test_flips_that_a_load_replaces():
     assert_same(*runs)
     ours, theirs = ([row["flips"] for row in fxmask.explain(r.model).rows] for r in runs)
     assert ours == theirs and runs[0].step._rebuilds.replays >= 5
+
+
+def test_more_kinds_than_are_kept(monkeypatch):
+    """The first ones keep their graphs, the others have none; those of a phase that has ended, or of weights that have moved, make room."""
+    made = []
+
+    class Counted(tape.Tape):
+        def record(self, step):
+            made.append(self)
+            return super().record(step)
+
+    monkeypatch.setattr("fxmask.graphed_step.recorder", lambda device: Counted)
+    monkeypatch.setattr("fxmask.graph_rebuild.KEPT", 2)
+    runs = []
+    for g in (True, False):
+        r = Run(False)
+        for name, refresh in (("0", 2), ("2", 3)):
+            fxmask.apply(r.model, fxmask.WeightMask(0.5, BLOCK, refresh=refresh, average=0.5), include=[name])
+        fxmask.guard(r.optimiser, r.model)
+        r.step = fxmask.graphed(r.plain, r.optimiser) if g else r.plain
+        runs.append(r.train(60))
+    assert_same(*runs)
+    assert len(made) == 1 + 2 and runs[0].step._rebuilds.replays >= 25  # of three kinds the two that came first
+    for r in runs:
+        with torch.no_grad():
+            r.model[0].weight.data = r.model[0].weight.data.clone()
+        r.train(60)
+    assert_same(*runs)
+    assert len(made) == 2 + 4  # both again, and the step
