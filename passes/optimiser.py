@@ -55,7 +55,7 @@ class Guarded:
     aside: list[set_aside.Kept] | None = None  # where that was done by kernels, of all weights; `momenta` has the names then, and the tensors themselves
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
-    steps: bool = False  # it had a gradient before the step; a step may take it away
+    had_gradient: bool = False  # before the step, which may take it away
     stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
     by_momenta: bool = False  # it is one, in some phase
 
@@ -67,6 +67,11 @@ class Guarded:
         """Let go of what the step was not to overwrite."""
         self.mask = self.before = self.gradient = self.aside = None
         self.momenta = {}
+
+    @property
+    def moved(self) -> bool:
+        """After a step: whether it had a gradient to move by, which a closure makes inside, and some steps take away."""
+        return self.had_gradient or self.weight.grad is not None
 
     @property
     def policy(self) -> str:
@@ -127,8 +132,8 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     taken: list[tuple[Guarded, dict[str, Tensor]]] = []
     for g in guarded:
         g.forget()
-        g.steps = g.weight.grad is not None
-        if not g.steps and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
+        g.had_gradient = g.weight.grad is not None
+        if not g.had_gradient and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
@@ -180,11 +185,11 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     for group in {id(k): k for g in by_kernels for k in g.aside or ()}.values():
         group.put_back(now)
     for g in by_kernels:
-        for t in [t for k, t in now[id(g)].items() if k not in g.momenta and k not in NO_MOMENTA]:
-            if (g.steps or g.weight.grad is not None) and g.mask is not None:
+        for k, t in now[id(g)].items():
+            if g.mask is not None and g.moved and k not in g.momenta and k not in NO_MOMENTA:
                 _start_anew(t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
-        if g.mask is not None and g.before is not None and (g.steps or g.weight.grad is not None):
+        if g.mask is not None and g.before is not None and g.moved:
             kept, weight, old = _elements(g.mask, g, g.block), ranks.part(g.weight), g.before
             if g.policy == "decay":
                 old = _decayed(optimizer, g, old)

@@ -33,6 +33,33 @@ NOT = {
 }
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """The captures."""
+    found = []
+
+    class Counted(tape.Tape):
+        def record(self, step):
+            found.append(self)
+            return super().record(step)
+
+    monkeypatch.setattr("fxmask.graphed_step.recorder", lambda device: Counted)
+    return found
+
+
+def two_intervals(steps):
+    """A graphed run and a plain one, of two layers whose masks are due in turns: alone, alone, together."""
+    runs = []
+    for g in (True, False):
+        r = Run(False)
+        for name, refresh in (("0", 2), ("2", 3)):
+            fxmask.apply(r.model, fxmask.WeightMask(0.5, BLOCK, refresh=refresh, average=0.5), include=[name])
+        fxmask.guard(r.optimiser, r.model)
+        r.step = fxmask.graphed(r.plain, r.optimiser) if g else r.plain
+        runs.append(r.train(steps))
+    return runs
+
+
 @pytest.mark.parametrize("options", [*CAPTURED.values(), *NOT.values()], ids=[*CAPTURED, *NOT])
 def test_the_same_masks(options):
     graphed, plain = (Run(g, **options).train(30) for g in (True, False))
@@ -51,24 +78,9 @@ def test_a_rebuild_runs_no_python(monkeypatch):
     assert r.step._rebuilds.replays == before + 3  # refresh=2
 
 
-def test_all_at_once(monkeypatch):
+def test_all_at_once(made):
     """The masks of one step are one graph, and what is due in one step another than what is due in the next has its own."""
-    made = []
-
-    class Counted(tape.Tape):
-        def record(self, step):
-            made.append(self)
-            return super().record(step)
-
-    monkeypatch.setattr("fxmask.graphed_step.recorder", lambda device: Counted)
-    runs = []
-    for g in (True, False):
-        r = Run(False)
-        for name, refresh in (("0", 2), ("2", 3)):
-            fxmask.apply(r.model, fxmask.WeightMask(0.5, BLOCK, refresh=refresh, average=0.5), include=[name])
-        fxmask.guard(r.optimiser, r.model)
-        r.step = fxmask.graphed(r.plain, r.optimiser) if g else r.plain
-        runs.append(r.train(40))
+    runs = two_intervals(40)
     assert_same(*runs)
     assert len(made) == 1 + 3 and runs[0].step.captures == 1  # the step; the first layer alone, the second alone, both
 
@@ -142,25 +154,10 @@ def test_flips_that_a_load_replaces():
     assert ours == theirs and runs[0].step._rebuilds.replays >= 5
 
 
-def test_more_kinds_than_are_kept(monkeypatch):
+def test_more_kinds_than_are_kept(made, monkeypatch):
     """The first ones keep their graphs, the others have none; those of a phase that has ended, or of weights that have moved, make room."""
-    made = []
-
-    class Counted(tape.Tape):
-        def record(self, step):
-            made.append(self)
-            return super().record(step)
-
-    monkeypatch.setattr("fxmask.graphed_step.recorder", lambda device: Counted)
     monkeypatch.setattr("fxmask.graph_rebuild.KEPT", 2)
-    runs = []
-    for g in (True, False):
-        r = Run(False)
-        for name, refresh in (("0", 2), ("2", 3)):
-            fxmask.apply(r.model, fxmask.WeightMask(0.5, BLOCK, refresh=refresh, average=0.5), include=[name])
-        fxmask.guard(r.optimiser, r.model)
-        r.step = fxmask.graphed(r.plain, r.optimiser) if g else r.plain
-        runs.append(r.train(60))
+    runs = two_intervals(60)
     assert_same(*runs)
     assert len(made) == 1 + 2 and runs[0].step._rebuilds.replays >= 25  # of three kinds the two that came first
     for r in runs:
