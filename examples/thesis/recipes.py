@@ -200,6 +200,8 @@ ISOFLOP: dict[str, tuple[str, ...]] = {
 # Blocks by the norm of its text; that of its code, --criterion spectral, is an SVD, which no CUDA graph holds
 TABLE_5_1 = ("--warmup", "5", "--cooldown", "10", "--mix-prob", "1", *LR)
 FROM_10 = (*TABLE_5_1, "--masks-from", "10")
+MUON_WD, TAUGHT_200 = (*MUON, *CHANGES["wd0.1"]), ("--teacher", "{runs}/thesis/thesis-dense-muon-seed{seed}")
+BY_MUON = {"dense": ("--dense",), **{f"b32-{percent}": (*where, *FREEZE, *HALF, *TAYLOR) for percent, where in ((80, TOKENS_WHOLE), (50, tokens_whole(32)))}}
 THESIS: dict[str, tuple[str, ...]] = {
     "thesis-dense": (*TABLE_5_1, "--dense", *ADAM),
     "thesis-literal-masked": (*FROM_10, *B32, *ADAM, *FREE),
@@ -207,6 +209,9 @@ THESIS: dict[str, tuple[str, ...]] = {
     "thesis-dense-adamw": (*TABLE_5_1, "--dense", *ADAMW),
     "thesis-b32-80": (*TABLE_5_1, *TOKENS_WHOLE, *ADAMW, *FREEZE, *HALF, *TAYLOR),
     "thesis-b32-50": (*TABLE_5_1, *tokens_whole(32), *ADAMW, *FREEZE, *HALF, *TAYLOR),
+    # the optimiser that 20 epochs were best with, on both sides; and both taught by that dense run
+    **{f"thesis-{name}-muon": (*TABLE_5_1, *MUON_WD, *what) for name, what in BY_MUON.items()},
+    **{f"thesis-{name}-muon-taught": (*TABLE_5_1, *MUON_WD, *what, *TAUGHT_200) for name, what in BY_MUON.items()},
 }
 
 

@@ -76,7 +76,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--teach-blocks", metavar="WEIGHT", type=float, default=0.0, help="learn what the teacher's blocks give, too; added to the loss")
     p.add_argument("--from-teacher", action="store_true", help="begin with the teacher's weights")
     p.add_argument("--amp", choices=("none", "bf16"), default="none", help="bf16: autocast; weights and masks stay float32")
-    p.add_argument("--graphs", action="store_true", help="steps as CUDA graphs (fxmask.graphed), where a GPU would wait for the host; --opt adam or adamw")
+    p.add_argument("--graphs", action="store_true", help="steps as CUDA graphs (fxmask.graphed), where a GPU would wait for the host")
     p.add_argument("--holdout", type=int, default=0, metavar="N", help="keep N training images from training, and judge by them")
     p.add_argument("--read-test", action="store_true", help="with --holdout: judge the last epoch on the test images")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
@@ -98,8 +98,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     common.check_numbers(p, args)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
-    if args.graphs and args.opt not in ("adam", "adamw"):
-        p.error(f"--graphs: expected --opt adam or adamw, whose rate may be a tensor, got {args.opt}")
     if not args.teacher and (args.from_teacher or args.teach_blocks):
         p.error("--from-teacher and --teach-blocks: expected a --teacher, got none")
     if args.dense and args.config:

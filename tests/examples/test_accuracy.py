@@ -46,10 +46,12 @@ def test_every_recipe_is_a_command_and_ends_its_ramp_in_time(name):
 def test_recipes_of_the_thesis_length_are_its_table(name):
     args, table = (program.arguments([*words, "--data", "cifar10"]) for words in ([*recipes.COMMON, *recipes.arguments_of(name, 200)], []))
     ours = {"opt", "masks_from"} if "-b32-" in name else {"opt"} if name == "thesis-dense-adamw" else set()
+    ours |= {"opt", "weight_decay"} if "-muon" in name else set()
     ours |= {"masks_from"} if args.dense else set()
     assert {key for key in asdict(CIFAR10) if getattr(args, key) != getattr(table, key)} == ours
     assert name.startswith("thesis-b32-") == (args.schedule == "cubic:100ep")
     assert args.guard == ("freeze" if "-b32-" in name else "free" if args.config else "auto")
+    assert (args.teacher is not None) == name.endswith("-taught") and args.weight_decay == (0.1 if "-muon" in name else 1e-4)
 
 
 def test_runs_in_turns_as_graphs(tmp_path, capsys):
