@@ -15,9 +15,14 @@ from .errors import FxMaskWarning, UnsupportedError
 def triton_ops() -> ModuleType:
     """The Triton implementation, imported when it is first asked for; UnsupportedError where Triton is not installed."""
     try:
-        return importlib.import_module(".triton.implementation", __package__)
+        return _implementation()
     except ImportError as e:
         raise UnsupportedError(f"impl='triton' needs Triton: expected it installed, got {e!r}; use impl='auto' or impl='reference'.") from None
+
+
+@cache
+def _implementation() -> ModuleType:
+    return importlib.import_module(".triton.implementation", __package__)
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

@@ -17,8 +17,8 @@ Why lists of unions and not of blocks: a tile's matmul instruction wants 64 feat
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -44,7 +44,8 @@ def strip_of(row_block: int) -> int:
     return 64 if row_block in (32, 64) else STRIP
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
     """Static numbers of one direction's lists. `rows` and `cols` count blocks along the strip axis and the reduction axis."""
 
     rows: int
@@ -54,31 +55,31 @@ class Layout(NamedTuple):
     strip: int  # features of a strip
     step: int = STEP  # features that one step of the matmul takes at most along the reduction axis
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Features of a list entry along the reduction axis."""
         return min(self.col_block, self.step)
 
-    @property
+    @cached_property
     def units(self) -> int:
         """Units along the reduction axis, block edges included."""
         return self.cols * (self.col_block // self.unit)
 
-    @property
+    @cached_property
     def per_step(self) -> int:
         """Entries that one step takes."""
         return self.step // self.unit
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Blocks of a strip along the strip axis; 1 where a block is at least as wide as the strip."""
         return max(1, self.strip // self.row_block)
 
-    @property
+    @cached_property
     def strips(self) -> int:
         return -(-self.rows * self.row_block // self.strip)
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Entries of a list, with a whole step of zeros behind the last one."""
         return (-(-self.units // self.per_step) + 1) * self.per_step
@@ -89,6 +90,9 @@ def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, stri
     rows, cols = grid[::-1] if transposed else grid
     row_block, col_block = block[::-1] if transposed else block
     return Layout(rows, cols, row_block, col_block, strip or strip_of(row_block))
+
+
+fixed_layout = lru_cache(maxsize=1024)(layout)  # of plain numbers, which every launch asks for; a compiler's sizes cannot be remembered
 
 
 def pair(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> tuple[Layout, Layout]:
@@ -113,6 +117,9 @@ def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int | No
     """
     other = any(strip not in (None, strip_of(side)) for side in block)
     return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True)) + other
+
+
+fixed_length = lru_cache(maxsize=1024)(packed_length)  # of plain numbers, which every op asks for
 
 
 def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

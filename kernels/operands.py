@@ -9,7 +9,7 @@ from torch import Tensor
 from . import reference
 from .errors import ConfigError, ShapeError, UnsupportedError, message
 from .grid import grid_shape
-from .lists import packed_length
+from .lists import fixed_length
 
 
 def check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> None:
@@ -29,7 +29,7 @@ def check_lists(lists: Tensor | None, mask: Tensor, block: tuple[int, int]) -> N
     """Raise ShapeError for lists of another mask: a kernel follows them wherever they point."""
     if lists is None:
         return
-    length = packed_length((mask.shape[0], mask.shape[1]), block)
+    length = fixed_length((mask.shape[0], mask.shape[1]), block)
     if lists.dtype != torch.int32 or tuple(lists.shape) != (length,) or not lists.is_contiguous() or lists.device != mask.device:
         got = f"{lists.dtype} {tuple(lists.shape)} with strides {lists.stride()} on {lists.device}"
         raise ShapeError(f"lists of a mask {tuple(mask.shape)} in blocks {block}: expected contiguous torch.int32 ({length},) on {mask.device}, got {got}.")

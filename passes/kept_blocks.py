@@ -19,30 +19,40 @@ SHORT = 4  # elements of a run; an index for less costs more than what it moves
 
 
 class Part(NamedTuple):
-    """The runs of one width, `cols` of them side by side in a row from column `left` on.
+    """The runs of one width, `cols` of them side by side in a row of `row` elements from column `left` on.
 
-    Of each, int64 [runs]: its row and its place there, and where it `begins` in memory: in runs where they fill whole rows, else in elements.
+    `begins`, int64 [runs]: where each begins in memory, in runs where they fill whole rows, else in elements.
     """
 
+    row: int
     left: int
     cols: int
     width: int
-    rows: Tensor
-    at: Tensor
     begins: Tensor
+
+    @property
+    def fills(self) -> bool:
+        """Whether the runs fill whole rows."""
+        return self.cols * self.width == self.row
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The row of each run and its place there; computed, because memory in the weight's order needs no more than `begins`."""
+        if self.fills:
+            return self.begins // self.cols, self.begins % self.cols
+        return self.begins // self.row, (self.begins % self.row - self.left) // self.width
 
 
 class KeptBlocks:
     """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape`, (N, K) as a matrix; `count` of them, None where only the mask knows.
 
-    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 24 bytes a run held; without a count, or
+    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 8 bytes a run held; without a count, or
     where runs would be shorter than SHORT, the mask expanded to a byte for each row of each block.
     """
 
     def __init__(self, mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], count: int | None = None) -> None:
         (n, k), kb = matrix_shape(shape), mask.shape[1]
         height, width = min(block[0], n), min(block[1], k)
-        whole, self.row, run = k // width, k, math.gcd(width, k)
+        whole, run = k // width, math.gcd(width, k)
         if count is not None and (run == width or run >= SHORT):
             found = [(0, k // run, run, *_of_blocks(mask, height, width // run, n, k // run, count))]
         else:
@@ -52,8 +62,9 @@ class KeptBlocks:
             if whole < kb:
                 rows = runs[:, whole].nonzero().squeeze(1)
                 found.append((whole * width, 1, k - whole * width, rows, torch.zeros_like(rows)))
-        self.parts = [Part(left, cols, w, rows, at, rows * cols + at if cols * w == k else rows * k + (at * w + left)) for left, cols, w, rows, at in found]
-        self.numel = sum(p.rows.numel() * p.width for p in self.parts)
+        self.parts = [Part(k, left, cols, w, rows * cols + at if cols * w == k else rows * k + (at * w + left)) for left, cols, w, rows, at in found]
+        self.sizes = [p.begins.numel() * p.width for p in self.parts]
+        self.numel = sum(self.sizes)
 
     def gather(self, t: Tensor) -> Tensor:
         """The kept elements of `t`, of the weight's shape, any strides: a new tensor (1, kept), of its dtype and device."""
@@ -62,31 +73,26 @@ class KeptBlocks:
         for p, runs in zip(self.parts, self._runs(out), strict=True):
             if t.is_contiguous():
                 # in ragged columns every place where a run may begin is a row of a view of memory: an index a run, and none an element
-                places = t.view(-1, p.width) if self._fills(p) else t.as_strided((t.numel() - p.width + 1, p.width), (1, 1))
+                places = t.view(-1, p.width) if p.fills else t.as_strided((t.numel() - p.width + 1, p.width), (1, 1))
                 torch.index_select(places, 0, p.begins, out=runs)
             else:
-                runs.copy_(_blocked(t, p)[p.rows, p.at])
+                runs.copy_(_blocked(t, p)[p.places()])
         return out
 
     def scatter(self, t: Tensor, kept: Tensor) -> None:
         """Write `kept` (1, kept) into the kept elements of `t`, in place; the other elements keep their bits."""
         matrix = as_matrix(t)
         for p, runs in zip(self.parts, self._runs(kept), strict=True):
-            if matrix.is_contiguous() and self._fills(p):
+            if matrix.is_contiguous() and p.fills:
                 matrix.view(-1, p.width).index_copy_(0, p.begins, runs)
             else:
-                _blocked(matrix, p).index_put_((p.rows, p.at), runs)
+                _blocked(matrix, p).index_put_(p.places(), runs)
         if not t.is_contiguous() and t.dim() > 2:  # a channels_last convolution has no view as a matrix, and all of it is written
             t.copy_(matrix.view(t.shape))
 
-    def _fills(self, p: Part) -> bool:
-        """Whether a part's runs fill whole rows."""
-        return p.cols * p.width == self.row
-
     def _runs(self, kept: Tensor) -> list[Tensor]:
         """Views of a gathered tensor, one for each part: [runs, width]."""
-        sizes = [p.rows.numel() * p.width for p in self.parts]
-        return [t.view(-1, p.width) for t, p in zip(kept.view(-1).split(sizes), self.parts, strict=True)]
+        return [t.view(-1, p.width) for t, p in zip(kept.view(-1).split(self.sizes), self.parts, strict=True)]
 
 
 def _of_blocks(mask: Tensor, height: int, across: int, n: int, cols: int, count: int) -> tuple[Tensor, Tensor]:

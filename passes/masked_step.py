@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..kernels.errors import UnsupportedError, message
 from . import elementwise
+from . import site as state
 from .feedback import Feedback
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
@@ -68,7 +69,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at
-                moving[id(g.weight)] = g, KeptBlocks(g.mask, tuple(g.weight.shape), g.site._fxmask_config.block, asked)
+                moving[id(g.weight)] = g, _blocks_of(g, g.mask, asked)
     if not moving:
         return None
     weights = []
@@ -81,6 +82,17 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         small.grad = blocks.gather(grad.detach())
         weights.append(StandIn(g, blocks, small))
     return Step(_stand_in(optimizer, weights), weights)
+
+
+def _blocks_of(g: Guarded, mask: Tensor, count: int | None) -> KeptBlocks:
+    """Where a weight's kept blocks lie; of a cached mask found once, as long as it stays the same."""
+    if mask is not g.site._fxmask_mask or g.site._fxmask_in_place:  # what kernels rewrite in place has no other version after it
+        g.found = None
+        return KeptBlocks(mask, tuple(g.weight.shape), g.block, count)
+    of = state.version(mask), tuple(g.weight.shape), g.block, count
+    if g.found is None or g.found[0] is not mask or g.found[1] != of:
+        g.found = mask, of, KeptBlocks(mask, *of[1:])
+    return g.found[2]
 
 
 def _stand_in(optimizer: Optimizer, weights: list[StandIn]) -> Optimizer:

@@ -58,6 +58,7 @@ class Guarded:
     had_gradient: bool = False  # before the step, which may take it away
     stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
     by_momenta: bool = False  # it is one, in some phase
+    found: tuple[Tensor, Any, Any] | None = None  # of a step on kept blocks: a cached mask, as it was, and where its blocks lie
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ def aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format) if apart or t.data_ptr() % 16 else t
 
 
+@lru_cache(maxsize=4096)
 def divisor(n: int) -> int:
     """The largest power of two up to 16 that divides a size or stride; passed as a constant, because Triton itself only looks for 16."""
     return next(d for d in (16, 8, 4, 2, 1) if n % d == 0)

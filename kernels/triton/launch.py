@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import STEP, STRIP, layout, listed, unpack
+from ..lists import STEP, STRIP, fixed_layout, listed, unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
@@ -92,7 +92,7 @@ def launch_list_matmul(
     sizes: the kernel's M, N and K. tokens, stride, batch: `inner * IM`, 1 without either INNER, and x's strides. units: NM and KM, powers of two that divide
     N and K; 1 compiles less often, and slows nothing where that axis is contiguous in no operand.
     """
-    (m, n, k), (nm, km), lay = sizes, units, layout(grid, block, transposed, tile.strip)
+    (m, n, k), (nm, km), lay = sizes, units, fixed_layout(grid, block, transposed, tile.strip)
     tiles, step, strip = triton.cdiv(m * tokens, tile.tokens), tile.step, tile.strip
     parts = unpack(lists, grid, block, transposed, other_strip(strip, block, transposed))
     xm, wm, im = (divisor(i) for i in (stride, w.stride(0), tokens))
@@ -139,7 +139,7 @@ def sampled_matmul(
     strip = other_strip(tile.strip, block, False)
     if lists is None:
         lists = refresh.strip_lists(mask, block, strip)
-    lay = layout(grid, block, False, tile.strip)
+    lay = fixed_layout(grid, block, False, tile.strip)
     tokens = x.shape[1] if g_inner or x_inner else 1
     (gy, batch_g, stride_g), (x, batch_x, stride_x) = (_operand(t, i) for t, i in ((gy, g_inner), (x, x_inner)))
     n, k, m = gy.shape[-1], x.shape[-1], x.shape[:-1].numel()

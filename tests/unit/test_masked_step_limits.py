@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from unit.test_masked_step import ADAMW, build, gradients, net, pair, same, train
 
 import fxmask
 from fxmask.errors import UnsupportedError
+from fxmask.kernels.grid import expand_mask
+from fxmask.passes.kept_blocks import KeptBlocks
 
 
 class Own(optim.Optimizer):
@@ -342,3 +344,32 @@ def test_who_looks_after_a_step_sees_weights_that_have_moved():
     fxmask.guard(optimiser, model, masked_step=True)
     train(model, optimiser, 1)
     assert torch.equal(seen[0], model[0].weight)
+
+
+@pytest.mark.parametrize(("config", "times"), [(dict(refresh=5), 4), (dict(refresh=0), 1), (dict(refresh=1), 20)], ids=["every 5", "never", "every"])
+def test_kept_blocks_are_found_once_for_each_mask(config, times, monkeypatch):
+    """And anew for one that a state brings, or that kernels rewrite in place, where no version tells."""
+    made = []
+    monkeypatch.setattr("fxmask.passes.masked_step.KeptBlocks", lambda *args: made.append(args[0]) or KeptBlocks(*args))
+    model, optimiser = build(optim.AdamW, ADAMW, schedule=None, **config)
+    fxmask.guard(optimiser, model, masked_step=True)
+    train(model, optimiser, 20)
+    assert len(made) == 2 * times
+    if config["refresh"]:
+        return
+    other, _ = build(optim.AdamW, ADAMW, schedule=None, **config)
+    nn.init.normal_(other[0].weight)
+    fxmask.refresh(other)
+    assert not torch.equal(other[0]._fxmask_mask, model[0]._fxmask_mask)
+    fxmask.load_state_dict(model, fxmask.state_dict(other))
+    before, masks = model[0].weight.detach().clone(), fxmask.masks(model)
+    train(model, optimiser, 1)
+    kept = expand_mask(masks["0.weight"], (48, 64), (16, 16))
+    assert torch.equal(before[~kept], model[0].weight[~kept]) and not torch.equal(before[kept], model[0].weight[kept])
+    model[0]._fxmask_in_place = True
+    for turn in range(2):
+        model[0]._fxmask_mask.data.copy_(~model[0]._fxmask_mask)
+        before = model[0].weight.detach().clone()
+        train(model, optimiser, 1)
+        kept = expand_mask(model[0]._fxmask_mask, (48, 64), (16, 16))
+        assert torch.equal(before[~kept], model[0].weight[~kept]) and not torch.equal(before[kept], model[0].weight[kept]), turn

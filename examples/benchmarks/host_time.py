@@ -1,0 +1,95 @@
+"""What a layer costs the host: Python and PyTorch of its forward, its backward and its part of the optimiser's step, in microseconds, without a GPU.
+
+    python examples/benchmarks/host_time.py --contender dense
+    python examples/benchmarks/host_time.py --contender freeze --refresh 10
+    python examples/benchmarks/host_time.py --contender masked_step --refresh 10
+
+Small models wait for this on a GPU (docs/speed.md). The Triton path runs on CPU tensors with launches left out: Triton's own part, some ten microseconds and
+more a launch, is missing, and results are nonsense. What is a launch of PyTorch's on a GPU is computed here on tiny tensors. Masks keep half of the blocks.
+Of `--steps` steps the median; `calls`: PyTorch's calls in the optimiser's step that would launch on a GPU, a layer, in a step that rebuilds no mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+os.environ.update(TRITON_INTERPRET="1", FXMASK_INTERPRETER="1")  # before Triton is imported
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxmask
+from fxmask.kernels.triton import device
+
+# no kernels: views, memory, and numbers that lie on the CPU here alone
+NO_LAUNCH = ("view", "detach", "narrow", "slice", "split", "as_strided", "alias", "unbind", "empty", "lift_fresh", "local_scalar", "record_function")
+
+
+class Calls(TorchDispatchMode):
+    """Counts PyTorch's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += not any(word in str(func) for word in NO_LAUNCH)
+        return func(*args, **(kwargs or {}))
+
+
+def run(contender: str, layers: int, side: int, refresh: int, steps: int) -> dict[str, Any]:
+    """A row of figures."""
+    launched = [0]
+    device.launch = lambda *args, **constants: launched.__setitem__(0, launched[0] + 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)])
+    optimiser = torch.optim.AdamW(model.parameters(), foreach=True)
+    if contender != "dense":
+        fxmask.apply(model, ratio=0.5, block=(side, side), impl="triton", refresh=refresh)
+        fxmask.guard(optimiser, model, masked_step=contender == "masked_step")
+    x, calls, times = torch.randn(4, 64), Calls(), []
+    for i in range(steps + 11):
+        if i == 11:
+            launched[0] = 0
+        optimiser.zero_grad()
+        moments = [time.perf_counter()]
+        loss = model(x).sum()
+        moments.append(time.perf_counter())
+        loss.backward()
+        moments.append(time.perf_counter())
+        optimiser.step()
+        moments.append(time.perf_counter())
+        times.append([(b - a) / layers * 1e6 for a, b in zip(moments, moments[1:], strict=False)])
+    ours = launched[0] / steps / layers
+    for _ in range(2 if refresh > 2 else 1):  # the second rebuilds nothing
+        model(x).sum().backward()
+        calls.counts.clear()
+        with calls:
+            optimiser.step()
+    medians = [round(statistics.median(column), 1) for column in zip(*times[11:], strict=True)]
+    row = dict(zip(("forward_us", "backward_us", "step_us"), medians, strict=True))
+    return {"contender": contender, "refresh": refresh, **row, "launches_of_ours": round(ours, 2), "calls": round(sum(calls.counts.values()) / layers, 2)}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("--contender", choices=("dense", "freeze", "masked_step"), default="freeze")
+    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--block", type=int, choices=(16, 32, 64), default=16)
+    p.add_argument("--refresh", type=int, default=10)
+    p.add_argument("--steps", type=int, default=100)
+    args = p.parse_args(argv)
+    torch.set_num_threads(1)
+    row = run(args.contender, args.layers, args.block, args.refresh, args.steps)
+    print(row)
+    return row
+
+
+if __name__ == "__main__":
+    main()
