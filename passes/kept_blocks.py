@@ -19,34 +19,33 @@ SHORT = 4  # elements of a run; an index for less costs more than what it moves
 
 
 class Part(NamedTuple):
-    """The runs of one width, `cols` of them side by side in a row of `row` elements from column `left` on.
+    """The runs of one width, `cols` of them side by side in a row from column `left` on.
 
-    `begins`, int64 [runs]: where each begins in memory, in runs where they fill whole rows, else in elements.
+    Of each, int64 [runs]: where it `begins` in memory, in runs where they fill whole rows, else in elements; and where they do not, what is `held`, its row
+    and its place there.
     """
 
-    row: int
     left: int
     cols: int
     width: int
     begins: Tensor
+    held: tuple[Tensor, Tensor] | None
 
     @property
     def fills(self) -> bool:
         """Whether the runs fill whole rows."""
-        return self.cols * self.width == self.row
+        return self.held is None
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """The row of each run and its place there; computed, because memory in the weight's order needs no more than `begins`."""
-        if self.fills:
-            return self.begins // self.cols, self.begins % self.cols
-        return self.begins // self.row, (self.begins % self.row - self.left) // self.width
+        """The row of each run and its place there; of whole rows only weights in another order than memory's ask for them."""
+        return (self.begins // self.cols, self.begins % self.cols) if self.held is None else self.held
 
 
 class KeptBlocks:
     """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape`, (N, K) as a matrix; `count` of them, None where only the mask knows.
 
-    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 8 bytes a run held; without a count, or
-    where runs would be shorter than SHORT, the mask expanded to a byte for each row of each block.
+    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 8 bytes a run held, 24 where runs do not
+    fill whole rows; without a count, or where runs would be shorter than SHORT, the mask expanded to a byte for each row of each block.
     """
 
     def __init__(self, mask: Tensor, shape: tuple[int, ...], block: tuple[int, int], count: int | None = None) -> None:
@@ -62,7 +61,10 @@ class KeptBlocks:
             if whole < kb:
                 rows = runs[:, whole].nonzero().squeeze(1)
                 found.append((whole * width, 1, k - whole * width, rows, torch.zeros_like(rows)))
-        self.parts = [Part(k, left, cols, w, rows * cols + at if cols * w == k else rows * k + (at * w + left)) for left, cols, w, rows, at in found]
+        self.parts = [
+            Part(left, cols, w, rows * cols + at, None) if cols * w == k else Part(left, cols, w, rows * k + (at * w + left), (rows, at))
+            for left, cols, w, rows, at in found
+        ]
         self.sizes = [p.begins.numel() * p.width for p in self.parts]
         self.numel = sum(self.sizes)
 

@@ -24,7 +24,8 @@ from .feedback import Feedback
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
 from .site import Site
-from .site_mask import kept, mask_outside
+from .site_mask import kept
+from .used_mask import mask_of_step
 
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 
@@ -65,7 +66,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         g.mask = None
         if g.weight.grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
             elementwise.refuse_shard(g.name, g.weight)
-            g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+            g.mask, g.block = mask_of_step(g.site, g.weight), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at

@@ -62,6 +62,7 @@ class Site(nn.Module):
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
+    _fxmask_used: tuple[Tensor, object]  # between a forward and a step alone, see passes.used_mask
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
@@ -104,6 +105,7 @@ class Site(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
+        self.__dict__.pop("_fxmask_used", None)  # of the weight where it lay
         self._fxmask_lost = self._fxmask_lost or (self._fxmask_keep.is_meta and self._fxmask_mask is not None)
         device = fn(torch.empty(0, device=self._fxmask_keep.device)).device  # the state follows the device, and no change of dtype
         for name in STATE:
@@ -123,6 +125,7 @@ class Site(nn.Module):
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
         attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_version": _version_in_copy(self)}  # no graph reads a copy
+        attributes.pop("_fxmask_used", None)
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy

@@ -12,6 +12,7 @@ Of `--steps` steps the median; `calls`: PyTorch's calls in the optimiser's step 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -65,7 +66,7 @@ def run(contender: str, layers: int, side: int, refresh: int, steps: int) -> dic
         moments.append(time.perf_counter())
         optimiser.step()
         moments.append(time.perf_counter())
-        times.append([(b - a) / layers * 1e6 for a, b in zip(moments, moments[1:], strict=False)])
+        times.append([(b - a) / layers * 1e6 for a, b in itertools.pairwise(moments)])
     ours = launched[0] / steps / layers
     for _ in range(2 if refresh > 2 else 1):  # the second rebuilds nothing
         model(x).sum().backward()
