@@ -92,9 +92,6 @@ def layout(grid: tuple[int, int], block: tuple[int, int], transposed: bool, stri
     return Layout(rows, cols, row_block, col_block, strip or strip_of(row_block))
 
 
-fixed_layout = lru_cache(maxsize=1024)(layout)  # of plain numbers, which every launch asks for; a compiler's sizes cannot be remembered
-
-
 def pair(grid: tuple[int, int], block: tuple[int, int], strip: int | None = None) -> tuple[Layout, Layout]:
     """Lists of the forward and of dX. UnsupportedError where an entry could not name every unit."""
     found = layout(grid, block, False, strip), layout(grid, block, True, strip)
@@ -119,7 +116,7 @@ def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int | No
     return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True)) + other
 
 
-fixed_length = lru_cache(maxsize=1024)(packed_length)  # of plain numbers, which every op asks for
+fixed_length = lru_cache(maxsize=1024)(packed_length)  # of plain numbers, which every op asks for; a compiler's sizes cannot be remembered
 
 
 def unpack(lists: Tensor, grid: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,14 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import STEP, STRIP, fixed_layout, listed, unpack
+from ..lists import listed, unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
 from .list_matmul import list_matmul_kernel
+from .plan import list_matmul_plan, sampled_matmul_plan
 from .sampled_matmul import sampled_matmul_kernel, sum_splits_kernel
-from .tiles import SUM_TILE, TILE_FEATURES, TOKEN_GROUP, Tile, best_dw_tile, best_tile, other_strip, splits_of, takes_tma
+from .tiles import SUM_TILE, TILE_FEATURES, Tile, best_dw_tile, best_tile, other_strip, takes_tma
 
 
 def _descriptor(t: Tensor, box: list[int]) -> Any:
@@ -92,21 +93,14 @@ def launch_list_matmul(
     sizes: the kernel's M, N and K. tokens, stride, batch: `inner * IM`, 1 without either INNER, and x's strides. units: NM and KM, powers of two that divide
     N and K; 1 compiles less often, and slows nothing where that axis is contiguous in no operand.
     """
-    (m, n, k), (nm, km), lay = sizes, units, fixed_layout(grid, block, transposed, tile.strip)
-    tiles, step, strip = triton.cdiv(m * tokens, tile.tokens), tile.step, tile.strip
-    parts = unpack(lists, grid, block, transposed, other_strip(strip, block, transposed))
-    xm, wm, im = (divisor(i) for i in (stride, w.stride(0), tokens))
-    im = min(im, divisor(batch)) if x_inner or y_inner else 1
-    operands = (_descriptor(x, [tile.tokens, step]), _descriptor(w, [step, strip] if transposed else [strip, step])) if tma else (x, w)
-    device.launch(
-        list_matmul_kernel, (tiles * lay.strips, splits), x, *operands, bias, y, *parts, m, n // nm, k // km,
-        stride // xm, w.stride(0) // wm, tokens // im, batch // im, lay.capacity, lay.strips, tiles, scale, n * m * tokens if splits > 1 else None,
-        NM=nm, KM=km, XM=xm, WM=wm, IM=im, X_INNER=x_inner, Y_INNER=y_inner, TMA=tma, W_ROWS=not transposed, BM=tile.tokens, BN=strip, STEP=step,
-        ROW_BLOCK=min(lay.row_block, strip), UNIT_W=lay.unit, BITS=lay.group > 1 or lay.unit < step, RAGGED=lay.units * lay.unit != k,
-        HAS_BIAS=bias is not None, BIAS_M=bias_m, ACT=act, GROUP=max(1, TOKEN_GROUP // tile.tokens), PRECISION="tf32" if tf32 else "ieee",
-        num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=255 if x_inner or (strip < STRIP and x.dtype == torch.float32) else None,  # else ptxas aims at 128 or 64 on sm_80 and sm_100, and spills
-    )  # fmt: skip
+    parts = unpack(lists, grid, block, transposed, other_strip(tile.strip, block, transposed))
+    operands = (_descriptor(x, [tile.tokens, tile.step]), _descriptor(w, [tile.step, tile.strip] if transposed else [tile.strip, tile.step])) if tma else (x, w)
+    form = {"x_inner": x_inner, "y_inner": y_inner, "act": act, "tf32": tf32, "bias": bias is not None, "bias_m": bias_m, "tma": tma}
+    programs, numbers, constants = list_matmul_plan(
+        grid, block, transposed, tile, sizes, tokens, stride, w.stride(0), batch, units, x.dtype == torch.float32, **form
+    )
+    split_stride = sizes[1] * sizes[0] * tokens if splits > 1 else None
+    device.launch(list_matmul_kernel, (programs, splits), x, *operands, bias, y, *parts, *numbers, scale, split_stride, **constants)
 
 
 def sampled_matmul(
@@ -139,30 +133,17 @@ def sampled_matmul(
     strip = other_strip(tile.strip, block, False)
     if lists is None:
         lists = refresh.strip_lists(mask, block, strip)
-    lay = fixed_layout(grid, block, False, tile.strip)
     tokens = x.shape[1] if g_inner or x_inner else 1
     (gy, batch_g, stride_g), (x, batch_x, stride_x) = (_operand(t, i) for t, i in ((gy, g_inner), (x, x_inner)))
     n, k, m = gy.shape[-1], x.shape[-1], x.shape[:-1].numel()
-    q, bt, accumulate = max(1, features // lay.unit), min(STEP, tile.step), out is not None
-    ieee, narrow = x.dtype == torch.float32 and not tf32, tile.strip < STRIP and tile.stages < 4
     result = torch.zeros(n, k, dtype=x.dtype, device=x.device) if out is None else out
-    tiles = triton.cdiv(lay.units, q)
-    splits = splits or splits_of(m, lay.strips * tiles)
-    share = triton.cdiv(triton.cdiv(m, splits), bt) * bt
+    strides = batch_g, stride_g, batch_x, stride_x
+    form = {"single": x.dtype == torch.float32, "tf32": tf32, "g_inner": g_inner, "x_inner": x_inner, "told": bool(inner), "accumulate": out is not None}
+    programs, splits, numbers, constants = sampled_matmul_plan(grid, block, tile, features, (m, n, k), tokens, strides, splits, **form)
     target = result if splits == 1 else torch.empty(splits, n, k, dtype=torch.float32, device=x.device)
-    nm, km, gm, xm = (divisor(i) for i in (1 if inner else n, k, stride_g, stride_x))
-    im = min(divisor(i) for i in (tokens, batch_g, batch_x)) if g_inner or x_inner else 1
-    device.launch(
-        sampled_matmul_kernel, (lay.strips * tiles, splits), x, gy, x, target, *unpack(lists, grid, block, False, strip), m // im, n // nm, k // km,
-        stride_g // gm, stride_x // xm, tokens // im, None if inner else batch_g // im, batch_x // im, lay.capacity, tiles, share, n * k, scale,
-        NM=nm, KM=km, GM=gm, XM=xm, IM=im, G_INNER=g_inner, X_INNER=x_inner, BN=tile.strip, BT=bt, ROW_BLOCK=min(lay.row_block, tile.strip), UNIT_W=lay.unit,
-        Q=q, ACCUMULATE=accumulate and splits == 1, PRECISION="tf32" if tf32 else "ieee", num_warps=tile.warps,
-        num_stages=2 if ieee else tile.stages,  # more buffers spill, and plain float32 arithmetic hides one load
-        # else ptxas aims at 128 on sm_100 and sm_80, at 80 for float32, and spills; with offsets of 64 bits it spills where it is told anything
-        maxnreg=255 if tf32 or (narrow and not ieee) else 128 if narrow and n * k < 2**31 else None,
-    )  # fmt: skip
+    device.launch(sampled_matmul_kernel, (programs, splits), x, gy, x, target, *unpack(lists, grid, block, False, strip), *numbers, scale, **constants)
     if splits > 1:
-        sum_splits(target, result, mask, block, accumulate)
+        sum_splits(target, result, mask, block, out is not None)
     return result
 
 

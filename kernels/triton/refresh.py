@@ -12,6 +12,7 @@ So 4, or 8, for a group of weights of one dtype in one block, however many they 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 import triton
 
 from ..grid import grid_shape
-from ..lists import STEP, packed_length, pair, strip_of
+from ..lists import STEP, fixed_length, pair, strip_of
 from ..score import KEY_INF, KEY_NAN, MANTISSA, OFFSET, sum_shift
 from . import device
 from .group import Group, group_of, place
@@ -92,24 +93,29 @@ def strip_lists(mask: Tensor, block: tuple[int, int], strip: int | None = None) 
     """Packed lists of a mask, equal to kernels.lists.packed."""
     mask = mask.contiguous()
     grid = (mask.shape[0], mask.shape[1])
-    lists = torch.zeros(packed_length(grid, block, strip), dtype=torch.int32, device=mask.device)
+    lists = torch.zeros(fixed_length(grid, block, strip), dtype=torch.int32, device=mask.device)
     n, k = grid[0] * block[0], grid[1] * block[1]
-    _launch_lists(mask, lists, None, None, n, k, 1, [grid], block, strip)
+    _launch_lists(mask, lists, None, None, n, k, 1, (grid,), block, strip)
     return lists
 
 
 def _launch_lists(
-    mask: Tensor, lists: Tensor, table: Any, owner: Any, n: int, k: int, km: int, grids: Sequence[tuple[int, int]], block: tuple[int, int],
+    mask: Tensor, lists: Tensor, table: Any, owner: Any, n: int, k: int, km: int, grids: tuple[tuple[int, int], ...], block: tuple[int, int],
     strip: int | None = None,
 ) -> None:  # fmt: skip
-    pairs = [lay for grid in grids for lay in pair(grid, block, strip)]
-    programs, longest = sum(lay.strips for lay in pairs), max(lay.capacity for lay in pairs)
+    programs, size, order = _list_programs(grids, block, strip)
     widths = {"STRIP_F": strip or strip_of(block[0]), "STRIP_T": strip or strip_of(block[1])}
     shared = {"KM": km, "BH": block[0], "BW": block[1], **widths, "STEP": STEP, "GROUPED": table is not None}
-    size = min(LIST_CHUNK, _pow2(longest))
     device.launch(strip_lists_kernel, (programs,), mask, mask.view(torch.int8), lists, table, owner, n, k, CH=size, **shared, num_warps=4)
-    order = min(256, _pow2(max(lay.strips for lay in pairs)))
     device.launch(order_kernel, (programs,), mask, lists, table, owner, n, k, CH=order, **shared, num_warps=1)
+
+
+@lru_cache(maxsize=1024)  # asked in every forward that builds its mask
+def _list_programs(grids: tuple[tuple[int, int], ...], block: tuple[int, int], strip: int | None) -> tuple[int, int, int]:
+    """Programs of the lists of these masks; units that one takes at a time, and strips that one of the order does."""
+    pairs = [lay for grid in grids for lay in pair(grid, block, strip)]
+    longest, most = max(lay.capacity for lay in pairs), max(lay.strips for lay in pairs)
+    return sum(lay.strips for lay in pairs), min(LIST_CHUNK, _pow2(longest)), min(256, _pow2(most))
 
 
 def refresh_group(weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
@@ -126,8 +132,8 @@ def refresh_group(weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tup
     units = {"AT": group.weight_unit, "KM": group.cols_unit, "WM": group.stride_unit}
     _launch_keys((group.tiles.numel(),), first, keys, group.table, group.tiles, 0, 0, 0, block, **units)
     _select(keys, keeps[0], mask, [nb * kb for nb, kb in group.grids], group, block)
-    _launch_lists(mask, lists, group.table, group.strips, 0, 0, group.cols_unit, group.grids, block)
+    _launch_lists(mask, lists, group.table, group.strips, 0, 0, group.cols_unit, tuple(group.grids), block)
     return [
-        (mask[b : b + nb * kb].view(nb, kb), lists[at : at + packed_length((nb, kb), block)])
+        (mask[b : b + nb * kb].view(nb, kb), lists[at : at + fixed_length((nb, kb), block)])
         for (nb, kb), b, at in zip(group.grids, group.blocks, group.lists, strict=False)
     ]
