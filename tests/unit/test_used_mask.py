@@ -133,7 +133,7 @@ def test_what_keeps_none():
     model, optimiser, _ = build()
 
     def held(m=model):
-        return ["_fxmask_used" in layer.__dict__ for layer in (m[0], m[2])]
+        return [getattr(layer, "_fxmask_used", None) is not None for layer in (m[0], m[2])]
 
     with torch.no_grad():
         model(X)
