@@ -24,9 +24,9 @@ from .feedback import Feedback
 from .kept_blocks import KeptBlocks
 from .optimiser import Guarded, group_of
 from .site import Site
-from .site_mask import kept
-from .used_mask import mask_of_step
+from .site_mask import kept, mask_outside
 
+HELD = 8  # elements of a run from which on its place is remembered between steps: 8 bytes, at most a quarter of a float32 weight's kept elements
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 
 
@@ -66,7 +66,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         g.mask = None
         if g.weight.grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
             elementwise.refuse_shard(g.name, g.weight)
-            g.mask, g.block = mask_of_step(g.site, g.weight), g.site._fxmask_config.block
+            g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at
@@ -86,14 +86,14 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
 
 
 def _blocks_of(g: Guarded, mask: Tensor, count: int | None) -> KeptBlocks:
-    """Where a weight's kept blocks lie; of a cached mask found once, as long as it stays the same."""
-    if mask is not g.site._fxmask_mask or g.site._fxmask_in_place:  # what kernels rewrite in place has no other version after it
-        g.found = None
-        return KeptBlocks(mask, tuple(g.weight.shape), g.block, count)
+    """Where a weight's kept blocks lie; of a cached mask found once, as long as it stays the same, where that takes little memory beside the weight."""
     of = state.version(mask), tuple(g.weight.shape), g.block, count
-    if g.found is None or g.found[0] is not mask or g.found[1] != of:
-        g.found = mask, of, KeptBlocks(mask, *of[1:])
-    return g.found[2]
+    if g.found is not None and g.found[0] is mask and g.found[1] == of and not g.site._fxmask_in_place:
+        return g.found[2]
+    blocks = KeptBlocks(mask, *of[1:])
+    stays = mask is g.site._fxmask_mask and not g.site._fxmask_in_place  # what kernels rewrite in place has no other version after it
+    g.found = (mask, of, blocks) if stays and all(p.width >= HELD for p in blocks.parts) else None
+    return blocks
 
 
 def _stand_in(optimizer: Optimizer, weights: list[StandIn]) -> Optimizer:

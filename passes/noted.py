@@ -17,11 +17,6 @@ def note(m: nn.Module) -> None:
         _notes.append(m)
 
 
-def asked() -> bool:
-    """Whether somebody captures a step, and so asks."""
-    return _notes is not None
-
-
 @contextmanager
 def noting() -> Iterator[list[nn.Module]]:
     """Inside, forwards note their layers in the list that this gives."""

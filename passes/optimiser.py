@@ -20,7 +20,6 @@ from . import ranks, set_aside
 from .config import WeightMask
 from .site import Site
 from .site_mask import mask_outside
-from .used_mask import mask_of_step
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -139,7 +138,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
-        g.mask, g.block = mask_of_step(g.site, g.weight), g.site._fxmask_config.block
+        g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
         if g.policy == "free":
             continue
         found = _momenta(optimizer, g.weight) if g.policy == "freeze" else {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import dispatch, gpu_choice
 from ..kernels.errors import FxMaskWarning, UnsupportedError, first_of, message
 from ..kernels.grid import as_matrix
-from . import looks, phase_change, ranks, site_mask, used_mask
+from . import looks, phase_change, ranks, site_mask
 from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
@@ -191,7 +191,6 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callab
 def _taken(site: Site, weight: Tensor | None, n: int) -> Job | None:
     """Take the steps of one mask; what is due of it then."""
     before, now, mask, block = site._fxmask_step, site._fxmask_step + n, held_mask(site), site._fxmask_config.block
-    used_mask.forget(site)
     site.__dict__.update(_fxmask_announced=True, _fxmask_unguarded=False, _fxmask_copied=False, _fxmask_step=now)
     entered = phase_change.follow(site, taken=n > 0)
     c = site._fxmask_config

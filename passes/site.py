@@ -62,7 +62,6 @@ class Site(nn.Module):
     _fxmask_told: bool  # of a gradient without such a forward
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
-    _fxmask_used: tuple[Any, ...] | None = None  # between a forward and a step alone, see passes.used_mask
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
@@ -105,7 +104,6 @@ class Site(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        self._fxmask_used = None  # of the weight where it lay
         self._fxmask_lost = self._fxmask_lost or (self._fxmask_keep.is_meta and self._fxmask_mask is not None)
         device = fn(torch.empty(0, device=self._fxmask_keep.device)).device  # the state follows the device, and no change of dtype
         for name in STATE:
@@ -124,8 +122,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        ours = {"_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_used": None}  # no graph and no step reads a copy
-        attributes = {**self.__dict__, **ours, "_fxmask_version": _version_in_copy(self)}
+        attributes = {**self.__dict__, "_fxmask_in_place": False, "_fxmask_copied": True, "_fxmask_version": _version_in_copy(self)}  # no graph reads a copy
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy
@@ -185,7 +182,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_announced = site._fxmask_unguarded = False
     site._fxmask_policy, site._fxmask_guard, site._fxmask_choice, site._fxmask_was = None, None, "auto", None
     site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
-    site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = site._fxmask_used = None
+    site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
     site._fxmask_is_dense, site._fxmask_saved = False, None
     site._fxmask_grown, site._fxmask_softening = None, False
     place_on(site, weight.device)

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..kernels import ops
 from ..kernels.errors import ShapeError, StateError, UnsupportedError, message
-from . import noted, ranks, used_mask
+from . import noted, ranks
 from .site import Site
 from .site_mask import check_agreed, current_mask
 from .uncounted import nobody_counts, uncounted, warn_of_steps
@@ -35,9 +35,6 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         _check_ranks(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
         noted.note(site)
-        mask = current_mask(site, weight)
-        used_mask.note(site, weight, mask)
-        return mask
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
         assert site._fxmask_kind >= 0  # the compiler compares what is looked at
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))

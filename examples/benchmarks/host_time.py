@@ -6,7 +6,8 @@
 
 Small models wait for this on a GPU (docs/speed.md). The Triton path runs on CPU tensors with launches left out: Triton's own part, some ten microseconds and
 more a launch, is missing, and results are nonsense. What is a launch of PyTorch's on a GPU is computed here on tiny tensors. Masks keep half of the blocks.
-Of `--steps` steps the median; `calls`: PyTorch's calls in the optimiser's step that would launch on a GPU, a layer, in a step that rebuilds no mask.
+Of `--steps` steps the median; `calls`: PyTorch's calls in the optimiser's step that would launch on a GPU, a layer; where --refresh is
+3 or more in a step that neither rebuilds a mask nor comes right behind one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import statistics
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 os.environ.update(TRITON_INTERPRET="1", FXMASK_INTERPRETER="1")  # before Triton is imported
@@ -68,10 +70,13 @@ def run(contender: str, layers: int, side: int, refresh: int, steps: int) -> dic
         moments.append(time.perf_counter())
         times.append([(b - a) / layers * 1e6 for a, b in itertools.pairwise(moments)])
     ours = launched[0] / steps / layers
-    for _ in range(2 if refresh > 2 else 1):  # the second rebuilds nothing
+    for step in range(steps + 11, steps + 11 + 2 * max(1, refresh)):
+        optimiser.zero_grad()
         model(x).sum().backward()
-        calls.counts.clear()
-        with calls:
+        shown = step % max(2, refresh) == 1  # the second behind a rebuild: the first finds what that has brought
+        if shown:
+            calls.counts.clear()
+        with calls if shown else nullcontext():
             optimiser.step()
     medians = [round(statistics.median(column), 1) for column in zip(*times[11:], strict=True)]
     row = dict(zip(("forward_us", "backward_us", "step_us"), medians, strict=True))

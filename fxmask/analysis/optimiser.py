@@ -8,11 +8,12 @@ import torch
 
 from ..errors import ConfigError
 from ..guard_handle import masked_step_of
-from ..kernels import dense_cost
+from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.grid import grid_shape, matrix_shape
 from ..passes.capture import Recording
-from ..passes.work import EXACT, Work
+from ..passes.masked_rules import implementation
+from ..passes.work import EXACT, Target, Work
 from .tables import masks_of
 
 # tensors of a parameter's size that an optimiser keeps, by the class's name in torch.optim
@@ -45,7 +46,7 @@ def dense_step(size: int, states: int) -> Cost:
     return dense_cost.stream({"w": size, "dw": size} | state, {"w": size} | state)
 
 
-def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept: int, itemsize: int, states: int) -> Cost:
+def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept: int, itemsize: int, states: int, cached: bool, triton: bool) -> Cost:
     """A step on the `kept` elements of a weight (N, K) that lie in `nnzb` kept blocks, with s = states tensors of state, b bytes an element.
 
     Gathered      w, dw, s states: b kept each read from where they lie, and written as `compact`
@@ -53,8 +54,8 @@ def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept:
     Scattered     compact: (1 + s) b kept read; w, s states: b kept each written
     Runs          a kept block is one run of elements a row, R of them: 8 B each written once, and read by each gather and scatter; where ragged columns leave
                   rows that runs do not fill, 24 written, and 16 read by a scatter. Of a cached mask they are found once, and counted in each step
-    Mask          NB KB B read; at ragged edges expanded to N KB B, written and read (on a CPU always, which is not counted); where it is not cached it is that
-                  of the forward; a compiled forward leaves none, and the guard builds it anew, from all of w, which is not counted
+    Mask          NB KB B read; at ragged edges expanded to N KB B, written and read (on a CPU always, which is not counted); where it is not cached the guard
+                  builds it anew, from all of w
     In sum        (9 + 6 s) b kept, runs and mask; a dense step has (3 + 2 s) b N K
     On a GPU the last run at a ragged edge is moved more than once instead, in shorter runs and without an expanded mask (`passes.kept_blocks`): not counted.
     Compulsory and requested B are the same; `compact` and `runs` stay in a cache that is large enough for them.
@@ -69,10 +70,11 @@ def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept:
     expanded = n * grid[1] if ragged or n % height else 0
     asked = 8 * runs * (2 + states + (1 + states) * (2 if ragged else 1))
     reads = {"w": piece, "dw": piece, **state, **compact, "runs": asked, "mask": grid[0] * grid[1] + expanded}
-    return dense_cost.stream(reads, {"w": piece, **state, **compact, "runs": (24 if ragged else 8) * runs} | ({"mask": expanded} if expanded else {}))
+    found = dense_cost.stream(reads, {"w": piece, **state, **compact, "runs": (24 if ragged else 8) * runs} | ({"mask": expanded} if expanded else {}))
+    return found if cached else found + layer_cost.block_index(shape, block, itemsize, triton)
 
 
-def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, works: list[Work], masked: bool | None) -> list[Work]:
+def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, works: list[Work], masked: bool | None, target: Target) -> list[Work]:
     """A row for each parameter: reads it, its gradient and its state, writes it and the state; all of the parameter's dtype, masked weights included.
 
     An instance steps what it was given, a name all parameters; those without a gradient stay, as torch.optim leaves them. masked: whether weights whose
@@ -93,8 +95,9 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, wo
             (block, nnzb, kept), site = masks.get(parameter, (None, None, p.numel())), recording.sites.get(parameter)
             wanted = id(p) in guarded or (masked is True and site is not None and site._fxmask_config.backward == "masked")
             if wanted and site is not None and block is not None and nnzb is not None and kept < p.numel():
+                triton = implementation(site._fxmask_config.impl, target) == "triton"
                 row.dense, shape = row.cost, matrix_shape(p.shape)
-                row.cost = masked_step(shape, block, nnzb, kept, dtype.itemsize, states)
+                row.cost = masked_step(shape, block, nnzb, kept, dtype.itemsize, states, site._fxmask_config.cached, triton)
                 row.block, row.nnzb, row.kept, row.impl, row.launches = block, nnzb, kept, "masked_step", 4 + 2 * states  # gathers, a step, scatters
             found.append(row)
     return found

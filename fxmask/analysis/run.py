@@ -95,7 +95,7 @@ def analyze(
         if w.phase == "dX" and w.call is not None and makes_weight(w.call.forward):  # also by an op of a masked layer, whose rule sees a token's gradient in it
             w.phase = "dW"
     if "opt" in phases and recording.backward:
-        works += optimiser.step(recording, optimizer, works, masked_step)
+        works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
     wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
     for w in works:

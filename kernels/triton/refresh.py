@@ -103,7 +103,8 @@ def _launch_lists(
     mask: Tensor, lists: Tensor, table: Any, owner: Any, n: int, k: int, km: int, grids: tuple[tuple[int, int], ...], block: tuple[int, int],
     strip: int | None = None,
 ) -> None:  # fmt: skip
-    programs, size, order = _list_programs(grids, block, strip)
+    programs, longest, most = _list_programs(grids, block, strip)
+    size, order = min(LIST_CHUNK, _pow2(longest)), min(256, _pow2(most))
     widths = {"STRIP_F": strip or strip_of(block[0]), "STRIP_T": strip or strip_of(block[1])}
     shared = {"KM": km, "BH": block[0], "BW": block[1], **widths, "STEP": STEP, "GROUPED": table is not None}
     device.launch(strip_lists_kernel, (programs,), mask, mask.view(torch.int8), lists, table, owner, n, k, CH=size, **shared, num_warps=4)
@@ -112,10 +113,9 @@ def _launch_lists(
 
 @lru_cache(maxsize=1024)  # asked in every forward that builds its mask
 def _list_programs(grids: tuple[tuple[int, int], ...], block: tuple[int, int], strip: int | None) -> tuple[int, int, int]:
-    """Programs of the lists of these masks; units that one takes at a time, and strips that one of the order does."""
+    """Programs of the lists of these masks, the entries of the longest list, and the most strips of a direction."""
     pairs = [lay for grid in grids for lay in pair(grid, block, strip)]
-    longest, most = max(lay.capacity for lay in pairs), max(lay.strips for lay in pairs)
-    return sum(lay.strips for lay in pairs), min(LIST_CHUNK, _pow2(longest)), min(256, _pow2(most))
+    return sum(lay.strips for lay in pairs), max(lay.capacity for lay in pairs), max(lay.strips for lay in pairs)
 
 
 def refresh_group(weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:

@@ -10,9 +10,11 @@ from torch import nn, optim
 import fxmask
 from fxmask.cli import main
 from fxmask.errors import ConfigError
+from fxmask.kernels import layer_cost
 from fxmask.kernels.grid import kept_elements
 
 X = torch.randn(5, 64)
+BUILD = layer_cost.block_index((96, 64), (16, 16), 4, True).bytes_min  # of a mask that is not cached: all of w is read, its mask written
 
 
 def net(refresh=0, **options):
@@ -56,9 +58,9 @@ def test_by_hand(optimizer, states):
     assert operands["compact", "read"] == operands["compact", "write"] == (3 + 2 * states) * kept
 
 
-def test_a_mask_that_each_forward_builds_is_that_of_the_forward():
+def test_a_mask_that_each_forward_builds_is_built_again():
     cached, anew = (row(analyze(net(refresh), X, masked_step=True))["bytes_min"] for refresh in (0, 1))
-    assert anew == cached
+    assert anew - cached == BUILD > 4 * 96 * 64
 
 
 def test_ragged_edges():
