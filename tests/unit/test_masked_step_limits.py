@@ -346,7 +346,10 @@ def test_who_looks_after_a_step_sees_weights_that_have_moved():
     assert torch.equal(seen[0], model[0].weight)
 
 
-@pytest.mark.parametrize(("config", "times"), [(dict(refresh=5), 4), (dict(refresh=0), 1), (dict(refresh=1), 20)], ids=["every 5", "never", "every"])
+FOUND = [(dict(refresh=5), 4), (dict(refresh=0), 1), (dict(refresh=1), 20), (dict(refresh=5, block=(16, 4)), 20)]  # of short runs places are not remembered
+
+
+@pytest.mark.parametrize(("config", "times"), FOUND, ids=["every 5", "never", "every", "short runs"])
 def test_kept_blocks_are_found_once_for_each_mask(config, times, monkeypatch):
     """And anew for one that a state brings, or that kernels rewrite in place, where no version tells."""
     made = []
