@@ -113,7 +113,7 @@ def packed_length(grid: tuple[int, int], block: tuple[int, int], strip: int | No
     One more in strips of another width than `strip_of` says: no multiple of 4, as all others are, so that neither is ever taken for the other.
     """
     other = any(strip not in (None, strip_of(side)) for side in block)
-    return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True)) + other
+    return sum(sum(_sections(layout(grid, block, transposed, strip))) for transposed in (False, True)) + int(other)
 
 
 fixed_length = lru_cache(maxsize=1024)(packed_length)  # of plain numbers, which every op asks for; a compiler's sizes cannot be remembered
