@@ -17,8 +17,8 @@ Why lists of unions and not of blocks: a tile's matmul instruction wants 64 feat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ def strip_of(row_block: int) -> int:
     return 64 if row_block in (32, 64) else STRIP
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Static numbers of one direction's lists. `rows` and `cols` count blocks along the strip axis and the reduction axis."""
 
     rows: int
@@ -55,31 +54,31 @@ class Layout:
     strip: int  # features of a strip
     step: int = STEP  # features that one step of the matmul takes at most along the reduction axis
 
-    @cached_property
+    @property
     def unit(self) -> int:
         """Features of a list entry along the reduction axis."""
         return min(self.col_block, self.step)
 
-    @cached_property
+    @property
     def units(self) -> int:
         """Units along the reduction axis, block edges included."""
         return self.cols * (self.col_block // self.unit)
 
-    @cached_property
+    @property
     def per_step(self) -> int:
         """Entries that one step takes."""
         return self.step // self.unit
 
-    @cached_property
+    @property
     def group(self) -> int:
         """Blocks of a strip along the strip axis; 1 where a block is at least as wide as the strip."""
         return max(1, self.strip // self.row_block)
 
-    @cached_property
+    @property
     def strips(self) -> int:
         return -(-self.rows * self.row_block // self.strip)
 
-    @cached_property
+    @property
     def capacity(self) -> int:
         """Entries of a list, with a whole step of zeros behind the last one."""
         return (-(-self.units // self.per_step) + 1) * self.per_step

@@ -6,8 +6,8 @@
 
 Small models wait for this on a GPU (docs/speed.md). The Triton path runs on CPU tensors with launches left out: Triton's own part, some ten microseconds and
 more a launch, is missing, and results are nonsense. What is a launch of PyTorch's on a GPU is computed here on tiny tensors. Masks keep half of the blocks.
-Of `--steps` steps the median; `calls`: PyTorch's calls in the optimiser's step that would launch on a GPU, a layer; where --refresh is
-3 or more in a step that neither rebuilds a mask nor comes right behind one.
+Of `--steps` steps the median; `calls`: PyTorch's calls in the optimiser's step that would launch on a GPU, a layer; where --refresh is 3 or more in a step that
+neither rebuilds a mask nor comes right behind one.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def test_muon_at_a_rate_that_is_a_tensor(decay):
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.ones(48, 64)), nn.Parameter(torch.ones(64))] for _ in range(2))
     rate = torch.tensor(0.02)
-    optim, plain = MuonAdamW(ours, lr=rate, weight_decay=decay, capturable=False), MuonAdamW(theirs, lr=0.02, weight_decay=decay)
+    optim, plain = MuonAdamW(ours, lr=rate, weight_decay=decay), MuonAdamW(theirs, lr=0.02, weight_decay=decay)
     for number in (0.02, 0.005, 0.0):
         rate.fill_(number)
         for a, b in zip(ours, theirs, strict=True):
