@@ -17,8 +17,9 @@ from .kernels.grid import grid_shape, matrix_shape, ratio_keeping, ratio_units
 from .passes import rules  # noqa: F401  (they register the costs of ops)
 from .passes.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
 from .passes.capture import capture
+from .passes.checks import one_of
 from .passes.choose import Decision, Patterns, choose, matches
-from .passes.config import WeightMask, one_of
+from .passes.config import WeightMask
 from .passes.conv import Kinds, find_layers, kinds_of
 from .passes.moves import work_of
 from .passes.phases import changes_any

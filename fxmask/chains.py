@@ -14,6 +14,7 @@ from .inspection import masks
 from .kernels.errors import ShapeError, UnsupportedError, message
 from .kernels.grid import expand_mask
 from .nm_layers import any_nm
+from .passes.candidate import join
 from .passes.site import Site
 from .passes.weights import peek_weight
 from .sites import any_masked, expect_module, values_of
@@ -92,7 +93,7 @@ def chain_of(model: nn.Module, caller: str) -> tuple[list[nn.Module], list[Link]
     links: list[Link] = []
     for name, m in steps:
         if isinstance(m, nn.Linear):
-            links.append(_link(name, m, kept.get(f"{name}.weight".removeprefix(".")), caller))
+            links.append(_link(name, m, kept.get(join(name, "weight")), caller))
         elif not links:
             front.append(m)
         elif not isinstance(m, nn.Flatten):  # behind a Linear there is nothing to flatten
@@ -115,7 +116,7 @@ def _steps(m: nn.Module, name: str, caller: str) -> Iterator[tuple[str, nn.Modul
         for child, part in m._modules.items():  # one that stands in several places runs in each
             if part is None:
                 continue
-            yield from _steps(part, f"{name}.{child}".removeprefix("."), caller)
+            yield from _steps(part, join(name, child), caller)
     elif isinstance(m, nn.Linear) and base.forward is nn.Linear.forward:
         dropping = m.__dict__.get("_fxmask_dropping")
         if dropping is not None and dropping.mc:

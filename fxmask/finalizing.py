@@ -19,6 +19,7 @@ from .kernels.reference import masked
 from .masking import restore
 from .nm_finalizing import finalize_nm
 from .nm_layers import any_nm
+from .passes.candidate import join
 from .passes.config import WeightMask
 from .passes.find import find
 from .passes.graph_calls import MASKED_LINEAR, resolve
@@ -165,12 +166,12 @@ def _unmasked_users(model: nn.Module) -> dict[int, str]:
     for name, m in model.named_modules():
         if not isinstance(m, MaskedLayer) and id(m) not in in_graphs:
             for leaf, p in m._parameters.items():
-                users.setdefault(id(p), f"{name}.{leaf}".removeprefix("."))
+                users.setdefault(id(p), join(name, leaf))
     for prefix, gm in graph_modules(model):
         for node in gm.graph.find_nodes(op="get_attr"):
             for user in node.users:
                 if user.target is not MASKED_LINEAR and not (user.op == "call_module" and isinstance(gm.get_submodule(str(user.target)), Site)):
-                    users.setdefault(id(resolve(gm, str(node.target))), f"{prefix}.{user.name}".removeprefix("."))
+                    users.setdefault(id(resolve(gm, str(node.target))), join(prefix, user.name))
     return users
 
 

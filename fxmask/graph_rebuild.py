@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from .kernels.errors import FxMaskWarning, message
 from .passes import ranks
 from .passes.rebuild import Job, computed
 from .passes.site import Site
@@ -46,11 +48,13 @@ class Rebuilds:
         self.replays += 1
 
     def _captured(self, jobs: Sequence[Job]) -> Any:
-        """The graph; False where there can be none, as for want of memory, and rebuilds run as they are."""
+        """The graph; False, with a warning, where there can be none, as for want of memory: rebuilds run as they are."""
         graph = self._make(None, self._stream)
         try:
             graph.record(lambda: computed(jobs))
-        except RuntimeError:
+        except RuntimeError as e:
+            what = f"rebuilds of masks cannot be captured, and run launch by launch between the replays: {str(e).splitlines()[0]}"
+            warnings.warn(message(what, "fxmask.graphed", "make room on the device, or build masks less often (refresh)."), FxMaskWarning, stacklevel=2)
             return False
         return graph
 

@@ -14,7 +14,7 @@ from .guard_handle import GuardHandle, masked_step_of
 from .guarded import shared_out
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes import elementwise, phases, ranks
-from .passes.graph_calls import resolve
+from .passes.graph_calls import behind, resolve
 from .passes.graph_linears import graph_modules
 from .passes.optimiser import POLICIES, RETURNING, group_of, may_freeze
 from .passes.site import Site
@@ -121,13 +121,8 @@ def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
 
 def _parameters_behind(gm: GraphModule, node: Node) -> Iterator[nn.Parameter]:
     """The parameters of a graph that a node is computed from."""
-    todo, seen = [node], set[Node]()
-    while todo:
-        new = [n for n in todo.pop().all_input_nodes if n not in seen]
-        seen.update(new)
-        todo += new
-        for n in new:
-            if n.op == "get_attr" and isinstance(p := resolve(gm, str(n.target)), nn.Parameter):
-                yield p
-            elif n.op == "call_module":
-                yield from gm.get_submodule(str(n.target)).parameters()
+    for n in behind(node)[1:]:
+        if n.op == "get_attr" and isinstance(p := resolve(gm, str(n.target)), nn.Parameter):
+            yield p
+        elif n.op == "call_module":
+            yield from gm.get_submodule(str(n.target)).parameters()

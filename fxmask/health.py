@@ -85,7 +85,7 @@ class HealthLog:
             rows.append(self._row(name, site, ranks.whole(w), mask))
         self.rows += rows
         if self.path is not None:
-            with _written(self.path), self.path.open("a", newline="") as file:
+            with _written(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, COLUMNS)
                 if not self.path.stat().st_size:
                     writer.writeheader()
@@ -179,10 +179,10 @@ class HealthLog:
         """Drop the rows of updates after the one that was loaded, which will be written again."""
         if self.path is None or not self.path.exists():
             return
-        with self.path.open(newline="") as file:
+        with self.path.open(newline="", encoding="utf-8") as file:
             rows = [r for r in csv.DictReader(file) if (r["update"] or "").isdigit() and int(r["update"]) <= self.updates and r[COLUMNS[-1]] is not None]
         new = self.path.with_name(self.path.name + ".new")
-        with _written(self.path), new.open("w", newline="") as file:
+        with _written(self.path), new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)

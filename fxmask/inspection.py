@@ -18,11 +18,11 @@ from .health_signs import HISTORY, SIGNS, signs
 from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.errors import first_of
 from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
-from .nm_layers import any_nm, element_mask, has_values, nm_layers
+from .nm_layers import any_nm, element_mask, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
 from .passes.bypass import never_run
-from .passes.candidate import Candidate
+from .passes.candidate import Candidate, join
 from .passes.conv import KINDS, find_layers
 from .passes.exported import exported_masks
 from .passes.find import find
@@ -32,6 +32,7 @@ from .passes.pruning_schedule import words
 from .passes.site import Site
 from .passes.site_mask import mask_outside
 from .passes.traced import backend_of
+from .passes.weights import peek_weight
 from .pruning import pruned_layers
 from .report import Report
 from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of
@@ -58,7 +59,10 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     expect_module(model, "fxmask.masks")
     if FINAL in model.__dict__ and not any_masked(model):  # after fxmask.finalize there are none, and that is no mistake
         return {}
-    nm = {f"{name}.weight".removeprefix("."): element_mask(m) for name, m in nm_layers(model) if has_values(name, m, "fxmask.masks")}
+    nm = {}
+    for name, m in nm_layers(model):
+        values_of(name, peek_weight(m), "fxmask.masks")
+        nm[join(name, "weight")] = element_mask(m)
     if nm and not any_masked(model):
         return nm
     found = [t for t in required_sites(model, "fxmask.masks") if t[2] is not None]
@@ -202,5 +206,5 @@ def _reasons(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for prefix, m in model.named_modules():
         for name, reason in m.__dict__.get(REASONS, {}).items():
-            found[".".join(p for p in (prefix, name) if p)] = reason
+            found[join(prefix, name)] = reason
     return found

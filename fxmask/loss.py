@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .kernels.errors import ConfigError, StateError, message
 from .passes import looks, ranks
-from .passes.feedback import is_number
+from .passes.checks import is_number
 from .sites import required_sites
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .chains import Link, chain_of, row_sum, spectral
 from .kernels.errors import ConfigError, ShapeError, message
+from .passes.candidate import join
 from .report import Report
 
 BOUNDS = ("3.4", "3.5", "3.6")  # as the paper numbers them
@@ -152,7 +153,7 @@ def _moves(links: Sequence[Link], updated: Mapping[str, Tensor] | None) -> dict[
     """U by the layer's name: how far each weight has moved."""
     if updated is None:
         return {}
-    named = {f"{link.name}.weight".removeprefix("."): link for link in links}
+    named = {join(link.name, "weight"): link for link in links}
     if not isinstance(updated, Mapping) or named.keys().isdisjoint(updated):
         got = ", ".join(map(str, list(updated)[:5])) if isinstance(updated, Mapping) else type(updated).__name__
         raise ConfigError(message(f"updated: expected weights by name, some of {', '.join(named)}, got {got}.", "fxmask.stability", "give a state_dict()."))

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .kernels.errors import UnsupportedError, message
-from .nm_layers import NMLayer, element_mask, has_values, nm_layers
+from .nm_layers import NMLayer, element_mask, nm_layers
 from .nm_masking import restore_nm
+from .passes.candidate import join
 from .passes.weights import peek_weight
 from .semi_structured import semi_structured
-from .sites import FINAL, any_masked
+from .sites import FINAL, any_masked, values_of
 
 
 def finalize_nm(model: nn.Module, format: str) -> None:
@@ -49,12 +50,11 @@ def finalize_nm(model: nn.Module, format: str) -> None:
 def _users(model: nn.Module) -> dict[int, str]:
     """Who else holds a weight, by its id, and would get the zeros."""
     others = [(n, m) for n, m in model.named_modules() if not isinstance(m, NMLayer)]
-    return {id(p): f"{name}.{leaf}".removeprefix(".") for name, m in others for leaf, p in m._parameters.items() if p is not None}
+    return {id(p): join(name, leaf) for name, m in others for leaf, p in m._parameters.items() if p is not None}
 
 
 def _checked(name: str, m: NMLayer, format: str, users: dict[int, str]) -> nn.Parameter:
-    has_values(name, m, "fxmask.finalize")
-    weight = peek_weight(m)
+    weight = values_of(name, peek_weight(m), "fxmask.finalize")
     if not isinstance(weight, nn.Parameter) or is_traceable_wrapper_subclass(weight):
         what = f"fxmask.finalize writes into whole Parameters, and this weight is computed or sharded (a {type(weight).__name__})."
         raise UnsupportedError(message(what, name, "remove the parametrisation or the pruning, or gather the shards, first."))

@@ -19,7 +19,7 @@ from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, m
 from .passes import noted, ranks
 from .passes.nm_mask import NMMask
 from .passes.weights import peek_weight, raw_weight
-from .sites import expect_module
+from .sites import expect_module, values_of
 from .swap import Swapped, masked_class
 
 
@@ -200,7 +200,9 @@ def freeze(model: nn.Module) -> None:
     if not found:
         what = "fxmask.freeze: this model has no N:M mask: expected one that fxmask.apply(model, fxmask.NMMask(...)) has changed."
         raise StateError(message(what, type(model).__name__, "block masks are fixed by fxmask.WeightMask(refresh=0), or made permanent by fxmask.finalize."))
-    made = {name: element_mask(m, last=True) for name, m in found if has_values(name, m, "fxmask.freeze")}
+    for name, m in found:
+        values_of(name, peek_weight(m), "fxmask.freeze")
+    made = {name: element_mask(m, last=True) for name, m in found}
     for name, m in found:
         if not m._fxmask_nm_frozen:
             hold(m, made[name])
@@ -212,11 +214,3 @@ def hold(m: NMLayer, mask: Tensor) -> None:
     logits = m._parameters.get(LOGITS)
     if logits is not None:
         logits.requires_grad_(False)
-
-
-def has_values(name: str, m: NMLayer, caller: str) -> bool:
-    """True, or UnsupportedError for a meta tensor."""
-    if peek_weight(m).is_meta:
-        what = f"{caller} needs the weight's values: expected real memory, got a meta tensor."
-        raise UnsupportedError(message(what, name, "materialise the model first (to_empty, then load_state_dict)."))
-    return True

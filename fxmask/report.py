@@ -83,7 +83,7 @@ class Report:
             raise ConfigError(f"Report.save: expected a path that ends in {', '.join(FORMATS)}, got {path.name!r}.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w", newline="" if form == "csv" else None) as f:
+            with path.open("w", newline="" if form == "csv" else None, encoding="utf-8") as f:
                 if form == "csv":
                     writer = csv.DictWriter(f, self.columns)
                     writer.writeheader()

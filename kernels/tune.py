@@ -70,7 +70,7 @@ def folder() -> Path:
 
 def stamp() -> dict[str, Any]:
     """What a decision depends on beside its case."""
-    return {"format": FORMAT, "device": f"{_processor()}, {os.cpu_count()} cores", "torch": torch.__version__, "code": code()}
+    return {"format": FORMAT, "device": f"{cpu_name()}, {os.cpu_count()} cores", "torch": torch.__version__, "code": code()}
 
 
 @functools.cache
@@ -80,7 +80,8 @@ def code() -> str:
     return file_hash(sorted(folder.glob("*.py")), folder)[:16]
 
 
-def _processor() -> str:
+def cpu_name() -> str:
+    """The processor's model, as the system tells it."""
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))

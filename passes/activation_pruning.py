@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,11 +17,13 @@ from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ..kernels.grid import ratio_units
 from ..kernels.prune import check_width
+from .checks import at_least, is_number, one_of
 from .choose import Decision
 from .graph_calls import PRUNED, call_site, calls_of, give_back, input_arg, linear_parts
 from .infra import Pass, replace_node
 from .options import Options
-from .schedule import Schedule, at_least, one_of
+from .pruning_schedule import install
+from .schedule import Schedule
 
 REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
 
@@ -72,7 +73,7 @@ class ActivationPruning(Options):
         ratio_units(self.ratio)
         object.__setattr__(self, "ratio", float(self.ratio))
         object.__setattr__(self, "block", check_width(self.block))
-        if isinstance(self.noise, bool) or not isinstance(self.noise, Real) or not 0 <= float(self.noise) < 64:  # NumPy's scalars are Real, too
+        if not is_number(self.noise) or not 0 <= self.noise < 64:
             raise ConfigError(f"noise: expected a number in [0, 64), powers of two, got {self.noise!r}.")
         object.__setattr__(self, "noise", float(self.noise))
         if type(self.affine) is not bool:
@@ -175,11 +176,12 @@ def saves(weight: Tensor) -> bool:
 class PrunedCall(nn.Module):
     """A linear call of a graph whose input is saved pruned: (x, w, b) -> y."""
 
+    _fxmask_pruning: ActivationPruning
+
     def __init__(self, config: ActivationPruning, name: str, origin: str) -> None:
         super().__init__()
-        self._fxmask_pruning, self._fxmask_name, self._fxmask_origin = config, name, origin
-        if config.needs_steps:
-            self._fxmask_pruning_given, self._fxmask_pruning_step, self._fxmask_pruning_guard = config, 0, None
+        install(self, config)
+        self._fxmask_name, self._fxmask_origin = name, origin
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._fxmask_pruning.linear(x, weight, bias, self.training)

@@ -14,11 +14,11 @@ from ..kernels import dropout, dropout_ops, ops
 from ..kernels.dispatch import IMPLEMENTATIONS, check_available
 from ..kernels.errors import ConfigError
 from ..kernels.grid import check_block
+from .checks import one_of
 from .choose import Decision
 from .graph_calls import DROPPED, call_site, calls_of, give_back, input_arg, linear_parts
 from .infra import Pass, call_again, replace_node
 from .options import Options
-from .schedule import one_of
 from .writes import Writes
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from ..kernels.errors import FxMaskWarning, first_of, message
 from ..kernels.grid import expand_mask, to_blocks
 from . import ranks
 from .optimiser import Guarded
-from .site import Site
+from .site import Site, capturing
 from .site_forward import traced_alike
 
 Found = Iterable[tuple[str, Site, Tensor | None]]
@@ -51,7 +51,7 @@ def _is_zero(grad: Tensor) -> bool:
 
 def _readable(grad: Tensor) -> bool:
     """Whether the device may be asked for the gradient's values, and this rank has them all."""
-    return not grad.is_meta and grad.layout == torch.strided and not ranks.is_shard(grad) and not (grad.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not grad.is_meta and grad.layout == torch.strided and not ranks.is_shard(grad) and not capturing(grad)
 
 
 def _ran_unseen(site: Site, weight: Tensor) -> bool:
@@ -91,7 +91,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
         grad, config = g.weight.grad, g.site._fxmask_config
         if config.backward != "masked" or g.mask is None or grad is None or grad.is_meta or grad.layout != torch.strided:
             continue
-        if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(grad):
             continue
         masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)
         if bool((masked & (ranks.part(grad) != 0)).any()):

@@ -13,13 +13,14 @@ from ..kernels.grid import check_block, keep_count, plain_int, ratio_units
 from ..kernels.reference import MODES
 from ..kernels.score import CRITERIA
 from ..kernels.select import NO_COVER, TIES
+from .checks import at_least, one_of
 from .dynamics import check_dynamics
 from .feedback import Feedback as Feedback
 from .options import Options
 from .phases import Phases, check_phases, in_turn
 from .regrow import Regrow as Regrow
 from .saliency import LEARNED
-from .schedule import SCHEDULES, at_least, one_of
+from .schedule import SCHEDULES
 from .schedule import Schedule as Schedule
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from ..kernels.errors import ConfigError, UnsupportedError
+from .checks import is_number
 from .regrow import Regrow
 from .saliency import LEARNED
 from .schedule import Schedule
@@ -18,7 +18,7 @@ def check_dynamics(c: WeightMask) -> None:
     """Raise ConfigError or UnsupportedError for moving averages, hysteresis, regrowth, soft masks and gain that cannot work as asked; make numbers plain."""
     for name, high in (("average", 1), ("hysteresis", 1000)):
         value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < high:  # type: ignore[operator]
+        if not is_number(value) or not 0 <= value < high:
             raise ConfigError(f"{name}: expected a number in [0, {high}), got {value!r}.")
         object.__setattr__(c, name, float(value))  # numpy's numbers could not be saved
     for name in ("soft", "gain"):

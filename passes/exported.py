@@ -12,13 +12,11 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .candidate import join
-from .graph_calls import LINEARS, behind, call_stack, layer_name, resolve, weight_arg
+from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
 from .graph_linears import graph_modules
 from .graph_site import GraphSite
 from .regions import attribute, incoming
 
-MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
-BLOCK_INDEX = torch.ops.fxmask.block_index.default
 CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..kernels.errors import ConfigError
 from ..kernels.grid import RATIO_UNIT, keep_count, plain_int, ratio_units
-from .schedule import at_least, one_of
+from .checks import at_least, is_number, one_of
 
 if TYPE_CHECKING:
     from .config import WeightMask
@@ -82,7 +81,7 @@ class Feedback:
                 raise ConfigError(f"Feedback.goal of 'bytes' is a budget: expected a number of bytes, an int of at least 1, got {goal!r}.")
             object.__setattr__(self, "goal", budget)
             return
-        if self.measure == "flip_rate" and (not is_number(goal) or not 0 < goal <= 1):  # type: ignore[operator]
+        if self.measure == "flip_rate" and (not is_number(goal) or not 0 < goal <= 1):
             raise ConfigError(f"Feedback.goal of 'flip_rate' is a share of the blocks: expected a number in (0, 1], got {goal!r}.")
         if goal is not None and not is_number(goal):
             raise ConfigError(f"Feedback.goal of 'loss' is a loss: expected a finite number, or None for the best so far, got {goal!r}.")
@@ -125,11 +124,6 @@ class Feedback:
         """What a mean loss says: True for up, False for down."""
         goal = best if self.goal is None else self.goal
         return goal is None or loss <= goal + self.tolerance * abs(goal)
-
-
-def is_number(value: object) -> bool:
-    """Whether this is a finite real number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Progress(NamedTuple):

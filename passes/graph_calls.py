@@ -16,6 +16,7 @@ from ..kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from .infra import call_again, replace_node
 
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
+BLOCK_INDEX = torch.ops.fxmask.block_index.default
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs

@@ -129,4 +129,4 @@ def _begin_dump(gm: GraphModule, p: Pass) -> Path | None:
 
 
 def _write(path: Path, when: str, gm: GraphModule, what: str) -> None:
-    path.with_name(f"{path.name}.{when}.py").write_text(f"# {what}\n{gm.print_readable(print_output=False)}\n")
+    path.with_name(f"{path.name}.{when}.py").write_text(f"# {what}\n{gm.print_readable(print_output=False)}\n", encoding="utf-8")

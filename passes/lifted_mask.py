@@ -24,12 +24,11 @@ from ..kernels.grid import grid_shape
 from ..kernels.lists import listed
 from .choose import Decision
 from .config import WeightMask
-from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, input_arg, place_of
+from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, bias_arg, input_arg, place_of
 from .infra import Pass
 from .site import stream_of
 from .writes import Writes
 
-BLOCK_INDEX = torch.ops.fxmask.block_index.default
 STRIP_LISTS = torch.ops.fxmask.strip_lists.default
 MODE, GRADS = "_inference_mode", "_set_grad_enabled"  # ends of names of calls that begin or end inference_mode, and no_grad
 

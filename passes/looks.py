@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..kernels.errors import FxMaskWarning, message
 from . import site as state
-from .feedback import Feedback, Progress, held, is_number
+from .checks import is_number
+from .feedback import Feedback, Progress, held
 from .site import Site
 from .site_mask import mask_outside
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from numbers import Real
 
 from torch import Tensor
 
@@ -12,8 +11,8 @@ from ..kernels import nm, nm_permute
 from ..kernels.dispatch import check_available
 from ..kernels.errors import ConfigError, UnsupportedError
 from ..kernels.grid import plain_int
+from .checks import is_number, one_of
 from .options import Options
-from .schedule import one_of
 
 MODES = ("magnitude", "permuted", "learned", "sr-ste")
 OF_LEARNED = ("tau", "tau_from", "tau_steps", "soft", "init", "final", "permute", "train_weights")
@@ -80,9 +79,9 @@ class NMMask(Options):
             if number is not None:  # NumPy's are taken, too
                 object.__setattr__(self, name, number)
         for name in ("decay", "tau", "tau_from"):
-            number = getattr(self, name)
-            if isinstance(number, Real) and not isinstance(number, bool):
-                object.__setattr__(self, name, float(number))
+            value = getattr(self, name)
+            if is_number(value):
+                object.__setattr__(self, name, float(value))
         if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
             raise ConfigError(f"n, m: expected ints with 1 <= n < m <= {LARGEST}, n of m kept, got n={self.n!r}, m={self.m!r}.")
         for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):
@@ -98,12 +97,11 @@ class NMMask(Options):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}.")
         for name, least in (("decay", "at least 0"), ("tau", "above 0")):
             v = getattr(self, name)
-            if isinstance(v, bool) or not isinstance(v, (int, float)) or not math.isfinite(v) or v < 0 or (v == 0 and name == "tau"):
+            if not is_number(v) or v < 0 or (v == 0 and name == "tau"):
                 raise ConfigError(f"{name}: expected a finite number {least}, got {v!r}.")
         if self.tau_from is not None or self.tau_steps != 0:
             v = self.tau_from
-            known = not isinstance(v, bool) and isinstance(v, (int, float)) and math.isfinite(v) and v > 0
-            if not known or type(self.tau_steps) is not int or self.tau_steps < 1:
+            if not is_number(v) or v <= 0 or type(self.tau_steps) is not int or self.tau_steps < 1:
                 got = f"tau_from={v!r}, tau_steps={self.tau_steps!r}"
                 raise ConfigError(f"tau_from, tau_steps: expected a finite number above 0 and an int of at least 1, or neither, got {got}.")
         if type(self.passes) is not int or self.passes < 1:

@@ -12,16 +12,18 @@ from .choose import Decision
 from .graph_calls import call_site, calls_of
 from .infra import Pass, call_again, replace_node
 from .products import MUL_, SCALED, parameters_behind, product_parts
+from .pruning_schedule import install
 
 
 class PrunedProductCall(nn.Module):
     """A product of a graph whose input is saved pruned: (x, a, b) -> y. `_fxmask_call`: its op, its target, and which of these its arguments are."""
 
+    _fxmask_pruning: ActivationPruning
+
     def __init__(self, config: ActivationPruning, name: str, path: str, call: tuple[str, Any, tuple[str, ...], dict[str, Any]]) -> None:
         super().__init__()
-        self._fxmask_pruning, self._fxmask_name, self._fxmask_path, self._fxmask_call = config, name, path, call
-        if config.needs_steps:
-            self._fxmask_pruning_given, self._fxmask_pruning_step, self._fxmask_pruning_guard = config, 0, None
+        install(self, config)
+        self._fxmask_name, self._fxmask_path, self._fxmask_call = name, path, call
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
         return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_, self.training)

@@ -7,11 +7,12 @@ is a shape, for which a compiled model may be compiled anew; a schedule therefor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .activation_pruning import ActivationPruning
+if TYPE_CHECKING:
+    from .activation_pruning import ActivationPruning
 
 NAMES = ("_fxmask_pruning", "_fxmask_pruning_given", "_fxmask_pruning_step", "_fxmask_pruning_guard")
 

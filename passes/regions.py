@@ -9,6 +9,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from .candidate import join
+
 
 def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, Node]]]:
     """(call, body, {input of the body: what the call gives for it}) of each body that a graph calls; no inputs where these cannot be told apart."""
@@ -36,7 +38,7 @@ def incoming(graphs: Iterable[tuple[str, GraphModule]]) -> dict[Node, str]:
     names: dict[Node, str] = {}
     several: set[Node] = set()
     for prefix, gm in graphs:
-        own = {n: f"{prefix}.{n.target}".lstrip(".") for n in gm.graph.nodes if n.op == "get_attr" and isinstance(attribute(gm, n), nn.Parameter)}
+        own = {n: join(prefix, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr" and isinstance(attribute(gm, n), nn.Parameter)}
         for _, _, given in bodies_of(gm):
             for inner, outer in given.items():
                 name = own.get(outer) or names.get(outer, "")

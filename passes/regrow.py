@@ -7,6 +7,7 @@ import math
 
 from ..kernels.errors import ConfigError
 from ..kernels.grid import plain_int
+from .checks import is_number
 
 GROWTH = ("gradient", "random")
 
@@ -36,7 +37,7 @@ class Regrow:
     def __post_init__(self) -> None:
         if self.by not in GROWTH:
             raise ConfigError(f"unknown Regrow.by: expected one of {', '.join(GROWTH)}, got {self.by!r}.")
-        if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction < 1:
+        if not is_number(self.fraction) or not 0 < self.fraction < 1:
             raise ConfigError(f"Regrow.fraction is the share of kept blocks that are exchanged: expected a number in (0, 1), got {self.fraction!r}.")
         object.__setattr__(self, "fraction", float(self.fraction))
         if self.until is not None:

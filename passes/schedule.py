@@ -5,24 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ..kernels.errors import ConfigError, meant
-from ..kernels.grid import plain_int, ratio_units
+from ..kernels.errors import ConfigError
+from ..kernels.grid import ratio_units
+from .checks import at_least, one_of
 
 SCHEDULES = ("constant", "linear", "cubic", "cosine", "exponential", "cyclic")
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}{meant(value, allowed) or '.'}")
-
-
-def at_least(name: str, value: object, low: int, counts: str = "optimiser steps") -> int:
-    """`value` as a plain int, which can be saved; ConfigError unless it is one of at least `low`."""
-    n = plain_int(value)
-    if n is None or n < low:
-        raise ConfigError(f"{name} counts {counts}: expected an int of at least {low}, got {value!r}.")
-    return n
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from .infra import recorded_value
+from .regions import attribute
 
 IN_PLACE = (
     operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv, operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior,
@@ -178,11 +179,7 @@ def _is_new(gm: GraphModule, node: Node) -> bool:
 
 def _held(gm: GraphModule, node: Node) -> list[Key]:
     """The storage of a tensor that a graph is given or its module holds, as far as it is known."""
-    value = recorded_value(node)
-    if node.op == "get_attr":
-        value = gm
-        for part in str(node.target).split("."):
-            value = getattr(value, part, None)
+    value = attribute(gm, node) if node.op == "get_attr" else recorded_value(node)
     return [_storage(value)] if isinstance(value, Tensor) else []
 
 

@@ -17,10 +17,10 @@ from ..bench.clock import load_average
 from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
+from ..passes.checks import at_least
 from ..passes.choose import Patterns, choose
 from ..passes.config import WeightMask
 from ..passes.find import find
-from ..passes.schedule import at_least
 from ..passes.traced import arguments
 from ..pruning import any_pruned
 from ..sites import any_masked, expect_module

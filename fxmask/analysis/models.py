@@ -32,11 +32,12 @@ def load(spec: str, meta: bool = True) -> nn.Module:
     try:
         with torch.device("meta") if meta else nullcontext():
             model = build()
-    except Exception:  # code that reads values while it builds, as .item() and .tolist() do
+    except Exception as first:  # code that reads values while it builds, as .item() and .tolist() do
         try:
             model = build()
         except Exception as e:
-            what = f"model: {spec!r} cannot be built: {type(e).__name__}: {e}"
+            before = f" (on the meta device: {type(first).__name__}: {first})" if meta and str(first) != str(e) else ""
+            what = f"model: {spec!r} cannot be built: {type(e).__name__}: {e}{before}"
             raise ConfigError(message(what, spec, "build it yourself and give the result to fxmask's function, such as fxmask.analyze.")) from e
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model: expected {spec!r} to give an nn.Module, got {type(model).__name__}.")

@@ -28,6 +28,10 @@ from .session import Session
 from .sweeps import OPS, sweep
 from .table import key, what
 
+KERNELS = (
+    "list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "zero_masked", "aside", "metadata", "group", "dropped", "pruned_matmul", "nm_mask",
+)  # fmt: skip
+
 
 def tiny(kernel: str) -> int:
     """One small ragged case of a kernel."""
@@ -102,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fxmask.bench.device_stages")
     sub = p.add_subparsers(dest="stage", required=True)
     sub.add_parser("precompile")
-    kernels = "list_matmul list_matmul_dx sampled_matmul mask_cast zero_masked aside metadata group dropped pruned_matmul nm_mask"
-    sub.add_parser("tiny").add_argument("kernel", choices=kernels.split())
+    sub.add_parser("tiny").add_argument("kernel", choices=KERNELS)
     sub.add_parser("ceilings").add_argument("--out", type=Path, required=True)
     for name in (*PARTS, *OPS):
         q = sub.add_parser(name)

@@ -35,15 +35,13 @@ import torch
 from ..errors import ConfigError, FxMaskError
 from .command import names
 from .compare import MACHINE
+from .device_stages import KERNELS
 from .driver import CSV
 from .findings import finding_lines, limits, rows_of
 from .goals import goal_lines
 from .stages import LOG, ROOT, Result, Stage, python, run_stages
 from .table import Table
 
-KERNELS = (
-    "list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "zero_masked", "aside", "metadata", "group", "dropped", "pruned_matmul", "nm_mask",
-)  # fmt: skip
 TESTS = {
     "tests": ("test_numbers.py", "test_dropout.py", "test_pruning.py", "test_metadata.py"),
     "flows": ("test_flows.py", "test_auto.py"),

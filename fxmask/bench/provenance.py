@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..kernels import grid
 from ..kernels.dispatch import triton_ops
 from ..kernels.file_hash import file_hash
+from ..kernels.tune import cpu_name
 from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -109,15 +110,6 @@ def _driver() -> str:
         return str(api.nvmlSystemGetDriverVersion()) if api else ""
     except Exception:
         return ""
-
-
-def cpu_name() -> str:
-    """The model's name as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def allocator() -> str:

@@ -89,7 +89,7 @@ _captured: dict[tuple[Any, ...], Layout] = {}
 
 def _layout(*key: Any) -> Layout | None:
     """The table of these places, made where there is none and no graph is captured, which could not copy it to the device."""
-    capturing = _capturing(key[-1])
+    capturing = device.capturing(key[-1])
     found = _captured.get(key) or _recent.get(key)
     if found is None and not capturing:
         found = _recent[key] = _made(*key)
@@ -100,10 +100,6 @@ def _layout(*key: Any) -> Layout | None:
     while len(_recent) > KEPT:
         _recent.popitem(last=False)
     return found
-
-
-def _capturing(on: torch.device) -> bool:
-    return on.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _made(places: tuple[Place, ...], itemsize: int, masks: tuple[int, ...], block: tuple[int, int], on: torch.device) -> Layout:

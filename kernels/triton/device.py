@@ -64,6 +64,11 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **const
         kernel[grid](*args, **constants)
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, which would replay what is launched now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def sent(t: Tensor, device: torch.device) -> Tensor:
     """A small tensor of the host on a device, in the order of the current stream, and the host does not wait: from pageable memory it would.
 
@@ -71,7 +76,7 @@ def sent(t: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return t.to(device)
-    if torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         what = "a CUDA graph cannot copy from the host: expected weights whose masks were rebuilt just before, where they lie now."
         fix = "take a step that rebuilds the same masks before the capture; 256 groups of one dtype, block and time of rebuilding are remembered."
         raise UnsupportedError(message(what, "a captured rebuild of masks", fix))

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..grid import grid_shape
 from ..lists import packed_length, pair
-from .device import divisor, sent
+from .device import capturing, divisor, sent
 from .tiles import CHUNK
 
 FIELDS = tl.constexpr(10)
@@ -81,7 +81,7 @@ def group_of(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], t
     """The table of weights of one dtype in one block. What a CUDA graph has captured lies where it replays, whatever is asked for afterwards."""
     key = places, itemsize, block, tile, device
     found = _captured.get(key) or _made(*key)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         _captured[key] = found
     return found
 

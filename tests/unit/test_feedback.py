@@ -65,6 +65,8 @@ def test_a_report_changes_nothing_until_the_next_step():
 
 def test_tensors_and_other_numbers():
     numpy = pytest.importorskip("numpy")
+    given = fxmask.Feedback("loss", 1, goal=numpy.float32(2), tolerance=numpy.float32(0.5))
+    assert given == fxmask.Feedback("loss", 1, goal=2.0, tolerance=0.5) and type(given.goal) is type(given.tolerance) is float
     for value in (torch.tensor(2.0), torch.tensor([2.0]), numpy.float32(2), 2):
         model = masked(LOSS)
         assert told(model, [value, 3.0]) == [0.0, 0.2, 0.0]

@@ -184,3 +184,11 @@ def test_until_counts_from_the_start():
 
 def test_one_block_at_least_is_never_exchanged():
     assert [fxmask.Regrow("random", 1 - 1e-9).exchanged(0, kept) for kept in (1, 2)] == [0, 1]
+
+
+def test_a_number_of_numpy_is_a_number():
+    numpy = pytest.importorskip("numpy")
+    found = fxmask.Regrow(fraction=numpy.float32(0.5))
+    assert found == fxmask.Regrow(fraction=0.5) and type(found.fraction) is float
+    with pytest.raises(fxmask.FxMaskError, match=r"Regrow\.fraction .*: expected a number in \(0, 1\), got .*nan"):
+        fxmask.Regrow(fraction=numpy.float32("nan"))

@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -97,3 +100,21 @@ def test_formats_of_a_table():
     assert report.table("markdown") == report.table("github") and "|" in report.table("markdown")
     with pytest.raises(ConfigError, match=r"expected markdown or one of .*latex.*, got 'tabular'"):
         report.table("tabular")
+
+
+NAMED = r"""
+import sys, torch, fxmask
+model = torch.nn.Sequential()
+model.add_module("gr\u00f6\u00dfe", torch.nn.Linear(64, 64))
+fxmask.apply(model, block=(16, 16))
+log = fxmask.HealthLog(model, sys.argv[1] + "/health.csv")
+log.update()
+for name in ("r.csv", "r.md"):
+    fxmask.explain(model).save(sys.argv[1] + "/" + name)
+"""
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path):
+    there = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", NAMED, str(tmp_path)], env=there, check=True)
+    assert all("größe" in (tmp_path / name).read_text(encoding="utf-8") for name in ("health.csv", "r.csv", "r.md"))
