@@ -24,7 +24,7 @@ WEIGHT = object()  # the key of a weight among its momenta
 
 @dataclass
 class Kept:
-    """What was set aside of one dtype, block and device."""
+    """What was set aside of one dtype, block, device and alignment."""
 
     aside: Any  # kernels.triton.aside.Aside
     of: list[tuple[Guarded, Any]]  # whose, in order; which entry of its state, or WEIGHT
@@ -71,15 +71,16 @@ def _pieces(group: list[tuple[Guarded, Any, Tensor]]) -> Iterator[list[tuple[Gua
 
 def begin(taken: Sequence[tuple[Guarded, dict[str, Tensor]]]) -> list[Kept] | None:
     """Set aside what these hold; None while a CUDA graph is captured for which there is no table yet."""
+    kernel = dispatch.triton_ops().aside
     groups: dict[Any, list[tuple[Guarded, Any, Tensor]]] = {}
     for g, momenta in taken:
         for key, t in ((WEIGHT, g.weight), *momenta.items()):
-            groups.setdefault((t.dtype, t.device, g.block), []).append((g, key, t.detach()))
+            groups.setdefault((t.dtype, t.device, kernel.width(t), g.block), []).append((g, key, t.detach()))
     kept = []
     for (*_, block), members in ((key, piece) for key, group in groups.items() for piece in _pieces(group)):
         owners = {id(g): g for g, *_ in members}
         place, masks = {key: i for i, key in enumerate(owners)}, [g.mask for g in owners.values()]
-        aside = dispatch.triton_ops().aside.set_aside([t for *_, t in members], masks, [place[id(g)] for g, *_ in members], block)
+        aside = kernel.set_aside([t for *_, t in members], masks, [place[id(g)] for g, *_ in members], block)
         if aside is None:
             return None
         for g, m in zip(owners.values(), aside.masks, strict=True):

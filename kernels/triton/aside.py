@@ -20,7 +20,7 @@ from . import device
 from .elementwise import ALIGN, aside_kernel
 
 ROWS, COLUMNS = 16, 128  # of a program
-KEPT = 64
+KEPT = 1024  # more than a step has of them: 7 B parameters are 400. A table takes 4 bytes for 2,048 elements
 
 
 class Place(NamedTuple):
@@ -71,6 +71,11 @@ class Aside:
 def takes(t: Tensor) -> bool:
     """Whether the kernel takes a tensor: float32 or shorter, contiguous, not empty, where Triton runs."""
     return not device.why_not(t) and t.is_contiguous() and t.numel() > 0
+
+
+def width(t: Tensor) -> tuple[bool, int]:
+    """What decides how wide its loads are: those of all tensors of a launch are as wide as of the narrowest."""
+    return t.data_ptr() % 16 == 0, min(device.divisor(matrix_shape(t.shape)[1]), 16 // t.element_size())
 
 
 def set_aside(tensors: Sequence[Tensor], masks: Sequence[Tensor], which: Sequence[int], block: tuple[int, int]) -> Aside | None:

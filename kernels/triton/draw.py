@@ -27,7 +27,7 @@ def draw_kernel(seed_ptr, mask_ptr, n, least, SHIFT: tl.constexpr, CH: tl.conste
     """mask[i] = whether the number of (seed, i) is at least `least`. Grid: (cdiv(n, CH),). seed int64, mask [n] bool; numbers have 32 - SHIFT bits."""
     seed = tl.load(seed_ptr)
     h = _mix(_mix((seed & 0xFFFFFFFF).to(tl.uint32)) ^ (seed >> 32 & 0xFFFFFFFF).to(tl.uint32))
-    i = tl.program_id(0) * CH + tl.arange(0, CH)
+    i = tl.program_id(0).to(tl.int64) * CH + tl.arange(0, CH)
     number = _mix(_mix(i.to(tl.uint32)) ^ h) >> SHIFT
     tl.store(mask_ptr + i, (number.to(tl.int32) >= least).to(tl.int8), mask=i < n)
 

@@ -42,7 +42,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
     flat, (n, k) = rows(x), w.shape
     if not launch.skips(block, k):
         return F.linear(mask_cast(flat, keep, block, x.dtype, scale=scale_of(p)), w, bias).view(*x.shape[:-1], n)
-    launch.same_dtype(x=x, w=w, bias=bias)
+    launch.fit_together(keep, lists, x=x, w=w, bias=bias)
     flat, w, tf32 = aligned(rows_of(flat)), aligned(rows_of(w)), allows_tf32(x)
     y = torch.empty(len(flat), n, dtype=x.dtype, device=x.device)
     launch.launch_list_matmul(
@@ -70,7 +70,7 @@ def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, li
     n, k = g.shape[1], flat.shape[1]
     if not launch.skips(block, n, k):
         return g.t() @ mask_cast(flat, keep, block, x.dtype, scale=scale_of(p))
-    launch.same_dtype(gy=gy, x=x)
+    launch.fit_together(keep, lists, gy=gy, x=x)
     g, flat, tf32 = aligned(rows_of(g)), aligned(rows_of(flat)), allows_tf32(x)
     tile = tile_for(x.dtype, strip_for(block, True), tf32)
     splits = splits or splits_of(len(flat), triton.cdiv(n, tile.tokens) * layout(_grid(keep), block, True).strips)

@@ -15,7 +15,7 @@ def mask_cast_kernel(w_ptr, mask_ptr, out_ptr, N, K, KB, stride_w, scale, BH: tl
     r = tl.program_id(0) * TN + tl.arange(0, TN)
     c = tl.program_id(1) * TK + tl.arange(0, TK)
     inside = (r[:, None] < N) & (c[None, :] < K)
-    kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
+    kept = tl.load(mask_ptr + (r // BH).to(tl.int64)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
     w = tl.load(w_ptr + r.to(tl.int64)[:, None] * stride_w + c[None, :], mask=kept, other=0.0)
     if scale is not None:
         w = w.to(tl.float32) * scale
@@ -28,7 +28,7 @@ def zero_masked_kernel(out_ptr, mask_ptr, N, K, KB, BH: tl.constexpr, BW: tl.con
     r = tl.program_id(0) * TN + tl.arange(0, TN)
     c = tl.program_id(1) * TK + tl.arange(0, TK)
     inside = (r[:, None] < N) & (c[None, :] < K)
-    masked = inside & (tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=1) == 0)
+    masked = inside & (tl.load(mask_ptr + (r // BH).to(tl.int64)[:, None] * KB + (c // BW)[None, :], mask=inside, other=1) == 0)
     zero = tl.zeros((TN, TK), dtype=out_ptr.dtype.element_ty)
     tl.store(out_ptr + r.to(tl.int64)[:, None] * K + c[None, :], zero, mask=masked)
 
@@ -60,7 +60,7 @@ def aside_kernel(
     r = tile // across * TN + tl.arange(0, TN)
     c = tile % across * TK + tl.arange(0, TK)
     inside = (r[:, None] < n) & (c[None, :] < k)
-    kept = tl.load(mask_ptr + tl.load(row + MASK0) + (r // BH)[:, None] * kb + (c // BW)[None, :], mask=inside, other=1) != 0
+    kept = tl.load(mask_ptr + tl.load(row + MASK0) + (r // BH).to(tl.int64)[:, None] * kb + (c // BW)[None, :], mask=inside, other=1) != 0
     masked = inside & (kept == 0)
     place = r.to(tl.int64)[:, None] * k + c[None, :]
     there = first_ptr + tl.load(row + TENSOR) * AT + place

@@ -31,9 +31,17 @@ def skips(block: tuple[int, int], *features: int) -> bool:
     return listed(block) and not any(n % 2 for n in features)
 
 
-def same_dtype(**operands: Tensor | None) -> None:
-    """Raise UnsupportedError for operands that the kernels cannot multiply with each other."""
+def fit_together(*others: Tensor | None, **operands: Tensor | None) -> None:
+    """Raise UnsupportedError for operands of several dtypes, ShapeError where these or `others`, which have dtypes of their own, lie on several devices.
+
+    A pointer into another GPU's memory would pass: there it is an address like any other.
+    """
     found = {name: t.dtype for name, t in operands.items() if t is not None}
+    places = {t.device for t in (*operands.values(), *others) if t is not None}
+    if len(places) > 1:
+        named = {name: str(t.device) for name, t in operands.items() if t is not None}
+        named |= {"mask and lists": ", ".join(sorted({str(t.device) for t in others if t is not None}))} if any(t is not None for t in others) else {}
+        raise ShapeError(f"impl='triton' reads operands on one device: expected that, got {named}; move the input, or the model, with .to(device).")
     if len(set(found.values())) > 1:
         raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them, or use impl='reference'.")
     if device.interpreting() and torch.bfloat16 in found.values():
@@ -57,7 +65,7 @@ def list_matmul(
     `lists`: those of the mask, packed, in strips as wide as the tile's; made here where there are none. y is contiguous, or has its tokens contiguous where
     x has (`kernels.strides`).
     """
-    same_dtype(x=x, w=w, bias=bias)
+    fit_together(mask, lists, x=x, w=w, bias=bias)
     grid = (mask.shape[0], mask.shape[1])
     inner, shape, w = tokens_inner(x), x.shape[:-1], aligned(rows_of(w))
     n, k = w.shape[::-1] if transposed else w.shape
@@ -122,7 +130,7 @@ def sampled_matmul(
     `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device. `features`: of a given `tile`. `inner`: which of gy
     and x are read with their tokens side by side, and then both are 3-D, of one batch, and lie so; None: as `kernels.strides` says.
     """
-    same_dtype(gy=gy, x=x)
+    fit_together(mask, lists, gy=gy, x=x)
     if out is not None and (out.shape != (gy.shape[-1], x.shape[-1]) or not out.is_contiguous() or out.device != x.device):
         expected = f"contiguous ({gy.shape[-1]}, {x.shape[-1]}) on {x.device}"
         raise ShapeError(f"sampled_matmul adds to `out`: expected it {expected}, got {tuple(out.shape)} with strides {out.stride()} on {out.device}.")

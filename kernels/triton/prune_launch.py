@@ -39,7 +39,7 @@ def pruned_dw(
     splits: shares of a strip's kept blocks, added in a fixed order; 0 chooses enough of them to fill the device. by_strip: of `kernels.prune.strip_rows`, made
     here where it is not given.
     """
-    launch.same_dtype(gy=gy, values=values)
+    launch.fit_together(index, mask, lists, gy=gy, values=values)
     _, rows_of_sample, k = prune.sample_shape(shape, False)
     n, b = gy.shape[-1], values.shape[2]
     strips = triton.cdiv(k, b)

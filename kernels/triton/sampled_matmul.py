@@ -140,7 +140,7 @@ def sum_splits_kernel(
     if mask_ptr is None:
         kept = inside
     else:
-        kept = tl.load(mask_ptr + (r // BH)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
+        kept = tl.load(mask_ptr + (r // BH).to(tl.int64)[:, None] * KB + (c // BW)[None, :], mask=inside, other=0) != 0
     at = r.to(tl.int64)[:, None] * K + c[None, :]
     acc = tl.zeros((TN, TK), tl.float32)
     part = parts_ptr + at

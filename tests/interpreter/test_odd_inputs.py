@@ -99,6 +99,22 @@ def test_operands_of_two_dtypes():
             call()
 
 
+def test_operands_on_two_devices():
+    """Of two GPUs a kernel would follow the other one's address."""
+    far, lists_of = X.to("meta"), lists.packed(MASK, (16, 16)).to("meta")
+    calls = [
+        lambda: launch.list_matmul(far, W, None, MASK, (16, 16), False),
+        lambda: launch.list_matmul(X, W, torch.zeros(40, device="meta"), MASK, (16, 16), False),
+        lambda: launch.list_matmul(X, W, None, MASK.to("meta"), (16, 16), False),
+        lambda: launch.list_matmul(X, W, None, MASK, (16, 16), False, lists=lists_of),
+        lambda: launch.sampled_matmul(GY, far, MASK, (16, 16)),
+        lambda: launch.sampled_matmul(GY, X, MASK.to("meta"), (16, 16)),
+    ]
+    for call in calls:
+        with pytest.raises(ShapeError, match=r"operands on one device: .*'(cpu|meta)'.*\.to\(device\)"):
+            call()
+
+
 def test_bfloat16_is_refused_in_the_interpreter():
     with pytest.raises(UnsupportedError, match="bfloat16 wrongly"):
         linear(X.bfloat16(), W.bfloat16(), None, MASK)

@@ -81,7 +81,7 @@ def test_numbers_of_numpy_are_numbers():
     assert NMMask(mode="sr-ste", decay=numpy.float32(0.5)) == NMMask(mode="sr-ste", decay=0.5)
     found = NMMask(mode="learned", tau=numpy.float32(0.5), tau_from=numpy.int64(2), tau_steps=3)
     assert found == NMMask(mode="learned", tau=0.5, tau_from=2.0, tau_steps=3) and type(found.tau_from) is type(found.tau) is float
-    with pytest.raises(fxmask.FxMaskError, match="tau: expected a finite number above 0, got .*nan"):
+    with pytest.raises(fxmask.FxMaskError, match=r"tau: expected a finite number above 0, got .*nan"):
         NMMask(mode="learned", tau=numpy.float32("nan"))
 
 
