@@ -19,7 +19,8 @@ from .kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_o
 from .passes import elementwise, lost_guards, pruning_schedule, ranks, rebuild
 from .passes import masked_step as kept_alone
 from .passes import site as state
-from .passes.bypass import warn_of_dense_gradients, warn_of_dense_readers
+from .passes.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
+from .passes.held import ids_of
 from .passes.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
 from .passes.saliency import observe
 from .passes.site import Site
@@ -57,7 +58,7 @@ class GuardHandle:
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
-        self._held, self._applied = _count(optimizer), times_applied()
+        self._held, self._applied = ids_of(optimizer), times_applied()
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
@@ -85,10 +86,11 @@ class GuardHandle:
         return m.__dict__.get("_fxmask_pruning_guard") is self._token
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Guard masked weights that `add_param_group` has brought since."""
-        if _count(optimizer) == self._held:
+        """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others."""
+        ids = ids_of(optimizer)
+        if ids == self._held:
             return
-        self._held = _count(optimizer)
+        self._held = ids
         new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
         guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
         followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is None]
@@ -141,6 +143,8 @@ class GuardHandle:
             refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
         self._look_for_replaced()
+        if self.steps == 0 and self._captures is None and (model := self._model()) is not None:
+            warn_of_adapters(model)
         closure = any(map(callable, (*args[1:], *kwargs.values())))
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
         if masked_step:
@@ -227,10 +231,6 @@ class GuardHandle:
 
 def _none() -> None:
     """A weak reference whose object is gone, that can be pickled."""
-
-
-def _count(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _is_no_step(optimizer: Optimizer) -> bool:

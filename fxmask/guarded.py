@@ -62,7 +62,7 @@ def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: 
         raise StateError(message(what, name, "call remove() on the first handle."))
     if masked_weights == "freeze" and moving:
         asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
-        what = f"{asked} with backward={moving[0]!r} would cancel it: its masked weights must move. expected 'masked', or 'free'."
+        what = f"{asked} with backward={moving[0]!r} would cancel it, because its masked weights must move: expected backward='masked' with it."
         raise UnsupportedError(message(what, name, fix))
     return Guarded(name, site, weight, masked_weights, by_momenta=any(c.criterion == "momentum" for c in phases.in_turn(site._fxmask_given)))
 

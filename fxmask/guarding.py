@@ -19,6 +19,7 @@ from .passes.graph_linears import graph_modules
 from .passes.optimiser import POLICIES, RETURNING, group_of, may_freeze
 from .passes.site import Site
 from .pruning import scheduled_layers
+from .replaced import warn_of_lost
 from .sites import required_sites
 from .swap import MaskedLayer
 
@@ -66,6 +67,7 @@ def guard(
         raise ConfigError(f"masked_step leaves masked weights as they are: expected masked_weights='freeze' or 'auto' with it, got {masked_weights!r}.")
     masked_weights = "freeze" if masked_step else masked_weights
     found = required_sites(model, "fxmask.guard")
+    warn_of_lost(model)
     # a wrapper that skips Optimizer.__init__ may have the dicts of hooks, and a step that never calls them
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
         what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."

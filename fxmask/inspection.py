@@ -21,7 +21,7 @@ from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, una
 from .nm_layers import any_nm, element_mask, nm_layers
 from .nm_masking import nm_row
 from .passes import ranks
-from .passes.bypass import never_run
+from .passes.bypass import never_run, read_by_adapters
 from .passes.candidate import Candidate, join
 from .passes.conv import KINDS, find_layers
 from .passes.exported import exported_masks
@@ -169,6 +169,8 @@ def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Ite
     if idle := never_run(sites(model)):
         why = "it is older than the masks, or made inside fxmask.dense, or something reads .weight whole"
         yield f"Have a gradient, and their masked forward has not run: {first_of(idle)}; {why}."
+    if read := read_by_adapters(model):
+        yield f"Frozen, and never run though the adapter around them trains: {first_of(read)}; it computes with the weight as it is, which is dense."
     resting, lost = resting_dropouts(model)
     if resting:
         yield f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing."

@@ -35,7 +35,7 @@ from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import Pruned, any_pruned, unprune
-from .sites import FINAL, REASONS, any_masked, expect_module, sites
+from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, refuse_changed_class, swap, unswap
 
 M = TypeVar("M", bound=nn.Module)
@@ -129,6 +129,8 @@ def apply(
     model.__dict__.pop(FINAL, None)
     done = saved_pruned(model, products)
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
+    masked = (d.candidate.name for d in decisions if d.config is not None and d.candidate.host is None)
+    model.__dict__[SELECTED] = tuple(dict.fromkeys((*model.__dict__.get(SELECTED, ()), *masked)))
     mark_decided(decisions)
     forget(model, (d.candidate.weight for d in decisions))
     return model
@@ -156,6 +158,7 @@ def restore(model: M) -> M:
     forget_decided(model)
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
+        m.__dict__.pop(SELECTED, None)
     return model
 
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .kernels.errors import FxMaskWarning, first_of, message
 from .passes import ranks
 from .passes.elementwise import STEP
+from .passes.held import ids_of
 from .passes.lost_guards import KEPT
 from .passes.site import capturing
 
@@ -32,9 +33,9 @@ _hooks: list[Any] = []
 
 
 class Seen(NamedTuple):
-    """What an optimiser was when it was looked at, and whose weights it has, but of guards whose optimiser it steps."""
+    """An optimiser as it was last looked at, and the guards of other optimisers that hold weights of its."""
 
-    parameters: int
+    parameters: tuple[int, ...]
     times: int
     guards: weakref.WeakSet[GuardHandle]
 
@@ -67,10 +68,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Note the weights of other optimisers' guards that a step may move. It costs copies until it is known whose step it is."""
     if torch.compiler.is_compiling() or not _guards:
         return
-    count, seen = sum(len(group["params"]) for group in optimizer.param_groups), _seen.get(optimizer)
-    if seen is None or seen[:2] != (count, _times):
+    ids, seen = ids_of(optimizer), _seen.get(optimizer)
+    if seen is None or seen[:2] != (ids, _times):
         found = [h for h in _guards if h.optimizer() is not optimizer and any(_shared(h, optimizer))]
-        seen = _seen[optimizer] = Seen(count, _times, weakref.WeakSet(found))
+        seen = _seen[optimizer] = Seen(ids, _times, weakref.WeakSet(found))
     if not seen.guards:
         return
     under_way = [*_under_way()]
@@ -115,7 +116,7 @@ def _under_way() -> Iterator[Optimizer]:
 
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Weights that another optimiser holds and a guard keeps from moving, or counts the steps of."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = set(ids_of(optimizer))
     for g in handle._guarded:
         if id(g.weight) in held and handle._is_ours(g.site) and (g.policy in KEPT or g.site._fxmask_given.needs_steps):
             yield g.name, g.weight

@@ -8,10 +8,23 @@ from collections.abc import Iterable
 from torch import nn
 
 from .kernels.errors import FxMaskWarning, first_of, message
+from .passes.candidate import join
 from .passes.optimiser import Guarded
+from .sites import SELECTED
 from .swap import MaskedLayer
 
 KINDS = (nn.Linear, nn.Conv2d)
+
+
+def warn_of_lost(model: nn.Module) -> None:
+    """FxMaskWarning where a layer without masks bears a name that `fxmask.apply` has masked: a new head, or embeddings that were resized."""
+    now = dict(model.named_modules())
+    for prefix, m in model.named_modules():
+        names = (join(prefix, name) for name in m.__dict__.get(SELECTED, ()))
+        if found := [name for name in names if isinstance(m := now.get(name), KINDS) and not isinstance(m, MaskedLayer)]:
+            what = "masked layers were replaced since fxmask.apply: expected theirs in the model, got layers that it has not seen, which are dense."
+            fix = "fxmask.apply(model, ..., include=[...]) for the new layers before fxmask.guard; or replace layers first, then call fxmask.apply."
+            warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=3)
 
 
 def without_gradient(guarded: Iterable[Guarded]) -> list[Guarded]:

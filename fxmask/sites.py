@@ -18,6 +18,7 @@ from .passes.traced import backend_of
 from .passes.weights import peek_weight
 from .swap import MaskedLayer
 
+SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
 EXPECTED = "expected one that fxmask.apply has changed"
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format

@@ -112,10 +112,10 @@ class ReadWeight(MaskedLinear):
     @property
     def weight(self) -> Tensor:
         if not is_read(self):
-            parameter = self._parameters.get("weight")
-            if parameter is None:
+            there = self._parameters.get("weight", self.__dict__.get("weight"))
+            if there is None:
                 raise AttributeError(f"{type(self).__name__} has no weight")
-            return parameter
+            return there
         try:
             c, w = self._fxmask_config, raw_weight(self)
             mask = forward_mask(self, w)
@@ -124,6 +124,16 @@ class ReadWeight(MaskedLinear):
             return look_at(self, reference.straight_through(w, mask, c.block, reference.gradient_mask(mask, self._fxmask_dense, c.backward)))
         except AttributeError as e:  # nn.Module would answer an AttributeError with the dense Parameter
             raise RuntimeError(f"reading a masked weight failed: {e}") from e
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        """A plain tensor, which nn.Module gives here when the Parameter is gone: old pruning, weight_norm and PEFT put what they compute in its place."""
+        self.__dict__["weight"] = value
+
+    @weight.deleter
+    def weight(self) -> None:
+        if self.__dict__.pop("weight", None) is None:
+            raise AttributeError(f"{type(self).__name__} has no weight")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fxmask_reading": 0, "_fxmask_owners": 0, "_fxmask_owned": False}  # another thread may run what is copied

@@ -6,15 +6,17 @@ import warnings
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.errors import FxMaskWarning, first_of, message
 from ..kernels.grid import expand_mask, to_blocks
 from . import ranks
+from .candidate import join
 from .optimiser import Guarded
 from .site import Site, capturing
 from .site_forward import traced_alike
 
+BASE = "base_layer"  # what PEFT calls the layer that an adapter is put around
 Found = Iterable[tuple[str, Site, Tensor | None]]
 
 
@@ -35,6 +37,27 @@ def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
     unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
     return [name for name, site, grad in unseen if traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
+
+
+def read_by_adapters(model: nn.Module) -> list[str]:
+    """Frozen masked layers that have never run, though the adapter around them trains: PEFT's HRA and SHiRA compute with the base weight as it is."""
+    found = []
+    for prefix, owner in model.named_modules():
+        base = owner._modules.get(BASE)
+        if not isinstance(base, Site) or base._fxmask_called or traced_alike(base) is not None:
+            continue
+        frozen = not any(p.requires_grad for p in base.parameters())
+        if frozen and any(p.grad is not None for p in owner.parameters()):
+            found.append(join(prefix, BASE))
+    return found
+
+
+def warn_of_adapters(model: nn.Module) -> None:
+    """FxMaskWarning where `read_by_adapters` finds some."""
+    if found := read_by_adapters(model):
+        what = "a frozen masked layer never runs, though the adapter around it trains: it computes with the layer's weight as it is, which is dense."
+        fix = "fxmask.finalize(model) before the adapter is put around it writes the zeros into the weight; or exclude these layers from fxmask.apply."
+        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=4)
 
 
 def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:

@@ -21,6 +21,7 @@ Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
 Patterns = Pattern | Sequence[Pattern] | None
 LORA_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up", "lora_embedding_A", "lora_embedding_B"}
 SMALLEST = 16
+DEFAULT = "default exclusion"
 
 
 @dataclasses.dataclass
@@ -83,6 +84,7 @@ def choose(
     changes = _check_overrides(overrides)
     _warn_unused(found, {"include": included or [], "exclude": excluded or [], "overrides": list(changes)}, others)
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
+    named = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
         chosen: WeightMask | None = config
@@ -95,6 +97,9 @@ def choose(
             reason = c.skip
             if not c.quiet or id(c) in asked:
                 warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
+        if reason.startswith(DEFAULT) and c.name in named:
+            what = f"overrides[{c.name!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
+            warnings.warn(what, FxMaskWarning, stacklevel=4)
         if reason:
             chosen = None
         elif c.owners and not c.masked and chosen is not None:
@@ -112,11 +117,11 @@ def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Patter
     if not defaults or (included is not None and c.name in [p for p in included if isinstance(p, str)]):
         return ""  # an exact name lifts the default exclusions
     if c.tied_embedding:
-        return "default exclusion: weight tied to an Embedding"
+        return f"{DEFAULT}: weight tied to an Embedding"
     if c.sized and not c.problem and c.weight.dim() >= 2 and min(matrix_shape(c.weight.shape)) < SMALLEST:
-        return f"default exclusion: min(out, in) = {min(matrix_shape(c.weight.shape))} < {SMALLEST}"
+        return f"{DEFAULT}: min(out, in) = {min(matrix_shape(c.weight.shape))} < {SMALLEST}"
     if LORA_PARTS & set(c.name.split(".")):
-        return "default exclusion: LoRA factor"
+        return f"{DEFAULT}: LoRA factor"
     return ""
 
 

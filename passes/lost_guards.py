@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..kernels.errors import FxMaskWarning, first_of, message
+from .held import ids_of
 
 if TYPE_CHECKING:
     from .site import Site
 
 KEPT = ("freeze", "decay")  # policies whose masked weights an optimiser would move
 _waiting: weakref.WeakSet[Site] = weakref.WeakSet()
-_without: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # that hold no such layer, and how many parameters they had then
+_without: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()  # that hold no such layer, and what they held then
 _hooks: list[Any] = []
 
 
@@ -41,13 +42,13 @@ def _is_left(site: Site) -> bool:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _waiting or torch.compiler.is_compiling():
         return
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _without.get(optimizer) == count:
+    ids = ids_of(optimizer)
+    if _without.get(optimizer) == ids:
         return
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     found = [site for site in _waiting if id(site._parameters.get("weight")) in held]
     if not found:
-        _without[optimizer] = count
+        _without[optimizer] = ids
     stepped = [site for site in found if held[id(site._parameters["weight"])].grad is not None]  # without one it does not move
     _waiting.difference_update(stepped)
     left = sorted(site._fxmask_name for site in stepped if _is_left(site))

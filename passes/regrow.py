@@ -23,8 +23,8 @@ class Regrow:
 
     Args:
         by: `gradient`: those with the largest norm of the dense gradient of the last step that had one, and none while there was none since the last exchange
-            (RigL; backward="rigl" with refresh=dense_every, or "ste"). `random`: any, by a counter of (seed, step, name), equal on all ranks (SET, Mocanu
-            et al. 2018, arXiv:1707.04780).
+            (RigL; backward="rigl" with refresh=dense_every, "ste" or "unmasked"). `random`: any, by a counter of (seed, step, name), equal on all ranks
+            (SET, Mocanu et al. 2018, arXiv:1707.04780).
         fraction: in (0, 1). until: optimiser steps, None: for ever at `fraction`.
 
     Raises: ConfigError.

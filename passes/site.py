@@ -105,7 +105,11 @@ class Site(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._fxmask_lost = self._fxmask_lost or (self._fxmask_keep.is_meta and self._fxmask_mask is not None)
-        device = fn(torch.empty(0, device=self._fxmask_keep.device)).device  # the state follows the device, and no change of dtype
+        weight = self._parameters.get("weight")
+        if self._fxmask_keep.is_meta and weight is not None and not weight.is_meta:  # assigned to a model that was built on the meta device
+            device = weight.device
+        else:
+            device = fn(torch.empty(0, device=self._fxmask_keep.device)).device  # the state follows the device, and no change of dtype
         for name in STATE:
             value = getattr(self, f"_fxmask_{name}")
             setattr(self, f"_fxmask_{name}", None if value is None else _moved(value, device))

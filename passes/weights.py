@@ -15,6 +15,8 @@ def raw_weight(m: nn.Module) -> Tensor:
     weight = m._parameters.get("weight")
     if weight is not None:
         return weight
+    if "weight" in m.__dict__:  # put there in the Parameter's place; the attribute of a layer that its owner reads would be W∘M
+        return m.__dict__["weight"]
     return m.weight  # type: ignore[return-value]
 
 

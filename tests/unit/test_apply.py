@@ -371,3 +371,13 @@ def test_meta_models_can_be_masked_but_have_no_masks_to_show():
     reference = fxmask.apply(mlp())
     x = torch.randn(2, 64)
     assert torch.equal(model(x), reference(x))
+
+
+def test_an_override_that_names_a_layer_which_stays_dense():
+    """It asks for one layer, and a default exclusion holds: said, with what lifts it."""
+    model = mlp()
+    with pytest.warns(fxmask.FxMaskWarning, match=r"overrides\['4'\] names a layer that stays dense by default exclusion: min\(out, in\) = 10 < 16; .*include"):
+        fxmask.apply(model, overrides={"4": dict(ratio=0.25, block=(5, 16)), "0": False})
+    assert [r["masked"] for r in fxmask.explain(fxmask.restore(fxmask.apply(mlp(), overrides={"4": False, "*": dict(ratio=0.7)}))).rows] == [False] * 3
+    found = fxmask.apply(mlp(), include=["*", "4"], overrides={"4": dict(ratio=0.25, block=(5, 16))})
+    assert [r["masked"] for r in fxmask.explain(found).rows] == [True] * 3

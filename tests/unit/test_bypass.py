@@ -8,10 +8,12 @@ import torch
 from sample_models import mlp
 from torch import fx, nn, optim
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from unit.dense_readers import Calls, Reader, layer_of, loss, model
 
 import fxmask
 from fxmask.errors import FxMaskWarning
+from fxmask.kernels.grid import expand_mask
 from fxmask.passes.readers import weight_readers
 
 
@@ -252,3 +254,69 @@ def test_second_reader_is_warned_of_at_the_first_step_that_masks(how):
         told.append(sum("have a gradient" in str(w.message) for w in here))
     assert sum(told) == 1
     assert told[0] == 0
+
+
+class Adapter(nn.Module):
+    """As PEFT's HRA: it multiplies by a product with the base layer's weight, and never calls it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.turn, self.reads = base.requires_grad_(False), nn.ParameterDict({"default": torch.eye(64)}), True
+
+    def forward(self, x):
+        turned = x @ self.turn["default"]
+        return F.linear(turned, self.base_layer.weight, self.base_layer.bias) if self.reads else self.base_layer(turned)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_adapters_around_frozen_layers(reads):
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.75, block=(8, 4), refresh=2)  # no compiled test has traced its like
+    m[0] = Adapter(m[0])
+    m[0].reads = reads
+    optimiser = optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fxmask.guard(optimiser, m)
+        for _ in range(3):
+            m(torch.randn(3, 64)).square().mean().backward()
+            optimiser.step()
+    assert [str(w.message).count("where: 0.base_layer") for w in told if "never runs" in str(w.message)] == [1] * reads
+    assert any("0.base_layer" in note and "dense" in note for note in fxmask.explain(m).notes) == reads
+
+
+def test_a_plain_tensor_in_the_place_of_a_weight_that_is_read():
+    """As old-style pruning, weight_norm and PEFT's merges put one there."""
+    attention, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 5, 64)
+    fxmask.apply(attention, ratio=0.75, block=(16, 16))
+    layer = attention.out_proj
+    weight = layer.weight.detach() * 2
+    del layer.weight
+    for gone in (lambda: layer.weight, lambda: delattr(layer, "weight")):
+        with pytest.raises(AttributeError, match="weight"):
+            gone()
+    layer.weight = weight
+    mask = expand_mask(fxmask.masks(attention)["out_proj.weight"], (64, 64), (16, 16))
+    assert layer.weight is weight and not mask.all()
+    dense = copy.deepcopy(attention)
+    fxmask.restore(dense)
+    dense.out_proj.weight = weight * mask
+    for mode in (True, False):
+        assert torch.equal(attention.train(mode)(x, x, x)[0], dense.train(mode)(x, x, x)[0])
+    del layer.weight
+    layer.weight = nn.Parameter(weight)
+    assert torch.equal(attention(x, x, x)[0], dense(x, x, x)[0]) and "weight" in dict(layer.named_parameters())
+
+
+def test_pruning_of_a_weight_that_is_read():
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 5, 64)
+    fxmask.apply(attention, ratio=0.75, block=(16, 16))
+    prune.l1_unstructured(attention.out_proj, "weight", 0.3)
+    attention.eval()
+    mask = expand_mask(fxmask.masks(attention)["out_proj.weight"], (64, 64), (16, 16))
+    y = attention(x, x, x)[0]
+    dense = nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    with torch.no_grad():
+        dense.in_proj_weight.copy_(attention.in_proj_weight)
+        dense.out_proj.weight.copy_(attention.out_proj.weight * mask)
+    assert torch.equal(y, dense(x, x, x)[0])

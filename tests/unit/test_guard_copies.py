@@ -183,6 +183,42 @@ def test_what_two_optimisers_share_out_and_one_takes_up_later():
     assert list(other.policies) == ["3.weight"]
 
 
+def test_layers_that_take_turns_in_one_optimiser():
+    """Block by block, as many parameters for as many: all are frozen and counted; other optimisers and copies are told of, too."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32) for _ in range(2)]
+    model = fxmask.apply(torch.nn.Sequential(*layers), ratio=0.5, block=(8, 8), refresh=0)
+    masks = {i: fxmask.kernels.grid.expand_mask(m, (32, 32), (8, 8)) for i, m in enumerate(fxmask.masks(model).values())}
+    optimizer = torch.optim.AdamW(layers[0].parameters(), lr=0.1, weight_decay=0.1)
+    handle = fxmask.guard(optimizer, model)
+    for i in (0, 1, 0, 1):
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": list(layers[i].parameters())})
+        optimizer.zero_grad()
+        model(torch.randn(4, 32)).square().sum().backward()
+        before = layers[i].weight.detach().clone()
+        optimizer.step()
+        moved = layers[i].weight != before
+        assert moved[masks[i]].any() and not moved[~masks[i]].any()
+    assert list(handle.policies) == ["0.weight", "1.weight"]
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["a guard on another", "a guard that is lost"])
+def test_weights_that_an_optimiser_takes_in_exchange(lost):
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), ratio=0.5, block=(8, 8))
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(first, model)
+    model = copy.deepcopy(model) if lost else model
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    other.param_groups[0]["params"][0].grad = torch.ones(3)
+    other.step()
+    other.param_groups.pop()
+    other.add_param_group({"params": list(model.parameters())})
+    model(torch.randn(4, 32)).square().sum().backward()
+    with pytest.warns(fxmask.FxMaskWarning, match="this model had a guard" if lost else "whose guard is on another optimiser"):
+        other.step()
+
+
 def test_an_old_guard_that_is_removed_leaves_the_new_one_alone():
     model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(32, 32)), ratio=0.5, block=(8, 8), refresh=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

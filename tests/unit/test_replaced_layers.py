@@ -132,3 +132,37 @@ def step(model, optimiser):
     optimiser.zero_grad()
     model(X).square().mean().backward()
     optimiser.step()
+
+
+def test_a_layer_that_was_replaced_before_the_guard_is_missed():
+    """As reset_classifier and resize_token_embeddings do; a guard says it, where nothing else would."""
+    m = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), nn.Linear(64, 64))
+    fxmask.apply(m[0], ratio=0.5)
+    fxmask.apply(m, ratio=0.5, include="1")
+    m[0][1], m[1] = nn.Linear(64, 32), nn.Identity()  # what is no layer cannot be masked
+    optimiser = torch.optim.AdamW(m.parameters())
+    with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)replaced since fxmask\.apply.*where: 0\.1\n.*include=") as caught:
+        handle = fxmask.guard(optimiser, m)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    handle.remove()
+    fxmask.apply(m, ratio=0.5, include="0.1")
+    fxmask.guard(optimiser, m)
+    fxmask.restore(m)
+    m[0][0] = nn.Linear(64, 64)
+    fxmask.apply(m, ratio=0.5, include="0.1")
+    fxmask.guard(torch.optim.AdamW(m.parameters()), m)
+
+
+def test_real_parameters_in_a_model_of_the_meta_device():
+    """As accelerate loads large models: assigned one by one, then moved."""
+    with torch.device("meta"):
+        m = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fxmask.apply(m, ratio=0.5, criterion="random")
+    torch.manual_seed(0)
+    for layer in m:
+        layer.weight, layer.bias = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64))
+    dense = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    dense.load_state_dict(m.state_dict())
+    fxmask.apply(dense, ratio=0.5, criterion="random")
+    y = dense(X)
+    assert torch.equal(m(X), y) and torch.equal(m.to("cpu")(X), y) and torch.equal(m.double().float()(X), y)
