@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .kernels.errors import ConfigError, UnsupportedError, message
+from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .kernels.grid import grid_shape, matrix_shape, ratio_keeping, ratio_units
 from .passes import rules  # noqa: F401  (they register the costs of ops)
 from .passes.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
@@ -28,6 +29,8 @@ from .passes.work import Target
 from .sites import expect_module
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")
+BY_SCORES = ("global", "flop", "byte")
+STARVED = 0.1  # of the average density
 
 
 class Allocation(dict[str, float]):
@@ -43,6 +46,7 @@ class Allocation(dict[str, float]):
 
     @property
     def overrides(self) -> dict[str, dict[str, float]]:
+        """{layer's name: {"ratio": ratio}}, as `overrides=` of `fxmask.apply` takes it."""
         return {name: {"ratio": ratio} for name, ratio in self.items()}
 
 
@@ -75,6 +79,7 @@ def allocate(
 
     `global`, `flop` and `byte` see the weights as they are now. Of a model that has not been trained these are its initialiser's variances: at 50 % in 16x16
     ResMLP's second channel linears, of the widest rows, end at 98 %. Allocate once the model is trained, or take `erk`, which looks at shapes alone.
+    A layer that keeps less than a tenth of the average is warned of.
 
     Args:
         model: as for `apply`; not masked yet. ratio: of the budget, in [0, 1). include, exclude, overrides: as for `apply`, whose `block` may differ by
@@ -129,7 +134,18 @@ def allocation_of(
             name = d.candidate.name
             found[name] = ratio if method == "uniform" else ratio_keeping(k, item.blocks)
             found.kept[name], found.blocks[name] = k, item.blocks
+    if method in BY_SCORES:
+        _warn_of_starved(found, ratio, method)
     return found
+
+
+def _warn_of_starved(found: Allocation, ratio: float, method: str) -> None:
+    """FxMaskWarning where a layer of some size is nearly cut out: fresh weights say by their variance how wide a layer is, and no more."""
+    starved = [f"{name} ({k} of {found.blocks[name]} blocks)" for name, k in found.kept.items() if k < STARVED * (1 - ratio) * found.blocks[name]]
+    if starved:
+        what = f"allocation by {method!r} nearly cuts layers out: expected each to keep at least a tenth of what ratio={ratio} leaves on average."
+        fix = "of a model that is not trained yet the scores are its initialiser's variances: take 'erk', or allocate once it is trained;"
+        warnings.warn(message(what, first_of(starved), f"{fix} overrides={{layer: dict(ratio=...)}} pins one."), FxMaskWarning, stacklevel=4)
 
 
 def _shares(

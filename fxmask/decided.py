@@ -1,4 +1,4 @@
-"""What `apply` has decided about: layers that it has masked or left dense, so that nobody else decides anew. The compiler backend sees weights, not modules.
+"""Marks of what `apply` has masked or left dense, so that the compiler backend, which sees weights and no modules, leaves it alone.
 
 The mark is on the weight, where a graph meets it, and on the layer, which makes marks of the weights that it is given later. Weak references to weights would
 stop torch.utils.swap_tensors.

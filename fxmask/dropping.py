@@ -45,7 +45,8 @@ class DroppedLinear(Swapped):
 class Pair:
     """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it.
 
-    waiting: forwards that the linear owes. p: the Dropout's when it was fused. on: whether its last forward was in train().
+    waiting: forwards of the Dropout that no forward of the linear has followed yet. p: the Dropout's when it was fused. on: whether its last forward was in
+    train().
     """
 
     waiting = 0

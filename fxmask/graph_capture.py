@@ -49,7 +49,7 @@ class Recorded(NamedTuple):
     graph: Any
     result: Any
     gradients: list[tuple[Tensor, Tensor | None]]
-    added: list[tuple[Tensor, Tensor]]  # those of them that were there before, to which the step adds
+    added: list[tuple[Tensor, Tensor]]  # gradients from before the step, to which it adds
     notes: list[tuple[Guarded, Any]]  # the masks of before the step, where momenta of blocks that return are cleared
     layers: list[nn.Module]  # masked, pruned and N:M layers whose forwards ran
 

@@ -1,6 +1,6 @@
-"""What a captured step reads where it lies, and what Python has decided in it: `graphed_step` compares both before every call.
+"""The addresses that a captured step reads, and the Python values that it was captured with: `graphed_step` compares both before every call.
 
-Tensors are compared by identity, as a graph holds addresses, and are held here, so that no other can come to lie there; decisions by value.
+Tensors are compared by identity, and kept alive here, so that no other tensor gets their address; Python values are compared by value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Facts:
         self.modules.update(dict.fromkeys(modules))
 
     def lies(self, value: Any) -> bool:
-        """Whether a graph reads this number where it lies; of one of Python's, or of the CPU beside weights on a GPU, it holds the value."""
+        """Whether a replay reads this number from memory. A Python number, or a CPU tensor beside weights on a GPU, is part of the graph."""
         return isinstance(value, Tensor) and value.device == self.device
 
     def tensors(self) -> list[Any]:

@@ -105,7 +105,7 @@ class Graphed(Generic[T]):
         return tuple(decided.values())
 
     def _as_it_is(self) -> T:
-        """On the stream of the captures, as torch asks for before one; optimisers need not be told that this is none."""
+        """A step that is not captured, on the stream of captures, as torch asks for before one; without the warning of optimisers that nothing is captured."""
         if self._stream is None:
             return self._step()
         now = torch.cuda.current_stream()

@@ -209,7 +209,7 @@ class GuardHandle:
         self._hooks = []
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        """The hooks hold the handle, the optimiser holds the hooks: it goes when the optimiser goes. At the process's end PyTorch's modules are half gone."""
+        """The optimiser holds the hooks, and they hold the handle: this runs when the optimiser is collected. Not at exit, when PyTorch is half gone."""
         if not ends():
             left = [(g.site, g.policy) for g in self._guarded if self._is_ours(g.site)] if self._hooks else []
             self.remove()

@@ -27,7 +27,7 @@ class Held(NamedTuple):
     """The masked weights of a model, as a guard sees them."""
 
     guarded: list[Guarded]  # the optimiser steps them
-    followed: list[Followed]  # whose steps count: these, and what nobody's step moves
+    followed: list[Followed]  # whose steps are counted: the guarded ones, and weights that no optimiser moves
     others: list[Named]
 
 

@@ -74,6 +74,10 @@ def guard(
         raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
     if masked_step:
         elementwise.refuse(optimizer, masked_step == "elementwise")
+    elif any(group.get("caution") for group in optimizer.param_groups):
+        what = "a cautious step divides by the share of elements whose gradient agrees with the momentum, and masked ones have none: their layers' rate grows."
+        fix = "fxmask.guard(optimizer, model, masked_step='elementwise') shows such an optimiser the kept blocks alone."
+        warnings.warn(message(what, type(optimizer).__name__, fix), FxMaskWarning, stacklevel=2)
     if masked_step_of(optimizer):
         what = "a second guard on an optimiser whose first has masked_step, which has to be the last before the step: expected one for all of its models."
         fix = "call remove() on the first handle, and guard the models together: fxmask.guard(optimizer, nn.ModuleList([a, b]), masked_step=True)."

@@ -1,4 +1,4 @@
-"""Forwards that run after they have returned: generators and coroutines. Each of their steps counts as the forward's, and what runs in between does not."""
+"""Forwards that go on after they have returned, as generators and coroutines: their steps count as the forward's, what runs between them does not."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .kernels.errors import UnsupportedError, message
 if TYPE_CHECKING:
     from .swap import ReadWeight
 
-MOST = 64  # reads that are looked at, the last ones: a generator may read for ever, and forwards that fail leave theirs
+MOST = 64  # the last reads kept for a layer: a generator may read for ever, and a forward that fails never clears its own
 _read: weakref.WeakKeyDictionary[ReadWeight, deque[tuple[Tensor, int]]] = weakref.WeakKeyDictionary()
 _clean: weakref.WeakSet[ReadWeight] = weakref.WeakSet()
 

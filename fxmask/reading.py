@@ -37,7 +37,7 @@ def is_read(m: ReadWeight) -> bool:
 
 
 def _is_part(calls: Iterable[Called]) -> bool:
-    """Whether this is a part of an owner's forward, called by something else than this forward. From the inside to the outside."""
+    """Whether these frames, the innermost first, are a piece of an owner's forward that something else calls, as a checkpoint does in a backward."""
     part = False
     for code, names in calls:
         part = code in FORWARDS or (part and names.get("__name__") not in _READERS)

@@ -1,4 +1,4 @@
-"""Layers under a guard that the model has no longer: what was put in their place is dense, and no guard holds it."""
+"""Masked layers that the model no longer has: what was put in their place is dense, and no guard holds it."""
 
 from __future__ import annotations
 

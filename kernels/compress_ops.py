@@ -1,6 +1,7 @@
 """The op that packs a linear's input for activation pruning, and its result shared: layers that read one input (q, k and v; gate and up) save it once.
 
-A compiler sees equal calls of the op and keeps one. Eager, the packed form of an input is found again as long as a graph holds it: nothing is kept for this.
+A compiler sees equal calls of the op and keeps one. In eager mode the packed input is found through weak references while a graph holds it, and nothing is
+kept alive for this.
 """
 
 from __future__ import annotations

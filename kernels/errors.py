@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-OTHERS_SAY = {  # in papers and in other libraries: here
+OTHERS_SAY = {  # their word, in papers and other libraries: ours
     "sparsity": "ratio",
     "block_size": "block",
     "norm": "criterion",

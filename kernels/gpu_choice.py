@@ -31,7 +31,7 @@ SECONDS = {
 NARROW = {128: 1.0, 64: 1.0, 32: 1.2, 16: 1.8}
 LISTS = 10e-6  # seconds of a mask's lists, where every forward makes them (bench.csv, metadata)
 MARGIN = 1.03  # masked-dense's predicted time over ours, from which ours is taken: the fit's steps are right to 9 %, one of 21 to 15 %
-LEAST, NEVER = 1024, 1 << 40  # tokens: fewer are not recorded; and more than there are
+LEAST, NEVER = 1024, 1 << 40  # fewest tokens whose times were recorded; and more tokens than any input has
 DTYPES = (torch.bfloat16, torch.float16)
 
 

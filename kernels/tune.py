@@ -29,8 +29,8 @@ from .file_hash import file_hash
 
 FORMAT = 2
 BUDGET = 0.8  # seconds of one tune, unless LEAST turns take longer
-OVER = 3.0  # times the budget that TURNS may take
-TURNS, LEAST = 4, 2  # at least, and where those take longer still; the first one warms up
+OVER = 3.0  # times the budget that TURNS turns may take
+TURNS, LEAST = 4, 2  # fewest turns, and fewest where TURNS would take longer than that; the first one warms up
 AGAIN = 60.0  # seconds until a tune on a busy machine is repeated; twice as many after each repeat that was busy too
 FIX = "FXMASK_CACHE names another folder, FXMASK_TUNE=0 tunes nothing."
 LOG = logging.getLogger("fxmask")

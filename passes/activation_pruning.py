@@ -43,7 +43,7 @@ class ActivationPruning(Options):
         block: features of a block, which is one token high; the last one of a row may be ragged. Samples: table in `kernels.prune`.
         noise: 0: the norms decide. Else they are multiplied by 2^(noise * u), u uniform in [-1, 1], drawn anew in every forward from PyTorch's generator of
             the device, so that blocks near the threshold are drawn by lot and blocks that differ by more than 4^noise are not (ours). In eval() without
-            gradients each layer then walks the Python stack, for a reentrant checkpoint; not under `torch.inference_mode()`, nor with frozen weights.
+            gradients each layer then walks the Python stack, to recognise a reentrant checkpoint; not under `torch.inference_mode()`, nor with frozen weights.
         schedule: None, or a `Schedule` of the ratio over optimiser steps, which ends at `ratio`. How many blocks are kept is a shape, for which a model may be
             compiled anew; so the ratio moves in at most `stages` jumps, one every ceil(schedule.steps / stages) steps, each to what the schedule says then.
         affine: whether products with a parameter, y = a x (+ b), save x pruned, too, for da (ours; the source prunes inputs of linears alone): modules that are

@@ -76,8 +76,8 @@ def choose(
     found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None, model: nn.Module | None,
     others: Callable[[], list[Candidate]] = list,
 ) -> list[Decision]:  # fmt: skip
-    """Decide for every linear of a model; None: of a compiler's graphs. Raises before anything is changed; warns of patterns that match nothing, in `others`
-    (what the model has in other graphs) neither."""
+    """Decide for every linear; `model` is None for a compiler's graphs. Raises before anything is changed. Warns of patterns that match nothing here, nor in
+    `others`, the linears of the model's other graphs."""
     surround(found, model)
     included, excluded = as_patterns("include", include), as_patterns("exclude", exclude)
     defaults = exclude is None or bool(excluded)  # exclude=() switches the default exclusions off

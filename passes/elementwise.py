@@ -63,7 +63,7 @@ STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that r
 
 @cache
 def _codes() -> tuple[Any, Any]:
-    """Of the frames that call what torch.compile has compiled, and what it was told to leave alone."""
+    """Code objects of the frames that enter compiled code, and of those that enter what `torch.compiler.disable` leaves out."""
     return torch.compile(_codes, backend="eager").__code__, torch.compiler.disable(_codes).__code__
 
 

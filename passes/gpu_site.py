@@ -58,8 +58,8 @@ def least_tokens(site: Site, device: torch.device) -> int:
 def implementation(site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """What a forward asks of the op: the layer's `impl`, but for `auto` on a GPU `triton` or `masked_dense`.
 
-    `auto` is left where no kernel can run: under function transforms, for nested tensors, operands of several dtypes; and in what torch.export makes, which may
-    run elsewhere (but for strict=True in torch 2.11, which keeps the choice).
+    It stays `auto` where no kernel can run: under function transforms, for nested tensors, operands of several dtypes; and in what torch.export makes, which
+    may run elsewhere (but for strict=True in torch 2.11, which keeps the choice).
     """
     impl, least = site._fxmask_config.impl, site._fxmask_from
     if impl != "auto" or not least or x.is_nested or is_transformed(impl):

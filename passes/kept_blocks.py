@@ -44,7 +44,7 @@ class Part(NamedTuple):
 class KeptBlocks:
     """Where the kept blocks of a mask bool (NB, KB) lie in a weight of `shape`, (N, K) as a matrix; `count` of them, None where only the mask knows.
 
-    With a `count` that is not the mask's, other blocks than the kept ones are meant: the caller answers for it. Cost: 8 bytes a run held, 24 where runs do not
+    A `count` that is not the mask's selects other blocks than the kept ones: the caller must pass the right one. Cost: 8 bytes a run held, 24 where runs do not
     fill whole rows; without a count, or where runs would be shorter than SHORT, the mask expanded to a byte for each row of each block.
     """
 

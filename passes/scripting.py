@@ -1,4 +1,4 @@
-"""torch.jit.script compiles a module's source, and what masks, prunes or drops is none that it could: every such module says so before the compiler does."""
+"""torch.jit.script compiles source, and cannot compile forwards that mask, prune or drop: each such module says so first, in clearer words."""
 
 from __future__ import annotations
 

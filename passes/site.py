@@ -54,12 +54,12 @@ class Site(nn.Module):
     _fxmask_policy: str | None  # of the guard that is in force
     _fxmask_guard: object | None  # token of the guard that counts the steps
     _fxmask_choice: str  # what that guard was asked for: `auto` follows the phases
-    _fxmask_was: str | None  # of a layer that has lost its guard, as copies do: its policy
+    _fxmask_was: str | None  # policy of the guard that this layer has lost, as every copy has
     _fxmask_unguarded: bool  # a state was loaded that had a guard, and this process has made none
 
     # what forwards and loads have left
     _fxmask_called: bool  # a forward has used the mask
-    _fxmask_told: bool  # of a gradient without such a forward
+    _fxmask_told: bool  # the warning of a gradient without such a forward was given
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values

@@ -1,4 +1,4 @@
-"""Forwards of masks that count steps where nobody counts them: an error in training; in an evaluation a warning where the mask is not the one to be had.
+"""Forwards of masks that depend on steps which nobody counts: an error in training, in an evaluation a warning where the mask is out of date.
 
 So it is with a copy that averages the weights of a run: it is never stepped, and what moves its weights tells nobody.
 """

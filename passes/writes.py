@@ -23,7 +23,7 @@ IN_PLACE = (
     operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv, operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior,
     operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, setattr,
 )  # fmt: skip
-GIVE_MEMORY = ("setattr", "set_")  # of `.data`: what is written has the memory of another argument by then
+GIVE_MEMORY = ("setattr", "set_")  # writes to `.data`, after which the target shares the memory of another argument
 NO_WRITES = ("requires_grad_", "detach_", "share_memory_")  # of methods that end as writes do
 # by their last name, of torch, of torch.nn.functional, of Tensor and of ATen: they never return memory that they were given
 NEW = {
@@ -45,7 +45,7 @@ class Writes:
         self.gm = gm
         self.place = {n: i for i, n in enumerate(gm.graph.nodes)}
         self._ends: dict[tuple[str, ...], list[int]] = {}
-        self._above: dict[Key, Key] = {}  # towards what stands for all that share memory
+        self._above: dict[Key, Key] = {}  # a tree whose root stands for all tensors that share its memory
         into = []
         for n, i in self.place.items():
             targets = [*written(gm, n)]

@@ -20,7 +20,7 @@ from .layers import Layer
 from .unit import MakeOptimizer, Times, Unit
 
 LOSES = 0.95  # a gain below this is no noise
-ROUNDS, REPEATED = 9, 0.5  # over all cells, the first in all of the time, more of them in so much of it: one moment of a machine is not the next one
+ROUNDS, REPEATED = 9, 0.5  # rounds over all cells, so that none rests on one moment of the machine: the first may use all of the time, more of them half of it
 Cell = tuple[tuple[int, int], float]  # block, ratio
 
 

@@ -27,7 +27,7 @@ def launch_once(cell: Cell, registry: Mapping[str, Provider], device: torch.devi
 
 
 def launch_all(cells: Sequence[Cell], registry: Mapping[str, Provider], device: torch.device) -> list[Cell]:
-    """Launch each once, in threads; returns those that failed, be it the threads' fault."""
+    """Launch each once, in threads; returns those that failed, perhaps only because of the threads."""
     torch.zeros(1, device=device)  # the context, before the threads
     with ThreadPoolExecutor(THREADS) as pool:
         jobs = {pool.submit(launch_once, c, registry, device): c for c in cells}

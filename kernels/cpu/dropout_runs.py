@@ -15,7 +15,7 @@ from ..errors import UnsupportedError
 from ..reference import rows
 
 OFTEN = ((128, 0.1), (64, 0.2), (32, 0.5))  # a block's smaller side, and the probability from which on its runs pay; smaller ones never do
-SHARED = 0.7  # the same of sides below 64 on several threads, which such small products keep waiting
+SHARED = 0.7  # the least probability for sides below 64 on several threads, which wait on such small products
 
 DTYPES = (torch.float32, torch.float64)  # in 16 bits every run would round the sum
 

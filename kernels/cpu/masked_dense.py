@@ -19,7 +19,8 @@ from .. import reference
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FINE = 4  # rows that must share a row of bits: an int32 for each of so many elements is what a bool mask of all of them takes
-FEW, MANY = 1 << 13, 1 << 16  # weight elements from which an and is worth three calls more than `torch.where`, and rows of bits some views
+# weight elements from which an integer `and` repays its three extra calls over `torch.where`, and from which rows of bits repay their views
+FEW, MANY = 1 << 13, 1 << 16
 
 
 @lru_cache(maxsize=256)

@@ -137,6 +137,7 @@ def test_who_takes_part():
     assert fxmask.allocate(mlp(), 0.5, "erk", overrides={"*": dict(ratio=0.25)}) == {}
 
 
+@pytest.mark.filterwarnings("ignore:allocation by:fxmask.FxMaskWarning")
 def test_nothing_is_changed():
     model = Residual()
     before = copy.deepcopy(model.state_dict())
@@ -198,3 +199,14 @@ def test_wrong_use_of_apply():
 
 def test_meta_weights_will_do_where_only_shapes_count():
     assert fxmask.allocate(meta(), 0.5, "erk") == fxmask.allocate(mlp(), 0.5, "erk")
+
+
+@pytest.mark.parametrize("method", ["global", "flop", "byte"])
+def test_a_layer_that_is_nearly_cut_out_is_told_of(method):
+    """Fresh weights: PyTorch's initialiser gives wide rows small values."""
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)), torch.zeros(4, 64) if method == "flop" else None
+    with pytest.warns(fxmask.FxMaskWarning, match=rf"(?s)by '{method}' nearly cuts layers out.*where: 2 \(\d of 128 blocks\).*'erk'") as caught:
+        found = fxmask.allocate(model, 0.5, method, inputs=inputs)
+    assert found.kept["2"] < 6 and len(caught) == 1 and caught[0].filename == __file__
+    assert min(fxmask.allocate(model, 0.5, "erk").kept.values()) > 50
