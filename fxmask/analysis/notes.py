@@ -1,4 +1,4 @@
-"""What an analysis could not count as it is, in words: masks without values, forwards alone, what `impl="auto"` is taken for, masks of a backend."""
+"""What an analysis could not count as it is, in words: masks without values, rebuilds, forwards alone, what `impl="auto"` is taken for, masks of a backend."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from ..kernels import layer_cost
+from ..kernels.grid import matrix_shape
 from ..passes.capture import Recording
+from ..passes.masked_rules import implementation
 from ..passes.traced import backend_of
-from ..passes.work import Work
+from ..passes.work import Target, Work
 
 AUTO_MASKS = (
     "impl='auto' is counted as the kernels that skip blocks. On CUDA it takes them where a model fitted to recorded runs says that they pay (see "
@@ -34,6 +37,8 @@ def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | No
     ratios = {(s._fxmask_config.ratio_at(s._fxmask_step), s._fxmask_given.final_ratio) for s in sites}
     for now, end in sorted(p for p in ratios if p[0] != p[1]):
         yield f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}."
+    if recording.backward:
+        yield from _of_rebuilds(recording, impl)
     if impl is None and any(s._fxmask_config.impl == "auto" and not s._fxmask_from and not isinstance(s, nn.Conv2d) for s in sites):
         yield AUTO_MASKS
     if any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
@@ -52,6 +57,24 @@ def _of_unknown_masks(recording: Recording) -> Iterator[str]:
     if recording.uncounted:
         what = f"{len(recording.uncounted)} masked weights come without the number of their kept blocks: they are counted as dense, an upper bound; "
         yield f"{what}analyse the model itself."
+
+
+def _of_rebuilds(recording: Recording, impl: str | None) -> Iterator[str]:
+    """Cached masks: the tables have one step, op by op, and most steps rebuild none. Masks that take in scores have words of their own (`dynamics`)."""
+    moved: dict[int, list[int]] = {}
+    for name, site in recording.sites.items():
+        c, p = site._fxmask_config, recording.parameters.get(name)  # a weight that several layers share is there once
+        if p is None or c.refresh <= 1 or c.remembers:
+            continue
+        shape, triton = matrix_shape(p.shape), implementation(c.impl, Target(impl=impl or "")) == "triton" and not isinstance(site, nn.Conv2d)
+        cost = layer_cost.block_index(shape, c.block, recording.size(p) // p.numel(), triton)
+        moved.setdefault(c.refresh, []).append((cost + layer_cost.strip_lists(shape, c.block) if triton else cost).bytes_min)
+    for every, each in sorted(moved.items()):
+        total = sum(each) / 1e6
+        yield (
+            f"{len(each)} masks are cached and rebuilt every {every} steps (refresh={every}), which no table and no sentence here counts: a rebuild moves "
+            f"{total:.4g} MB, {total / every:.4g} MB a step."
+        )
 
 
 def _ragged_weights(recording: Recording) -> set[str]:

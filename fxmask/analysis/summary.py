@@ -11,6 +11,7 @@ from ..passes.work import Work
 from . import roofline, tables, traffic
 from .devices import Device
 
+MAKING = ("fxmask.block_index", "fxmask.strip_lists")  # of masks and their lists, in forwards
 NAMES = {"fwd": "fwd", "recompute": "recompute", "dX": "bwd_dx", "dW": "bwd_dw", "db": "bwd_db", "opt": "opt"}
 
 
@@ -86,13 +87,12 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     low, plain = sum(w.cost.bytes_min for w in masked), sum(roofline.dense_of(w).cost.bytes_min for w in masked)
     flop, dense = sum(w.cost.flop_useful for w in masked), sum(w.flop_dense for w in masked)
     weights = sum(_weight_bytes(roofline.dense_of(w)) for w in masked)
-    less_flop, less_bytes = 1 - flop / dense if dense else 0, 1 - low / plain if plain else 0
-    said = [f"Masked layers: {less_flop:.1%} of their FLOP are left out, and {less_bytes:.1%} of their compulsory bytes"]
-    said[0] += f" ({plain / 1e6:.4g} -> {low / 1e6:.4g} MB a step)."
+    added = [w for w in works if w.extra and w.launches and w.phase != "opt"]  # the guard's own masks are in the masked step's rows
+    said = [_left_out(1 - flop / dense if dense else 0, plain, low, added)]
     if plain and weights / plain < 0.5:
         said.append(
-            f"Activations dominate: of those bytes {1 - weights / plain:.1%} are activations and their gradients, which a weight mask does not shrink; "
-            "fewer tokens a step, or wider layers, make weights count."
+            f"Activations dominate: of the dense layers' bytes {1 - weights / plain:.1%} are activations and their gradients, which a weight mask does not "
+            "shrink; fewer tokens a step, or wider layers, make weights count."
         )
     by_bound = Counter(max(b := roofline.bounds(w, device, tf32), key=lambda n: b[n]) for w in masked)
     t, t_dense = sum(roofline.seconds(w, device, tf32) for w in masked), sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in masked)
@@ -110,6 +110,11 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
         share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
         which = "Other ops, the masked step among them," if any(w.dense for w in others) else "Ops that no mask touches"
         said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f} times as fast as dense.")
+        made = sum(roofline.seconds(w, device, tf32) for w in added)
+        bare = (t_dense + rest_dense) / (t + rest - made) if t + rest > made else gain
+        if f"{bare:.2f}" != f"{gain:.2f}":  # a dense step has none of it, and no share of the step's time names it
+            what = _named(added)
+            said[-1] += f" {what[0].upper()}{what[1:]} takes {1e6 * made:.4g} us, which a dense step does not have: without it at most {bare:.2f} times."
     issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
     if "masked_dense" in impls:
         said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
@@ -121,6 +126,26 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
             f"features in steps of 64, wherever {which} is kept."
         )
     return said
+
+
+def _left_out(less_flop: float, plain: int, low: int, added: list[Work]) -> str:
+    """The shares of FLOP and compulsory bytes that masks leave out, with and without what makes the masks. plain, low: bytes of matmuls, dense and masked."""
+    more = sum(w.cost.bytes_min for w in added)
+    with_it, without = (1 - b / plain if plain else 0 for b in (low + more, low))
+    said = f"Masked layers: {less_flop:.1%} of their FLOP are left out, and {with_it:.1%} of their compulsory bytes"
+    said += f" ({plain / 1e6:.4g} -> {(low + more) / 1e6:.4g} MB a step)"
+    if not more:
+        return f"{said}."
+    said += f": {without:.1%} (-> {low / 1e6:.4g} MB) without {_named(added)}, which moves {more / 1e6:.4g} MB."
+    built = any(w.op == "fxmask.block_index" for w in added)
+    return f"{said} Masks are made in every forward; refresh=N makes them every N steps." if built else said
+
+
+def _named(added: list[Work]) -> str:
+    """What a dense step does not have, with the names of its ops, which are those of the tables."""
+    ops = dict.fromkeys(w.op for w in added)
+    what = "making the masks" if set(ops) <= set(MAKING) else "what makes and applies masks"
+    return f"{what} ({', '.join(o.rpartition('.')[2] for o in ops)})"
 
 
 def _weight_bytes(w: Work) -> int:

@@ -79,6 +79,10 @@ def masked_rows(report):
     return [r for r in report.tables["nodes"] if r["nnzb"] is not None and r["m"]]
 
 
+def making_rows(report):
+    return [r for r in report.tables["nodes"] if r["op"] in ("fxmask.block_index", "fxmask.strip_lists")]
+
+
 def dense_rows(plain, report):
     """The same ops of the dense model, which has other names for them."""
     wanted = {(r["module"], r["phase"]) for r in masked_rows(report)}
@@ -105,11 +109,15 @@ def test_the_sentences_follow_from_the_numbers(case):
     # what is left out
     line = said(report, "Masked layers:")
     flop, dense_flop = sum(r["flop"] for r in rows), sum(r["flop"] for r in dense)
-    low = sum(r["bytes_min"] for r in rows)
+    low, making = sum(r["bytes_min"] for r in rows), sum(r["bytes_min"] for r in making_rows(report))
     assert number(r"Masked layers: (-?[\d.]+)%", line) == pytest.approx(100 * (1 - flop / dense_flop), abs=0.051)
     # the dense matmuls of the tables, but for a transposed input's bias, which the dense layer adds apart
-    before, after = number(r"\(([\d.e+]+) ->", line), number(r"-> ([\d.e+]+) MB", line)
-    assert after == pytest.approx(low / 1e6, rel=1e-3) and before == pytest.approx(sum(r["bytes_min"] for r in dense) / 1e6, rel=1e-3)
+    before, after, bare = number(r"\(([\d.e+]+) ->", line), number(r"-> ([\d.e+]+) MB a step", line), number(r"\(-> ([\d.e+]+) MB\)", line)
+    plain_bytes = sum(r["bytes_min"] for r in dense)
+    assert before == pytest.approx(plain_bytes / 1e6, rel=1e-3)
+    assert after == pytest.approx((low + making) / 1e6, rel=1e-3) and bare == pytest.approx(low / 1e6, rel=1e-3)
+    for pattern, moved in ((r"and (-?[\d.]+)% of their compulsory", low + making), (r"a step\): (-?[\d.]+)%", low)):
+        assert number(pattern, line) == pytest.approx(100 * (1 - moved / plain_bytes), abs=0.5 if name == "s12" else 0.051)
 
     # activations: the weights' part of the dense matmuls' bytes
     keys = {(r["node"], r["phase"], r["op"]) for r in dense}
@@ -154,8 +162,48 @@ def test_the_whole_step(case):
     whole = said(report, "whole step is at most")
     t, t_dense = report.summary["t_min_us"], report.summary["t_dense_min_us"]
     assert number(r"at most ([\d.]+) times as fast as dense\.", whole) == pytest.approx(t_dense / t, abs=0.006)
+    made = 1e-6 * sum(r["t_min_us"] for r in report.tables["roofline"] if r["op"] in ("fxmask.block_index", "fxmask.strip_lists"))
+    bare = t_dense / (t - 1e6 * made)
+    assert ("Making the masks" in whole) == (f"{bare:.2f}" != f"{t_dense / t:.2f}")
+    if "Making the masks" in whole:
+        assert number(r"takes ([\d.e+]+) us", whole) == pytest.approx(1e6 * made, rel=1e-3)
+        assert number(r"without it at most ([\d.]+) times", whole) == pytest.approx(bare, abs=0.006)
     if name != "s12":  # there the dense layers of transposed inputs add their bias in an op of its own
         assert t_dense == pytest.approx(plain.summary["t_min_us"], rel=1e-9)
+
+
+def test_masks_that_every_forward_makes_are_counted():
+    """Few tokens: the whole weight is read for its mask, and the sentences say it; by hand, 2 x 4096 x 16384 bf16 weights are 268.4 MB."""
+    report, plain = analyze("mlp-64", 64, ratio=0.9), _known.setdefault("mlp-64", analyze("mlp-64"))
+    line, whole = said(report, "Masked layers:"), said(report, "whole step is at most")
+    assert "without making the masks (block_index, strip_lists), which moves 269 MB. Masks are made in every forward; refresh=N makes them" in line
+    assert "Making the masks (block_index, strip_lists) takes" in whole
+    moved = [sum(r["bytes_min"] for r in a.tables["traffic"] if r["phase"] != "opt") / 1e6 for a in (plain, report)]
+    before, after = number(r"\(([\d.e+]+) ->", line), number(r"-> ([\d.e+]+) MB a step", line)
+    assert before - after == pytest.approx(moved[0] - moved[1], abs=0.2), "what the tables say that a step saves"
+
+
+def small(refresh, backward="masked"):
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), ratio=0.5, block=(32, 32), refresh=refresh, backward=backward)
+    fxmask.step(model, 0)
+    return model
+
+
+def test_rebuilds_of_cached_masks_are_named():
+    """What is left out of the tables is said, with as many bytes as a forward that makes the masks would move."""
+    x = torch.empty(8, 64)
+    each = sum(r["bytes_min"] for r in making_rows(fxmask.analyze(small(1), x, device=H100))) / 1e6
+    report = fxmask.analyze(small(10), x, device=H100)
+    assert not making_rows(report)
+    line = said(report, "rebuilt every 10 steps")
+    assert line.startswith("2 masks are cached and rebuilt every 10 steps (refresh=10), which no table and no sentence here counts")
+    assert number(r"a rebuild moves ([\d.]+) MB", line) == pytest.approx(each, rel=1e-3)
+    assert number(r", ([\d.]+) MB a step", line) == pytest.approx(each / 10, rel=1e-3)
+    assert "compulsory" in said(report, "Masked layers:") and "making" not in said(report, "Masked layers:")
+    for model, options in ((small(0), {}), (small(1), {}), (small(10), {"phases": ("fwd",)})):
+        assert not said(fxmask.analyze(model, x, device=H100, **options), "rebuilt every")
+    plain = said(fxmask.analyze(small(10), x, device=H100, impl="reference"), "rebuilt every 10 steps")
+    assert number(r"a rebuild moves ([\d.]+) MB", plain) < each, "no lists"
 
 
 def test_dense_models_have_their_own_words():
