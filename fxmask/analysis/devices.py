@@ -36,6 +36,7 @@ class Device:
     l2_bytes: size of the last cache before DRAM.   launch_s: assumed seconds from one small kernel to the next.
     dense_tile: (tokens, features) of the tile within which a dense matmul reads each operand once, clusters that share loads included.
     line_bytes, sector_bytes: what a cache allocates and what it moves.   source: where all this is from.
+    is_cpu: masked layers run as strips of PyTorch's matmuls there, which no row counts: no speed-up is bounded.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Device:
     source: str
     line_bytes: int = 128  # with sectors of 32 bytes in L1 and L2: NVIDIA developer forum, thread 312884
     sector_bytes: int = 32
+    is_cpu: bool = False
 
     def peak(self, dtype: torch.dtype | str) -> float | None:
         """Dense FLOP/s in a dtype or a mode ("tf32"); None where the table has no figure, such as fp8 on an A100."""
@@ -206,6 +208,7 @@ def _measured(threads: int) -> Device:
         source=source,
         line_bytes=64,
         sector_bytes=64,
+        is_cpu=True,
     )
 
 

@@ -13,6 +13,7 @@ from ..passes.capture import Recording
 from ..passes.masked_rules import implementation
 from ..passes.traced import backend_of
 from ..passes.work import Target, Work
+from .devices import Device
 
 AUTO_MASKS = (
     "impl='auto' is counted as the kernels that skip blocks. On CUDA it takes them where a model fitted to recorded runs says that they pay (see "
@@ -28,7 +29,7 @@ BACKEND = (
 )
 
 
-def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | None) -> Iterator[str]:
+def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | None, device: Device) -> Iterator[str]:
     """One sentence each."""
     yield from _of_unknown_masks(recording)
     if not recording.backward and "dX" not in {w.phase for w in works}:
@@ -39,9 +40,10 @@ def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | No
         yield f"Masks are as they are now: a ratio of {now:.4g}, by schedule or start; at its end it is {end:.4g}."
     if recording.backward:
         yield from _of_rebuilds(recording, impl)
-    if impl is None and any(s._fxmask_config.impl == "auto" and not s._fxmask_from and not isinstance(s, nn.Conv2d) for s in sites):
+    on_gpu = impl is None and not device.is_cpu  # of a CPU the summary says what is not counted
+    if on_gpu and any(s._fxmask_config.impl == "auto" and not s._fxmask_from and not isinstance(s, nn.Conv2d) for s in sites):
         yield AUTO_MASKS
-    if any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
+    if not device.is_cpu and any(c.op == "fxmask.drop_mask" and c.named["impl"] == "auto" for c in recording.calls):
         yield AUTO_DROPOUT
     if backend_of(model) == "fxmask":
         yield BACKEND

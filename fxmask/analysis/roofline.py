@@ -51,7 +51,7 @@ def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:
     c, found = work.cost, bounds(work, device, tf32)
     plain = dense_of(work)
     t, t_dense = max(found.values()), seconds(plain, device, tf32)
-    peak = _peak(work, device, tf32)
+    peak, bounded = _peak(work, device, tf32), work.dense is not None and not device.is_cpu
     return {
         "ai_dram": c.flop_useful / c.bytes_min if c.bytes_min else None,
         "ai_l2": c.flop_useful / c.bytes_req if c.bytes_req else None,
@@ -60,7 +60,7 @@ def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:
         "bound": max(found, key=lambda k: found[k]),
         "t_min_us": 1e6 * t,
         "t_dense_min_us": 1e6 * t_dense if work.dense is not None else None,
-        "speedup_bound": t_dense / t if work.dense is not None and t else None,
-        "l2_bw_to_tie": c.bytes_req / t_dense / 1e12 if work.dense is not None and t_dense else None,
+        "speedup_bound": t_dense / t if bounded and t else None,
+        "l2_bw_to_tie": c.bytes_req / t_dense / 1e12 if bounded and t_dense else None,
         "dram_est_us": 1e6 * traffic.total(traffic.operands(work, device), "bytes_dram_est") / device.dram_bytes_s,
     }

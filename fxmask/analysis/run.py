@@ -177,7 +177,7 @@ def _report(
         "peaks_source": device.source,
         **{f"run_{k}" if k == "device" else k: v for k, v in provenance(where).items()},
     }
-    notes = [*totals.words(works, device, tf32, shares), *optimiser.words(works), *notes_of(model, recording, works, impl)]
+    notes = [*totals.words(works, device, tf32, shares), *optimiser.words(works), *notes_of(model, recording, works, impl, device)]
     title = f"fxmask.analyze: {type(model).__name__}, inputs {', '.join(shapes)}, on {device.name}"
     return Analysis(title, found, notes, summary, meta, lambda node: explain(node, works, names, device, tf32))
 

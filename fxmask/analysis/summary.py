@@ -12,6 +12,12 @@ from . import roofline, tables, traffic
 from .devices import Device
 
 MAKING = ("fxmask.block_index", "fxmask.strip_lists")  # of masks and their lists, in forwards
+CPU_STRIPS = (
+    "No bound of the speed-up is stated for a CPU: what masks leave out runs there by strips of PyTorch's own matmuls, or densely, whichever is expected to be "
+    "faster, and neither is modelled. Rows of impl triton count the kernels of GPUs: their bytes, issued FLOP and t_min are none of this CPU's. "
+    "fxmask.advise times a dense model's layers here."
+)
+CPU_DENSE = "No bound of the speed-up is stated for a CPU, whose caches least times leave out; fxmask.advise times a dense model's layers here."
 NAMES = {"fwd": "fwd", "recompute": "recompute", "dX": "bwd_dx", "dW": "bwd_dw", "db": "bwd_db", "opt": "opt"}
 
 
@@ -71,11 +77,12 @@ def rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, float]) -> list[str]:
     """What the numbers say, one sentence each, with the numbers."""
-    said = ["A FLOP ratio is not a speed-up; t_min is a lower bound; L1 hits and bank conflicts are not modelled."]
+    masked = [w for w in works if w.dense is not None and w.phase != "opt"]
+    of_what = " where nothing is masked" if masked and device.is_cpu else ""
+    said = [f"A FLOP ratio is not a speed-up; t_min is a lower bound{of_what}; L1 hits and bank conflicts are not modelled."]
     if min(covered.values()) < 100:
         parts = ", ".join(f"{v:.1f} % of {n.removesuffix('_pct')}" for n, v in covered.items())
         said.append(f"Totals are lower bounds (>=): covered are {parts}; table coverage names the ops, register_cost adds one.")
-    masked = [w for w in works if w.dense is not None and w.phase != "opt"]
     if masked:
         return said + _of_masked(masked, works, device, tf32)
     if any(w.extra for w in works):
@@ -94,6 +101,26 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
             f"Activations dominate: of the dense layers' bytes {1 - weights / plain:.1%} are activations and their gradients, which a weight mask does not "
             "shrink; fewer tokens a step, or wider layers, make weights count."
         )
+    issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
+    if not device.is_cpu:
+        said += _of_times(masked, added, works, device, tf32)
+    if "masked_dense" in impls:
+        said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
+    elif flop and issued > 1.5 * flop and not device.is_cpu:
+        blocks = ", ".join(f"{a}x{b}" for a, b in sorted({w.block for w in masked if w.block}))
+        which = f"any of their blocks ({blocks})" if blocks else "anything in them"
+        said.append(
+            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: tensor cores take whole tiles, 128 tokens or more by 64 or 128 "
+            f"features in steps of 64, wherever {which} is kept."
+        )
+    if device.is_cpu:
+        said.append(CPU_DENSE if impls <= {"masked_dense"} else CPU_STRIPS)
+    return said
+
+
+def _of_times(masked: list[Work], added: list[Work], works: list[Work], device: Device, tf32: bool) -> list[str]:
+    """What least times bound: the masked ops, by which roof, and the whole step. added: what a dense step does not have."""
+    said = []
     by_bound = Counter(max(b := roofline.bounds(w, device, tf32), key=lambda n: b[n]) for w in masked)
     t, t_dense = sum(roofline.seconds(w, device, tf32) for w in masked), sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in masked)
     parts = ", ".join(f"{n} {c}" for n, c in by_bound.most_common())
@@ -115,16 +142,6 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
         if f"{bare:.2f}" != f"{gain:.2f}":  # a dense step has none of it, and no share of the step's time names it
             what = _named(added)
             said[-1] += f" {what[0].upper()}{what[1:]} takes {1e6 * made:.4g} us, which a dense step does not have: without it at most {bare:.2f} times."
-    issued, impls = sum(w.cost.flop_issued for w in masked), {w.impl for w in masked}
-    if "masked_dense" in impls:
-        said.append("Layers with impl masked_dense multiply by W∘M densely: they issue all dense FLOP and move more bytes than a dense layer.")
-    elif flop and issued > 1.5 * flop:
-        blocks = ", ".join(f"{a}x{b}" for a, b in sorted({w.block for w in masked if w.block}))
-        which = f"any of their blocks ({blocks})" if blocks else "anything in them"
-        said.append(
-            f"Of {issued / 1e9:.4g} GFLOP that the kernels issue, {flop / 1e9:.4g} are useful: tensor cores take whole tiles, 128 tokens or more by 64 or 128 "
-            f"features in steps of 64, wherever {which} is kept."
-        )
     return said
 
 
@@ -144,7 +161,7 @@ def _left_out(less_flop: float, plain: int, low: int, added: list[Work]) -> str:
 def _named(added: list[Work]) -> str:
     """What a dense step does not have, with the names of its ops, which are those of the tables."""
     ops = dict.fromkeys(w.op for w in added)
-    what = "making the masks" if set(ops) <= set(MAKING) else "what makes and applies masks"
+    what = "making the masks" if set(ops) <= set(MAKING) else "the extra work of masks"
     return f"{what} ({', '.join(o.rpartition('.')[2] for o in ops)})"
 
 

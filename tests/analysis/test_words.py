@@ -235,6 +235,41 @@ def test_a_measured_l2(bandwidth):
     assert sum(r["t_min_us"] for r in roofs) == pytest.approx(1e6 * sum(least(r, replace(H100, l2_bytes_s=bandwidth)) for r in rows))
 
 
+CPU = devices.Device("cpu (made up)", {"fp32": 1e11}, 2e10, 1 << 25, None, 1e-6, (256, 256), "made up", 64, 64, is_cpu=True)
+
+
+def test_a_cpu_bounds_no_speed_up():
+    """What runs there is not what is counted: least times of GPU kernels were beaten, so that none is called a bound."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), ratio=0.9, block=(16, 16), refresh=0)
+    x = torch.empty(512, 1024)
+    report, gpu = (fxmask.analyze(model, x, device=d, optimizer=None) for d in (CPU, H100))
+    text = "\n".join(report.notes)
+    for words in ("at most", "L2", "tensor cores", "impl='auto'", "CUDA", "bound by"):
+        assert words not in text and (words in "\n".join(gpu.notes)), words
+    assert said(report, "No bound of the speed-up is stated for a CPU: what masks leave out runs there by strips of PyTorch's own matmuls")
+    assert "t_min is a lower bound where nothing is masked" in report.notes[0]
+    assert said(report, "Masked layers:") == said(gpu, "Masked layers:") and not said(gpu, "No bound")
+    for r, g in zip(report.tables["roofline"], gpu.tables["roofline"], strict=True):
+        assert r["speedup_bound"] is None and r["l2_bw_to_tie"] is None and (g["speedup_bound"] is None) == (r["t_dense_min_us"] is None)
+    plain = fxmask.analyze(model, x, device=CPU, optimizer=None, impl="reference")
+    assert said(plain, "Layers with impl masked_dense") and said(plain, "No bound of the speed-up is stated for a CPU, whose caches")
+    assert not said(plain, "at most")
+    dense = fxmask.analyze(nn.Linear(64, 64), torch.empty(4, 64), device=CPU)
+    assert not said(dense, "No bound") and "t_min is a lower bound;" in dense.notes[0]
+    assert devices.cpu().is_cpu and not any(d.is_cpu for d in devices.DEVICES.values())
+
+
+@pytest.mark.parametrize(("config", "extra"), [(fxmask.ActivationPruning(0.5, 16), "compress"), (fxmask.BlockDropout(0.5, block=(16, 16)), "drop_mask")])
+def test_other_systems(config, extra):
+    """Their extra work is named by its ops, and no refresh makes it rarer; a CPU bounds no speed-up of theirs either."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), config)
+    gpu, cpu = (fxmask.analyze(model, torch.empty(64, 64), device=d) for d in (H100, CPU))
+    line = said(gpu, "Masked layers:")
+    assert "without the extra work of masks (" in line and extra in line and "refresh" not in line
+    text = "\n".join(cpu.notes)
+    assert "No bound of the speed-up is stated for a CPU" in text and "at most" not in text and "CUDA" not in text
+
+
 def test_a_schedule_on_its_way():
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.8, block=(16, 16), schedule=fxmask.Schedule("linear", steps=10))
     fxmask.step(model, 5)
