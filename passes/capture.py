@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels.errors import FxMaskError, UnsupportedError, message
 from .calls import Call, Place, storage_of
-from .fakes import Fakes, swap
+from .fakes import Fakes, quiet, swap
 from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Recorder
 from .site import Site
@@ -114,7 +114,7 @@ def capture(
         metadata = [t for m in masks if m._fxmask_mask is not None for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
         before = {storage_of(t) for t in (*map(faked, inputs), *metadata)}
         run = _Nodes(gm, recorder).run if gm is not None else root
-        with mode:
+        with mode, quiet():
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
         read = {name for c in recorder.calls for p in c.inputs for name in p.weight.split("+")}
         idle = kept_of_idle(sites, parameters, read)

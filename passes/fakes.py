@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +18,23 @@ from . import pruning_schedule, ranks
 from . import site as state
 from .calls import typical_mask
 from .site import Site
+
+FAKES_LOG = "torch._subclasses.fake_tensor"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, an op that refuses its operands is told of by what it raises alone: PyTorch logs a traceback, too. Records of other threads pass."""
+    thread, log = threading.get_ident(), logging.getLogger(FAKES_LOG)
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or threading.get_ident() != thread
+
+    log.addFilter(passes)
+    try:
+        yield
+    finally:
+        log.removeFilter(passes)
 
 
 class Fakes:

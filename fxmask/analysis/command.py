@@ -23,11 +23,20 @@ from .report import SUFFIX, TABLES, Analysis
 from .run import IMPLS, analyze
 
 FORMATS = tuple(SUFFIX)
+WITHOUT_VALUES = (
+    "This command builds its model on the meta device: weights that its code seeds or loads have no values here, and masks are not theirs; "
+    "fxmask.analyze(model, inputs) reads the weights of a model that you built."
+)
+ABOUT = """FLOP and memory movement of a model, layer by layer, dense or masked, without a GPU.
+
+The model is built on the meta device where it can be: without memory, and without the values of its weights, seeded and loaded ones included. Their masks are
+drawn at random, with exactly as many kept blocks as real ones have; fxmask.analyze(model, inputs), in Python, reads real weights."""
 MASK_OPTIONS = ("block", "backward", "criterion", "include", "exclude")  # of `fxmask.apply`, beside the ratio
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", help="timm:resmlp_12_224, torchvision:vit_b_16, or package.module:callable")
+    p.description = ABOUT
+    p.add_argument("model", help="timm:resmlp_12_224, torchvision:vit_b_16, or package.module:callable; built without its weights' values")
     p.add_argument("--input", action="append", required=True, metavar="SHAPE", help="1x3x224x224 or 2x128:int64; once for each argument of the model")
     add_mask_options(p)
     p.add_argument("--impl", choices=IMPLS, default=None, help="count masked layers as these kernels")
@@ -101,6 +110,8 @@ def main(a: argparse.Namespace) -> int:
         masked(model, a)
         report = run()
     assert report is not None
+    if any("have no values" in n for n in report.notes):
+        report.notes.append(WITHOUT_VALUES)
     said = _said(a, report, plain)  # before anything is written: what cannot be said leaves no files
     if a.plot:
         plots.available()

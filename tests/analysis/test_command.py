@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -94,6 +95,32 @@ def test_masked(capsys):
 def test_kinds_of_models(capsys, spec):
     code, out, _ = run(capsys, f"{SPEC}:{spec}", "--input", "7x64", "--format", "json")
     assert code == 0 and json.loads(out)["summary"]["flop"]["fwd"] == 2 * 7 * (64 * 96 + 96 * 32 if spec != "Reads" else 64 * 64)
+
+
+def test_weights_without_values_are_told_of(capsys):
+    """The command builds on the meta device; a model that cannot be built there has its weights, and so has one that is there already."""
+    masked = ("--input", "7x64", "--ratio", "0.5", "--block", "32")
+    what = "This command builds its model on the meta device: weights that its code seeds or loads have no values here"
+    for form in ([], ["--compare"], ["--format", "json"]):
+        code, out, _ = run(capsys, f"{SPEC}:net", *masked, *form)
+        assert code == 0 and out.count(what) == 1 and out.count("drawn at random") == 1
+    assert what not in run(capsys, f"{SPEC}:made", *masked)[1] and what not in run(capsys, f"{SPEC}:Reads", *masked)[1]
+    assert what not in run(capsys, f"{SPEC}:net", "--input", "7x64")[1], "nothing is masked"
+
+
+def test_the_help_says_what_is_built(capsys):
+    with pytest.raises(SystemExit):
+        main(["analyze", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "built on the meta device where it can be" in out and "the values of its weights, seeded and loaded ones included" in out
+
+
+def test_a_wrong_input_is_one_message():
+    """In a process of its own, whose error stream PyTorch's log writes to."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    args = [sys.executable, "-m", "fxmask", "analyze", f"{SPEC}:net", "--input", "7x65", "--device", "h100-sxm"]
+    done = subprocess.run(args, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2 and done.stderr.startswith("fxmask: ") and len(done.stderr.splitlines()) == 3, done.stderr
 
 
 def test_several_inputs(capsys):

@@ -1,6 +1,8 @@
 """What `fxmask.analyze` cannot serve: each error says what was expected, where, and how to go on."""
 
 import builtins
+import logging
+import threading
 import warnings
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fxmask
 from fxmask.analysis import plots
 from fxmask.errors import ConfigError, FxMaskError, UnsupportedError
+from fxmask.passes.fakes import quiet
 from fxmask.passes.work import RULES
 
 X = torch.randn(3, 16)
@@ -290,6 +293,29 @@ def test_without_optional_packages(report, monkeypatch, tmp_path):
     with pytest.raises(ImportError, match="pandas"):
         report.to_pandas("nodes")
     assert report.text("nodes") and not list(tmp_path.iterdir())
+
+
+def test_a_wrong_input_is_told_of_once():
+    """PyTorch's fake tensors log a traceback of their own: not during the run, and as before after it; another thread's are not ours to hide."""
+    log, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    before = list(log.filters), log.level, log.disabled
+    log.addHandler(handler)
+    try:
+        with pytest.raises(UnsupportedError, match=r"a and b must have same reduction dim"):
+            fxmask.analyze(nn.Linear(64, 32), torch.empty(7, 65), device="h100-sxm")
+        assert not seen and (list(log.filters), log.level, log.disabled) == before
+        log.error("afterwards")
+        with quiet():
+            log.error("here")
+            log.warning("no error")
+            other = threading.Thread(target=log.error, args=("there",))
+            other.start()
+            other.join()
+        assert seen == ["afterwards", "no error", "there"]
+    finally:
+        log.removeHandler(handler)
 
 
 def test_all_errors_have_one_root():
