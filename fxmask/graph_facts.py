@@ -5,7 +5,7 @@ Tensors are compared by identity, and kept alive here, so that no other tensor g
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,6 @@ class Facts:
         """Of all optimisers, as they are now."""
         return [group for o in self.optimizers for group in o.param_groups]
 
-    def _state(self) -> Iterator[Any]:
-        """What the optimisers hold of each parameter."""
-        return (value for o in self.optimizers for state in o.state.values() for value in state.values())
-
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Compare these, too."""
         self.modules.update(dict.fromkeys(modules))
@@ -51,7 +47,10 @@ class Facts:
 
     def tensors(self) -> list[Any]:
         """What is compared by identity; sites' masks and scalars are rewritten in place from now on."""
-        found = [*self._state()]
+        found: list[Any] = []
+        for o in self.optimizers:
+            for state in o.state.values():
+                found += state.values()
         for group in self.groups:
             found += group["params"]
             found += [v for v in group.values() if isinstance(v, Tensor)]
@@ -73,7 +72,6 @@ class Facts:
         return {
             "numbers of the optimiser": numbers(self.groups, self),
             "where parameters lie, or whether they are trained": tuple((p.data_ptr(), p.requires_grad) for group in self.groups for p in group["params"]),
-            "where the optimiser's state lies": tuple(t.data_ptr() for t in self._state() if isinstance(t, Tensor)),
             "where tensors of the modules lie": tuple(t.data_ptr() for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None),
             "classes of modules, their children, or whether they train": tuple((m.__class__, m.training, len(m._modules)) for m in modules),
             "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
