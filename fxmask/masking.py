@@ -10,7 +10,7 @@ from torch import nn
 
 from .allocating import allocated
 from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, START, check_model, configs_of
-from .backend_watch import forget
+from .backend_watch import forget, seen
 from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_reads
@@ -33,6 +33,7 @@ from .passes.nm_mask import NMMask
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
+from .passes.traced import backend_of
 from .passes.weight_mask import MaskWeights, RestoreLinears
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, sites
@@ -144,6 +145,7 @@ def restore(model: M) -> M:
     expect_module(model, "fxmask.restore")
     inputs = any_pruned(model) or any_dropped(model)
     if not any_masked(model) and not inputs and not any_nm(model):
+        _refuse_compiled(model)
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
@@ -160,6 +162,14 @@ def restore(model: M) -> M:
         m.__dict__.pop(REASONS, None)
         m.__dict__.pop(SELECTED, None)
     return model
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """StateError for a model that graphs of the compiler backend mask: in it there is nothing to take back."""
+    if backend_of(model) == "fxmask" or any((done := seen(p)) is not None and done.changes for p in model.parameters()):
+        what = "fxmask.restore: the masks of this model live in the graphs that backend='fxmask' has compiled: expected a model that fxmask.apply has changed."
+        fix = "call the model that torch.compile was given, which is dense (after model.compile(): torch.compiler.set_stance('force_eager'))."
+        raise StateError(message(what, type(model).__name__, f"{fix} fxmask.explain lists what graphs mask."))
 
 
 def _stream_names(decisions: list[Decision]) -> dict[int, str]:

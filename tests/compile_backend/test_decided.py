@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from compile_backend.helpers import Wrap, compiled
+from compile_backend.helpers import OPTIONS, Wrap, compiled
+from sample_models import mlp
 from torch import nn
 
 import fxmask
@@ -83,6 +84,20 @@ def test_a_dense_graph_is_for_no_layer_of_a_plain_model():
         call(x)
     torch._dynamo.reset()
     assert not torch.equal(other(x), dense(plain, x))
+
+
+def test_restore_says_where_the_masks_of_the_backend_are():
+    """As masks, state_dict, finalize, step and guard do; explain lists these masks."""
+    model = Wrap(mlp())
+    text = r"(?s)fxmask\.restore: the masks of this model live in the graphs that backend='fxmask' has compiled.*call the model that torch\.compile was given"
+    named = torch.compile(model, backend="fxmask", options={**OPTIONS, "inner": "eager"})
+    with pytest.raises(StateError, match=text):
+        fxmask.restore(named)
+    named(torch.randn(4, 64))
+    with pytest.raises(StateError, match=text):
+        fxmask.restore(model)
+    with pytest.raises(StateError, match="nothing is masked in this model"):
+        fxmask.restore(Wrap(mlp()))
 
 
 def test_nothing_is_left_of_a_decision_after_restore():
