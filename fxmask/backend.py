@@ -78,16 +78,16 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     _refuse_transforms(bodies)
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
-    told = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
+    overrides = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
     linears = find_lifted(bodies, real)
     made = made_of(linears, bodies, real)
-    decisions = choose([*linears, *products], o.config, o.include, o.exclude, told, None, of_model)
+    decisions = choose([*linears, *products], o.config, o.include, o.exclude, overrides, None, of_model)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
     for _, config in chosen:
         refuse_steps(config)
     masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
     _refuse_state(masked)
-    warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})}, WHERE)
+    told = warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})}, WHERE)
     passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
     for body in bodies:
         run_passes(body.graph, passes)
@@ -95,7 +95,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
     words = {id(d): config.words() for d, config in chosen}
-    return _done(decisions, {id(d) for d in done}, words, made)
+    return [(name, w, what._replace(told=told)) for name, w, what in _done(decisions, {id(d) for d in done}, words, made)]
 
 
 def _done(

@@ -19,13 +19,13 @@ from .passes.find import find
 CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
-def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], where: str) -> None:
-    """Warn where patterns or `criterion="random"` go by names that are not the model's. `options`: the patterns, by the option that holds them."""
+def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], where: str) -> bool:
+    """Warn where patterns or `criterion="random"` go by names that are not the model's, and say whether. `options`: the patterns, by the option with them."""
     by_name = [name for name, given in options.items() if any(not isinstance(p, type) for p in as_patterns(name, given) or [])]
     by_name += ["criterion='random'"] if any(d.config is not None and d.config.criterion == "random" for d in decisions) else []
     root = _compiled_module() if by_name else None
     if root is None:
-        return
+        return False
     names: dict[int, list[str]] = {}
     for name, p in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
@@ -37,6 +37,7 @@ def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], whe
         what += f" {', '.join(by_name)} {'goes' if len(by_name) == 1 else 'go'} by these, alike in all layers that share the graph."
         fix = "remove the break (torch.compile(fullgraph=True) shows it), or use fxmask.apply(model, ...), which knows the whole model."
         warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=3)
+    return bool(others)
 
 
 def of_model() -> list[Candidate]:

@@ -31,11 +31,17 @@ class Done(NamedTuple):
     dense: str = ""  # why it is not masked, or why one of its uses is not
     shape: tuple[int, ...] = ()  # of a weight that the graph computes
     made_of: tuple[int, ...] = ()  # and which inputs of the graph are Parameters that it is made of
+    told: bool = False  # that names in the graph are not the model's
 
     @property
     def changes(self) -> bool:
         """Whether the graph is another one than without the backend."""
         return self.mask is not None or self.activations is not None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the mask goes by the layer's name, not by its weight."""
+        return self.mask is not None and self.mask.criterion == "random"
 
 
 @dataclasses.dataclass
@@ -80,13 +86,14 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
     """
     if not found:
         return compiled
-    places, note = {id(given): i for i, given in enumerate(inputs)}, noting(found)
+    places, note, warns = {id(given): i for i, given in enumerate(inputs)}, noting(found), True
     found = [f for f in found if not f[2].made_of]
     fixed = [(_use(name, w, done), done) for name, w, done in found if id(w) not in places]
     last = [(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
+        nonlocal warns
         for u, done in fixed:
             u.calls, u.done = u.calls + done.changes, done
         for j, (i, name, done, given, u) in enumerate(last):
@@ -98,6 +105,9 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
                     what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
                     fix = "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."
                     raise StateError(message(what, name, fix))
+            if warns and not known and done.is_random and not done.told and given() is not None and args[i] not in _uses:  # no new weight of the same layer
+                warns = False
+                _warn_of_sharing(name)
             if not known:  # looked up only then, as a lookup costs microseconds
                 u = _use(f"{name} (of another layer, which shares its graph)", args[i], done)
                 last[j] = (i, name, done, weakref.ref(args[i]), u)
@@ -107,6 +117,13 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
         return compiled(*args)
 
     return counted
+
+
+def _warn_of_sharing(name: str) -> None:
+    """Of a layer that has the random mask of another one, `name`: regional compilation of blocks of one class makes each of them the root of its names."""
+    what = "criterion='random' goes by names, and several layers, each compiled as a model of its own, share this graph and its name: their masks are the same."
+    fix = "use fxmask.apply(model, ...), which knows the whole model; layers of one name in several models have one mask there, too, and are as they should be."
+    warnings.warn(message(what, name, fix), FxMaskWarning, stacklevel=3)
 
 
 def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Sequence[Tensor]) -> Callable[..., Any]:

@@ -64,6 +64,27 @@ def test_names_of_the_model_and_what_goes_by_no_names_are_not():
         compiled(Net(), **OPTIONS, exclude=nn.Conv2d)(x)
 
 
+def test_a_random_mask_that_several_layers_share_is_told_once():
+    """Regional compilation: each block is the root of its names, so nothing shows when the graph is captured."""
+    blocks = nn.ModuleList(in_place(Wrap(nn.Linear(64, 64)), **OPTIONS, criterion="random") for _ in range(3))
+    x = torch.eye(64)
+    blocks[0](x)
+    with pytest.warns(FxMaskWarning, match=r"(?s)several layers.*share this graph.*where: inner.*use fxmask\.apply") as told:
+        [blocks[i](x) for i in (1, 2, 0)]
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("criterion", ["fro", "random"])
+def test_a_weight_that_a_layer_is_given_later_shares_no_mask(criterion):
+    block = in_place(Wrap(nn.Linear(64, 64)), **OPTIONS, criterion=criterion)
+    block(torch.eye(64))
+    block.load_state_dict({k: v.clone() for k, v in block.state_dict().items()}, assign=True)
+    block(torch.eye(64))
+    if criterion == "fro":  # goes by the weight
+        in_place(Wrap(nn.Linear(64, 64)), **OPTIONS)(torch.eye(64))
+
+
 class Halves(nn.Module):
     """Two graphs of one model, a linear in each."""
 
