@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .backend_missed import APPLY, CONTAINER, SKIPPED, missed
 from .computed import forget_computed, noting
 from .decided import decided_by_apply, mark_again
-from .kernels.errors import FxMaskWarning, StateError, message
+from .kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
 from .passes.config import WeightMask
 
 
@@ -68,6 +69,8 @@ class State:
 
 state = State()
 _uses = WeakTensorKeyDictionary()  # real Parameter -> Use
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # with gradients of weights that no graph has met
+_told = WeakTensorKeyDictionary()  # such weights, of which that was said
 _installed: list[Any] = []
 
 
@@ -169,22 +172,43 @@ def _use(name: str, w: Tensor, done: Done) -> Use:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    if state.asked and not state.reached and not state.told:
-        state.told = True
-        what = "an optimiser step in a process that asked for torch.compile(backend='fxmask'), and no graph has reached it: everything is dense so far."
-        why = "module.compile() of a container and DDP around a container call no backend; compile a module of your own class"
-        warnings.warn(message(what, "", f"{why}, or use fxmask.apply(model, ...)."), FxMaskWarning, stacklevel=3)
-    around = []
+    around, unmet = [], []
     for group in optimizer.param_groups:
         for p in group["params"]:
             use = _uses.get(p) if isinstance(p, Tensor) else None
+            if use is None and isinstance(p, Tensor) and p.dim() == 2 and p.grad is not None and p not in _told:
+                unmet.append(p)
             if use is None or not use.masks or p.grad is None:
                 continue
             same = use.gradient is not None and use.gradient() is p.grad and use.version == p.grad._version
             if use.calls == use.seen and not same:
                 around.append(use.name)
             use.seen, use.gradient, use.version = use.calls, weakref.ref(p.grad), p.grad._version
+    for text in _missed(optimizer, unmet):
+        warnings.warn(text, FxMaskWarning, stacklevel=3)
     if around:
         what = f"an optimiser step has gradients of {', '.join(around[:3])}{' ...' if len(around) > 3 else ''} though no masked graph ran since the last one."
         why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), and that is dense"
         warnings.warn(message(what, "", f"{why}; fxmask.apply(model, ...) is masked in eager code, too."), FxMaskWarning, stacklevel=3)
+
+
+def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:
+    """What is to be said of weights that no graph has met. Raises: UnsupportedError where `require` says that they are masked.
+
+    Looked into at the 1st, 2nd, 4th, 8th, ... such step: it takes tenths of a second, and an embedding is such a weight for good.
+    """
+    n = 0
+    if unmet:
+        n = _steps[optimizer] = _steps.get(optimizer, 0) + 1
+    found = missed(unmet) if n and n & (n - 1) == 0 else []
+    for m in found:
+        if m.required:
+            raise UnsupportedError(m.text)
+    texts = [m.text for m in found]
+    for w in (w for m in found for w in m.weights):
+        _told[w] = True
+    if state.asked and not state.reached and not state.told:
+        state.told = True
+        what = "an optimiser step in a process that asked for torch.compile(backend='fxmask'), and no graph has reached it: everything is dense so far."
+        texts = texts or [message(what, "", f"{SKIPPED}; {CONTAINER}: compile what torch.compile(fullgraph=True) takes, {APPLY}")]
+    return texts

@@ -1,0 +1,165 @@
+"""Layers of a compiled model that no graph has met when they are trained, whatever else of the process was captured."""
+
+import pytest
+import torch
+from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
+from sample_models import mlp
+from torch import nn
+
+import fxmask
+from fxmask import backend, backend_watch
+from fxmask.errors import ConfigError, FxMaskWarning, UnsupportedError
+
+
+class Looped(nn.Module):
+    """A graph break in a loop, for which Dynamo skips the whole frame."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.small = nn.ModuleList(nn.Linear(64, 64) for _ in range(2)), nn.Linear(64, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max() > 1e9:
+                x = x * 0
+        return self.small(x)
+
+
+@pytest.fixture(autouse=True)
+def beside():
+    """Another model, which is captured."""
+    other = Wrap(mlp())
+    compiled(other, **OPTIONS)(torch.randn(4, 64))
+    return other
+
+
+def in_place(model, **options):
+    model.compile(backend=backend.fxmask_backend, options={**options, "inner": "eager"})
+    return model
+
+
+def by_name(model, **options):
+    return torch.compile(model, backend="fxmask", options={**options, "inner": "eager"})
+
+
+def of_forward(model, **options):
+    return compiled(model.forward, **options)
+
+
+TEXT = r"(?s)gradients of layers\.0, layers\.1 of a model.*no graph has reached it.*where: Looped.*a graph break in a loop.*fullgraph=True.*fxmask\.apply"
+
+
+@pytest.mark.parametrize("how", [compiled, by_name, in_place, of_forward])
+def test_a_frame_that_dynamo_skips_is_told_once(how):
+    model = Looped()
+    call = how(model, **OPTIONS)
+    with pytest.warns(FxMaskWarning, match=TEXT) as told:
+        steps_of(model, call, 5)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("require", [True, ["layers.1"], ["layers.*", "small"]])
+def test_require_makes_it_an_error(require):
+    model = Looped()
+    with pytest.raises(UnsupportedError, match=r"(?s)layers\.0, layers\.1.*and require=.* wants them masked"):
+        steps_of(model, compiled(model, **OPTIONS, require=require), 1)
+
+
+def test_inputs_that_are_not_pruned_are_told():
+    model = Looped()
+    with pytest.raises(UnsupportedError, match=r"require=True wants them pruned"):
+        steps_of(model, compiled(model, activations=dict(ratio=0.5, block=4), require=True), 1)
+
+
+def test_options_that_no_graph_has_checked():
+    model = Looped()
+    with pytest.raises(ConfigError, match=r"unknown option: expected some of .*, got 'rate'"):
+        steps_of(model, compiled(model, rate=0.5), 1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return self.attention(x[None], x[None], x[None], need_weights=False)[0]
+
+
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+def test_a_layer_whose_owner_reads_it(backward):
+    model = Attention()
+    with pytest.warns(FxMaskWarning, match=r"gradients of attention\.out_proj of a model"):
+        steps_of(model, compiled(model, **OPTIONS, backward=backward), 1)
+
+
+def test_force_eager_from_the_first_step():
+    model = mlp()
+    call = compiled(model, **OPTIONS)
+    with torch.compiler.set_stance("force_eager"), pytest.warns(FxMaskWarning, match=r"(?s)gradients of 0, 2 of a model.*force_eager"):
+        steps_of(model, call, 2)
+
+
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.outside(self.a(x))
+
+    @torch.compiler.disable
+    def outside(self, x):
+        return self.b(x)
+
+
+def test_one_layer_outside_of_every_graph():
+    model = Partly()
+    with pytest.warns(FxMaskWarning, match=r"gradients of b of a model"):
+        steps_of(model, compiled(model, **OPTIONS), 1)
+    model = Partly()
+    with pytest.raises(UnsupportedError, match=r"gradients of b of a model"):
+        steps_of(model, compiled(model, **OPTIONS, require=True), 1)
+
+
+def test_what_is_meant_to_be_dense_is_not_told(beside):
+    """Layers that options leave out, models that nothing compiles with the backend, weights that graphs of another compile have met, and what apply masks."""
+    model = Looped()
+    steps_of(model, compiled(model, **OPTIONS, exclude="layers.*"), 1)
+    model = Looped()
+    steps_of(model, torch.compile(model, backend="eager"), 1)
+    torch._dynamo.reset()
+    call = compiled(beside, **OPTIONS, seed=1)
+    call(torch.randn(4, 64))
+    steps_of(beside, compiled(beside, **OPTIONS, seed=1), 1)
+    model = fxmask.apply(Looped(), ratio=0.5, block=(16, 16), exclude="layers.1")
+    steps_of(model, compiled(model), 1)
+
+
+def test_a_model_is_looked_for_ever_more_rarely(monkeypatch):
+    looked = []
+    monkeypatch.setattr(backend_watch, "missed", lambda weights: looked.append(len(weights)) or [])
+    model, taken = Looped(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for n in range(1, 10):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        taken += [n] * (len(looked) - len(taken))
+    assert taken == [1, 2, 4, 8] and set(looked) == {3}
+
+
+def test_a_function_that_no_graph_reaches_is_a_warning_where_nothing_else_was_captured(monkeypatch):
+    monkeypatch.setattr(backend_watch, "state", backend_watch.State())
+    model = Looped()
+
+    def step(x):
+        for _ in range(2):
+            x = model(x)[:, :1] + x
+            torch._dynamo.graph_break()
+        return x
+
+    call = compiled(step, **OPTIONS)
+    with pytest.warns(FxMaskWarning, match=r"(?s)in a process that asked.*no graph has reached it.*a graph break in a loop.*container"):
+        steps_of(model, call, 2)
