@@ -67,7 +67,7 @@ def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bo
     for o in gc.get_objects():
         kind, model, callback = type(o), None, None  # not isinstance, which asks proxies for what they stand for
         if issubclass(kind, torch._dynamo.OptimizedModule):
-            model, callback = o._orig_mod, getattr(o.dynamo_ctx, "callback", None)
+            model, callback = o._modules.get("_orig_mod"), getattr(o.__dict__.get("dynamo_ctx"), "callback", None)
         elif kind is FunctionType:
             called = getattr(o, "_torchdynamo_orig_callable", None)
             if getattr(called, "__name__", "") in FORWARDS:
