@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_leaves
 from ..kernels.grid import as_matrix, matrix_shape
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
 from .shapes import run
+from .work import weights_gradients
 
 CALL_CODE = nn.Module._call_impl.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
+OURS = {__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__}  # between an op and the recorder
 KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # ops of several tensors whose result is 0 wherever one of them is masked
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
 
@@ -53,6 +55,7 @@ class Recorder(TorchDispatchMode):
         self._copies: dict[int, tuple[str, Tensor]] = {}  # storages with a parameter's elements in their order, as `real` has parameters
         self._kept: list[Any] = []  # a storage that was freed would give its address to another
         self._by_seq: dict[int, Call] = {}
+        self._of_weights: set[int] = set()  # storages of gradients of weights
         self._seq = torch.autograd._get_sequence_nr()
 
     @classmethod
@@ -121,6 +124,8 @@ class Recorder(TorchDispatchMode):
             call.forward = self._by_seq.get(node._sequence_nr()) if node.name() != "torch::autograd::AccumulateGrad" else None
             if call.forward is not None:
                 call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
+            call.summed = call.op == "aten.add" and len(call.inputs) == 2 and _by_the_engine()
+            call.of_weight = call.summed and all(p.storage in self._of_weights for p in call.inputs)
         elif now > self._seq:  # autograd made a node for this op just before it came here
             call.seq, self._seq = now - 1, now
             self._by_seq[call.seq] = call
@@ -129,6 +134,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(t, Tensor):
                 self._note_origin(call, made, t)
                 call.outputs.append(self._place(t))
+        if backward and not recomputed:
+            self._of_weights |= {p.storage for p in weights_gradients(call)}
         self.calls.append(call)
         if self.progress is not None:
             self.progress(len(self.calls))
@@ -223,6 +230,14 @@ def _rows_of(mask: Mask, inputs: list[Place], made: Tensor) -> int:
 def _in_a_call() -> bool:
     """Whether an op of a backward is of a module's call inside it: a checkpoint's second forward, also where it runs, as custom ops do, without grad mode."""
     return next((f.f_code is CALL_CODE for f in _frames() if f.f_code in (CALL_CODE, BACKWARD_CODE)), False)
+
+
+def _by_the_engine() -> bool:
+    """Whether no Python code calls an op of a backward, nor a node of autograd that Python code made: the engine sums gradients so, under the node before."""
+    for f in _frames():
+        if f.f_code.co_filename not in OURS:
+            return f.f_code is BACKWARD_CODE
+    return True  # a thread of the engine
 
 
 def _frames() -> Iterator[FrameType]:

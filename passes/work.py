@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..kernels.cost import Cost
-from .calls import Call
+from .calls import Call, Place
 
 EXACT, REGISTERED, ELEMENTWISE, FREE, UNKNOWN = "exact", "registered", "elementwise", "free", "unknown"
 
@@ -39,7 +39,7 @@ class Work:
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)  # operand -> bytes of a run, bytes between rows
     launches: int = 1
     name: str = ""  # of the op, where it is not the call's
-    extra: bool = False  # a dense step has no such op: it makes a mask, applies one, or packs what is saved
+    extra: bool = False  # a dense step has no such op: see `passes.dense_step`
 
     @property
     def op(self) -> str:
@@ -58,27 +58,6 @@ class Target:
     tile: tuple[int, int] = (128, 128)  # (tokens, features) of a dense matmul's output tile
     impl: str = ""  # of masked layers; empty: as each layer says, and triton for auto
     elementwise: bool = False  # count one FLOP for each element that an op without products computes
-
-
-EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask")
-# beside products and sums for a bias, what a dense layer may do: other dtypes and layouts, a bias that is added, the edges of an image
-DENSE = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.add", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
-
-
-def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
-    """Whether a dense step has no such op. `changed`: layers that are masked, pruned, dropped, by name; `own`: those whose forward is still their own."""
-    call = work.call
-    if work.op in EXTRA or call is None or work.dense is not None:
-        return work.op in EXTRA
-    inside = call.module in changed
-    if inside and not work.m and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
-        return not (work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point and call.outputs[0].bytes < call.inputs[0].bytes)
-    if work.m and any(p.neutral and p.mask is not None for p in call.inputs):  # by the patterns of an N:M mask that is drawn
-        return True
-    if work.m or work.phase == "db":
-        return False
-    plain = work.op in DENSE and not (work.op == "aten.add" and work.phase == "dW")
-    return (inside and not plain and call.module not in own) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
 
 
 Rule = Callable[[Call, Target], list[Work]]
@@ -102,8 +81,8 @@ def phase_of(call: Call) -> str:
         return "recompute"
     if not call.backward:
         return "fwd"
-    if call.forward is None:  # a sum of gradients that meet, or their accumulation
-        return "dX"
+    if call.summed or call.forward is None:  # a sum of gradients that meet, or their accumulation
+        return "dW" if call.of_weight else "dX"
     if makes_weight(call.forward):
         return "dW"
     reads = any(p.weight and p.dtype != torch.bool for p in call.inputs)
@@ -113,3 +92,12 @@ def phase_of(call: Call) -> str:
 def makes_weight(call: Call | None) -> bool:
     """Whether an op reads weights and constants alone: nothing but weights has a gradient by it."""
     return call is not None and bool(call.weights) and all(p.weight or p.neutral for p in call.inputs)
+
+
+def weights_gradients(call: Call) -> list[Place]:
+    """Those results of an op of a backward that are gradients of weights: all of phase dW; of one that gives an input's too, what is as large as a weight."""
+    if phase_of(call) == "dW":
+        return call.outputs
+    read = [] if call.forward is None or call.summed else call.forward.inputs
+    weights, others = {p.shape for p in read if p.weight}, {p.shape for p in read if not p.weight}
+    return [p for i, p in enumerate(call.outputs) if p.shape in weights and (i or p.shape not in others)]

@@ -16,9 +16,10 @@ from ..kernels import dropout_ops
 from ..kernels.grid import plain_int
 from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.capture import Recording, capture
+from ..passes.dense_step import mark
 from ..passes.moves import work_of
 from ..passes.traced import arguments
-from ..passes.work import Target, Work, is_extra, makes_weight
+from ..passes.work import Target, Work, makes_weight
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .dynamics import cut_off, said_of
@@ -98,8 +99,7 @@ def analyze(
         works += optimiser.step(recording, optimizer, works, masked_step, target)
     wanted = {*phases, "db"} if "dW" in phases else {*phases}
     wanted |= {"recompute"} if wanted & {"dX", "dW"} else set()
-    for w in works:
-        w.extra = is_extra(w, recording.changed, recording.own)
+    mark(works, recording.changed, recording.own)
     forward = [w for w in works if w.phase == "fwd"]  # knows the masks, whatever is asked for
     works = [w for w in works if w.phase in wanted]
     rows, shares = tables.coverage(works, recording)

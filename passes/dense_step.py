@@ -1,0 +1,76 @@
+"""Which of the ops that ran a dense step does not have: they make masks, apply them, or pack what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .calls import Call, Place
+from .work import Work
+
+EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask")
+# beside products and sums for a bias, what a dense layer may do: other dtypes and layouts, a bias that is added, the edges of an image
+DENSE = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.add", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
+Sources = dict[int, frozenset[int]]  # by storage of a gradient: the gradients that a dense step has in its place
+
+
+def mark(works: list[Work], changed: set[str], own: set[str]) -> None:
+    """Set `extra`. `works`: of the whole step, in order; `changed`: layers that are masked, pruned, dropped, by name; `own`: those of their own forward.
+
+    By two looks, because one op alone does not tell: by what it is, then by which gradients are summed.
+    """
+    for w in works:
+        w.extra = is_extra(w, changed, own)
+    found: dict[int, list[Work]] = {}
+    for w in works:
+        if w.call is not None:
+            found.setdefault(id(w.call), []).append(w)
+    calls = [group[0].call for group in found.values()]
+    ran = [c for c in calls if c is not None]
+    _sums(ran, found)
+
+
+def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
+    """Whether a dense step has no such op, as far as the op itself tells."""
+    call = work.call
+    if work.op in EXTRA or call is None or work.dense is not None:
+        return work.op in EXTRA
+    inside = call.module in changed
+    if call.summed:
+        return False
+    if inside and not work.m and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
+        return not (work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point and call.outputs[0].bytes < call.inputs[0].bytes)
+    if work.m and any(p.neutral and p.mask is not None for p in call.inputs):  # by the patterns of an N:M mask that is drawn
+        return True
+    if work.m or work.phase == "db":
+        return False
+    numbers = work.op != "aten._to_copy" or call.outputs[0].dtype.is_floating_point  # no index of what a pruned input kept
+    plain = work.op in DENSE and numbers and not (work.op == "aten.add" and work.phase == "dW")
+    return (inside and not plain and call.module not in own) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+
+
+def _sums(calls: list[Call], found: dict[int, list[Work]]) -> None:
+    """Sums of gradients one of which is part of the other, but for masks: the same product's, which reaches W by several of the ops that make W∘M."""
+    sources: Sources = {}
+    masked: set[int] = set()  # storages of gradients that an extra op made
+    for c in calls:
+        if not c.backward or c.recomputed or c.is_view:
+            continue
+        given = [_of(sources, p) for p in c.inputs]
+        if c.summed and len(given) == 2 and (given[0] <= given[1] or given[1] <= given[0]) and any(p.storage in masked for p in c.inputs):
+            for w in found[id(c)]:
+                w.extra = True
+        extra = _all_extra(found[id(c)])
+        for p in c.outputs:
+            if extra or c.summed:
+                sources[p.storage] = frozenset().union(*(s for s, q in zip(given, c.inputs, strict=True) if not q.weight and not q.neutral))
+                masked |= {p.storage} if extra or any(q.storage in masked for q in c.inputs) else set()
+
+
+def _of(sources: Sources, p: Place) -> frozenset[int]:
+    return sources.get(p.storage, frozenset({p.storage}))
+
+
+def _all_extra(group: Iterable[Work]) -> bool:
+    return all(w.extra for w in group)

@@ -1,0 +1,80 @@
+"""The step of the dense model, as the analysis of a changed one tells it: FLOP and least time of every op that a dense step has, and of no other."""
+
+from collections import Counter
+
+import pytest
+import torch
+from analysis.counted import Block, analyze
+from torch import nn
+
+import fxmask
+
+BLOCK, TOKENS = (16, 16), torch.randn(2, 8, 64)
+
+
+class Shared(nn.Module):
+    """A weight that is used three times, and once more under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(64, 64)
+        self.c.weight = self.a.weight
+
+    def forward(self, x):
+        for layer in (self.a, self.a, self.a, self.c):
+            x = torch.tanh(layer(x))
+        return self.b(x)
+
+
+MODELS = {
+    "shared": (Shared, TOKENS),
+    "residual": (lambda: Block(64, 4, hidden=128), TOKENS),
+}
+
+
+def weight_mask(**options):
+    return fxmask.WeightMask(0.5, BLOCK, **options)
+
+
+CONFIGS = {
+    **{mode: (weight_mask(backward=mode),) for mode in ("masked", "ste", "unmasked", "rigl")},
+    "cached": (weight_mask(refresh=4),),
+    "by the reference": (weight_mask(impl="reference"),),
+    "2:4": (fxmask.NMMask(2, 4),),
+    "2:4, transposable": (fxmask.NMMask(2, 4, transposable=True),),
+    "2:4, sr-ste": (fxmask.NMMask(2, 4, mode="sr-ste"),),
+    "dropped": (fxmask.BlockDropout(0.5, BLOCK),),
+    "masked and dropped": (weight_mask(), fxmask.BlockDropout(0.5, BLOCK)),
+    "pruned": (fxmask.ActivationPruning(0.5, 16),),
+    "pruned and straight through": (weight_mask(backward="ste"), fxmask.ActivationPruning(0.5, 16)),
+}
+
+
+CASES = [(name, config) for name in MODELS for config in CONFIGS]
+
+
+def analyses(name, config):
+    make, x = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    dense = analyze(model, x)
+    return dense, analyze(fxmask.apply(model, *CONFIGS[config], include="*"), x)
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
+def test_the_dense_step_is_that_of_the_dense_model(name, config):
+    dense, found = analyses(name, config)
+    assert found.summary["flop_dense"] == dense.summary["flop"]
+    assert found.summary["t_dense_min_us"] == pytest.approx(dense.summary["t_min_us"], rel=1e-9)
+
+
+def sums(report):
+    """How many sums of two gradients there are, by phase."""
+    return Counter(r["phase"] for r in report.tables["nodes"] if r["op"] == "aten.add" and r["phase"] in ("dX", "dW"))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("shared", {"dW": 3 + 2}), ("residual", {"dX": 1})])
+@pytest.mark.parametrize("config", ["masked", "ste"])
+def test_sums_of_gradients_are_of_what_they_sum(name, expected, config):
+    """Of a weight that is used four times and its bias that is used three times; of the second branch's input, where that of the first needs no gradient."""
+    assert [sums(report) for report in analyses(name, config)] == [expected] * 2
