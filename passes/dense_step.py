@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,7 +18,7 @@ Sources = dict[int, frozenset[int]]  # by storage of a gradient: the gradients t
 def mark(works: list[Work], changed: set[str], own: set[str]) -> None:
     """Set `extra`. `works`: of the whole step, in order; `changed`: layers that are masked, pruned, dropped, by name; `own`: those of their own forward.
 
-    By two looks, because one op alone does not tell: by what it is, then by which gradients are summed.
+    By three looks, because one op alone does not tell: by what it is, then, from the end, by who reads what it gives, then by which gradients are summed.
     """
     for w in works:
         w.extra = is_extra(w, changed, own)
@@ -28,6 +28,7 @@ def mark(works: list[Work], changed: set[str], own: set[str]) -> None:
             found.setdefault(id(w.call), []).append(w)
     calls = [group[0].call for group in found.values()]
     ran = [c for c in calls if c is not None]
+    _unread(ran, found)
     _sums(ran, found)
 
 
@@ -36,7 +37,7 @@ def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
     call = work.call
     if work.op in EXTRA or call is None or work.dense is not None:
         return work.op in EXTRA
-    inside = call.module in changed
+    inside = call.module in changed and call.module not in own
     if call.summed:
         return False
     if inside and not work.m and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
@@ -47,7 +48,34 @@ def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
         return False
     numbers = work.op != "aten._to_copy" or call.outputs[0].dtype.is_floating_point  # no index of what a pruned input kept
     plain = work.op in DENSE and numbers and not (work.op == "aten.add" and work.phase == "dW")
-    return (inside and not plain and call.module not in own) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+    return (inside and not plain) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+
+
+def _unread(calls: list[Call], found: dict[int, list[Work]]) -> None:
+    """Ops of a forward whose results none but extra ops read, such as looks at a weight on the way to W∘M, and numbers that a backward makes for those.
+
+    What an extra op makes of a value stands for that value, as W∘M does for W: it is read where that is.
+    """
+    readers: dict[int, list[Call]] = {}
+    for c in (c for c in calls if not c.is_view):
+        for p in c.inputs:
+            readers.setdefault(p.storage, []).append(c)
+    standing: dict[int, bool] = {}  # by call: whether its results are read by an op that is not extra
+
+    def is_read(c: Call, through: Callable[[Call], bool]) -> bool:
+        known = {p.storage for p in c.outputs}
+        by = [r for storage in known for r in readers.get(storage, []) if r is not c]
+        return not by or any(not _all_extra(found[id(r)]) or through(r) for r in by)
+
+    for c in reversed(calls):
+        group = found[id(c)]
+        standing[id(c)] = is_read(c, lambda r: _gives_value(r, found) and standing.get(id(r), True))
+        if c.is_view or _all_extra(group) or any(w.m for w in group) or not (not c.backward or c.recomputed or not c.inputs):
+            continue
+        between = not c.inputs or (c.weights and _of_weights(c) and any(p.mask is not None for p in c.inputs))  # a 0 to mask with; what is masked again
+        if not (is_read(c, lambda r: False) if between else standing[id(c)]):
+            for w in group:
+                w.extra = True
 
 
 def _sums(calls: list[Call], found: dict[int, list[Work]]) -> None:
@@ -74,3 +102,12 @@ def _of(sources: Sources, p: Place) -> frozenset[int]:
 
 def _all_extra(group: Iterable[Work]) -> bool:
     return all(w.extra for w in group)
+
+
+def _of_weights(c: Call) -> bool:
+    return all(p.weight or p.neutral for p in c.inputs)
+
+
+def _gives_value(c: Call, found: dict[int, list[Work]]) -> bool:
+    """Whether an op that is extra makes numbers of numbers; a product beside the dense one is no step on the way to anything."""
+    return not any(w.m for w in found[id(c)]) and any(p.dtype.is_floating_point for p in c.outputs)

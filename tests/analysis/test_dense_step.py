@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from analysis.counted import Block, analyze
 from torch import nn
 
@@ -26,9 +27,23 @@ class Shared(nn.Module):
         return self.b(x)
 
 
+class Reads(nn.Module):
+    """Weights that are read: one twice, one that is scaled after it was masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = F.linear(torch.relu(F.linear(x, self.a.weight)), self.a.weight)
+        return F.linear(x, self.b.weight * 2, self.b.bias)
+
+
 MODELS = {
     "shared": (Shared, TOKENS),
     "residual": (lambda: Block(64, 4, hidden=128), TOKENS),
+    "encoder": (lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), TOKENS),
+    "reads": (Reads, TOKENS),
 }
 
 
@@ -50,7 +65,15 @@ CONFIGS = {
 }
 
 
-CASES = [(name, config) for name in MODELS for config in CONFIGS]
+def fits(name, config):
+    if name in ("encoder", "reads") and config == "unmasked":  # a read weight has one gradient
+        return False
+    if name in ("encoder", "reads") and config.startswith("2:4"):  # they leave read weights as they are
+        return False
+    return name != "reads" or not ("pruned" in config or "dropped" in config)
+
+
+CASES = [(name, config) for name in MODELS for config in CONFIGS if fits(name, config)]
 
 
 def analyses(name, config):
