@@ -1,4 +1,4 @@
-"""Which of the ops that ran a dense step does not have: they make masks, apply them, or pack what is saved."""
+"""Which of the ops that ran a dense step does not have: they make masks, apply them, pack what is saved, or multiply beside the dense product."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from .calls import Call, Place
 from .work import Work
 
-EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask")
+EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask", "fxmask.graft")
 # beside products and sums for a bias, what a dense layer may do: other dtypes and layouts, a bias that is added, the edges of an image
-DENSE = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.add", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
+PADS = ("aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d", "aten.reflection_pad2d_backward", "aten.replication_pad2d_backward")
+DENSE = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.add", *PADS)
 Sources = dict[int, frozenset[int]]  # by storage of a gradient: the gradients that a dense step has in its place
 
 
@@ -28,6 +29,7 @@ def mark(works: list[Work], changed: set[str], own: set[str]) -> None:
             found.setdefault(id(w.call), []).append(w)
     calls = [group[0].call for group in found.values()]
     ran = [c for c in calls if c is not None]
+    _twice(ran, found)
     _unread(ran, found)
     _sums(ran, found)
 
@@ -49,6 +51,19 @@ def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
     numbers = work.op != "aten._to_copy" or call.outputs[0].dtype.is_floating_point  # no index of what a pruned input kept
     plain = work.op in DENSE and numbers and not (work.op == "aten.add" and work.phase == "dW")
     return (inside and not plain) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
+
+
+def _twice(calls: list[Call], found: dict[int, list[Work]]) -> None:
+    """A product whose value takes the place of another one's, which has the gradient: mode `unmasked` of convolutions. The dense step has the other."""
+    grafts = [c for c in calls if c.op == "fxmask.graft"]
+    by_storage = {p.storage: found[id(c)] for c in calls if grafts and not c.is_view for p in c.outputs}
+    for c in grafts:
+        value, other = (by_storage.get(c.named[name].storage, []) for name in ("value", "other"))
+        if any(w.m for w in value) and any(w.m for w in other):
+            for w in value:
+                w.extra, w.dense = True, None
+            for w in other:
+                w.again = True
 
 
 def _unread(calls: list[Call], found: dict[int, list[Work]]) -> None:

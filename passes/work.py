@@ -40,6 +40,7 @@ class Work:
     launches: int = 1
     name: str = ""  # of the op, where it is not the call's
     extra: bool = False  # a dense step has no such op: see `passes.dense_step`
+    again: bool = False  # a product with a weight that another one of the same call has read
 
     @property
     def op(self) -> str:

@@ -75,7 +75,8 @@ def _one(w: Work, names: dict[int, str], device: Device, tf32: bool) -> str:
         )
     if w.m and w.kept is not None:
         tokens = w.cost.flop_useful // (2 * w.kept) if w.kept else 0
-        lines.append(f"  useful   2 * tokens * kept = 2 * {tokens} * {w.kept} = {c.flop_useful} FLOP; dense 2 M N K = {w.flop_dense}; issued {c.flop_issued}")
+        dense = "a dense step has no such product" if w.extra else f"dense 2 M N K = {w.flop_dense}"
+        lines.append(f"  useful   2 * tokens * kept = 2 * {tokens} * {w.kept} = {c.flop_useful} FLOP; {dense}; issued {c.flop_issued}")
     elif w.m:
         lines.append(f"  useful   {c.flop_useful} FLOP; issued {c.flop_issued}")
     for o in traffic.operands(w, device):

@@ -97,8 +97,8 @@ def macs(work: Work) -> int:
 
 
 def loaded_weights(work: Work) -> int:
-    """Weight elements that a forward loads: those of kept blocks; table 6.2 of Bespalov's thesis counts these."""
-    if work.phase != "fwd" or not work.weight or not work.m:
+    """Weight elements that a forward loads: those of kept blocks, once; table 6.2 of Bespalov's thesis counts these."""
+    if work.phase != "fwd" or not work.weight or not work.m or work.again:
         return 0
     return work.elements if work.kept is None else work.kept
 

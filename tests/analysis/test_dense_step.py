@@ -39,11 +39,24 @@ class Reads(nn.Module):
         return F.linear(x, self.b.weight * 2, self.b.bias)
 
 
+class Convolutions(nn.Module):
+    """Residual, and one of them used twice; of images with edges of three kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect")
+        self.c = nn.Conv2d(16, 32, 2, stride=2)
+
+    def forward(self, x):
+        return self.c(self.b(F.relu(self.a(F.relu(self.a(x)))) + x))
+
+
 MODELS = {
     "shared": (Shared, TOKENS),
     "residual": (lambda: Block(64, 4, hidden=128), TOKENS),
     "encoder": (lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0), TOKENS),
     "reads": (Reads, TOKENS),
+    "convolutions": (Convolutions, torch.randn(2, 16, 8, 8)),
 }
 
 
@@ -70,7 +83,7 @@ def fits(name, config):
         return False
     if name in ("encoder", "reads") and config.startswith("2:4"):  # they leave read weights as they are
         return False
-    return name != "reads" or not ("pruned" in config or "dropped" in config)
+    return name not in ("reads", "convolutions") or not ("pruned" in config or "dropped" in config)
 
 
 CASES = [(name, config) for name in MODELS for config in CONFIGS if fits(name, config)]
@@ -81,7 +94,8 @@ def analyses(name, config):
     torch.manual_seed(0)
     model = make()
     dense = analyze(model, x)
-    return dense, analyze(fxmask.apply(model, *CONFIGS[config], include="*"), x)
+    layers = {"layers": nn.Conv2d} if name == "convolutions" else {"include": "*"}
+    return dense, analyze(fxmask.apply(model, *CONFIGS[config], **layers), x)
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)
@@ -101,3 +115,15 @@ def sums(report):
 def test_sums_of_gradients_are_of_what_they_sum(name, expected, config):
     """Of a weight that is used four times and its bias that is used three times; of the second branch's input, where that of the first needs no gradient."""
     assert [sums(report) for report in analyses(name, config)] == [expected] * 2
+
+
+def test_two_products_of_a_convolution_whose_backward_is_unmasked():
+    """One of W∘M, for the value, beside the dense one, for the gradients: useful FLOP have both, the dense step one, and the weights are loaded once."""
+    x, once = torch.randn(2, 16, 8, 8), 2 * 2 * 64 * 16 * 16 * 9
+    model = fxmask.apply(nn.Sequential(nn.Conv2d(16, 16, 3, padding=1)), weight_mask(backward="unmasked"), layers=nn.Conv2d)
+    report, kept = analyze(model, x), 5 * 16 * 16  # of nine blocks
+    s = report.summary
+    assert s["flop"]["fwd"] == 2 * 2 * 64 * kept + once and s["flop_dense"]["fwd"] == once
+    assert s["weights_loaded"] == kept
+    assert "a dense step has no such product" in report.explain("0")
+    assert analyze(model, x, phases=("fwd",)).summary["flop_dense"]["fwd"] == once
