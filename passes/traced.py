@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..kernels.errors import ConfigError
+from ..kernels.errors import ConfigError, UnsupportedError, message
 from .lifted import source_name
 
 LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
@@ -25,7 +25,7 @@ def arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any,
 
 
 def runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
-    """The graph module, where it is one, and the module that is run. Raises: ConfigError."""
+    """The graph module, where it is one, and the module that is run. Raises: ConfigError, UnsupportedError."""
     if isinstance(model, torch.export.ExportedProgram):
         model = model.module()
     if not isinstance(model, nn.Module):
@@ -36,6 +36,10 @@ def runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
         if inner is None:
             break
         model = inner
+    scripted = next((name or "(model)" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), "")
+    if scripted:
+        what = "analyze runs Python modules on fake tensors: expected none that torch.jit has compiled."
+        raise UnsupportedError(message(what, scripted, "analyse the model that was scripted or traced, or a graph of it by torch.export."))
     return model if isinstance(model, fx.GraphModule) else None, model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from . import ncu
 Tables = dict[str, list[dict[str, Any]]]  # of an `Analysis`
 
 
-def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, float] | None, energy: Mapping[str, Any] | None) -> list[str]:
+def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any] | None, energy: Mapping[str, Any] | None) -> list[str]:
     """Add rows and columns in place; return notes. A name is a node, `node/phase`, or a module, whose figures are summed; ConfigError where none is known."""
     found: dict[str, dict[str, Any]] = {}
     if ncu_csv is not None:
         found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}
+    if timings is not None and not isinstance(timings, Mapping):
+        raise ConfigError(f"timings: expected a dict of seconds by node or module, got {timings!r}.")
     for name, seconds in (timings or {}).items():
-        if not seconds > 0:
+        if not isinstance(seconds, Real) or not float(seconds) > 0:
             raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
         found.setdefault(name, {})["time_us"] = 1e6 * seconds
     rows = tables["roofline"]

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..kernels import layer_cost
 from ..kernels.grid import matrix_shape
+from ..passes.calls import Place
 from ..passes.capture import Recording
 from ..passes.masked_rules import implementation
 from ..passes.traced import backend_of
@@ -23,6 +24,14 @@ AUTO_DROPOUT = (
     "impl='auto' of block dropout is counted as its kernels, a mask's draw as one launch; auto multiplies in plain PyTorch on CUDA, and eager PyTorch "
     "draws a mask by some fifty small ops, which impl='reference' counts."
 )
+FACTORS = {
+    "aten.mm": ("self", "mat2"),
+    "aten.bmm": ("self", "mat2"),
+    "aten.addmm": ("mat1", "mat2"),
+    "aten.baddbmm": ("batch1", "batch2"),
+    "aten.convolution": ("input", "weight"),
+    **{f"fxmask.{name}_linear": ("x", "w") for name in ("masked", "pruned", "dropped")},
+}
 BACKEND = (
     "The model is compiled by backend='fxmask', whose masks live in the compiled graphs alone: it is counted as it is without them; "
     "analyse fxmask.apply(model, ...) with the backend's options."
@@ -32,6 +41,7 @@ BACKEND = (
 def notes_of(model: Any, recording: Recording, works: list[Work], impl: str | None, device: Device) -> Iterator[str]:
     """One sentence each."""
     yield from _of_unknown_masks(recording)
+    yield from _of_mixed_dtypes(recording)
     if not recording.backward and "dX" not in {w.phase for w in works}:
         yield "No output requires a gradient, or none was asked for: forward only."
     sites = recording.sites.values()
@@ -77,6 +87,18 @@ def _of_rebuilds(recording: Recording, impl: str | None) -> Iterator[str]:
             f"{len(each)} masks are cached and rebuilt every {every} steps (refresh={every}), which no table and no sentence here counts: a rebuild moves "
             f"{total:.4g} MB, {total / every:.4g} MB a step."
         )
+
+
+def _of_mixed_dtypes(recording: Recording) -> Iterator[str]:
+    """Fake tensors do not mind factors of two dtypes."""
+    factors = [(c, [p for p in (c.named.get(n) for n in FACTORS[c.op]) if isinstance(p, Place)]) for c in recording.calls if c.op in FACTORS and not c.backward]
+    mixed = [(c, found) for c, found in factors if len({p.dtype for p in found}) > 1]
+    if mixed:
+        call, found = mixed[0]
+        dtypes = " and ".join(str(p.dtype).removeprefix("torch.") for p in found)
+        where = call.module or call.node or "(model)"
+        what = f"{len(mixed)} products have factors of two dtypes, which PyTorch refuses when it runs them, such as {where} of {dtypes}: "
+        yield f"{what}give inputs of the model's dtype."
 
 
 def _ragged_weights(recording: Recording) -> set[str]:

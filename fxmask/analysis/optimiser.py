@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..guard_handle import masked_step_of
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
+from ..kernels.errors import message
 from ..kernels.grid import grid_shape, matrix_shape
 from ..passes.capture import Recording
 from ..passes.masked_rules import implementation
@@ -86,6 +87,9 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, wo
     found = []
     instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     given = None if instance is None else {id(p) for g in instance.param_groups for p in g["params"]}
+    if given is not None and recording.parameters and not any(id(p) in given for p in recording.parameters.values()):
+        what = f"optimizer: expected one that holds parameters of the analysed model, got {type(instance).__name__} of {len(given)} others."
+        raise ConfigError(message(what, "", "make it of model.parameters(), or name its kind (optimizer='adamw')."))
     guarded = {id(p) for p in masked_step_of(instance)} if instance is not None and masked is None else set()
     masks = masks_of([w for w in works if w.phase == "fwd"], recording)
     for parameter, p in recording.parameters.items():

@@ -40,6 +40,8 @@ class Analysis(Report):
 
     def explain(self, node: str) -> str:
         """The formulas of a node (or of all nodes of a module), with the numbers that they have here. ConfigError where there is none of that name."""
+        if not isinstance(node, str):
+            raise ConfigError(f"explain: expected the name of a node or a module, got {node!r}.")
         return self._explained(node)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,6 +82,8 @@ class Analysis(Report):
 
     def compare(self, other: Analysis) -> Report:
         """This analysis and another one of the same model (dense and masked), module by module: FLOP, compulsory bytes, parameters, and their ratios."""
+        if not isinstance(other, Analysis):
+            raise ConfigError(f"compare: expected another analysis, as fxmask.analyze gives one, got {other!r}.")
         mine, its = ({r["module"]: r for r in a.tables["modules"]} for a in (self, other))
         rows = []
         for name in dict.fromkeys([*mine, *its]):

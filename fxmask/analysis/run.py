@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,7 +81,8 @@ def analyze(
     parametrisation computes, and of layers that do not run.
     """
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
-    _check(phases, impl, memory_model, dtype, steps)
+    phases = _phases(phases)
+    _check(impl, memory_model, dtype, steps, progress)
     steps = plain_int(steps)
     if masked_step is not None and type(masked_step) is not bool:
         raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
@@ -120,21 +121,29 @@ def _unknown(ops: str, first: str) -> Exception:
     return UnsupportedError(f"analyze(strict=True) knows no cost of: {ops}.{fix}")
 
 
-def _check(phases: Sequence[str], impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None) -> None:
+def _phases(given: Any) -> tuple[str, ...]:
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Tensor)) else ()
+    if not found or any(p not in PHASES for p in found):
+        raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {given!r}.")
+    return found
+
+
+def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None, progress: Any) -> None:
     if memory_model not in MODELS:
         raise ConfigError(f"memory_model: expected one of {', '.join(MODELS)}, got {memory_model!r}.")
-    bad = [p for p in phases if p not in PHASES] if not isinstance(phases, str) else [phases]
-    if bad or not phases:
-        raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {phases!r}.")
     if impl is not None and impl not in IMPLS:
         raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype: expected a floating dtype, such as torch.bfloat16, or None, got {dtype!r}.")
     if steps is not None and (plain_int(steps) is None or steps < 0):
         raise ConfigError(f"steps: expected a number of steps or None, got {steps!r}.")
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress: expected a function of the number of ops so far, or None, got {progress!r}.")
 
 
 def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
+        raise ConfigError(f"kwargs: expected a dict of keyword arguments or None, got {kwargs!r}.")
     args, named = arguments(inputs, kwargs)
     if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
         got = type(inputs).__name__

@@ -320,3 +320,59 @@ def test_a_wrong_input_is_told_of_once():
 
 def test_all_errors_have_one_root():
     assert issubclass(ConfigError, (FxMaskError, ValueError)) and issubclass(UnsupportedError, FxMaskError)
+
+
+# ---- arguments of the wrong kind -----------------------------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "no phases at all": ({"phases": None}, r"phases: expected a sequence of .* got None"),
+    "a number of phases": ({"phases": 3}, r"phases: expected a sequence of .* got 3"),
+    "kwargs in a list": ({"kwargs": [1]}, r"kwargs: expected a dict of keyword arguments or None, got \[1\]"),
+    "kwargs by number": ({"kwargs": {1: 2}}, r"kwargs: expected a dict of keyword arguments or None, got \{1: 2\}"),
+    "progress": ({"progress": 3}, r"progress: expected a function of the number of ops so far, or None, got 3"),
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_options_of_another_kind(case):
+    options, text = KINDS[case]
+    with pytest.raises(ConfigError, match=text):
+        analyze(net(), X, **options)
+    assert analyze(net(), X, phases=(p for p in ("fwd", "dX")), kwargs={}).summary["flop"]["bwd_dx"] > 0
+
+
+def test_an_optimizer_of_another_model():
+    other = torch.optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"(?s)optimizer: expected one that holds parameters of the analysed model, got SGD of 4 others.*fix: make it of"):
+        analyze(net(), X, optimizer=other)
+    model = net()
+    part = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    assert analyze(model, X, optimizer=part).summary["bytes_min"]["opt"] == 3 * 4 * (16 * 24 + 24)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+def test_scripted_modules():
+    for model, where in ((torch.jit.trace(net(), X), r"\(model\)"), (nn.Sequential(nn.Linear(16, 16), torch.jit.trace(net(), X)), "1")):
+        with pytest.raises(UnsupportedError, match=rf"(?s)expected none that torch.jit has compiled.*where: {where}\n.*fix: analyse the model that was"):
+            analyze(model, X)
+
+
+def test_what_an_analysis_is_asked_with(report):
+    with pytest.raises(ConfigError, match=r"explain: expected the name of a node or a module, got 3"):
+        report.explain(3)
+    with pytest.raises(ConfigError, match=r"compare: expected another analysis, as fxmask.analyze gives one, got 3"):
+        report.compare(3)
+    with pytest.raises(ConfigError, match=r"timings: expected seconds above 0, got 'a' for '0'"):
+        report.attach_measurements(timings={"0": "a"})
+    with pytest.raises(ConfigError, match=r"timings: expected a dict of seconds by node or module, got 3"):
+        report.attach_measurements(timings=3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_factors_of_two_dtypes_are_noted(masked, dtype):
+    model = nn.Sequential(nn.Linear(16, 16))
+    model = fxmask.apply(model, ratio=0.5, block=(8, 8)) if masked else model
+    noted = [n for n in analyze(model, X.to(dtype)).notes if "two dtypes" in n]
+    assert len(noted) == 1 and noted[0].startswith("1 products") and f"such as 0 of {str(dtype)[6:]} and float32" in noted[0]
+    assert not [n for n in analyze(model, X).notes if "two dtypes" in n]
