@@ -9,6 +9,9 @@ In your own script:
     trainer = Trainer(callbacks=[MaskCallback()])
     trainer.fit(module, data, ckpt_path="last")
 
+MaskCallback puts itself before all other callbacks, so that the trial steps of LearningRateFinder, BatchSizeFinder and Tuner are guarded, too; the state from
+before their search comes back with their checkpoint.
+
 Tested with one process, automatic and manual optimisation. Under the ddp strategy nothing changes. Lightning's FSDP and DeepSpeed strategies are not tested.
 """
 
@@ -42,11 +45,14 @@ class MaskCallback(Callback):
     def __init__(self, masked_weights: str = "auto", returning: str = "keep") -> None:
         self.options = dict(masked_weights=masked_weights, returning=returning)
         self.guards: list[Any] = []
+        self.guarded: list[torch.optim.Optimizer] = []
         self.module: nn.Module | None = None
         self.loaded: dict[str, Any] | None = None
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self.module = pl_module
+        # Lightning sorts its tuners to the front, wherever they are listed, and they train in their on_fit_start
+        trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]
 
     def state_dict(self) -> dict[str, Any]:
         """What Lightning puts into a checkpoint under the callback's name."""
@@ -54,38 +60,47 @@ class MaskCallback(Callback):
         return {"masks": fxmask.state_dict(self.module)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until the weights and the optimisers are loaded, too."""
+        """Kept until training or an evaluation begins. Where optimisers are guarded, a tuner puts back what it found, the weights before this."""
         self.loaded = state_dict["masks"]
+        if self.guards:
+            self.take_up()
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.state_key not in checkpoint.get("callbacks", {}):
             what = "the checkpoint has no masks' state: expected one that was saved with MaskCallback."
             raise ValueError(f"{what}\n  fix: start a masked run from dense weights by module.load_state_dict(checkpoint['state_dict']) instead of ckpt_path.")
 
-    def take_up(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def take_up(self, *_: Any) -> None:
         if self.loaded is not None:
-            fxmask.load_state_dict(pl_module, self.loaded)
+            assert self.module is not None
+            fxmask.load_state_dict(self.module, self.loaded)
             self.loaded = None
 
-    def on_sanity_check_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Lightning evaluates before it trains: tell that steps will be counted."""
-        self.take_up(trainer, pl_module)
-        fxmask.step(pl_module, 0)
+    on_sanity_check_start = on_validation_start = on_test_start = on_predict_start = take_up
 
-    on_validation_start = on_test_start = on_predict_start = take_up
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self.take_up(trainer, pl_module)
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Guard the optimisers, before a tuner's trial steps and before the evaluation that comes before training."""
+        self.take_up()
+        if [*map(id, self.guarded)] == [*map(id, trainer.optimizers)]:
+            return
+        self.let_go()
+        fxmask.step(pl_module, 0)  # also where no optimiser holds a weight yet, as with a backbone that is unfrozen later
         names = fxmask.state_dict(pl_module)["masks"]
         masked = {id(p) for n, p in pl_module.named_parameters() if n in names}
-        for optimizer in trainer.optimizers:  # of several, a discriminator's may hold none
-            if len(trainer.optimizers) == 1 or any(id(p) in masked for group in optimizer.param_groups for p in group["params"]):
+        self.guarded = list(trainer.optimizers)
+        for optimizer in self.guarded:  # of several, a discriminator's may hold none
+            if len(self.guarded) == 1 or any(id(p) in masked for group in optimizer.param_groups for p in group["params"]):
                 self.guards.append(fxmask.guard(optimizer, pl_module, **self.options))
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    on_train_start = on_fit_start  # for a strategy that has made or loaded something since
+
+    def let_go(self) -> None:
         for guard in self.guards:
             guard.remove()
-        self.guards = []
+        self.guards, self.guarded = [], []
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        self.let_go()
 
 
 # ---- a demo ----------------------------------------------------------------------------------------------------------------------------------------------

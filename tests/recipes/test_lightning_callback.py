@@ -111,6 +111,50 @@ def test_manual_optimisation_and_two_optimisers(recipe, tmp_path):
     assert {e["step"] for e in fxmask.state_dict(module)["masks"].values()} == {10}
 
 
+def tuned(recipe, tmp_path, tuner, ratio, **mask):
+    """A module that was trained with a tuner, and its weights and masks' state when the tuner had ended."""
+    import lightning
+
+    class Tuned(recipe["Classifier"]):
+        def __init__(self):
+            super().__init__()
+            fxmask.apply(fxmask.restore(self.model), ratio=ratio, block=(16, 16), **mask)
+            self.lr, self.batch_size, self.seen = 1e-3, 32, {}
+            self.begun = {n: p.detach().clone() for n, p in self.named_parameters()}
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(recipe["data"]().dataset, batch_size=self.batch_size)
+
+        def training_step(self, batch, index):
+            policies = {site._fxmask_policy for site in self.modules() if isinstance(site, Site)}
+            assert policies == {"freeze"}, "a trial step without a guard"
+            return super().training_step(batch, index)
+
+        def on_train_start(self):
+            steps = {e["step"] for e in fxmask.state_dict(self)["masks"].values()}
+            self.seen = {"steps": steps, "weights": {n: p.detach().clone() for n, p in self.named_parameters()}, "masks": fxmask.masks(self)}
+
+    module = Tuned()
+    masks, trainer = fxmask.masks(module), dict(max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path, **quiet())
+    lightning.Trainer(callbacks=[tuner, recipe["MaskCallback"]()], **trainer).fit(module)
+    return module, masks
+
+
+@pytest.mark.filterwarnings("ignore:.*(triggered tensorboard|Failed to compute suggestion|does not have a .val_dataloader)")
+@pytest.mark.parametrize("mask", [dict(schedule=fxmask.Schedule("cubic", steps=30)), dict(refresh=3), {}], ids=["schedule", "cached", "plain"])
+@pytest.mark.parametrize("name", ["LearningRateFinder", "BatchSizeFinder"])
+def test_a_tuners_trial_steps_are_guarded_and_taken_back(recipe, tmp_path, name, mask):
+    """Tuners train before on_train_start, and Lightning sorts them before other callbacks."""
+    from lightning.pytorch import callbacks
+
+    options = dict(num_training_steps=5) if name == "LearningRateFinder" else dict(max_trials=2, steps_per_trial=2)
+    module, masks = tuned(recipe, tmp_path, getattr(callbacks, name)(**options), 0.75, **mask)
+    assert module.seen["steps"] == {0}
+    assert all(torch.equal(w, module.begun[n]) for n, w in module.seen["weights"].items())
+    assert all(torch.equal(m, masks[n]) for n, m in module.seen["masks"].items())
+    assert {e["step"] for e in fxmask.state_dict(module)["masks"].values()} == {4}
+
+
 def test_a_checkpoint_without_masks_is_refused(train, tmp_path):
     train("--steps", 10, "--out", tmp_path)
     state, _ = saved(tmp_path)
