@@ -20,6 +20,7 @@ from .passes.config import WeightMask
 from .passes.exported import Inside
 from .passes.site import Site, stream_of
 from .passes.site_mask import mask_outside
+from .passes.weights import is_wrapped
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"
@@ -89,13 +90,16 @@ def _reasons_of(choice: Choice) -> str:
 def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     c = site._fxmask_config
     nb, kb = site._fxmask_grid
-    known = weight is not None and not weight.is_meta
+    wrapped = weight is not None and is_wrapped(weight)
+    known = weight is not None and not weight.is_meta and not wrapped
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
     mask = mask_outside(site, weight.detach()) if known and weight is not None else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
     elements = math.prod(shape)
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
-    row = dense_row(name, torch.empty(shape, device="meta"), soft if site._fxmask_softening else "selected")
+    reason = soft if site._fxmask_softening else "selected"
+    reason += f"; its weight has become a {type(weight).__name__} since, and its forward raises" if wrapped else ""
+    row = dense_row(name, torch.empty(shape, device="meta"), reason)
     row.update(
         masked=True,
         block="x".join(map(str, c.block)),
@@ -106,7 +110,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
-        **_implementation(c, weight, mask, site),
+        **({} if wrapped else _implementation(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),

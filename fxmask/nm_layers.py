@@ -18,7 +18,7 @@ from .kernels.nm_ops import by_kernel, learned, sr_ste
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of, warn_scaled
 from .passes import noted, ranks
 from .passes.nm_mask import NMMask
-from .passes.weights import peek_weight, raw_weight
+from .passes.weights import peek_weight, raw_weight, refuse_wrapped
 from .sites import expect_module, values_of
 from .swap import Swapped, masked_class
 
@@ -81,6 +81,7 @@ def masked_weight(m: NMLayer) -> Tensor:
     c, w, mask = m._fxmask_nm, raw_weight(m), m.nm_mask
     logits, table, order = m._parameters.get(LOGITS), m.nm_patterns, m.nm_permutation
     check(m, w)
+    refuse_wrapped(type(m).__name__, w)
     if c.mode == "sr-ste" and c.decay and not torch.compiler.is_compiling():
         warn_scaled(w)
     if mask is None and logits is not None and table is not None and m.training:

@@ -15,7 +15,7 @@ from .passes.exported import exported_masks
 from .passes.graph_site import graph_sites
 from .passes.site import Site
 from .passes.traced import backend_of
-from .passes.weights import peek_weight
+from .passes.weights import peek_weight, refuse_wrapped
 from .swap import MaskedLayer
 
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
@@ -109,4 +109,5 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
     if weight.is_meta:
         what = f"{caller} needs the weight's values: expected real memory, got a meta tensor."
         raise UnsupportedError(message(what, name, "materialise the model first (to_empty, then load_state_dict)."))
+    refuse_wrapped(name, weight)
     return weight

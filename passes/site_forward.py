@@ -16,7 +16,7 @@ from . import noted, ranks
 from .site import Site
 from .site_mask import check_agreed, current_mask
 from .uncounted import nobody_counts, uncounted, warn_of_steps
-from .weights import is_ensemble
+from .weights import is_ensemble, refuse_wrapped
 
 
 def forward_mask(site: Site, weight: Tensor) -> Tensor:
@@ -30,6 +30,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
     refuse_lost(site, weight)
     _refuse_shard(site, weight)
+    refuse_wrapped(site._fxmask_name, weight)
     if not torch.compiler.is_compiling():
         _refuse_ensemble(site, weight)
         _check_ranks(site, weight)

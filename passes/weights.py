@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..kernels.errors import UnsupportedError, message
+
 
 def raw_weight(m: nn.Module) -> Tensor:
     """The dense weight (N, K) as a forward uses it; a parametrised one computes it, gradient included."""
@@ -34,6 +36,21 @@ def peek_weight(m: nn.Module) -> Tensor:
         if hasattr(hook, "apply_mask"):
             return hook.apply_mask(m)
     return m.weight  # type: ignore[return-value]
+
+
+def is_wrapped(weight: Tensor) -> bool:
+    """Whether a weight is of another class, which knows none of our ops, as torchao's quantised ones are. Those of torch.distributed (a shard, a result that
+    is waited for) have rules of their own. By the class: Dynamo sees no methods at such a tensor."""
+    cls = type(weight)
+    return cls is not nn.Parameter and hasattr(cls, "__tensor_flatten__") and not cls.__module__.startswith("torch.distributed")
+
+
+def refuse_wrapped(name: str, weight: Tensor) -> None:
+    """UnsupportedError for such a weight."""
+    if is_wrapped(weight):
+        what = f"a masked layer's weight has become a {type(weight).__name__} since fxmask.apply, as quantisation makes them: expected a plain one."
+        fix = "call fxmask.finalize(model) first, then quantise; after it fxmask.restore(model) takes the masks off."
+        raise UnsupportedError(message(what, name, fix))
 
 
 def is_ensemble(weight: Tensor) -> bool:
