@@ -56,7 +56,7 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     swapped = isinstance(m, Site) or not {"_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}.isdisjoint(m.__dict__)
     cls: Any = type(m)
     own = linear and not swapped and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
-    skip = f"{type(m).__name__} has its own forward; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}" if own else ""
+    skip = f"{type(m).__name__} has its own forward{_way_out(name, m, problem)}" if own else ""
     writer = next((owner for owner in [*owners, *([m] if own else [])] if writes_to(owner, m)), None)
     if writer is not None:
         skip = f"the forward of {type(writer).__name__} writes to its weight and reads it, and the write would go into W∘M and be lost; call the layer there"
@@ -69,6 +69,15 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     new.masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
     new.owners = [*owners, m] if own else owners
     return new
+
+
+def _way_out(name: str, m: nn.Module, problem: str) -> str:
+    """What to do about a forward of its own: an override, where that would not raise."""
+    if problem:
+        return f", and {problem}"
+    if m._parameters.get("weight") is None:
+        return ", and its weight is computed (by a parametrisation or a pruning); remove that before fxmask.apply"
+    return f"; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}"
 
 
 def _module_problem(m: nn.Module) -> str:

@@ -74,6 +74,33 @@ def test_another_forward_stays_dense_and_is_named(cls):
     assert list(fxmask.masks(model)) == ["0.weight"]
 
 
+class Packed(nn.Linear):
+    """Like bitsandbytes' Linear4bit: a forward of its own, over packed values."""
+
+    def __init__(self, n, k, dtype):
+        super().__init__(n, k)
+        self.weight = nn.Parameter(torch.zeros(n * k // 2, 1, dtype=dtype), requires_grad=False)
+
+    def forward(self, x):
+        return x.new_zeros(*x.shape[:-1], self.out_features)
+
+
+def test_packed_values_are_called_quantised():
+    """No override would help, and none is advised."""
+    with pytest.warns(FxMaskWarning) as caught:
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), Packed(32, 32, torch.uint8)))
+    said = "1 stays dense: Packed has its own forward, and its weight is quantised (torch.uint8); mask the float model first, then quantise."
+    assert [str(w.message) for w in caught] == [said]
+    assert list(fxmask.masks(model)) == ["0.weight"]
+
+
+def test_a_computed_weight_of_another_forward_is_no_way_out():
+    made = torch.nn.utils.parametrizations.weight_norm(Twice(48, 32))
+    with pytest.warns(FxMaskWarning) as caught:
+        fxmask.apply(nn.Sequential(nn.Linear(32, 48), made))
+    assert len(caught) == 1 and "and its weight is computed" in str(caught[0].message) and "read=" not in str(caught[0].message)
+
+
 def test_a_weight_that_the_class_computes_is_another_forward():
     assert not computes_linear(Made)
 
