@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.utils import parametrize
 
 from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, REPLACED, Candidate, join, weight_problem
 from .graph_calls import EMBEDDINGS, resolve
@@ -40,6 +41,8 @@ def _in_modules(model: nn.Module, graphs: list[tuple[str, GraphModule]], outside
     owned = {id(w) for _, gm in graphs for _, w in graph_sites(gm) if w is not None}
     readers = weight_readers(model)
     for name, m in model.named_modules():
+        if _wraps(m):
+            continue
         problem = _module_problem(m)
         if (isinstance(m, nn.Linear) or problem) and not (id(m) in called and is_plain(m)):
             c = _module_candidate(name, m, problem, readers.get(id(m), []))
@@ -78,6 +81,15 @@ def _way_out(name: str, m: nn.Module, problem: str) -> str:
     if m._parameters.get("weight") is None:
         return ", and its weight is computed (by a parametrisation or a pruning); remove that before fxmask.apply"
     return f"; if that reads self.weight, mask it by overrides={{{name!r}: dict(read='weight')}}"
+
+
+def _wraps(m: nn.Module) -> bool:
+    """Whether an nn.Linear by name has no weight of its own but shows that of a layer inside, which is found there, as some of PEFT's adapters do."""
+    cls: Any = type(m)
+    if not isinstance(m, nn.Linear) or "weight" in m._parameters or parametrize.is_parametrized(m) or computes_linear(cls):
+        return False
+    weight = getattr(m, "weight", None)
+    return any(weight is p for inner in m.modules() if inner is not m for p in inner._parameters.values() if p is not None)
 
 
 def _module_problem(m: nn.Module) -> str:

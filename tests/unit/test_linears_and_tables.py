@@ -101,6 +101,41 @@ def test_a_computed_weight_of_another_forward_is_no_way_out():
     assert len(caught) == 1 and "and its weight is computed" in str(caught[0].message) and "read=" not in str(caught[0].message)
 
 
+class Adapter(nn.Linear):
+    """Like PEFT's VBLoRA and GraLoRA layers: a Linear by name, around the layer whose weight it shows."""
+
+    def __init__(self, base_layer):
+        super(nn.Linear, self).__init__()
+        self.base_layer, self.in_features, self.out_features = base_layer, base_layer.in_features, base_layer.out_features
+        self.shift = nn.Parameter(torch.zeros(base_layer.out_features))
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + self.shift
+
+
+@pytest.mark.parametrize("options", [{}, dict(regrow=fxmask.Regrow("random", fraction=0.5), refresh=2, ratio=0.5)], ids=["plain", "regrow"])
+@pytest.mark.parametrize("order", ["wrapped", "masked"])
+def test_a_wrapper_is_no_linear_of_its_own(order, options):
+    """Its base layer is masked, and nothing is said of it; masks that write see one user of the weight."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    for name in (order, "masked" if order == "wrapped" else "wrapped"):
+        if name == "wrapped":
+            model[1] = Adapter(model[1])
+        else:
+            fxmask.apply(model, **options)
+    assert {n.replace("base_layer.", "") for n in fxmask.masks(model)} == {"0.weight", "1.weight"}
+    report = fxmask.explain(model)
+    assert report.summary["linears"] == report.summary["masked"] == 2
+
+
 def test_a_weight_that_the_class_computes_is_another_forward():
     assert not computes_linear(Made)
 
