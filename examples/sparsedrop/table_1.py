@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 import torch
 from data import DataMissing
 from tabulate import tabulate
+from thesis import csv_files, lock
 from thesis.side_by_side import published
 from train import flushed_denormals
 
@@ -43,15 +44,11 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Add one run. The table is written anew and put in place at once, so that a killed run leaves whole rows."""
-    rows = [*read(path), row]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    part.replace(path)
+    """Add one run, in the place of an older one of the same settings. The table is put in place at once, so that a killed run leaves whole rows."""
+    key = [str(row[k]) for k in KEY]
+    with lock.alone(path):  # another process may have added rows meanwhile, this one among them
+        others = [r for r in read(path) if [r[k] for k in KEY] != key]
+        csv_files.write(path, COLUMNS, [*others, row], end="\n")
 
 
 def jobs(a: argparse.Namespace) -> list[dict[str, str]]:

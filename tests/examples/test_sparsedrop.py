@@ -2,6 +2,10 @@
 
 import csv
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +79,27 @@ def test_training_stops_when_the_held_out_loss_stays(monkeypatch):
     assert (got["val_loss"], got["best_step"], got["steps"], got["ended"]) == (1.0, 2, 5, "patience")
     with pytest.raises(ValueError, match="expected an evaluation every 500 steps"):
         runs.train(dataclasses.replace(task, every=500, epochs=1), tasks.load(task, None), "dense", 0, 8, 0, "cpu")
+
+
+ADDS = """
+import sys
+from pathlib import Path
+from sparsedrop import table_1
+for seed in range(15):
+    for who in (sys.argv[2], "both"):
+        row = dict.fromkeys(table_1.COLUMNS, 0)
+        table_1.append(Path(sys.argv[1]), {**row, "task": who, "seed": seed})
+"""
+
+
+def test_two_processes_that_write_one_table_lose_no_row(tmp_path):
+    """Rows of the same settings replace each other."""
+    path, folder = tmp_path / "t.csv", Path(table_1.__file__).resolve().parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")])}
+    running = [subprocess.Popen([sys.executable, "-c", ADDS, str(path), who], env=env) for who in "ab"]
+    assert [p.wait() for p in running] == [0, 0]
+    found = [(r["task"], int(r["seed"])) for r in table_1.read(path)]
+    assert sorted(found) == [(who, seed) for who in ("a", "b", "both") for seed in range(15)]
 
 
 def test_the_table_goes_on_where_it_was_and_takes_the_best_p(tmp_path, capsys):
