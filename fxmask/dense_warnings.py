@@ -8,8 +8,10 @@ from torch import nn
 
 from .kernels.errors import FxMaskWarning, first_of, message
 from .kernels.grid import grid_shape, matrix_shape
-from .passes.choose import Decision
+from .passes.candidate import Candidate
+from .passes.choose import Decision, Patterns, as_patterns, names
 from .passes.graph_linears import graph_modules, weight_reads
+from .passes.outside import elements, unsaid, words
 from .passes.phases import in_turn
 from .passes.trace_check import frozen_randomness
 
@@ -32,6 +34,17 @@ def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
             shown = first_of([f"{name} ({read.node.name})" for name, read in reads.items()], 3)
             what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
             warnings.warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."), FxMaskWarning, stacklevel=3)
+
+
+def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:
+    """Warn where weights in no Linear have more elements than those that are masked. Whoever includes layers means these, so then: than all linears."""
+    patterns = as_patterns("exclude", exclude) or []
+    counted = [c for c in unsaid(left) if not any(names(p, c) for p in patterns)]
+    masked = elements([d.candidate for d in decisions if d.config is not None or include is not None])
+    if counted and masked < elements(counted) and any(d.config is not None for d in decisions):
+        what = f"most of this model is in no nn.Linear, and masks do not reach it: {words(counted)}, beside {masked:,} in linears."
+        fix = f"write them as nn.Linear; exclude={counted[0].name!r}, or a glob for all of them, says that it is meant."
+        warnings.warn(message(what, fix=fix), FxMaskWarning, stacklevel=3)
 
 
 def warn_if_dense(decisions: list[Decision]) -> None:

@@ -27,6 +27,8 @@ from .passes.conv import KINDS, find_layers
 from .passes.exported import exported_masks
 from .passes.find import find
 from .passes.nm_find import find_nm
+from .passes.outside import outside
+from .passes.outside import words as words_of
 from .passes.products import find_products
 from .passes.pruning_schedule import words
 from .passes.site import Site
@@ -108,6 +110,8 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     summary |= {"products with parameters": len(products)} if products else {}
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
     every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
+    left = [c for c in outside(model, found) if not seen(c.weight)]  # those have rows
+    notes = [*notes, *([f"In no nn.Linear, where masks do not reach: {words_of(left)}."] if left else [])]
     return Report("fxmask.explain", every, [*notes, *map(plain, _notes(model, by_backend, dropped, bool(traced)))], summary)
 
 

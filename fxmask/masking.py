@@ -13,7 +13,7 @@ from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, S
 from .backend_watch import forget, seen
 from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
-from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_reads
+from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads
 from .dropping import DroppedLinear, any_dropped, undrop
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, StateError, message
@@ -30,6 +30,7 @@ from .passes.graph_linears import graph_modules
 from .passes.graph_site import graph_sites
 from .passes.infra import run_passes
 from .passes.nm_mask import NMMask
+from .passes.outside import outside
 from .passes.readers import ancestors
 from .passes.rebuild import Job, rebuild, start_gain
 from .passes.site import Site
@@ -106,8 +107,9 @@ def apply(
     check_inputs(model, alone=config is None)
     told = overrides if other is None else mask_overrides(overrides, other, config is None)
     found = find_layers(model, kinds)
+    left = outside(model, found) if config is not None else []
     found = [*(out_of_reach(found) if config is None else found), *wanted_products(model, other)]
-    decisions = choose(found, config or WeightMask(), include, exclude, told, model)
+    decisions = choose(found, config or WeightMask(), include, exclude, told, model, left=left)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
@@ -122,6 +124,7 @@ def apply(
     warn_of_graphs(model)
     warn_of_reads(model, decisions)
     warn_if_dense(decisions)
+    warn_of_outside(left, decisions, include, exclude)
     inputs.warn_if_none()
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)

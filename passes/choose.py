@@ -52,6 +52,11 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
         raise ConfigError(message(what, c.name, f"write it as def pattern(module, name); here it is {pattern!r}.")) from e
 
 
+def names(pattern: Pattern, c: Candidate) -> bool:
+    """Whether a pattern selects what is no linear; callables are written for linears, and are not asked."""
+    return isinstance(pattern, (str, type)) and matches(pattern, c)
+
+
 def _shown(c: Candidate) -> nn.Module | None:
     return c.module if c.module is not None or c.weight.dim() != 2 else linear_like(c.weight)
 
@@ -74,17 +79,18 @@ def as_patterns(option: str, patterns: Patterns) -> list[Pattern] | None:
 
 def choose(
     found: list[Candidate], config: WeightMask, include: Patterns, exclude: Patterns, overrides: Mapping[str, Any] | None, model: nn.Module | None,
-    others: Callable[[], list[Candidate]] = list,
+    others: Callable[[], list[Candidate]] = list, left: Sequence[Candidate] = (),
 ) -> list[Decision]:  # fmt: skip
     """Decide for every linear; `model` is None for a compiler's graphs. Raises before anything is changed. Warns of patterns that match nothing here, nor in
-    `others`, the linears of the model's other graphs."""
+    `others`, the linears of the model's other graphs. `left`: what is no linear, which `exclude` may name."""
     surround(found, model)
     included, excluded = as_patterns("include", include), as_patterns("exclude", exclude)
     defaults = exclude is None or bool(excluded)  # exclude=() switches the default exclusions off
     changes = _check_overrides(overrides)
-    _warn_unused(found, {"include": included or [], "exclude": excluded or [], "overrides": list(changes)}, others)
+    named = [p for p in excluded or [] if any(names(p, c) for c in left)]
+    _warn_unused(found, {"include": included or [], "exclude": [p for p in excluded or [] if p not in named], "overrides": list(changes)}, others)
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
-    named = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
+    told = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
         chosen: WeightMask | None = config
@@ -97,7 +103,7 @@ def choose(
             reason = c.skip
             if not c.quiet or id(c) in asked:
                 warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
-        if reason.startswith(DEFAULT) and c.name in named:
+        if reason.startswith(DEFAULT) and c.name in told:
             what = f"overrides[{c.name!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
             warnings.warn(what, FxMaskWarning, stacklevel=4)
         if reason:

@@ -101,14 +101,14 @@ def _module_problem(m: nn.Module) -> str:
     return weight_problem(peek_weight(m)) if isinstance(m, nn.Linear) else ""
 
 
-def _is_table(m: nn.Module) -> bool:
+def is_table(m: nn.Module) -> bool:
     """An Embedding, or what calls itself one without deriving from it, as quantisation-aware code does (I-BERT's QuantEmbedding)."""
     return isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or ("Embedding" in type(m).__name__ and not isinstance(m, nn.Linear))
 
 
 def _embedding_weights(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
     """Weights that are looked up as tables, by modules or by calls in graphs."""
-    found = {id(p) for m in model.modules() if _is_table(m) for p in m._parameters.values() if p is not None}
+    found = {id(p) for m in model.modules() if is_table(m) for p in m._parameters.values() if p is not None}
     for _, gm in graphs:
         for node in gm.graph.nodes:
             if node.op == "call_function" and node.target in EMBEDDINGS:
