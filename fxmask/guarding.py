@@ -71,7 +71,7 @@ def guard(
     # a wrapper that skips Optimizer.__init__ may have the dicts of hooks, and a step that never calls them
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
         what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."
-        raise UnsupportedError(message(what, type(optimizer).__name__, "pass the optimiser that it wraps."))
+        raise UnsupportedError(message(what, type(optimizer).__name__, f"pass the optimiser that it wraps{_inner(optimizer)}."))
     if masked_step:
         elementwise.refuse(optimizer, masked_step == "elementwise")
     elif any(group.get("caution") for group in optimizer.param_groups):
@@ -92,6 +92,12 @@ def guard(
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
     return GuardHandle(optimizer, held, masked_weights, returning, masked_step, pruned, model)
+
+
+def _inner(wrapper: Optimizer) -> str:
+    """Where a wrapper that skips Optimizer.__init__ keeps its optimiser, as Accelerate's does."""
+    name = next((name for name, value in vars(wrapper).items() if isinstance(value, Optimizer)), None)
+    return "" if name is None else f": optimizer.{name}"
 
 
 def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:

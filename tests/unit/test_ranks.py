@@ -204,8 +204,15 @@ def test_hooks_that_never_run_are_refused():
         def step(self, closure=None):
             return self.base.step(closure)
 
+    class Hidden(Wrapper):
+        def __init__(self, base):
+            super().__init__(base)
+            self.base = [base]
+
     model = fxmask.apply(mlp(), ratio=0.6)
-    with pytest.raises(UnsupportedError, match=r"Wrapper has no step hooks(.|\n)*pass the optimiser that it wraps"):
+    with pytest.raises(UnsupportedError, match=r"Hidden has no step hooks(.|\n)*fix: pass the optimiser that it wraps\."):
+        fxmask.guard(Hidden(torch.optim.SGD(model.parameters(), lr=0.1)), model)
+    with pytest.raises(UnsupportedError, match=r"Wrapper has no step hooks(.|\n)*fix: pass the optimiser that it wraps: optimizer\.base\."):
         fxmask.guard(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)), model)
 
 
