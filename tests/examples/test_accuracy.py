@@ -364,6 +364,7 @@ def test_activations_are_pruned_with_and_without_masks():
     assert masked_model.activations("0.25").block == 16 and masked_model.activations(None) is None
 
 
+@pytest.mark.filterwarnings("ignore:allocation by:fxmask.FxMaskWarning")
 def test_an_allocation_shares_out_the_one_ratio_of_a_configuration():
     common_ratio = {"blocks.*.a": {"ratio": 0.5, "block": (16, 16)}, "blocks.*.b": {"ratio": 0.5, "block": (16, 16)}}
     assert masked_model.shared(common_ratio) == {"blocks.*.a": {"block": (16, 16)}, "blocks.*.b": {"block": (16, 16)}}

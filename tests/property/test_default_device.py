@@ -81,6 +81,7 @@ def trained(case: dict, model: nn.Module, x: Tensor) -> list[Tensor]:
     return found + list(model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:allocation by:fxmask.FxMaskWarning")
 @pytest.mark.parametrize("case", CONFIGS.values(), ids=CONFIGS)
 def test_training(case):
     torch.manual_seed(0)

@@ -106,6 +106,7 @@ def test_health_and_explain_say_the_same_of_a_convolution():
     assert fxmask.explain(model, health=True).rows[2]["kept_norm_fraction"] == rows["4.weight"]["kept_norm_fraction"]
 
 
+@pytest.mark.filterwarnings("ignore:allocation by:fxmask.FxMaskWarning")
 def test_allocation_shares_out_convolutions():
     found = fxmask.allocate(net(), 0.5, "erk", block=BLOCK, layers=BOTH)
     assert list(found) == ["0", "2", "4", "6", "8"] and found.spent == found.budget == sum(found.kept.values())
