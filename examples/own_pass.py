@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxmask.backend import fxmask_backend
+from fxmask.compiler.backend import fxmask_backend
 from fxmask.passes.infra import CleanUp, Pass, run_passes
 
 

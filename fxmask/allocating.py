@@ -15,17 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .kernels.grid import grid_shape, matrix_shape, ratio_keeping, ratio_units
-from .passes import rules  # noqa: F401  (they register the costs of ops)
-from .passes.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
-from .passes.capture import capture
-from .passes.checks import one_of
-from .passes.choose import Decision, Patterns, choose, matches
-from .passes.config import WeightMask
-from .passes.conv import Kinds, find_layers, kinds_of
-from .passes.moves import work_of
-from .passes.phases import changes_any
-from .passes.traced import arguments
-from .passes.work import Target
+from .passes.counting import rules  # noqa: F401  (they register the costs of ops)
+from .passes.counting.capture import capture
+from .passes.counting.moves import work_of
+from .passes.counting.traced import arguments
+from .passes.counting.work import Target
+from .passes.finding.choose import Decision, Patterns, choose, matches
+from .passes.finding.conv import Kinds, find_layers, kinds_of
+from .passes.settings.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
+from .passes.settings.checks import one_of
+from .passes.settings.config import WeightMask
+from .passes.settings.phases import changes_any
 from .sites import expect_module
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")

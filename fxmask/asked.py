@@ -11,11 +11,11 @@ from torch import nn
 
 from .inputs import Other
 from .kernels.errors import ConfigError, UnsupportedError, message
-from .passes import ranks
-from .passes.activation_pruning import ActivationPruning
-from .passes.block_dropout import BlockDropout
-from .passes.config import WeightMask
-from .passes.nm_mask import NMMask
+from .passes.settings.activation_pruning import ActivationPruning
+from .passes.settings.block_dropout import BlockDropout
+from .passes.settings.config import WeightMask
+from .passes.settings.nm_mask import NMMask
+from .passes.state import ranks
 from .sites import expect_module
 
 

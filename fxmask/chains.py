@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from .inspection import masks
 from .kernels.errors import ShapeError, UnsupportedError, message
 from .kernels.grid import expand_mask
-from .nm_layers import any_nm
-from .passes.candidate import join
-from .passes.site import Site
-from .passes.weights import peek_weight
+from .nm.nm_layers import any_nm
+from .passes.finding.candidate import join
+from .passes.finding.weights import peek_weight
+from .passes.state.site import Site
 from .sites import any_masked, expect_module, values_of
 
 # the largest slope of each; GELU's is 1.1290, SiLU's 1.0999

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .kernels import conv
-from .passes.site_forward import forward_lists, forward_mask, refuse_tracing
-from .passes.weights import raw_weight
+from .passes.finding.weights import raw_weight
+from .passes.state.site_forward import forward_lists, forward_mask, refuse_tracing
 from .swap import MaskedLayer, softened
 
 

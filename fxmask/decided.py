@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .passes.choose import Decision
+from .passes.finding.choose import Decision
 
 _DECIDED = "_fxmask_decided"
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()

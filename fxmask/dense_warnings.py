@@ -8,12 +8,12 @@ from torch import nn
 
 from .kernels.errors import FxMaskWarning, first_of, message
 from .kernels.grid import grid_shape, matrix_shape
-from .passes.candidate import Candidate
-from .passes.choose import Decision, Patterns, as_patterns, names
-from .passes.graph_linears import graph_modules, weight_reads
-from .passes.outside import elements, unsaid, words
-from .passes.phases import in_turn
-from .passes.trace_check import frozen_randomness
+from .passes.finding.candidate import Candidate
+from .passes.finding.choose import Decision, Patterns, as_patterns, names
+from .passes.finding.graph_linears import graph_modules, weight_reads
+from .passes.finding.outside import elements, unsaid, words
+from .passes.graphs.trace_check import frozen_randomness
+from .passes.settings.phases import in_turn
 
 
 def warn_of_graphs(model: nn.Module) -> None:

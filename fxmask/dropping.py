@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
-from .passes.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
-from .passes.candidate import join
-from .passes.choose import Decision
-from .passes.graph_linears import graph_modules
+from .passes.finding.candidate import join
+from .passes.finding.choose import Decision
+from .passes.finding.graph_linears import graph_modules
+from .passes.finding.weights import raw_weight
+from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
-from .passes.weights import raw_weight
-from .passes.writes import Writes
+from .passes.settings.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
 from .swap import MaskedLinear, Swapped, masked_class, ran
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

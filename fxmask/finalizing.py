@@ -17,18 +17,18 @@ from .inspection import masks
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
 from .kernels.reference import masked
 from .masking import restore
-from .nm_finalizing import finalize_nm
-from .nm_layers import any_nm
-from .passes.candidate import join
-from .passes.config import WeightMask
-from .passes.find import find
-from .passes.graph_calls import MASKED_LINEAR, resolve
-from .passes.graph_linears import graph_modules
-from .passes.site import Site
-from .passes.site_forward import refuse_lost
-from .passes.uncounted import REFRESH, STALE, is_stale, uncounted
+from .nm.nm_finalizing import finalize_nm
+from .nm.nm_layers import any_nm
+from .nm.semi_structured import semi_structured
+from .passes.finding.candidate import join
+from .passes.finding.find import find
+from .passes.finding.graph_linears import graph_modules
+from .passes.graphs.graph_calls import MASKED_LINEAR, resolve
+from .passes.settings.config import WeightMask
+from .passes.state.site import Site
+from .passes.state.site_forward import refuse_lost
+from .passes.state.uncounted import REFRESH, STALE, is_stale, uncounted
 from .pruning import any_pruned
-from .semi_structured import semi_structured
 from .sites import FINAL, any_masked, expect_module, refuse_dense, required_sites, values_of
 from .swap import MaskedLayer
 

@@ -21,10 +21,10 @@ from .health_plots import curves, heatmaps
 from .health_signs import signs
 from .kernels.errors import message
 from .kernels.grid import grid_shape, plain_int
-from .passes import ranks
-from .passes import site as state
-from .passes.phases import in_turn
-from .passes.site_mask import mask_outside
+from .passes.settings.phases import in_turn
+from .passes.state import ranks
+from .passes.state import site as state
+from .passes.state.site_mask import mask_outside
 from .report import Report
 from .sites import required_sites, values_of
 

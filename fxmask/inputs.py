@@ -12,11 +12,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
 from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
-from .passes.activation_pruning import ActivationPruning
-from .passes.block_dropout import BlockDropout
-from .passes.candidate import Candidate
-from .passes.choose import Decision, matches
-from .passes.products import find_products
+from .passes.finding.candidate import Candidate
+from .passes.finding.choose import Decision, matches
+from .passes.finding.products import find_products
+from .passes.settings.activation_pruning import ActivationPruning
+from .passes.settings.block_dropout import BlockDropout
 from .pruning import any_pruned, prune, pruned_layers
 from .sites import REASONS, any_masked
 

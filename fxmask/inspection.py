@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .backend_watch import seen
-from .computed import computed
+from .compiler.backend_watch import seen
+from .compiler.computed import computed
 from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
@@ -18,23 +18,23 @@ from .health_signs import HISTORY, SIGNS, signs
 from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.errors import first_of
 from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
-from .nm_layers import any_nm, element_mask, nm_layers
-from .nm_masking import nm_row
-from .passes import ranks
-from .passes.bypass import never_run, read_by_adapters
-from .passes.candidate import Candidate, join
-from .passes.conv import KINDS, find_layers
-from .passes.exported import exported_masks
-from .passes.find import find
-from .passes.nm_find import find_nm
-from .passes.outside import outside
-from .passes.outside import words as words_of
-from .passes.products import find_products
-from .passes.pruning_schedule import words
-from .passes.site import Site
-from .passes.site_mask import mask_outside
-from .passes.traced import backend_of
-from .passes.weights import peek_weight
+from .nm.nm_layers import any_nm, element_mask, nm_layers
+from .nm.nm_masking import nm_row
+from .passes.counting.traced import backend_of
+from .passes.finding.candidate import Candidate, join
+from .passes.finding.conv import KINDS, find_layers
+from .passes.finding.find import find
+from .passes.finding.nm_find import find_nm
+from .passes.finding.outside import outside
+from .passes.finding.outside import words as words_of
+from .passes.finding.products import find_products
+from .passes.finding.weights import peek_weight
+from .passes.graphs.exported import exported_masks
+from .passes.state import ranks
+from .passes.state.pruning_schedule import words
+from .passes.state.site import Site
+from .passes.state.site_mask import mask_outside
+from .passes.stepping.bypass import never_run, read_by_adapters
 from .pruning import pruned_layers
 from .report import Report
 from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from . import gpu_words
-from .backend_watch import Done, seen
+from .compiler.backend_watch import Done, seen
 from .conv_layers import LISTS, why_dense
 from .health_signs import signs
 from .kernels import gpu_choice, ops
 from .kernels.cpu import deciding
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
 from .kernels.tune import Choice
-from .passes.config import WeightMask
-from .passes.exported import Inside
-from .passes.site import Site, stream_of
-from .passes.site_mask import mask_outside
-from .passes.weights import is_wrapped
+from .passes.finding.weights import is_wrapped
+from .passes.graphs.exported import Inside
+from .passes.settings.config import WeightMask
+from .passes.state.site import Site, stream_of
+from .passes.state.site_mask import mask_outside
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from .passes.graph_site import GraphSite, graph_sites
-from .passes.rebuild import after_load
-from .passes.site import Site
-from .passes.ties import Ties
+from .passes.graphs.graph_site import GraphSite, graph_sites
+from .passes.state.rebuild import after_load
+from .passes.state.site import Site
+from .passes.state.ties import Ties
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:

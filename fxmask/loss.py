@@ -7,8 +7,9 @@ from numbers import Real
 from torch import Tensor, nn
 
 from .kernels.errors import ConfigError, StateError, message
-from .passes import looks, ranks
-from .passes.checks import is_number
+from .passes.settings import looks
+from .passes.settings.checks import is_number
+from .passes.state import ranks
 from .sites import required_sites
 
 

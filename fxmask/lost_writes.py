@@ -1,8 +1,8 @@
 """Writes of an owner's forward into a weight that it reads: W∘M takes them, and the Parameter would never see them.
 
-What the source of the forward says is known beforehand (`passes.said`). Writes inside functions that are given the weight are looked for here, by the version
-of what was read, in each layer's first eager forward that ends, and not after it: a write that this one does not make, as under `if self.training` in eval(),
-is not seen.
+What the source of the forward says is known beforehand (`passes.finding.said`). Writes inside functions that are given the weight are looked for here, by the
+version of what was read, in each layer's first eager forward that ends, and not after it: a write that this one does not make, as under `if self.training` in
+eval(), is not seen.
 """
 
 from __future__ import annotations

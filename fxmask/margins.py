@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .chains import Link, chain_of, row_sum, spectral
 from .kernels.errors import ConfigError, ShapeError, message
-from .passes.candidate import join
+from .passes.finding.candidate import join
 from .report import Report
 
 BOUNDS = ("3.4", "3.5", "3.6")  # as the paper numbers them

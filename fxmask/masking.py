@@ -10,7 +10,7 @@ from torch import nn
 
 from .allocating import allocated
 from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, START, check_model, configs_of
-from .backend_watch import forget, seen
+from .compiler.backend_watch import forget, seen
 from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads
@@ -18,24 +18,24 @@ from .dropping import DroppedLinear, any_dropped, undrop
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, StateError, message
 from .loads import note_ties, unwatch_loads, watch_loads
-from .nm_layers import any_nm
-from .nm_masking import apply_nm, refuse_nm, restore_nm
-from .passes.activation_pruning import ActivationPruning
-from .passes.block_dropout import BlockDropout
-from .passes.budget import with_budgets
-from .passes.choose import Decision, Patterns, choose
-from .passes.config import Feedback, Schedule, WeightMask
-from .passes.conv import KINDS, Kinds, find_layers, kinds_of
-from .passes.graph_linears import graph_modules
-from .passes.graph_site import graph_sites
+from .nm.nm_layers import any_nm
+from .nm.nm_masking import apply_nm, refuse_nm, restore_nm
+from .passes.counting.traced import backend_of
+from .passes.finding.choose import Decision, Patterns, choose
+from .passes.finding.conv import KINDS, Kinds, find_layers, kinds_of
+from .passes.finding.graph_linears import graph_modules
+from .passes.finding.outside import outside
+from .passes.finding.readers import ancestors
+from .passes.graphs.graph_site import graph_sites
+from .passes.graphs.weight_mask import MaskWeights, RestoreLinears
 from .passes.infra import run_passes
-from .passes.nm_mask import NMMask
-from .passes.outside import outside
-from .passes.readers import ancestors
-from .passes.rebuild import Job, rebuild, start_gain
-from .passes.site import Site
-from .passes.traced import backend_of
-from .passes.weight_mask import MaskWeights, RestoreLinears
+from .passes.settings.activation_pruning import ActivationPruning
+from .passes.settings.block_dropout import BlockDropout
+from .passes.settings.budget import with_budgets
+from .passes.settings.config import Feedback, Schedule, WeightMask
+from .passes.settings.nm_mask import NMMask
+from .passes.state.rebuild import Job, rebuild, start_gain
+from .passes.state.site import Site
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, refuse_changed_class, swap, unswap

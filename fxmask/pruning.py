@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .kernels.errors import UnsupportedError, message
-from .passes import noted
-from .passes.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
-from .passes.candidate import join
-from .passes.choose import Decision
-from .passes.graph_linears import graph_modules
+from .passes.finding.candidate import join
+from .passes.finding.choose import Decision
+from .passes.finding.graph_linears import graph_modules
+from .passes.finding.plain_forward import Product, product_of
+from .passes.finding.weights import raw_weight
+from .passes.graphs.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
 from .passes.infra import run_passes
-from .passes.plain_forward import Product, product_of
-from .passes.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
-from .passes.pruning_schedule import install, is_scheduled, uninstall, words
-from .passes.weights import raw_weight
+from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
+from .passes.state import noted
+from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
 from .swap import MaskedLinear, Swapped, masked_class
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from .kernels.errors import StateError, message
-from .passes.activation_pruning import ActivationPruning
-from .passes.pruning_schedule import advance, is_announced
+from .passes.settings.activation_pruning import ActivationPruning
+from .passes.state.pruning_schedule import advance, is_announced
 from .pruning import scheduled_layers
 
 KEYS = {"settings", "step", "announced", "guarded"}

@@ -10,12 +10,12 @@ from torch.fx import GraphModule
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
-from .passes import ranks
-from .passes.exported import exported_masks
-from .passes.graph_site import graph_sites
-from .passes.site import Site
-from .passes.traced import backend_of
-from .passes.weights import peek_weight, refuse_wrapped
+from .passes.counting.traced import backend_of
+from .passes.finding.weights import peek_weight, refuse_wrapped
+from .passes.graphs.exported import exported_masks
+from .passes.graphs.graph_site import graph_sites
+from .passes.state import ranks
+from .passes.state.site import Site
 from .swap import MaskedLayer
 
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked

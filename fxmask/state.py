@@ -11,14 +11,15 @@ from torch import nn
 
 from .kernels.errors import StateError, message
 from .kernels.grid import grid_shape
-from .nm_layers import any_nm
-from .nm_state import load_nm_state, nm_state
-from .passes import looks, phase_change, phases, rebuild
-from .passes import site as state
-from .passes.config import Schedule, WeightMask
-from .passes.feedback import bounds
-from .passes.optimiser import POLICIES
-from .passes.site import Site
+from .nm.nm_layers import any_nm
+from .nm.nm_state import load_nm_state, nm_state
+from .passes.settings import looks, phase_change, phases
+from .passes.settings.config import Schedule, WeightMask
+from .passes.settings.feedback import bounds
+from .passes.state import rebuild
+from .passes.state import site as state
+from .passes.state.site import Site
+from .passes.stepping.optimiser import POLICIES
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
 from .sites import any_masked, expect_module, sites_in_force

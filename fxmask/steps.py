@@ -10,14 +10,14 @@ from torch import nn
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import plain_int
-from .nm_masking import refresh_nm, step_nm
-from .passes import rebuild
-from .passes import site as state
-from .passes.bypass import warn_of_dense_readers
-from .passes.pruning_schedule import advance
-from .passes.saliency import observe, refuse_shard
-from .passes.site import Site
-from .passes.site_mask import check_agreed
+from .nm.nm_masking import refresh_nm, step_nm
+from .passes.state import rebuild
+from .passes.state import site as state
+from .passes.state.pruning_schedule import advance
+from .passes.state.saliency import observe, refuse_shard
+from .passes.state.site import Site
+from .passes.state.site_mask import check_agreed
+from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, sites_in_force, values_of
 

@@ -21,18 +21,18 @@ from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
 from .late_forwards import ended
 from .lost_writes import look_at
-from .passes import gpu_site
-from .passes import site as state
-from .passes.activation_pruning import ActivationPruning, saves
-from .passes.block_dropout import BlockDropout
-from .passes.config import WeightMask
-from .passes.pruning_schedule import copied, words
-from .passes.readers import forward_codes
-from .passes.rebuild import Job, after_load, rebuild
-from .passes.scripting import refuse_scripting
-from .passes.site import Site
-from .passes.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
-from .passes.weights import peek_weight, raw_weight
+from .passes.finding.readers import forward_codes
+from .passes.finding.weights import peek_weight, raw_weight
+from .passes.settings.activation_pruning import ActivationPruning, saves
+from .passes.settings.block_dropout import BlockDropout
+from .passes.settings.config import WeightMask
+from .passes.state import gpu_site
+from .passes.state import site as state
+from .passes.state.pruning_schedule import copied, words
+from .passes.state.rebuild import Job, after_load, rebuild
+from .passes.state.scripting import refuse_scripting
+from .passes.state.site import Site
+from .passes.state.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
 from .reading import FORWARDS, count, is_read
 
 

@@ -29,7 +29,7 @@ for _ in range(3):
     optimizer.step()
     print(loss.item())
 print(sum(p.double().sum().item() for p in model.parameters()))
-assert {apply} or "fxmask.backend" in sys.modules
+assert {apply} or "fxmask.compiler.backend" in sys.modules
 """
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn, optim
 
 import fxmask
-from fxmask.passes import set_aside
+from fxmask.passes.stepping import set_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 from benchmarks import checked

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from fxmask import backend_watch
+from fxmask.compiler import backend_watch
 from zoo.captures import COMPUTED, STOCK, by_stock_pytorch, difference, masks_of
 from zoo.checks import NO, TIED, Columns, Subject, reason, told
 from zoo.equality import BLOCK, RATIO, Masks, Outcome, compare, run, settle, written_in
@@ -116,8 +116,8 @@ def with_backend(s: Subject, train: bool, options: dict[str, Any], dtype: torch.
     A weight that the graph computes has its layer's name and `COMPUTED`. A dense copy cannot have masks of such weights written in, nor of an embedding's,
     which is masked where the embedding runs in eager code: the outcome is one without them.
     """
-    from fxmask import backend
-    from fxmask.backend import fxmask_backend
+    from fxmask.compiler import backend
+    from fxmask.compiler.backend import fxmask_backend
 
     model, rewritten = copy.deepcopy(s.model).train(train).to(dtype), []
     options = {"ratio": RATIO, "block": BLOCK, **options}

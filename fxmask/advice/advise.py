@@ -17,11 +17,11 @@ from ..bench.clock import load_average
 from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
-from ..passes.checks import at_least
-from ..passes.choose import Patterns, choose
-from ..passes.config import WeightMask
-from ..passes.find import find
-from ..passes.traced import arguments
+from ..passes.counting.traced import arguments
+from ..passes.finding.choose import Patterns, choose
+from ..passes.finding.find import find
+from ..passes.settings.checks import at_least
+from ..passes.settings.config import WeightMask
 from ..pruning import any_pruned
 from ..sites import any_masked, expect_module
 from .advice import Advice, advice_of

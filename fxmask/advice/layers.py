@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.errors import UnsupportedError, message
-from ..passes.choose import Decision
+from ..passes.finding.choose import Decision
 
 LINEARS = (torch.nn.functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
 

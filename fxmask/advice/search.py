@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from ..kernels.errors import message
-from ..passes.config import WeightMask
+from ..passes.settings.config import WeightMask
 from .layers import Layer
 from .unit import MakeOptimizer, Times, Unit
 

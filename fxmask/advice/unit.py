@@ -19,9 +19,9 @@ from ..analysis.devices import last_cache_bytes
 from ..bench.clock import flush_buffer
 from ..bench.stopwatch import Stopwatch, medians
 from ..errors import UnsupportedError
-from ..guarding import guard
+from ..guards.guarding import guard
 from ..masking import apply
-from ..passes.config import WeightMask
+from ..passes.settings.config import WeightMask
 from ..steps import refresh
 from .layers import Layer, Seen
 

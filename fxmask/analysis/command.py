@@ -13,7 +13,7 @@ from torch import nn
 from ..dropping import any_dropped
 from ..errors import ConfigError
 from ..masking import apply
-from ..nm_layers import any_nm
+from ..nm.nm_layers import any_nm
 from ..places import place
 from ..pruning import any_pruned
 from ..report import FORMATS as FILES

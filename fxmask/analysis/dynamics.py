@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..passes.site import Site
+from ..passes.state.site import Site
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..kernels import dense_cost, layer_cost, mask_cost, matmul_cost, pruned_cost
-from ..passes import dropout_rules, rules
-from ..passes.work import Work
+from ..passes.counting import dropout_rules, rules
+from ..passes.counting.work import Work
 from . import optimiser, roofline, tables, traffic
 from .devices import Device
 

@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from ..kernels.lists import listed, packed_length
-from ..passes.capture import Recording
-from ..passes.work import Work
+from ..passes.counting.capture import Recording
+from ..passes.counting.work import Work
 
 KINDS = ("weights", "buffers", "metadata", "saved_activations", "gradients", "optimizer_state")
 

@@ -9,11 +9,11 @@ from torch import nn
 
 from ..kernels import layer_cost
 from ..kernels.grid import matrix_shape
-from ..passes.calls import Place
-from ..passes.capture import Recording
-from ..passes.masked_rules import implementation
-from ..passes.traced import backend_of
-from ..passes.work import Target, Work
+from ..passes.counting.calls import Place
+from ..passes.counting.capture import Recording
+from ..passes.counting.masked_rules import implementation
+from ..passes.counting.traced import backend_of
+from ..passes.counting.work import Target, Work
 from .devices import Device
 
 AUTO_MASKS = (

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..guard_handle import masked_step_of
+from ..guards.guard_handle import masked_step_of
 from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.errors import message
 from ..kernels.grid import grid_shape, matrix_shape
-from ..passes.capture import Recording
-from ..passes.masked_rules import implementation
-from ..passes.work import EXACT, Target, Work
+from ..passes.counting.capture import Recording
+from ..passes.counting.masked_rules import implementation
+from ..passes.counting.work import EXACT, Target, Work
 from .tables import masks_of
 
 # tensors of a parameter's size that an optimiser keeps, by the class's name in torch.optim
@@ -58,7 +58,8 @@ def masked_step(shape: tuple[int, int], block: tuple[int, int], nnzb: int, kept:
     Mask          NB KB B read; at ragged edges expanded to N KB B, written and read (on a CPU always, which is not counted); where it is not cached the guard
                   builds it anew, from all of w
     In sum        (9 + 6 s) b kept, runs and mask; a dense step has (3 + 2 s) b N K
-    On a GPU the last run at a ragged edge is moved more than once instead, in shorter runs and without an expanded mask (`passes.kept_blocks`): not counted.
+    On a GPU the last run at a ragged edge is moved more than once instead, in shorter runs and without an expanded mask (`passes.stepping.kept_blocks`):
+    not counted.
     Compulsory and requested B are the same; `compact` and `runs` stay in a cache that is large enough for them.
     """
     (n, k), piece = shape, itemsize * kept

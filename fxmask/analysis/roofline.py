@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..passes.work import Work
+from ..passes.counting.work import Work
 from . import traffic
 from .devices import Device
 

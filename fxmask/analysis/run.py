@@ -14,12 +14,12 @@ from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
 from ..kernels import dropout_ops
 from ..kernels.grid import plain_int
-from ..passes import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
-from ..passes.capture import Recording, capture
-from ..passes.dense_step import mark
-from ..passes.moves import work_of
-from ..passes.traced import arguments
-from ..passes.work import Target, Work, makes_weight
+from ..passes.counting import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
+from ..passes.counting.capture import Recording, capture
+from ..passes.counting.dense_step import mark
+from ..passes.counting.moves import work_of
+from ..passes.counting.traced import arguments
+from ..passes.counting.work import Target, Work, makes_weight
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .dynamics import cut_off, said_of

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..passes.capture import Recording
-from ..passes.work import Work
+from ..passes.counting.capture import Recording
+from ..passes.counting.work import Work
 from . import roofline, tables, traffic
 from .devices import Device
 

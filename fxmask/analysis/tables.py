@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..kernels.grid import grid_shape, kept_elements
-from ..passes.calls import Call
-from ..passes.capture import Recording
-from ..passes.work import ELEMENTWISE, FREE, UNKNOWN, Work
+from ..passes.counting.calls import Call
+from ..passes.counting.capture import Recording
+from ..passes.counting.work import ELEMENTWISE, FREE, UNKNOWN, Work
 from . import roofline, traffic
 from .devices import Device
 

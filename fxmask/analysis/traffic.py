@@ -14,7 +14,7 @@ from typing import Any
 
 from ..kernels import sectors
 from ..kernels.triton.tiles import SPLIT_FILL, TOKEN_GROUP
-from ..passes.work import Work
+from ..passes.counting.work import Work
 from .devices import Device
 
 ALPHA = 0.5  # share of the L2 that one operand may hold until its next use; an assumption, to be calibrated per device

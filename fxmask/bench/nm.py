@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import nm, nm_ops
-from ..semi_structured import semi_structured
+from ..nm.semi_structured import semi_structured
 from .gate import over_budget
 from .inputs import operands
 from .part import Part, Prepared

@@ -53,7 +53,7 @@ def masked_dense(i: Inputs) -> Call:
 
 
 def pays(i: Inputs) -> bool:
-    """Whether `auto` takes the kernels in a layer of this cell: what `passes.gpu_site` asks, with the cell's ratio."""
+    """Whether `auto` takes the kernels in a layer of this cell: what `passes.state.gpu_site` asks, with the cell's ratio."""
     c, (nb, kb) = i.cell, i.mask.shape
     density = keep_count(nb * kb, c.ratio) / (nb * kb)
     return gpu_choice.choice(i.device, i.w.dtype, c.M, (c.N, c.K), c.block, density, "masked") == "triton"

@@ -1,8 +1,8 @@
 """What tensors hold in masked blocks, set aside and put back: one launch each way for tensors of one dtype and block; no kept element is read or written.
 
-What a guard does around an optimiser's step; its plain form, `clone` before and `where` after, is in `passes.optimiser`. A table on the device says where each
-tensor lies, by its distance from the first one. It depends on addresses and shapes alone: the `KEPT` that were asked for last are kept, and those of captured
-CUDA graphs for good.
+What a guard does around an optimiser's step; its plain form, `clone` before and `where` after, is in `passes.stepping.optimiser`. A table on the device says
+where each tensor lies, by its distance from the first one. It depends on addresses and shapes alone: the `KEPT` that were asked for last are kept, and those of
+captured CUDA graphs for good.
 """
 
 from __future__ import annotations

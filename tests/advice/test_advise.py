@@ -18,8 +18,8 @@ from fxmask.advice.layers import layers_of
 from fxmask.advice.plan import Plan
 from fxmask.advice.search import Timed
 from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
-from fxmask.passes.choose import choose
-from fxmask.passes.find import find
+from fxmask.passes.finding.choose import choose
+from fxmask.passes.finding.find import find
 
 SMALL = {"seconds": 6.0, "blocks": [32], "ratios": [0.5]}
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxmask
-from fxmask import backend_watch
+from fxmask.compiler import backend_watch
 
 F32 = 4  # bytes
 

@@ -8,7 +8,7 @@ from analysis.counted import analyze as count
 from torch import nn
 
 import fxmask
-from fxmask.passes import shapes
+from fxmask.passes.counting import shapes
 
 CASES = [("resmlp_s12", (16, 16), 0.5), ("gpt", (32, 16), 0.7), pytest.param("mixer_s_16", (64, 64), 0.8, marks=pytest.mark.slow)]
 

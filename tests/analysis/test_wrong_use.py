@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fxmask
 from fxmask.analysis import plots
 from fxmask.errors import ConfigError, FxMaskError, UnsupportedError
-from fxmask.passes.fakes import quiet
-from fxmask.passes.work import RULES
+from fxmask.passes.counting.fakes import quiet
+from fxmask.passes.counting.work import RULES
 
 X = torch.randn(3, 16)
 

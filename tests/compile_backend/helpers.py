@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from fxmask import backend
+from fxmask.compiler import backend
 
 OPTIONS = dict(ratio=0.75, block=(8, 16))
 

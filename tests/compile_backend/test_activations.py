@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
-from fxmask import ActivationPruning, WeightMask, backend
+from fxmask import ActivationPruning, WeightMask
+from fxmask.compiler import backend
 from fxmask.errors import ConfigError, FxMaskWarning, UnsupportedError
 
 PRUNED = dict(ratio=0.5, block=16)

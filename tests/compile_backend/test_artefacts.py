@@ -39,7 +39,7 @@ model = Model()
 if {apply}:
     call = torch.compile(fxmask.apply(model, ratio=0.5))
 else:
-    from fxmask.backend import fxmask_backend
+    from fxmask.compiler.backend import fxmask_backend
     call = torch.compile(model, backend=fxmask_backend, options={{"ratio": 0.5}})
 call(torch.ones(4, 32)).sum().backward()
 counters = torch._dynamo.utils.counters

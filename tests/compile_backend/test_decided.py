@@ -11,7 +11,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask import backend
+from fxmask.compiler import backend
 from fxmask.errors import StateError
 
 

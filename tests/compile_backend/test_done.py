@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fxmask
-from fxmask.backend import _done
-from fxmask.backend_watch import Done
-from fxmask.passes.graph_calls import LINEARS
+from fxmask.compiler.backend import _done
+from fxmask.compiler.backend_watch import Done
+from fxmask.passes.graphs.graph_calls import LINEARS
 
 MASK, W = fxmask.WeightMask(ratio=0.5), torch.zeros(4, 4)
 CALL, READ = (SimpleNamespace(target=t) for t in (next(iter(LINEARS)), "reader"))

@@ -8,7 +8,7 @@ from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
 from sample_models import mlp
 from torch import nn
 
-from fxmask import backend, backend_watch
+from fxmask.compiler import backend, backend_watch
 from fxmask.errors import FxMaskWarning
 
 

@@ -7,7 +7,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask import backend, backend_watch
+from fxmask.compiler import backend, backend_watch
 from fxmask.errors import ConfigError, FxMaskWarning, UnsupportedError
 
 

@@ -8,7 +8,7 @@ from compile_backend.helpers import OPTIONS, Wrap, compiled
 from sample_models import mlp
 from torch import nn
 
-from fxmask import backend
+from fxmask.compiler import backend
 from fxmask.errors import FxMaskWarning
 
 

@@ -10,7 +10,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask import backend, backend_options
+from fxmask.compiler import backend, backend_options
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
 
 

@@ -12,7 +12,7 @@ from zoo.checks import Subject, applied, chosen, in_float64
 from zoo.compiled import by_aot_eager
 from zoo.sources import Made
 
-from fxmask import backend
+from fxmask.compiler import backend
 
 HERE = Path(__file__).parent
 

@@ -77,7 +77,7 @@ def check_backend(device, impl):
     """torch.compile(backend="fxmask"): the outputs and gradients of `apply`."""
     torch._dynamo.reset()
     if "fxmask" not in torch._dynamo.list_backends(()):  # what an installation registers, and a path does not
-        from fxmask.backend import fxmask_backend  # here: it takes an import for a wish to compile
+        from fxmask.compiler.backend import fxmask_backend  # here: it takes an import for a wish to compile
 
         torch._dynamo.register_backend(fxmask_backend, name="fxmask")
     dense, masked = net(device), masked_net(device, "reference")

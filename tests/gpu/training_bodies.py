@@ -13,7 +13,7 @@ from torch import nn
 import fxmask
 from fxmask.kernels.grid import expand_mask
 from fxmask.kernels.triton.device import LAUNCHES
-from fxmask.passes import set_aside
+from fxmask.passes.stepping import set_aside
 
 
 def model_pair(device, dtype=torch.float32, width=64, **options):

@@ -239,7 +239,7 @@ def test_a_mask_that_is_rewritten_in_place_meanwhile(optimiser, monkeypatch):
 
 def test_what_is_much_goes_in_pieces(monkeypatch):
     expected = trained("triton", "adamw")
-    monkeypatch.setattr("fxmask.passes.set_aside.PIECE", 4000)  # three tensors of 48x40 and 36x48 are more
+    monkeypatch.setattr("fxmask.passes.stepping.set_aside.PIECE", 4000)  # three tensors of 48x40 and 36x48 are more
     ours = trained("triton", "adamw")
     assert same(ours[0].state_dict(), expected[0].state_dict()) and same(ours[1].state_dict(), expected[1].state_dict())
     assert (expected[2], ours[2]) == (8, 2 + 2 * 3 * 4 + 2)  # AdamW's first step has the weights alone: three small pieces

@@ -13,7 +13,7 @@ from fxmask import BlockDropout
 from fxmask.kernels import dropout, dropout_ops, layer_cost, mask_cost, matmul_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, kept_elements
 from fxmask.kernels.triton import dropped, tiles
-from fxmask.passes.calls import typical_mask
+from fxmask.passes.counting.calls import typical_mask
 
 FP16, FP32 = torch.float16, torch.float32
 KERNELS = {"forward": {"x": "w", "w": "x"}, "dx": {"dy": "gy", "w": "x", "dx": "out"}, "dw": {"dy": "x", "x": "w", "dw": "y"}}  # how a kernel calls operands

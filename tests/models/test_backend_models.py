@@ -7,7 +7,7 @@ from compile_backend.helpers import train
 from torch import nn
 
 import fxmask
-from fxmask import backend
+from fxmask.compiler import backend
 
 pytestmark = pytest.mark.models
 OPTIONS = dict(ratio=0.75, block=(16, 16))

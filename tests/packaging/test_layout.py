@@ -21,17 +21,35 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(names, parts[3::3], strict=True))
 
 
+def places(text: str) -> list[tuple[str, str]]:
+    """(room, module) for each name in a section: the room is that in the first cell of the name's row, "" for the folder itself."""
+    found = []
+    for line in [text.partition("\n")[0], *(line for line in text.splitlines() if line.startswith("|"))]:
+        room = re.match(r"\| `([a-z_]+)/`", line)
+        found += [(room.group(1) if room else "", word) for word in re.findall(r"`([a-z_]+)`", line)]
+    return found
+
+
+def rooms(folder: Path, text: str) -> set[str]:
+    """The folder itself, and the folders of it that its section names."""
+    return {"", *(room for room, _ in places(text))} | ({p.parent.name for p in folder.glob("*/*.py")} if folder.name == "passes" else set())
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_module_has_its_place(folder):
     text = sections((ROOT / "DESIGN.md").read_text(encoding="utf-8"))[folder]
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    words = re.findall(r"`([a-z_]+)`", "\n".join(rows) + text.partition("\n")[0])
-    modules = {p.stem for p in (ROOT / folder).glob("*.py")} - {"__init__", "__main__"}
-    missing = sorted(m for m in modules if words.count(m) != 1 and m not in NAMED)
-    assert not missing, f"{folder}: expected each module once, got these never or twice: {missing}"
-    assert not modules - set(words)
-    gone = sorted(set(words) - modules - NAMED)
+    named = [place for place in places(text) if place[1] not in NAMED or (ROOT / folder / place[0] / f"{place[1]}.py").exists()]
+    modules = {(room, p.stem) for room in rooms(ROOT / folder, text) for p in (ROOT / folder / room).glob("*.py")}
+    modules = {(room, name) for room, name in modules if name not in ("__init__", "__main__")}
+    missing = sorted(m for m in modules if named.count(m) != 1 and m[1] not in NAMED)
+    assert not missing, f"{folder}: expected each module once, in the row of its folder, got these never or twice: {missing}"
+    assert not modules - set(named)
+    gone = sorted(set(named) - modules)
     assert not gone, f"{folder}: there is no such module: {gone}"
+
+
+def test_a_row_names_its_folder():
+    assert places("text of `a`.\n\n| `state/`: what is held | `b` (`c`) |\n| the rest | `d` |\n") == [("", "a"), ("state", "b"), ("state", "c"), ("", "d")]
 
 
 def test_the_reader_of_this_table_sees_what_is_missing():

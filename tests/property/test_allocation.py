@@ -13,7 +13,7 @@ from torch import nn
 import fxmask
 from fxmask.errors import ConfigError
 from fxmask.kernels.grid import grid_shape, keep_count, ratio_keeping
-from fxmask.passes.allocation import Item, proportional, ranked
+from fxmask.passes.settings.allocation import Item, proportional, ranked
 
 pytestmark = pytest.mark.filterwarnings("ignore:allocation by:fxmask.FxMaskWarning")  # of layers that are nearly cut out
 

@@ -209,7 +209,7 @@ def test_wrong_use(monkeypatch):
         select_blocks(torch.ones(2, 2, dtype=torch.int32), torch.tensor(2), "keep", cover=True)
     with pytest.warns(FxMaskWarning, match=r"cover=True with fewer blocks than rows or columns, so some stay empty: 0 \(3 blocks kept of 6x4\), 2"):
         fxmask.apply(mlp(), fxmask.WeightMask(ratio=0.9, cover=True))
-    monkeypatch.setattr("fxmask.passes.config.check_available", lambda impl: None)  # as where there is a GPU
+    monkeypatch.setattr("fxmask.passes.settings.config.check_available", lambda impl: None)  # as where there is a GPU
     with pytest.raises(UnsupportedError, match="impl='triton' has no kernel for cover=True: expected impl='auto' or impl='reference'"):
         fxmask.WeightMask(cover=True, impl="triton")
 

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.ranking import ranks_of, regrown
+from fxmask.passes.state.ranking import ranks_of, regrown
 
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan])
 VALUES = st.one_of(st.floats(-1e6, 1e6, width=32), st.floats(-(2.0**-130), 2.0**-130, width=32), SPECIAL)

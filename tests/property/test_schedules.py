@@ -14,7 +14,7 @@ from sample_models import mlp
 
 import fxmask
 from fxmask.kernels.grid import RATIO_UNIT, ratio_units
-from fxmask.passes.config import SCHEDULES
+from fxmask.passes.settings.config import SCHEDULES
 
 RATIOS = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, 1 - 1e-9]), st.floats(0, 1 - 1e-9))
 MONOTONE = [k for k in SCHEDULES if k != "cyclic"]

@@ -9,7 +9,7 @@ import torch
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.site import Site
+from fxmask.passes.state.site import Site
 
 pytestmark = [
     pytest.mark.models,

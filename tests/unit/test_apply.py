@@ -348,7 +348,7 @@ def test_a_failure_half_way_is_undone(monkeypatch):
     with pytest.raises(MemoryError):
         fxmask.apply(model)
     monkeypatch.undo()
-    monkeypatch.setattr("fxmask.passes.weight_mask._rewrite", broken)
+    monkeypatch.setattr("fxmask.passes.graphs.weight_mask._rewrite", broken)
     with pytest.raises(MemoryError):
         fxmask.apply(model)
     assert same_snapshot(before, snapshot(model))

@@ -14,7 +14,7 @@ from unit.dense_readers import Calls, Reader, layer_of, loss, model
 import fxmask
 from fxmask.errors import FxMaskWarning
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.readers import weight_readers
+from fxmask.passes.finding.readers import weight_readers
 
 
 class Both(Reader):

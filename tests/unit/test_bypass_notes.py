@@ -20,7 +20,7 @@ def noted(m):
 @pytest.fixture(autouse=True)
 def nothing_traced(monkeypatch):
     """What other tests have compiled says nothing here."""
-    monkeypatch.setattr(fxmask.passes.site_forward, "_TRACED", {})
+    monkeypatch.setattr(fxmask.passes.state.site_forward, "_TRACED", {})
     yield
     torch._dynamo.reset()
 

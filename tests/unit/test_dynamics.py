@@ -10,7 +10,7 @@ from torch import nn, optim
 import fxmask
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.ranking import keep_norm
+from fxmask.passes.state.ranking import keep_norm
 
 
 def layer(n=64, k=64, seed=0, **config):

@@ -14,7 +14,7 @@ from unit.feedback_masks import FLIPS, FORMS, LOSS, kept, masked, ratios, told
 
 import fxmask
 from fxmask.errors import ConfigError, FxMaskWarning, StateError
-from fxmask.passes import looks
+from fxmask.passes.settings import looks
 from fxmask.sites import sites
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -331,7 +331,7 @@ def test_the_end_of_a_feedback_is_where_it_is():
 
 
 def test_a_step_that_failed_may_be_told_again(monkeypatch):
-    from fxmask.passes import rebuild
+    from fxmask.passes.state import rebuild
 
     model, twin = masked(LOSS), masked(LOSS)
     for m in (model, twin):

@@ -11,7 +11,7 @@ from saved_states import same
 from unit.feedback_masks import FLIPS, LOSS, masked
 
 import fxmask
-from fxmask import backend
+from fxmask.compiler import backend
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

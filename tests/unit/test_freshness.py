@@ -11,7 +11,7 @@ from sample_models import best_blocks, mlp
 from torch import fx, nn
 
 import fxmask
-from fxmask.passes import site as state
+from fxmask.passes.state import site as state
 
 BLOCK, RATIO = (16, 16), 0.7
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
-from fxmask.passes.block_dropout import left_in
+from fxmask.passes.settings.block_dropout import left_in
 
 HERE = BlockDropout(block=(8, 8))
 

@@ -13,7 +13,7 @@ from fxmask.bench.cells import Cell
 from fxmask.bench.inputs import Inputs
 from fxmask.kernels import availability, gpu_choice
 from fxmask.kernels.grid import grid_shape, keep_count
-from fxmask.passes import gpu_site
+from fxmask.passes.state import gpu_site
 
 RECORDED = Path(__file__).parents[2] / "examples/results/h200/bench.csv"
 WIDE, BLOCK, CUDA = (4096, 4096), (64, 64), torch.device("cuda")

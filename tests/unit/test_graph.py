@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import fxmask
 from fxmask.errors import UnsupportedError
-from fxmask.passes.graph_calls import MASKED_LINEAR
+from fxmask.passes.graphs.graph_calls import MASKED_LINEAR
 from fxmask.passes.infra import Pass, run_passes
 
 

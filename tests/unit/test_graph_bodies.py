@@ -10,7 +10,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import fxmask
-from fxmask.passes.graph_calls import MASKED_LINEAR
+from fxmask.passes.graphs.graph_calls import MASKED_LINEAR
 
 OPTIONS = dict(ratio=0.5, block=(8, 8))
 

@@ -1,4 +1,4 @@
-"""Rebuilds of cached masks as graphs of their own (`fxmask.graph_rebuild`), on `unit.tape`'s: the masks, scores and flips of rebuilds that run as they are."""
+"""Rebuilds of cached masks as graphs of their own (`cuda_graphs.graph_rebuild`), on `unit.tape`'s: masks, scores and flips of rebuilds that run as they are."""
 
 import copy
 
@@ -43,7 +43,7 @@ def made(monkeypatch):
             found.append(self)
             return super().record(step)
 
-    monkeypatch.setattr("fxmask.graphed_step.recorder", lambda device: Counted)
+    monkeypatch.setattr("fxmask.cuda_graphs.graphed_step.recorder", lambda device: Counted)
     return found
 
 
@@ -72,7 +72,7 @@ def test_the_same_masks(options):
 
 def test_a_rebuild_runs_no_python(monkeypatch):
     r = Run(True, **MIX).train(12)
-    monkeypatch.setattr("fxmask.passes.rebuild._build", lambda jobs: 1 / 0)
+    monkeypatch.setattr("fxmask.passes.state.rebuild._build", lambda jobs: 1 / 0)
     before = r.step._rebuilds.replays
     r.train(6)
     assert r.step._rebuilds.replays == before + 3  # refresh=2
@@ -157,7 +157,7 @@ def test_flips_that_a_load_replaces():
 
 def test_more_kinds_than_are_kept(made, monkeypatch):
     """The first ones keep their graphs, the others have none; those of a phase that has ended, or of weights that have moved, make room."""
-    monkeypatch.setattr("fxmask.graph_rebuild.KEPT", 2)
+    monkeypatch.setattr("fxmask.cuda_graphs.graph_rebuild.KEPT", 2)
     runs = two_intervals(60)
     assert_same(*runs)
     assert len(made) == 1 + 2 and runs[0].step._rebuilds.replays >= 25  # of three kinds the two that came first

@@ -16,7 +16,7 @@ from torch import optim
 
 import fxmask
 from fxmask import FxMaskWarning
-from fxmask.passes import lost_guards, rebuild
+from fxmask.passes.state import lost_guards, rebuild
 
 TEXT = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none"
 FIX = r"where: 0.weight, 2.weight(.|\n)*fix: call fxmask.guard\(optimizer, model\); without one on purpose: fxmask.step\(model, 0\)"

@@ -255,5 +255,5 @@ def test_a_wrapper_is_known_by_its_first_step(monkeypatch):
     def asked(*args):
         raise AssertionError("a wrapper's step is looked at again")
 
-    monkeypatch.setattr("fxmask.other_steps._shared", asked)
+    monkeypatch.setattr("fxmask.guards.other_steps._shared", asked)
     train(model, outer)

@@ -9,7 +9,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import FxMaskWarning
-from fxmask.passes.plain_forward import computes_linear
+from fxmask.passes.finding.plain_forward import computes_linear
 
 
 class Scripted(nn.Linear):

@@ -10,8 +10,8 @@ from torch import fx, nn, optim
 import fxmask
 from fxmask.errors import ConfigError
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.kept_blocks import KeptBlocks
-from fxmask.passes.masked_step import kept_on_host
+from fxmask.passes.stepping.kept_blocks import KeptBlocks
+from fxmask.passes.stepping.masked_step import kept_on_host
 
 PLAIN, FOREACH, FUSED = dict(foreach=False), dict(foreach=True), dict(fused=True)
 OPTIMISERS = {

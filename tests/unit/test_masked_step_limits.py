@@ -11,7 +11,7 @@ from unit.test_masked_step import ADAMW, build, gradients, net, pair, same, trai
 import fxmask
 from fxmask.errors import UnsupportedError
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.kept_blocks import KeptBlocks
+from fxmask.passes.stepping.kept_blocks import KeptBlocks
 
 
 class Own(optim.Optimizer):
@@ -353,7 +353,7 @@ FOUND = [(dict(refresh=5), 4), (dict(refresh=0), 1), (dict(refresh=1), 20), (dic
 def test_kept_blocks_are_found_once_for_each_mask(config, times, monkeypatch):
     """And anew for one that a state brings, or that kernels rewrite in place, where no version tells."""
     made = []
-    monkeypatch.setattr("fxmask.passes.masked_step.KeptBlocks", lambda *args: made.append(args[0]) or KeptBlocks(*args))
+    monkeypatch.setattr("fxmask.passes.stepping.masked_step.KeptBlocks", lambda *args: made.append(args[0]) or KeptBlocks(*args))
     model, optimiser = build(optim.AdamW, ADAMW, schedule=None, **config)
     fxmask.guard(optimiser, model, masked_step=True)
     train(model, optimiser, 20)

@@ -39,7 +39,7 @@ def test_finalize_for_the_hardware_says_what_it_cannot():
 
 def test_linears_for_the_hardware_beside_convolutions_with_zeros(monkeypatch):
     """What the message advises: a submodule of Linears by itself, then the rest. PyTorch's tensor needs a GPU, so a dense copy stands in for it."""
-    monkeypatch.setattr("fxmask.nm_finalizing.semi_structured", lambda name, w, made_by: w.clone())
+    monkeypatch.setattr("fxmask.nm.nm_finalizing.semi_structured", lambda name, w, made_by: w.clone())
     parts = net()
     model, x = nn.Sequential(nn.Sequential(*parts[:3]), nn.Sequential(*parts[3:])), batch()
     fxmask.apply(model, NMMask())

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fxmask
 from fxmask import NMMask
 from fxmask.kernels import nm
-from fxmask.nm_layers import masked_weight
+from fxmask.nm.nm_layers import masked_weight
 
 MODES = {
     "magnitude": dict(),
@@ -177,7 +177,7 @@ def test_an_ensemble():
 def test_exactly_n_of_m_in_every_forward(monkeypatch, mode, n, m):
     """While weights or logits train, in train() and in eval(), frozen and not: of what is multiplied, n of every m are not zero."""
     used = []
-    monkeypatch.setattr("fxmask.nm_layers.masked_weight", lambda layer, make=masked_weight: used.append((layer, w := make(layer))) or w)
+    monkeypatch.setattr("fxmask.nm.nm_layers.masked_weight", lambda layer, make=masked_weight: used.append((layer, w := make(layer))) or w)
     model, x = fxmask.apply(net(), NMMask(n, m, **MODES[mode]), exclude=()), torch.randn(4, 4, 4, 4)
     if mode == "learned":
         fxmask.step(model, 0)

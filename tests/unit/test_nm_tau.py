@@ -29,7 +29,7 @@ def test_by_the_formula():
 def test_draws_are_those_of_the_temperature(monkeypatch):
     """Two layers are stepped together, and each draw has the temperature of its step."""
     seen = []
-    monkeypatch.setattr("fxmask.nm_layers.nm.sample", lambda logits, table, tau, draw=nm.sample: seen.append(float(tau)) or draw(logits, table, tau))
+    monkeypatch.setattr("fxmask.nm.nm_layers.nm.sample", lambda logits, table, tau, draw=nm.sample: seen.append(float(tau)) or draw(logits, table, tau))
     model = fxmask.apply(net(), FALLING)
     fxmask.step(model, 0)
     for _ in TAUS:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.testing import FileCheck
 
 from fxmask.passes import infra
-from fxmask.passes.canonical import Canonicalise
+from fxmask.passes.graphs.canonical import Canonicalise
 from fxmask.passes.infra import CleanUp, Pass, run_passes
 
 FORMS = {

@@ -14,7 +14,7 @@ from unit.phased_runs import LAST, PHASES, config, run, train
 
 import fxmask
 from fxmask.errors import UnsupportedError
-from fxmask.passes.phases import in_force
+from fxmask.passes.settings.phases import in_force
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,7 +133,7 @@ def test_scores_outlive_a_phase_unless_they_would_add_up_with_others(options, ch
 
 
 def test_a_step_that_failed_may_be_told_again(monkeypatch):
-    from fxmask.passes import rebuild
+    from fxmask.passes.state import rebuild
 
     model, twin = fxmask.apply(mlp(), config()), fxmask.apply(mlp(), config())
     fxmask.step(model, 5)

@@ -83,7 +83,7 @@ def test_dense_restore_and_finalize():
 @pytest.mark.parametrize(("step", "block"), [(4, (16, 16)), (2, (8, 8))], ids=["other blocks", "begins to cache"])
 def test_a_phase_that_begins_inside_dense(step, block):
     """Only weights that other parameters make may step there; what the end of it brings back is the new phase's mask."""
-    from fxmask.passes import rebuild
+    from fxmask.passes.state import rebuild
 
     model = fxmask.apply(mlp(), config({2: dict(refresh=3), 4: dict(block=(16, 16))}))
     fxmask.step(model, step - 1)

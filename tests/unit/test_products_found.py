@@ -10,8 +10,8 @@ from torch import nn
 import fxmask
 from fxmask import ActivationPruning, WeightMask
 from fxmask.kernels import scale_ops
-from fxmask.passes.plain_forward import Product, product_of
-from fxmask.passes.products import ADDCMUL, MUL, MUL_, find_products
+from fxmask.passes.finding.plain_forward import Product, product_of
+from fxmask.passes.finding.products import ADDCMUL, MUL, MUL_, find_products
 
 CONFIG = ActivationPruning(0.5, 16, affine=True)
 

@@ -109,7 +109,7 @@ def test_momenta_that_each_rank_has_a_part_of(mesh, monkeypatch):
 
     model = fxmask.apply(mlp(), ratio=0.6, criterion="momentum")
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    monkeypatch.setattr(fxmask.passes.ranks, "several", lambda: True)
+    monkeypatch.setattr(fxmask.passes.state.ranks, "several", lambda: True)
     with pytest.raises(UnsupportedError, match=r"momentum' under ZeroRedundancyOptimizer.*: expected all of them on each.\n  where: 0.weight, 2.weight") as e:
         fxmask.guard(optimizer, model)
     assert "fix: use criterion='gradient' with average=0.9" in str(e.value)
@@ -226,7 +226,7 @@ def test_one_process_may_change_the_weights_of_a_cached_mask():
 
 def test_the_error_of_disagreeing_ranks(monkeypatch):
     """Two processes show it in tests/distributed; here its text."""
-    monkeypatch.setattr("fxmask.passes.ranks.several", lambda: True)
+    monkeypatch.setattr("fxmask.passes.state.ranks.several", lambda: True)
     model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
     fxmask.step(model, 0)
     with torch.no_grad():
@@ -238,7 +238,7 @@ def test_the_error_of_disagreeing_ranks(monkeypatch):
 
 
 def test_a_mask_that_was_brought_may_be_another_one_until_it_is_built(monkeypatch):
-    monkeypatch.setattr("fxmask.passes.ranks.several", lambda: True)
+    monkeypatch.setattr("fxmask.passes.state.ranks.several", lambda: True)
     model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
     fxmask.load_state_dict(model, fxmask.state_dict(model))
     with torch.no_grad():

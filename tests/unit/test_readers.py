@@ -9,7 +9,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import UnsupportedError
-from fxmask.passes.readers import weight_readers
+from fxmask.passes.finding.readers import weight_readers
 
 
 def attention():

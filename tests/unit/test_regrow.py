@@ -156,7 +156,7 @@ def test_told_steps_leave_the_optimiser_alone():
 
 def test_what_a_failed_exchange_would_have_brought_is_not_zeroed_later(monkeypatch):
     """Blocks come back with weights of zero where their mask is put in force: here another layer's could not be built, and then weights are loaded."""
-    from fxmask.passes import site_mask
+    from fxmask.passes.state import site_mask
 
     torch.manual_seed(0)
     model = fxmask.apply(nn.Sequential(nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)), fxmask.WeightMask(0.5, BLOCK, refresh=2, regrow=fxmask.Regrow("random")))

@@ -221,7 +221,7 @@ def test_weights_behind_a_step_that_failed_warn(monkeypatch):
     fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
     fxmask.load_state_dict(fresh, masks)
     with monkeypatch.context() as patched:
-        patched.setattr("fxmask.passes.looks.look", lambda found: 1 / 0)
+        patched.setattr("fxmask.passes.settings.looks.look", lambda found: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fxmask.step(fresh)
     assert len(loads(fresh, weights)) == 1

@@ -30,7 +30,7 @@ from unit.reads_by_name import (
 from unit.reads_in_loops import Added, Comprehended, Counted, Enumerated, InARow, Items, Key, Last, Listed, Looped, Pairs, Sliced, Some, Values, Zipped
 
 import fxmask
-from fxmask.passes.readers import weight_readers
+from fxmask.passes.finding.readers import weight_readers
 
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]

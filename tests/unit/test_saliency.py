@@ -11,7 +11,7 @@ from torch import fx, nn, optim
 import fxmask
 from fxmask.errors import ConfigError, StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.saliency import NORMS, norms
+from fxmask.passes.state.saliency import NORMS, norms
 
 BLOCK, SHAPE = (16, 24), (40, 60)  # ragged on both sides
 GRID = (3, 3)

@@ -8,7 +8,7 @@ from torch import fx, nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fxmask
-from fxmask.backend import parse
+from fxmask.compiler.backend import parse
 from fxmask.errors import UnsupportedError
 from fxmask.kernels.grid import expand_mask
 

@@ -10,7 +10,7 @@ from torch import fx
 import fxmask
 from fxmask.errors import ConfigError, StateError
 from fxmask.kernels.grid import keep_count
-from fxmask.passes.config import SCHEDULES
+from fxmask.passes.settings.config import SCHEDULES
 
 FORMS = pytest.mark.parametrize("form", ["module", "graph"])
 NEEDY = [dict(start=3), dict(refresh=2), dict(schedule=fxmask.Schedule(steps=5)), dict(backward="rigl")]
@@ -244,7 +244,7 @@ def test_a_step_that_failed_has_not_begun_to_count(monkeypatch):
     model = masked(ratio=0.8, schedule=fxmask.Schedule("linear", steps=2))
     before = fxmask.masks(model)
     with monkeypatch.context() as patched:
-        patched.setattr("fxmask.passes.looks.look", lambda found: 1 / 0)
+        patched.setattr("fxmask.passes.settings.looks.look", lambda found: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fxmask.step(model, 2)
     assert all(torch.equal(m, before[name]) for name, m in fxmask.masks(model).items())

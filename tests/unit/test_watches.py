@@ -7,8 +7,9 @@ import torch
 from torch import nn, optim
 
 import fxmask
-from fxmask import backend_watch, lost_writes
-from fxmask.backend_watch import Done
+from fxmask import lost_writes
+from fxmask.compiler import backend_watch
+from fxmask.compiler.backend_watch import Done
 from fxmask.errors import FxMaskWarning, UnsupportedError
 
 AROUND = "though no masked graph ran since the last one"

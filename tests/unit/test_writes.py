@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxmask
-from fxmask import backend
-from fxmask.passes.writes import Writes, written
+from fxmask.compiler import backend
+from fxmask.passes.graphs.writes import Writes, written
 
 
 def _out(t, y):

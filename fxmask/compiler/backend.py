@@ -1,0 +1,231 @@
+"""`torch.compile(model, backend="fxmask", options={...})`: masks the linears of each graph that Dynamo captures, or prunes what they save; then comes Inductor.
+
+Nothing is edited and nothing is kept: masks follow the weights in every forward, and what counts optimiser steps needs `fxmask.apply`. What Dynamo does not
+capture stays dense, so sites are counted, zero is a warning, `require` makes gaps an error, and an optimiser step whose gradients came around the compiled
+graph is a warning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule, Node
+
+from ..decided import decided_by_apply, mark_again
+from ..inputs import mask_overrides, selected
+from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from ..kernels.grid import grid_shape
+from ..passes.finding.choose import Decision, Pattern, as_patterns, choose, matches
+from ..passes.graphs.canonical import Canonicalise
+from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR
+from ..passes.graphs.lifted import READERS, Body, find_lifted, graphs_of
+from ..passes.graphs.lifted_mask import MaskLifted
+from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
+from ..passes.infra import CleanUp, Pass, run_passes
+from . import backend_watch
+from .backend_names import of_model, warn_of_parts
+from .backend_options import APPLY, WHERE, Options, parse, refuse_steps
+from .backend_watch import Done
+from .computed import made_of
+from .sources import tag_caches
+
+ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
+WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
+FORWARD_AD = ("make_dual", "_make_dual")
+REGION = re.compile(r"_(jvp|grad|vmap)_(increment|decrement)_nesting")  # where a function transform begins and ends
+
+
+def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The backend itself, as torch.compile calls it for each graph; see `Options`. Raises: FxMaskError, which torch.compile wraps with its text."""
+    backend_watch.state.reached = True
+    o = parse(options)
+    found = rewrite(gm, example_inputs, o)
+    real, bodies = _real(gm, example_inputs), graphs_of(gm)
+    left = not any(done.changes for _, _, done in found) and not _has_masks(bodies)
+    weights = [c.weight for c in find_lifted(bodies, real)] if left else []
+    compiled, given = _inner(o, mode)(gm, example_inputs), list(real.values())
+    return backend_watch.watch(backend_watch.watch_left(compiled, given, weights), found, given)
+
+
+def __getattr__(name: str) -> Any:
+    """`fxmask_backend`, for the entry point and for `backend=`: whoever takes it wants masks, so that an optimiser step without any graph is told."""
+    if name != "fxmask_backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    backend_watch.asked()
+    return _backend
+
+
+def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[str, Tensor, Done]]:
+    """Mask one Dynamo graph in place: names and real Parameters of its linears, and what is done to them."""
+    bodies = graphs_of(gm)
+    for body in bodies:
+        run_passes(body.graph, o.passes)
+    real = _real(gm, inputs)
+    mark_again()
+    if _masked_already(bodies, real, o):
+        return []
+    if o.match == "matmul":
+        for body in bodies:
+            run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
+    _refuse_transforms(bodies)
+    wants_products = o.activations is not None and o.activations.affine
+    products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
+    overrides = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
+    linears = find_lifted(bodies, real)
+    made = made_of(linears, bodies, real)
+    decisions = choose([*linears, *products], o.config, o.include, o.exclude, overrides, None, of_model)
+    chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
+    for _, config in chosen:
+        refuse_steps(config)
+    masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
+    _refuse_state(masked)
+    told = warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})}, WHERE)
+    passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
+    for body in bodies:
+        run_passes(body.graph, passes)
+    gm.recompile()
+    done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
+    _report(decisions if o.alone else masked, pruned if o.alone else done, o)
+    words = {id(d): config.words() for d, config in chosen}
+    return [(name, w, what._replace(told=told)) for name, w, what in _done(decisions, {id(d) for d in done}, words, made)]
+
+
+def _done(
+    decisions: list[Decision], masked: set[int], words: Mapping[int, str], made: Mapping[int, tuple[int, ...]] | None = None
+) -> list[tuple[str, Tensor, Done]]:
+    """For every weight what the graph does to it. `words`: of pruned inputs. Both go by the decision's id, `made` (see `made_of`) by the weight's."""
+    made = made or {}
+    names = Counter(n for n, _ in {(d.candidate.name, id(d.candidate.weight)) for d in decisions})
+    found: dict[int, tuple[str, Tensor, Done]] = {}
+    for d in decisions:
+        c, activations = d.candidate, words.get(id(d))
+        name, w, before = found.get(id(c.weight), (c.name, c.weight, Done(product=c.product)))
+        if id(d) in masked:
+            now = before._replace(mask=d.config, stream_name=c.param_name, called=any(n.target in LINEARS for n in c.nodes))
+        else:
+            why = d.reason if d.config is None else "its reader takes the weight as an argument, and no linear call prunes its input"
+            now = before if activations else before._replace(dense=why)
+        now = now._replace(activations=activations or before.activations, product=before.product and c.product)
+        if id(w) in made:
+            now = now._replace(shape=tuple(w.shape), made_of=made[id(w)])
+            name = c.name if names[c.name] == 1 else c.call or c.name  # several weights of one module
+        found[id(w)] = (name if before.changes or id(w) in made else c.name), w, now
+    return list(found.values())
+
+
+def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
+    """The inputs as the program holds them, by placeholder: DDP's splitting of a graph into buckets gives fake ones."""
+    found = {}
+    for node, value in zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=False):
+        given = value
+        if isinstance(value, FakeTensor):
+            given = getattr(node.meta.get("grapharg"), "example", None)
+            if _is_lifted(node) and (given is None or isinstance(given, FakeTensor)):
+                what = f"the backend was given no real tensor for {node.name}, as where DDP splits graphs, and cannot tell what fxmask.apply has decided."
+                raise UnsupportedError(message(what, WHERE, "set torch._dynamo.config.optimize_ddp = False, or use fxmask.apply(model, ...) before DDP."))
+        found[node] = given
+    return found
+
+
+def _is_lifted(node: Node) -> bool:
+    return any(user.target in LINEARS for user in node.users)
+
+
+def _refuse_state(decisions: list[Decision]) -> None:
+    for d in decisions:
+        if d.config is not None and (d.config.needs_steps or d.config.cached):
+            what = f"the backend keeps no state between calls, and the options of {d.candidate.name!r} count optimiser steps or cache a mask: {d.config}."
+            raise UnsupportedError(message(what, WHERE, APPLY))
+
+
+def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Callable[[Node], bool]:
+    def is_parameter(node: Node) -> bool:
+        value = real.get(origin.get(node, node))
+        return isinstance(value, torch.nn.Parameter) and value.dim() == 2
+
+    return is_parameter
+
+
+def _refuse_transforms(bodies: Sequence[Body]) -> None:
+    """Forward AD anywhere; linears, or bodies that may hold some, inside a function transform. Beside one they are masked: transformers makes masks by vmap."""
+    for body in bodies:
+        inside: list[str] = []
+        for node in body.graph.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            region = REGION.fullmatch(name)
+            if region is not None:
+                inside = [*inside, region[1]] if region[2] == "increment" else inside[:-1]
+            if name in FORWARD_AD or (inside and (node.target in LINEARS or node.target in READERS or _has_body(body.graph, node))):
+                by = name if name in FORWARD_AD else inside[-1]
+                what = f"this graph differentiates or maps linears by a function transform ({by}), which cannot see into the masked op."
+                raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...) and torch.compile(...) without backend."))
+
+
+def _has_body(gm: GraphModule, node: Node) -> bool:
+    return any(n.op == "get_attr" and isinstance(getattr(gm, str(n.target), None), GraphModule) for n in node.all_input_nodes)
+
+
+def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:
+    """Whether `apply` has decided about this model; options of the masks would contradict it."""
+    decided = _has_masks(bodies) or any(isinstance(t, Tensor) and decided_by_apply(t) for t in real.values())
+    if decided and o.masks:
+        what = "this model was masked by fxmask.apply, and the backend got options of its own: expected one of them to say what is masked."
+        raise StateError(message(what, WHERE, "leave the options out, or call fxmask.restore(model) first."))
+    return decided
+
+
+def _has_masks(bodies: Sequence[Body]) -> bool:
+    return any(n.target is MASKED_LINEAR for body in bodies for n in body.graph.graph.nodes)
+
+
+def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> None:
+    """Count what was masked, or with `alone` pruned; what stays dense unasked is named."""
+    left = [d for d in decisions if not any(d is m for m in masked)]
+    dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
+    patterns: list[Pattern] = [] if isinstance(o.require, bool) else as_patterns("require", o.require) or []
+    missing = [repr(p) for p in patterns if not any(matches(p, d.candidate) for d in masked)]
+    whole = [d.candidate.name for d in masked if not o.alone and d.config and d.config.ratio > 0 and _keeps_all(d)]
+    done = "pruned" if o.alone else "masked"
+    if whole:
+        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}."
+        warnings.warn(message(what, WHERE, "choose a smaller block for them."), FxMaskWarning, stacklevel=2)
+    if o.require is True:
+        missing = [*(d.candidate.name for d in left if not d.reason.startswith(ASKED)), *whole] if masked else ["anything at all"]
+    if missing:
+        names = ", ".join(d.candidate.name for d in masked) or "nothing"
+        what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
+        raise UnsupportedError(message(what, WHERE, f"{WAYS} What is meant to stay dense goes into exclude."))
+    if not masked:
+        warnings.warn(message(f"backend='fxmask' {done} nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
+
+
+def _keeps_all(d: Decision) -> bool:
+    assert d.config is not None
+    nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
+    return d.config.keep_at(0, nb * kb) == nb * kb
+
+
+def _inner(o: Options, mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    if o.inner != "inductor":
+        if mode is not None:
+            raise ConfigError(message(f"mode={mode!r} is Inductor's, and inner={o.inner!r}: expected one of them.", WHERE, "leave one of them out."))
+        found = torch._dynamo.lookup_backend(o.inner)
+        return lambda gm, inputs: found(gm, list(inputs))
+    compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
+    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **o.inductor}
+    tag_caches()  # anew: somebody may have set the tag since
+    tag = "+".join([torch.compiler.config.cache_key_tag, *(p.uuid() for p in o.passes)])
+
+    def compile_by_inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            return compile_fx(gm, inputs, config_patches=patches)
+
+    return compile_by_inductor

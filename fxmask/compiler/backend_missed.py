@@ -1,0 +1,111 @@
+"""Layers of compiled models that no graph of the backend has met when they are trained: where Dynamo skips a frame it calls no backend, and says nothing.
+
+torch.compile does not tell a backend what it compiles, so compiled models are looked for among all objects: at the first optimiser steps with gradients of
+weights that no graph knows, and ever more rarely after that.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..decided import decided_by_apply, mark_again
+from ..inputs import mask_overrides
+from ..kernels.errors import message
+from ..passes.finding.choose import Decision, as_patterns, choose, matches
+from ..passes.finding.find import find
+from .backend_options import Options, parse
+
+FORWARDS = ("forward", "_call_impl", "_wrapped_call_impl", "__call__")  # what runs a whole model, of what torch.compile may be given
+APPLY = "or use fxmask.apply(model, ...), which is masked in eager code, too."
+SKIPPED = "Dynamo skips a whole frame for a graph break in a loop, and everything under torch.compiler.disable and force_eager"
+CONTAINER = "module.compile() of a container and DDP around a container call no backend"
+
+
+class Missed(NamedTuple):
+    """What a model was compiled for and does not have: its weights, whether its options make that an error, and the text."""
+
+    weights: list[Tensor]
+    required: bool
+    text: str
+
+
+def missed(weights: Sequence[Tensor]) -> list[Missed]:
+    """Which of these weights, that have gradients and that no graph has met, the backend was to mask, or to prune the inputs of; by compiled model."""
+    mark_again()
+    unmet = {id(w) for w in weights if not decided_by_apply(w)}
+    found: list[Missed] = []
+    for model, given, in_place in _compiled_models() if unmet else ():
+        root = model.module if isinstance(model, DistributedDataParallel) else model
+        if not any(id(p) in unmet for p in root.parameters()):
+            continue
+        decisions = _chosen(root, o := parse(given), unmet)
+        gaps = [d for d in decisions if id(d.candidate.weight) in unmet]
+        unmet -= {id(d.candidate.weight) for d in gaps}
+        if gaps:
+            names = [d.candidate.name or "the model itself" for d in gaps]
+            what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} of a model that is compiled by"
+            what += " backend='fxmask', and no graph has reached it with them: they are dense so far"
+            required = _is_required(o, decisions, gaps)
+            what += f", and require={o.require!r} wants them {'pruned' if o.alone else 'masked'}." if required else "."
+            fix = f"{SKIPPED}: torch.compile(fullgraph=True) shows where, move it out of the loop; {APPLY}"
+            if type(root).__module__.startswith("torch.nn.") and (in_place or root is not model):
+                fix = f"{CONTAINER}: use torch.compile(model), and put DDP around that; {APPLY}"
+            found.append(Missed([d.candidate.weight for d in gaps], required, message(what, type(root).__name__, fix)))
+    return found
+
+
+def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bool]]:
+    """Models that torch.compile, or their own compile(), was given with this backend, its options, and whether it is the latter."""
+    for o in gc.get_objects():
+        kind, model, callback = type(o), None, None  # not isinstance, which asks proxies for what they stand for
+        if issubclass(kind, torch._dynamo.OptimizedModule):
+            model, callback = o._modules.get("_orig_mod"), getattr(o.__dict__.get("dynamo_ctx"), "callback", None)
+        elif kind is FunctionType:
+            called = getattr(o, "_torchdynamo_orig_callable", None)
+            if getattr(called, "__name__", "") in FORWARDS:
+                model, callback = getattr(called, "__self__", None), _closure(o).get("callback")
+        while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+            callback = inner
+        if isinstance(model, nn.Module) and getattr(getattr(callback, "compiler_fn", None), "__module__", "") == f"{__package__}.backend":
+            yield model, getattr(callback, "kwargs", {}).get("options"), kind is FunctionType
+
+
+def _closure(f: FunctionType) -> dict[str, Any]:
+    found = {}
+    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # empty
+            continue
+    return found
+
+
+def _chosen(root: nn.Module, o: Options, unmet: set[int]) -> list[Decision]:
+    """The linears that the options select in the whole model, if it has any of these weights. Raises as a graph's capture does, where options are wrong."""
+    linears = [c for c in find(root) if not (c.masked or c.problem or c.skip)]
+    if not any(id(c.weight) in unmet for c in linears):
+        return []
+    for c in linears:
+        c.owners = []  # graphs can mask what they read in any mode
+    overrides = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of patterns, which is said where a graph is captured
+        decisions = choose(linears, o.config, o.include, o.exclude, overrides, root)
+    return [d for d in decisions if d.config is not None and (o.alone or d.config.ratio > 0)]
+
+
+def _is_required(o: Options, decisions: Sequence[Decision], gaps: Sequence[Decision]) -> bool:
+    """Whether `require` makes these gaps an error: it is True, or one of its patterns has nothing else."""
+    if isinstance(o.require, bool):
+        return o.require
+    left = {id(d) for d in gaps}
+    hits = ([id(d) in left for d in decisions if matches(p, d.candidate)] for p in as_patterns("require", o.require) or [])
+    return any(hit and all(hit) for hit in hits)

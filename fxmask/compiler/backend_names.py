@@ -1,0 +1,61 @@
+"""Whether the names in a graph are those of the compiled model: behind a graph break in a submodule they begin there, and so does what goes by names."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..kernels.errors import FxMaskWarning, message
+from ..passes.finding.candidate import Candidate, surround
+from ..passes.finding.choose import Decision, as_patterns
+from ..passes.finding.find import find
+
+CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
+
+
+def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], where: str) -> bool:
+    """Warn where patterns or `criterion="random"` go by names that are not the model's, and say whether. `options`: the patterns, by the option with them."""
+    by_name = [name for name, given in options.items() if any(not isinstance(p, type) for p in as_patterns(name, given) or [])]
+    by_name += ["criterion='random'"] if any(d.config is not None and d.config.criterion == "random" for d in decisions) else []
+    root = _compiled_module() if by_name else None
+    if root is None:
+        return False
+    names: dict[int, list[str]] = {}
+    for name, p in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    found = ((d.candidate.param_name, names.get(id(d.candidate.weight), [])) for d in decisions)
+    others = [f"{here} for {model[0]}" for here, model in found if model and here not in model]
+    if others:
+        shown = "; ".join(others[:3]) + " ..." * (len(others) > 3)
+        what = f"a graph begins inside of the compiled model, behind a graph break or code that Dynamo skips, and has names of its own: {shown}."
+        what += f" {', '.join(by_name)} {'goes' if len(by_name) == 1 else 'go'} by these, alike in all layers that share the graph."
+        fix = "remove the break (torch.compile(fullgraph=True) shows it), or use fxmask.apply(model, ...), which knows the whole model."
+        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=3)
+    return bool(others)
+
+
+def of_model() -> list[Candidate]:
+    """The linears of the compiled model, whatever graphs they are in; none for a function."""
+    root = _compiled_module()
+    found = [] if root is None else find(root)
+    surround(found, root)
+    return found
+
+
+def _compiled_module() -> nn.Module | None:
+    """The module whose call is being compiled, by the call itself; None for a function."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        m = frame.f_locals.get("self") if frame.f_code in CALLS else None
+        if isinstance(m, torch._dynamo.OptimizedModule):
+            return m._orig_mod.module if isinstance(m._orig_mod, DistributedDataParallel) else m._orig_mod  # whose forward Dynamo skips
+        if isinstance(m, nn.Module) and m._compiled_call_impl is not None:
+            return m
+        frame = frame.f_back
+    return None

@@ -1,0 +1,96 @@
+"""The options of `torch.compile(model, backend="fxmask", options={...})`: what there is, and what a backend that keeps no state cannot take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..kernels.errors import ConfigError, UnsupportedError, message
+from ..passes.finding.choose import as_patterns
+from ..passes.infra import Pass
+from ..passes.settings.activation_pruning import ActivationPruning
+from ..passes.settings.config import WeightMask
+from ..passes.state.saliency import LEARNED
+
+MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
+STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain", "phases")
+OWN = ("activations", "include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
+WHERE = "torch.compile(backend='fxmask')"
+APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of the backend.
+
+    Args:
+        ratio, block, backward, criterion, ties, impl, seed, cover: as in `fxmask.WeightMask`. include, exclude, overrides: as in `fxmask.apply`.
+        activations: an `ActivationPruning` without steps, or a dict of its options: inputs are saved pruned. Masks are made beside it where one of their
+            options is given, and else none. With `affine` every product with a parameter is found, as in a trace.
+        require: True: a graph in which a linear stays dense unasked, or nothing is masked, is an error. Patterns: each must be masked in each graph.
+        match: `linear`, or `matmul`: products with a transposed parameter count as linears.
+        passes: `fxmask.passes.infra.Pass` objects of your own, run in order before the masks; see passes/README.md.
+        inner: what compiles the rewritten graph: `inductor`, the name of another backend (`eager`, `aot_eager`), or a callable.
+        inductor: Inductor's own options, as `torch.compile(options=...)` would take them.
+    """
+
+    config: WeightMask
+    masks: bool  # whether any option of the masks, or of pruned inputs, was given
+    activations: ActivationPruning | None = None
+    alone: bool = False  # inputs are pruned, and nothing is masked
+    include: Any = None
+    exclude: Any = None
+    overrides: Any = None
+    require: Any = False
+    match: str = "linear"
+    passes: tuple[Pass, ...] = ()
+    inner: Any = "inductor"
+    inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def parse(given: Mapping[str, Any] | None) -> Options:
+    """Options from what torch.compile was given. Raises: ConfigError, UnsupportedError."""
+    given = dict(given or {})
+    stateful = sorted(set(given) & set(STATEFUL))
+    stateful += [f"{k}={given[k]}" for k, values in (("backward", ("rigl",)), ("criterion", LEARNED)) if given.get(k) in values]
+    if stateful:
+        what = f"the backend keeps no state between calls, and {', '.join(stateful)} {'counts' if len(stateful) == 1 else 'count'} optimiser steps."
+        raise UnsupportedError(message(what, WHERE, APPLY))
+    unknown = sorted(set(given) - {*MASK, *OWN})
+    if unknown:
+        what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}."
+        raise ConfigError(message(what, WHERE, "options of Inductor go into options={'inductor': {...}}."))
+    if given.get("match", "linear") not in ("linear", "matmul"):
+        raise ConfigError(f"match: expected linear or matmul, got {given['match']!r}.")
+    if not isinstance(given.get("inductor", {}), Mapping):
+        raise ConfigError(f"inductor: expected a dict of Inductor's options, got {given['inductor']!r}.")
+    if not isinstance(given.get("require", False), bool):
+        as_patterns("require", given["require"])
+    if given.get("inductor") and given.get("inner", "inductor") != "inductor":
+        raise ConfigError(f"inductor= with inner={given['inner']!r}: expected one of them.")
+    pruning = _pruning(given.get("activations"))
+    passes = given.get("passes", ())
+    if not isinstance(passes, (list, tuple)) or not all(isinstance(p, Pass) for p in passes):
+        raise ConfigError(f"passes: expected a list of fxmask.passes.infra.Pass objects, got {given['passes']!r}.")
+    mask = {k: given[k] for k in MASK if k in given}
+    own: dict[str, Any] = {k: given[k] for k in OWN if k in given}
+    about_masks = bool(mask) or bool({"activations", "include", "exclude", "overrides", "require", "match"} & set(own))
+    own |= {"passes": tuple(passes), "inductor": dict(given.get("inductor", {})), "activations": pruning, "alone": pruning is not None and not mask}
+    return Options(WeightMask(**mask), about_masks, **own)
+
+
+def _pruning(given: Any) -> ActivationPruning | None:
+    """The option `activations` as a configuration."""
+    config = ActivationPruning().replace(dict(given), "options['activations']") if isinstance(given, Mapping) else given
+    if config is not None and not isinstance(config, ActivationPruning):
+        raise ConfigError(f"activations: expected a fxmask.ActivationPruning or a dict of its options, got {given!r}.")
+    refuse_steps(config)
+    return config
+
+
+def refuse_steps(config: ActivationPruning | None) -> None:
+    """UnsupportedError where pruned inputs count optimiser steps."""
+    if config is not None and config.needs_steps:
+        what = "the backend keeps no state between calls, and start and schedule of pruned activations count optimiser steps."
+        raise UnsupportedError(message(what, WHERE, APPLY))

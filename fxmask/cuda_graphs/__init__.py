@@ -1,0 +1,1 @@
+"""`fxmask.graphed`: a training step as one CUDA graph."""

@@ -1,0 +1,142 @@
+"""One capture of a training step in a CUDA graph: it is taken whole, or everything is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..guards.guard_handle import GuardHandle
+from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
+from ..passes.state.noted import noting
+from ..passes.stepping.optimiser import Guarded
+from .graph_facts import Facts, host_values, keys_of, moved, put_back
+
+T = TypeVar("T")
+
+
+class CudaGraph:
+    """torch's, with the calls that these files make."""
+
+    def __init__(self, pool: Any, stream: Any) -> None:
+        self.graph, self.pool, self.stream = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle(), stream
+
+    def record(self, step: Callable[[], T]) -> T:
+        before = torch.cuda.current_stream()
+        try:  # other threads, such as a loader's that pins memory, go on meanwhile
+            with torch.cuda.graph(self.graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                return step()
+        except BaseException:
+            torch.cuda.set_stream(before)  # where the end of a capture fails torch leaves its stream current
+            raise
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def recorder(device: torch.device) -> Callable[..., Any] | None:
+    """What records a step on a device; None where it runs as it is."""
+    return CudaGraph if device.type == "cuda" else None
+
+
+class Recorded(NamedTuple):
+    """A captured step, and what its Python left behind that a replay leaves again."""
+
+    graph: Any
+    result: Any
+    gradients: list[tuple[Tensor, Tensor | None]]
+    added: list[tuple[Tensor, Tensor]]  # gradients from before the step, to which it adds
+    notes: list[tuple[Guarded, Any]]  # the masks of before the step, where momenta of blocks that return are cleared
+    layers: list[nn.Module]  # masked, pruned and N:M layers whose forwards ran
+
+
+def captured(step: Callable[[], Any], graph: Any, optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts, name: str) -> Recorded | None:
+    """Capture a step; None where the optimisers have made state in it, which every replay would make anew: it has to run as it is first.
+
+    Raises: UnsupportedError and ConfigError where no replay could be the step; no step was taken then.
+    """
+    parameters = [p for group in facts.groups for p in group["params"]]
+    with _undone(parameters, optimizers, handles, facts) as before, _translated(name):
+        with _counting(handles) as steps, noting() as layers:
+            result = graph.record(step)
+        if any(n != 1 for n in steps()):
+            what = f"fxmask.graphed: expected a step in which each guarded optimiser steps once, got {steps()} steps; it was not taken."
+            raise ConfigError(message(what, name, "give fxmask.graphed the optimisers that this function steps, and let it take one step."))
+        if keys_of(optimizers) != before.entries:
+            return None
+        if moved(before.counts):
+            what = "an optimiser counts on the host, which a CUDA graph holds fixed: expected one whose state lies on the device; the step was not taken."
+            raise UnsupportedError(message(what, ", ".join(type(o).__name__ for o in optimizers), "use one with capturable=True, or go on without a graph."))
+        before.kept.append(True)
+        after = [(p, p.grad) for p in parameters]
+        added = [(p, grad) for (p, grad), old in zip(after, before.gradients, strict=True) if grad is old and grad is not None]
+        return Recorded(graph, result, after, added, [(g, g.last) for h in handles for g in h._guarded], layers)
+
+
+@contextmanager
+def _counting(handles: list[GuardHandle]) -> Iterator[Callable[[], list[int]]]:
+    """Inside, steps of guarded optimisers count nothing but themselves."""
+    taken: list[int] = []
+    if any(h._captures is not None for h in handles):
+        raise ConfigError("fxmask.graphed inside of a step that is captured: expected one, around the whole step.")
+    try:
+        for h in handles:
+            h._captures = 0
+        yield lambda: taken
+        taken += [h._captures or 0 for h in handles]
+    finally:
+        for h in handles:
+            h._captures = None
+
+
+class _Before(NamedTuple):
+    """What Python may change in a capture, as it was; `kept` is filled where the changes stay."""
+
+    gradients: list[Tensor | None]
+    entries: dict[Any, set[Any]]
+    counts: list[tuple[dict[Any, Any], Any, Any]]
+    kept: list[bool]
+
+
+@contextmanager
+def _undone(parameters: list[Tensor], optimizers: Sequence[Optimizer], handles: list[GuardHandle], facts: Facts) -> Iterator[_Before]:
+    """Put gradients and state back that Python has made inside and nothing has computed, unless they are kept."""
+    before = _Before([p.grad for p in parameters], keys_of(optimizers), host_values(facts), [])
+    try:
+        yield before
+    finally:
+        if not before.kept:
+            for p, grad in zip(parameters, before.gradients, strict=True):
+                p.grad = grad
+            _forget_new_state(optimizers, before.entries)
+            put_back(before.counts)
+            for g in (g for h in handles for g in h._guarded):
+                g.last = None
+                g.forget()
+
+
+def _forget_new_state(optimizers: Sequence[Optimizer], entries: dict[Any, set[Any]]) -> None:
+    """Take away from the optimisers' state what is not among these entries."""
+    for o in optimizers:
+        for p, state in list(o.state.items()):
+            for key in set(state) - entries.get(p, set()):
+                del state[key]
+            if p not in entries:
+                del o.state[p]
+
+
+@contextmanager
+def _translated(name: str) -> Iterator[None]:
+    """PyTorch's errors of a capture as UnsupportedError; those of fxmask, of memory and of anything else as they are."""
+    try:
+        yield
+    except (FxMaskError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        what = f"this step cannot be captured in a CUDA graph, and was not taken: {str(error).splitlines()[0]}"
+        fix = "no .item(), no printing of tensors, nothing that comes from the CPU; see torch.cuda.graph. The step itself can go on without one."
+        raise UnsupportedError(message(what, name, fix)) from error

@@ -1,0 +1,120 @@
+"""The addresses that a captured step reads, and the Python values that it was captured with: `graphed_step` compares both before every call.
+
+Tensors are compared by identity, and kept alive here, so that no other tensor gets their address; Python values are compared by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..decided import times_applied
+from ..guards.guard_handle import GuardHandle
+from ..passes.state.site import Site
+
+SITE = tuple(f"_fxmask_{name}" for name in ("keep", "count", "dense", "mask", "lists", "score", "scale"))
+
+
+class Facts:
+    """Of one set of graphs: its optimisers, and the modules of guarded models, of `models` and of layers that `watch` was told of."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], models: Iterable[nn.Module], handles: Sequence[GuardHandle], device: torch.device) -> None:
+        self.device = device
+        self.optimizers = optimizers
+        guarded = [m for m in (h._model() for h in handles) if m is not None]
+        self.modules: dict[nn.Module, None] = {}
+        for root in (*models, *guarded):
+            self.watch(root.modules())
+        self.watch(site for h in handles for site, _ in h._followed)
+        self.handles = list(handles)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Of all optimisers, as they are now."""
+        return [group for o in self.optimizers for group in o.param_groups]
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Compare these, too."""
+        self.modules.update(dict.fromkeys(modules))
+
+    def lies(self, value: Any) -> bool:
+        """Whether a replay reads this number from memory. A Python number, or a CPU tensor beside weights on a GPU, is part of the graph."""
+        return isinstance(value, Tensor) and value.device == self.device
+
+    def tensors(self) -> list[Any]:
+        """What is compared by identity; sites' masks and scalars are rewritten in place from now on."""
+        found: list[Any] = []
+        for o in self.optimizers:
+            for state in o.state.values():
+                found += state.values()
+        for group in self.groups:
+            found += group["params"]
+            found += [v for v in group.values() if isinstance(v, Tensor)]
+        for m in self.modules:
+            found += m._parameters.values()
+            found += m._buffers.values()
+            if isinstance(m, Site) and "_fxmask_keep" in m.__dict__:
+                if not m._fxmask_in_place:
+                    m._fxmask_in_place = True
+                found += [m.__dict__[name] for name in SITE]
+            elif "_fxmask_nm" in m.__dict__:
+                found += [v for v in m.__dict__.values() if isinstance(v, Tensor)]
+        return [t for t in found if not isinstance(t, (int, float))]
+
+    def decisions(self) -> dict[str, Hashable]:
+        """What is compared by value, by what a warning calls it."""
+        kind = self.device.type
+        modules = self.modules
+        return {
+            "numbers of the optimiser": numbers(self.groups, self),
+            "where parameters lie, or whether they are trained": tuple((p.data_ptr(), p.requires_grad) for group in self.groups for p in group["params"]),
+            "where tensors of the modules lie": tuple(t.data_ptr() for m in modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None),
+            "classes of modules, their children, or whether they train": tuple((m.__class__, m.training, len(m._modules)) for m in modules),
+            "phases, modes or kernels of masks": tuple(_of_site(m) for m in modules if "_fxmask_keep" in m.__dict__),
+            "how inputs are pruned, or N:M masks frozen": tuple(_of_layer(m) for m in modules if "_fxmask_pruning" in m.__dict__ or "_fxmask_nm" in m.__dict__),
+            "models that are masked": 0 if modules else times_applied(),
+            "autocast, or gradients": (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_grad_enabled()),
+        }
+
+
+def _of_site(s: Any) -> Hashable:
+    return s._fxmask_phase, s._fxmask_kind, s._fxmask_from, s._fxmask_softening, s._fxmask_policy, s._fxmask_is_dense
+
+
+def _of_layer(m: Any) -> Hashable:
+    return m.__dict__.get("_fxmask_pruning"), m.__dict__.get("_fxmask_nm"), m.__dict__.get("_fxmask_nm_frozen")
+
+
+def numbers(groups: Iterable[dict[str, Any]], facts: Facts) -> str:
+    """The optimisers' numbers that a graph would hold fixed."""
+    return repr([(k, _plain(v)) for group in groups for k, v in group.items() if k != "params" and not facts.lies(v)])
+
+
+def host_values(facts: Facts) -> list[tuple[dict[Any, Any], Any, Any]]:
+    """(dict, key, value) of what optimisers keep on the host: a capture that moves it would move it once, and no replay again."""
+    own = [state for o in facts.optimizers for state in o.state.values()] + facts.groups
+    return [(d, k, v.clone() if isinstance(v, Tensor) else v) for d in own for k, v in d.items() if k != "params" and not facts.lies(v)]
+
+
+def moved(values: list[tuple[dict[Any, Any], Any, Any]]) -> bool:
+    """Whether some of these are others by now."""
+    return repr([_plain(v) for _, _, v in values]) != repr([_plain(d.get(k)) for d, k, _ in values])
+
+
+def put_back(values: list[tuple[dict[Any, Any], Any, Any]]) -> None:
+    """As they were; a tensor keeps its place."""
+    for d, k, v in values:
+        d[k] = d[k].copy_(v) if isinstance(v, Tensor) and isinstance(d.get(k), Tensor) else v
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value  # of the CPU: those on a device lie there
+
+
+def keys_of(optimizers: Iterable[Optimizer]) -> dict[Any, set[Any]]:
+    """The entries of the optimisers' state, by parameter."""
+    return {p: set(state) for o in optimizers for p, state in o.state.items()}

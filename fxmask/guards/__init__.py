@@ -1,0 +1,1 @@
+"""`fxmask.guard`, and the steps and layers that get past it."""

@@ -1,0 +1,259 @@
+"""What `fxmask.guard` gives: the hooks around an optimiser's steps, which leave masked weights as the policy says and move the masks."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..decided import decided_by_apply, times_applied
+from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
+from ..passes.state import lost_guards, pruning_schedule, ranks, rebuild
+from ..passes.state import site as state
+from ..passes.state.saliency import observe
+from ..passes.state.site import Site
+from ..passes.state.site_mask import masks_any
+from ..passes.stepping import elementwise
+from ..passes.stepping import masked_step as kept_alone
+from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
+from ..passes.stepping.held import ids_of
+from ..passes.stepping.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
+from ..sites import sites
+from . import other_steps, replaced
+from .guarded import Followed, Held, Named, guarded_weight, refuse_another_weight, weight_now
+
+_AGAIN = (
+    "a guard ended with fxmask.restore, and its model is masked anew",
+    "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
+)
+_NEWLY = (
+    "layers were masked after fxmask.guard, which does not hold them",
+    "call remove() on its handle, then fxmask.guard(optimizer, model) again.",
+)
+
+
+class GuardHandle:
+    """What `guard` gives: `policies` {parameter's name: policy}, `masked_step` as it was asked for, and `remove()`.
+
+    A context manager, too. It ends with its optimiser, and with `restore`: masks of a later `apply` want a guard of their own, and a step without it warns.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, held: Held, choice: str, returning: str, masked_step: bool | str, pruned: list[nn.Module], model: nn.Module
+    ) -> None:
+        self._hooks: list[Any] = []
+        self._pruned = pruned
+        self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
+        self._guarded, self._followed, self._others = held
+        self._choice, self._returning, self._token = choice, returning, object()
+        self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
+        self._model = weakref.ref(model)  # the optimiser must not keep it
+        self._missed: set[int] = set()  # ids of sites that a step had no gradient for
+        self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
+        self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
+        self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
+        self.optimizer, self.steps = weakref.ref(optimizer), 0
+        self._held, self._applied = ids_of(optimizer), times_applied()
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        # whoever looks after a step, as an average of weights may, sees them as they stay
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
+        self._take(self._guarded, self._followed)
+        for m in pruned:
+            pruning_schedule.follow(m, self._token)
+        other_steps.watch(self)
+
+    def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
+        for g in guarded:
+            g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
+        for site, _ in followed:
+            site._fxmask_guard = self._token
+        rebuild.advance(followed, 0)
+
+    @property
+    def policies(self) -> dict[str, str]:
+        """What happens to the masked part of each weight."""
+        return {g.name: g.policy for g in self._guarded if self._is_ours(g.site)}
+
+    def _is_ours(self, site: Site) -> bool:
+        return site.__dict__.get("_fxmask_guard") is self._token  # neither restored since nor masked anew
+
+    def _counts(self, m: nn.Module) -> bool:
+        return m.__dict__.get("_fxmask_pruning_guard") is self._token
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others."""
+        ids = ids_of(optimizer)
+        if ids == self._held:
+            return
+        self._held = ids
+        new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
+        guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
+        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is None]
+        self._guarded, self._followed = self._guarded + guarded, self._followed + followed
+        self._take(guarded, followed)
+
+    def _let_go(self) -> None:
+        """Leave alone what was restored."""
+        ours = [g for g in self._guarded if self._is_ours(g.site)]
+        if len(ours) < len(self._guarded):
+            self._lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
+        self._guarded = ours
+        self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
+
+    def _warn_of_new_masks(self, optimizer: Optimizer) -> None:
+        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
+        again, newly = any(decided_by_apply(w) for _, _, w in self._lost), self._applied != times_applied()
+        if not (again or newly):  # what was restored is dense
+            return
+        self._applied = times_applied()
+        model = self._model()
+        found = self._lost if model is None else sites(model)
+        bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
+        self._lost = [] if again else self._lost
+        if bare:
+            what, fix = _AGAIN if again else _NEWLY
+            what += ": expected a new guard, got none. Masked weights move, steps do not count."
+            warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
+
+    def _look_for_replaced(self) -> None:
+        """Once for each layer: those of a branch that does not always run have no gradient, either."""
+        suspects = [g for g in replaced.without_gradient(self._guarded) if id(g.site) not in self._missed]
+        self._missed.update(id(g.site) for g in suspects)
+        if suspects and (model := self._model()) is not None:
+            replaced.warn_of_replaced(model, suspects)
+
+    @torch.compiler.disable
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if _is_no_step(optimizer):
+            return None
+        self._under_way = None  # what a step that raised has left
+        self._let_go()
+        self._adopt(optimizer)
+        if self._lost or self._applied != times_applied():
+            self._warn_of_new_masks(optimizer)
+        for g in self._guarded:
+            if g.site._fxmask_is_dense:
+                what = "optimizer.step() inside fxmask.dense: expected masks in force."
+                raise StateError(message(what, g.name, "leave the with block first."))
+            refuse_another_weight(g)
+        warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
+        self._look_for_replaced()
+        if self.steps == 0 and self._captures is None and (model := self._model()) is not None:
+            warn_of_adapters(model)
+        closure = any(map(callable, (*args[1:], *kwargs.values())))
+        masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
+        if masked_step:
+            elementwise.refuse_call(optimizer, closure, self._hooks[0].id)
+        self._observe(optimizer, closure)
+        if masked_step:
+            self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
+        else:
+            before_step(optimizer, self._guarded, closure)
+        note_masks(optimizer, self._guarded, zero=self._returning == "zero")
+        if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
+            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and masks_any(g.site)]
+            self._looked_at.update(id(g.site) for g in masked)
+            warn_of_dense_gradients(masked)
+        return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
+
+    def _observe(self, optimizer: Optimizer, closure: bool) -> None:
+        """Show gradients and momenta to the scores that take them in."""
+        blind = next((g for g in self._guarded if closure and g.site._fxmask_config.needs_grad), None)
+        if blind is not None:
+            what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
+            raise UnsupportedError(message(what, blind.name, "use a criterion of the weight alone, without regrow by gradient."))
+        scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
+        momenta = ranks.stepping(optimizer).state
+        for g in self._guarded:
+            observe(g.site, g.weight, momenta.get(g.weight, {}), g.stateless, scale, skipped)
+
+    @torch.compiler.disable
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if _is_no_step(optimizer):
+            return
+        if self._under_way is not None:
+            kept_alone.finish(optimizer, self._under_way)
+            self._under_way = None
+        if not self.masked_step:
+            after_step(optimizer, self._guarded)
+        if self._captures is None:
+            self._count_step(optimizer)
+        else:
+            self._captures += 1
+
+    def _count_step(self, optimizer: Optimizer, compute: Callable[[Sequence[rebuild.Job]], None] | None = None) -> None:
+        """The host's part of a step that the device has taken: counts, schedules, masks that are due. `compute`: see `rebuild.rebuild`."""
+        self.steps += 1
+        for g in self._guarded:
+            g.stateless = g.by_momenta and g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
+        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed], 1, compute)
+        for m in filter(self._counts, self._pruned):
+            pruning_schedule.advance(m, 1)
+        reset_returned(optimizer, self._guarded)
+
+    def remove(self) -> None:
+        """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        other_steps.unwatch(self)
+        for site, weight in [(s, w) for s, w in self._followed if self._is_ours(s)] if self._hooks else []:
+            site._fxmask_policy, site._fxmask_guard, site._fxmask_announced = None, None, False
+            state.note_weight(site, weight)
+        for m in filter(self._counts, self._pruned) if self._hooks else []:
+            pruning_schedule.follow(m, None)
+        self._hooks = []
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        """The optimiser holds the hooks, and they hold the handle: this runs when the optimiser is collected. Not at exit, when PyTorch is half gone."""
+        if not ends():
+            left = [(g.site, g.policy) for g in self._guarded if self._is_ours(g.site)] if self._hooks else []
+            self.remove()
+            for site, policy in left:  # nobody has taken it off
+                site._fxmask_was = policy
+                lost_guards.expect_guard(site)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_pruned")
+        return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": _none, "_model": _none}
+
+    def __enter__(self) -> GuardHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def _none() -> None:
+    """A weak reference whose object is gone, that can be pickled."""
+
+
+def _is_no_step(optimizer: Optimizer) -> bool:
+    """Whether another step of this optimiser is running, that of a subclass which calls super().step(): the outermost alone is a step.
+
+    Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
+    """
+    frame, steps = sys._getframe(), 0
+    while frame is not None:
+        steps += frame.f_code is elementwise.STEP and frame.f_locals.get("self") is optimizer
+        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps > 1
+
+
+def handles_of(optimizer: Optimizer) -> list[GuardHandle]:
+    """The guards on an optimiser."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle)]
+
+
+def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The weights that an optimiser steps on kept blocks alone, because its guard says so."""
+    return [g.weight for h in handles_of(optimizer) if h.masked_step for g in h._guarded if h._is_ours(g.site)]

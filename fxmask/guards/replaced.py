@@ -1,0 +1,43 @@
+"""Masked layers that the model no longer has: what was put in their place is dense, and no guard holds it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import nn
+
+from ..kernels.errors import FxMaskWarning, first_of, message
+from ..passes.finding.candidate import join
+from ..passes.stepping.optimiser import Guarded
+from ..sites import SELECTED
+from ..swap import MaskedLayer
+
+KINDS = (nn.Linear, nn.Conv2d)
+
+
+def warn_of_lost(model: nn.Module) -> None:
+    """FxMaskWarning where a layer without masks bears a name that `fxmask.apply` has masked: a new head, or embeddings that were resized."""
+    now = dict(model.named_modules())
+    for prefix, m in model.named_modules():
+        names = (join(prefix, name) for name in m.__dict__.get(SELECTED, ()))
+        if found := [name for name in names if isinstance(m := now.get(name), KINDS) and not isinstance(m, MaskedLayer)]:
+            what = "masked layers were replaced since fxmask.apply: expected theirs in the model, got layers that it has not seen, which are dense."
+            fix = "fxmask.apply(model, ..., include=[...]) for the new layers before fxmask.guard; or replace layers first, then call fxmask.apply."
+            warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=3)
+
+
+def without_gradient(guarded: Iterable[Guarded]) -> list[Guarded]:
+    """Weights that should have a gradient and have none, which is all that a step sees of a layer that is gone."""
+    return [g for g in guarded if g.weight.grad is None and g.weight.requires_grad]
+
+
+def warn_of_replaced(model: nn.Module, suspects: Iterable[Guarded]) -> None:
+    """FxMaskWarning where a layer without masks bears the name of a guarded one, which the model does not hold elsewhere."""
+    held, now = {id(m) for m in model.modules()}, dict(model.named_modules())
+    gone = [g.name for g in suspects if isinstance(g.site, MaskedLayer) and id(g.site) not in held]
+    found = [name for name in gone if isinstance(m := now.get(name.rpartition(".")[0]), KINDS) and not isinstance(m, MaskedLayer)]
+    if found:
+        what = "masked layers were replaced since fxmask.guard: expected theirs in the model, got layers that fxmask.apply has not seen, which are dense."
+        fix = "call remove() on the guard's handle, fxmask.apply(model, ..., include=[...]) for the new layers, then fxmask.guard again."
+        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=6)

@@ -1,0 +1,85 @@
+"""What N:M masks are besides weights and logits, for `fxmask.state_dict`: frozen and permuted masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.errors import StateError, message
+from ..passes.finding.weights import peek_weight
+from ..passes.settings.nm_mask import NMMask
+from .nm_attributes import LOGITS, MASK, ORDER, is_order, write_tau
+from .nm_layers import NMLayer, nm_layers
+
+KEYS = {"settings", "frozen", "mask", "permutation"}
+
+
+def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """{name of the layer: settings, whether its mask is frozen, mask and permutation where there are such}; tensors and plain values."""
+
+    def saved(m: NMLayer, name: str) -> Tensor | None:
+        t: Tensor | None = getattr(m, name)
+        return None if t is None else t.detach().clone()
+
+    return {
+        name: {
+            "settings": _settings(m._fxmask_nm),
+            "frozen": m._fxmask_nm_frozen,
+            "mask": saved(m, MASK),
+            "permutation": saved(m, ORDER),
+            **({} if m._fxmask_nm.tau_from is None else {"step": m._fxmask_nm_step, "counted": m._fxmask_nm_counted}),
+        }
+        for name, m in nm_layers(model)
+    }
+
+
+def _order_fits(m: NMLayer, order: object) -> bool:
+    if m._fxmask_nm.mode != "permuted" and not m._fxmask_nm.permute:
+        return order is None
+    weight = peek_weight(m)
+    return is_order(order, weight.numel() // len(weight))
+
+
+def _settings(config: NMMask) -> dict[str, Any]:
+    """What must agree between the run that saves and the one that loads: not what computes the same bits."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k != "impl"}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_nm_state(model: nn.Module, saved: Any) -> None:
+    """Take up what `nm_state` has saved, for the same layers and settings; raises StateError before anything has changed."""
+    ours, fix = dict(nm_layers(model)), "apply fxmask as in the run that saved it, and load a state as fxmask.state_dict returned it."
+    if not isinstance(saved, Mapping) or set(saved) != set(ours):
+        got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
+        raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
+    defaults = _settings(NMMask())
+    for name, m in ours.items():
+        entry, shape, config = saved[name], tuple(peek_weight(m).shape), _settings(m._fxmask_nm)
+        keys = KEYS | ({"step", "counted"} if m._fxmask_nm.tau_from is not None else set())
+        if not isinstance(entry, Mapping) or KEYS - set(entry) or not isinstance(entry["settings"], Mapping) or type(entry["frozen"]) is not bool:
+            raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
+        if {**defaults, **entry["settings"]} != config:  # a setting that it does not name is a newer one
+            raise StateError(message(f"the state was saved with other settings: expected {config}, got {entry['settings']}.", name, fix))
+        if set(entry) != keys or type(entry.get("step", 0)) is not int or entry.get("step", 0) < 0 or type(entry.get("counted", True)) is not bool:
+            raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))
+        wanted = entry["frozen"] or m._fxmask_nm.mode == "permuted"
+        mask = entry["mask"]
+        if wanted != isinstance(mask, Tensor) or (isinstance(mask, Tensor) and (mask.dtype != torch.bool or tuple(mask.shape) != shape)):
+            raise StateError(message(f"the saved mask does not fit: expected {f'bool {shape}' if wanted else None}.", name, fix))
+        if not _order_fits(m, entry["permutation"]):
+            raise StateError(message("the saved permutation does not fit: expected one of the weight's columns, where the mask has one.", name, fix))
+    for name, m in ours.items():
+        entry, device = saved[name], peek_weight(m).device
+        for key, leaf in (("mask", MASK), ("permutation", ORDER)):
+            setattr(m, leaf, None if entry[key] is None else entry[key].to(device).clone())
+        m._fxmask_nm_frozen, m._fxmask_nm_lost, m._fxmask_nm_own = entry["frozen"], False, False
+        m._fxmask_nm_step, m._fxmask_nm_counted = entry.get("step", 0), entry.get("counted", False)
+        write_tau(m)
+        logits = m._parameters.get(LOGITS)
+        if logits is not None:
+            logits.requires_grad_(not m._fxmask_nm_frozen)

@@ -1,0 +1,49 @@
+"""Learned masks that nobody learns: `apply` gives a layer logits, of which an optimiser that was made before it knows nothing."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..kernels.errors import FxMaskWarning, first_of, message
+from .nm_attributes import LOGITS
+
+if TYPE_CHECKING:
+    from .nm_layers import NMLayer
+
+_names: weakref.WeakKeyDictionary[NMLayer, str] = weakref.WeakKeyDictionary()  # of layers whose logits no optimiser has stepped yet
+_once: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[NMLayer]] = weakref.WeakKeyDictionary()  # and which an optimiser has passed over once
+_hooks: list[Any] = []
+
+
+def expect_learning(m: NMLayer, name: str) -> None:
+    """Watch who steps the logits of a layer."""
+    _names[m] = name
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Warn of layers whose weight this optimiser holds and whose logits have a gradient that none takes: in its second step, as theirs may come behind it."""
+    if not _names or torch.compiler.is_compiling():
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    passed, left = _once.setdefault(optimizer, weakref.WeakSet()), []
+    for m, name in list(_names.items()):
+        logits, weight = m._parameters.get(LOGITS), m._parameters.get("weight")
+        if logits is None or not logits.requires_grad or id(logits) in held:  # restored, frozen, or learned
+            del _names[m]
+        elif logits.grad is not None and id(weight) in held:
+            if m in passed:
+                del _names[m]
+                left.append(name)
+            passed.add(m)
+    if left:
+        what = "the logits of learned N:M masks have gradients, and the optimiser that holds the weights steps without them: expected one that has them."
+        fix = "make the optimiser after fxmask.apply, or optimizer.add_param_group({'params': logits}), of the parameters whose names end in nm_logits."
+        warnings.warn(message(what, first_of(sorted(left)), fix), FxMaskWarning, stacklevel=3)

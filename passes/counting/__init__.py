@@ -1,0 +1,1 @@
+"""One step recorded on fake tensors, and what each op of it costs."""

@@ -1,0 +1,221 @@
+"""Run a model once on fake tensors, forward and backward, and leave it as it was.
+
+What may be given: an nn.Module, an fx.GraphModule (traced, from Dynamo with its parameters among the inputs, or unlifted), an exported program. Parameters and
+buffers are replaced by fake ones for the time of the run, and every attribute of every module is put back afterwards, and the random states with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...kernels.errors import FxMaskError, UnsupportedError, message
+from ..state.site import Site
+from .calls import Call, Place, storage_of
+from .fakes import Fakes, quiet, swap
+from .other_masks import kept_of_idle, masks_of_computed
+from .record import CALL_CODE, Recorder
+from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
+from .untouched import plain_ops, unchanged
+
+CHANGED = {"_fxmask_config", "_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}  # attributes of layers whose forward is another now
+
+
+@dataclass
+class Saved:
+    """A tensor that autograd holds for the backward."""
+
+    place: Place
+    module: str
+    bytes: int  # of its whole storage: a view keeps all of it
+
+
+@dataclass
+class Recording:
+    """What ran, and the tensors that were there before."""
+
+    calls: list[Call]
+    saved: list[Saved]  # each storage once, without parameters, buffers, cached masks and inputs of the model
+    parameters: dict[str, Tensor]  # by name, tied ones once; the real ones
+    buffers: dict[str, Tensor]
+    inputs: list[Tensor]
+    modules: dict[str, str]  # name -> class
+    sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
+    changed: set[str] = field(default_factory=set)  # layers whose forward is another now: masked, pruned, dropped
+    own: set[str] = field(default_factory=set)  # those of `changed` whose class had a forward of its own, which reads a masked weight
+    idle: dict[str, int] = field(default_factory=dict)  # masked parameters that no op read -> their elements in kept blocks
+    executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
+    typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
+    uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept
+    backward: bool = False  # whether a backward ran
+    trained: set[str] = field(default_factory=set)  # parameters that got a gradient: what a step moves
+    dtype: torch.dtype | None = None  # that floating tensors were taken to have
+
+    def size(self, t: Tensor) -> int:
+        """Bytes of a tensor, in the dtype that was asked for."""
+        return t.numel() * (self.dtype if self.dtype and t.is_floating_point() else t.dtype).itemsize
+
+
+class _Nodes(fx.Interpreter):
+    """Runs a graph, and tells the recorder which node runs."""
+
+    def __init__(self, gm: fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(gm)
+        self.recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.recorder.node, self.recorder.stack = n.name, module_of(n)
+        out = super().run_node(n)  # where it raises, the node stays noted
+        self.recorder.node = self.recorder.stack = ""
+        return out
+
+
+def capture(
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    backward: bool = True,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Recording:
+    """Record one step of a model: its forward on `args` and `kwargs`, and, where anything requires a gradient, the backward from all its floating outputs.
+
+    Tensors among the inputs are looked at for shape, dtype and requires_grad alone; they may be meta tensors, and so may the model's. With `dtype` all floating
+    tensors are taken as if they had it. `progress` is called with the number of ops so far.
+    Raises UnsupportedError where the model cannot run without values (an `.item()`, an `if` over a tensor) or is sharded, ConfigError for what is no model.
+    Cost: one eager forward and backward without arithmetic, some 0.5 ms an op; no memory for tensors. A mask that each forward builds is built once, from the
+    real weight.
+    """
+    gm, root = runnable(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    faked = Fakes(mode, dtype)
+    with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
+        computed = masks_of_computed(root)
+        parameters, buffers = swap(root, faked)
+        for name, t in placeholders(gm, args):
+            if isinstance(t, nn.Parameter):  # Dynamo gives the model's parameters as inputs
+                parameters.setdefault(name, t)
+        inputs = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
+        masks = [m for m in root.modules() if isinstance(m, Site)]
+        recorder = _recorder(root, faked, parameters, buffers, inputs)
+        recorder.progress, recorder.computed = progress, computed
+        recorder.cached = {storage_of(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
+        sites = {m._fxmask_name: m for m in masks}
+        recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
+        metadata = [t for m in masks if m._fxmask_mask is not None for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
+        before = {storage_of(t) for t in (*map(faked, inputs), *metadata)}
+        run = _Nodes(gm, recorder).run if gm is not None else root
+        with mode, quiet():
+            saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
+        read = {name for c in recorder.calls for p in c.inputs for name in p.weight.split("+")}
+        idle = kept_of_idle(sites, parameters, read)
+    kinds = {name: type(m).__name__ for name, m in root.named_modules()}
+    executions = dict(Counter(name for _, name in recorder.frames.values()))
+    changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
+    if gm is not None:
+        kinds, traced = traced_kinds(gm) | kinds, traced_calls(gm)
+        executions = traced | executions | {"": 1}  # an interpreter runs it, no call of the module
+    return Recording(
+        recorder.calls,
+        saved,
+        parameters,
+        buffers,
+        inputs,
+        kinds,
+        sites,
+        changed=set(changed),
+        own={name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)},
+        idle=idle,
+        executions=executions,
+        typical=recorder.typical,
+        uncounted=recorder.uncounted,
+        backward=ran,
+        trained={name for name, p in parameters.items() if faked(p).grad is not None},
+        dtype=dtype,
+    )
+
+
+def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Recorder:
+    weights = {storage_of(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
+    names = {id(m): name for name, m in reversed(list(root.named_modules()))}
+    recorder = Recorder(names, weights, {storage_of(faked(b)) for b in buffers.values()})
+    recorder.values = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}
+    return recorder
+
+
+def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward: bool) -> tuple[list[Saved], bool]:
+    """Forward and backward under the recorder: what autograd saved that was not `known`, and whether a backward ran."""
+    saved: list[Saved] = []
+    with recorder, torch.enable_grad() if backward else torch.no_grad():
+        try:
+            with _saves(recorder, saved, known) if backward else nullcontext():  # what a backward recomputes is held for a moment only
+                out = run()
+            return saved, _backward(out) if backward else False
+        except FxMaskError:
+            raise
+        except Exception as e:
+            raise _failed(recorder, e) from e
+        finally:
+            recorder.restore()
+
+
+def _computes(m: nn.Module) -> bool:
+    """Whether the class that a layer had before it was masked has a forward of its own."""
+    return getattr(m, "_fxmask_base", type(m)).forward not in (nn.Linear.forward, nn.Conv2d.forward)
+
+
+def _wants_kept_dw(site: Site) -> bool:
+    """Whether this step's gradient of the weight is wanted in kept blocks alone."""
+    mode = site._fxmask_config.backward
+    return mode == "masked" or (mode == "rigl" and not site._fxmask_dense_now)
+
+
+@contextmanager
+def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator[None]:
+    known = set(recorder.real) | inputs | set(recorder.neutral)  # buffers; what a forward makes of them, or draws, autograd holds
+
+    def pack(t: Tensor) -> Tensor:
+        key = storage_of(t)
+        if key not in known:
+            known.add(key)
+            saved.append(Saved(recorder._place(t), recorder._module()[0], t.untyped_storage().nbytes()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield
+
+
+def _backward(out: Any) -> bool:
+    """Backward from every floating output that has a gradient, as a loss would begin it; False where there is none."""
+    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+    if found:
+        torch.autograd.backward(found, [torch.empty_like(t) for t in found])
+    return bool(found)
+
+
+def _raised_in(recorder: Recorder, e: Exception) -> str:
+    """Name of the innermost module whose call an error came through."""
+    found, tb = "", e.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code is CALL_CODE:
+            found = recorder.modules.get(id(tb.tb_frame.f_locals["self"])) or found
+        tb = tb.tb_next
+    return found
+
+
+def _failed(recorder: Recorder, e: Exception) -> UnsupportedError:
+    last = recorder.calls[-1] if recorder.calls else None
+    where = f"{recorder.node or _raised_in(recorder, e) or '(model)'}, after {last.op if last else 'nothing'}"
+    text = str(e).strip().splitlines()
+    what = f"the model cannot run on fake tensors, which have shapes and no values: {type(e).__name__}: {text[0][:300] if text else ''}"
+    fix = "check the inputs' shapes and dtypes; where the code needs values (.item(), an if over a tensor), pass the part of the model that"
+    return UnsupportedError(message(what, where, f"{fix} does not, or a traced graph of it (torch.fx.symbolic_trace, torch.export.export)."))

@@ -1,0 +1,111 @@
+"""Fake tensors in place of a model's own, for the time of a run: shapes, dtypes and gradients without memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...kernels.errors import UnsupportedError, message
+from ..state import pruning_schedule, ranks
+from ..state import site as state
+from ..state.site import Site
+from .calls import typical_mask
+
+FAKES_LOG = "torch._subclasses.fake_tensor"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, an op that refuses its operands is told of by what it raises alone: PyTorch logs a traceback, too. Records of other threads pass."""
+    thread, log = threading.get_ident(), logging.getLogger(FAKES_LOG)
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or threading.get_ident() != thread
+
+    log.addFilter(passes)
+    try:
+        yield
+    finally:
+        log.removeFilter(passes)
+
+
+class Fakes:
+    """Fake tensors of one mode: the same one for the same tensor, on a device that needs no hardware."""
+
+    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+        self.mode, self.dtype = mode, dtype
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # the original is held, so that its id stays its own
+
+    def __call__(self, t: Tensor) -> Tensor:
+        if id(t) not in self.made:
+            if ranks.is_shard(t) or is_traceable_wrapper_subclass(t):
+                what = f"analyze runs the model on plain fake tensors: expected none of a wrapper class, got {type(t).__name__}."
+                raise UnsupportedError(message(what, "", "analyse the model before fully_shard, tensor parallelism or quantisation changes its parameters."))
+            if nn.parameter.is_lazy(t):
+                what = f"analyze needs the shapes of all parameters: expected none that is lazy, got {type(t).__name__}."
+                raise UnsupportedError(message(what, "", "run one forward first, which gives lazy modules their shapes."))
+            if t.layout != torch.strided:
+                what = f"analyze knows no costs of sparse products: expected strided tensors, got one with layout {t.layout}."
+                raise UnsupportedError(message(what, "", "analyse the masked model before fxmask.finalize makes its weights sparse, or finalize it densely."))
+            device = "cpu" if t.is_meta else t.device
+            with self.mode:
+                dtype = self.dtype if self.dtype and t.is_floating_point() else t.dtype
+                fake = torch.empty_strided(tuple(map(int, t.shape)), tuple(map(int, t.stride())), dtype=dtype, device=device)
+                fake = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake.requires_grad_(t.requires_grad)
+            self.made[id(t)] = (t, fake)
+        return self.made[id(t)][1]
+
+
+def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Put fake parameters and buffers in place of the real ones, which are returned by their names."""
+    parameters: dict[str, Tensor] = dict(root.named_parameters())
+    buffers = dict(root.named_buffers())
+    for m in root.modules():
+        own: tuple[dict[str, Any], ...] = (m._parameters, m._buffers)
+        for table in own:
+            table.update({name: faked(t) for name, t in table.items() if t is not None})
+        constants = {name: t for name, t in m.__dict__.items() if isinstance(t, Tensor) and t.is_meta and not name.startswith("_fxmask_")}
+        m.__dict__.update({name: faked(t) for name, t in constants.items()})  # with the weights they move to where fake ones are
+    swapped = {id(t): faked(t) for t in (*parameters.values(), *buffers.values())}
+    seen: set[int] = set()
+    for m in root.modules():
+        _refer(m.__dict__, swapped, seen)
+    for m in root.modules():
+        if isinstance(m, Site):
+            _prepare(m)
+        if pruning_schedule.is_scheduled(m) and not pruning_schedule.is_announced(m):  # a look counts the ratio of now
+            pruning_schedule.advance(m, 0)
+        if "_fxmask_nm_lost" in m.__dict__:
+            m.__dict__["_fxmask_nm_lost"] = False  # an N:M mask without values will do
+    return parameters, buffers
+
+
+def _refer(container: Any, swapped: dict[int, Tensor], seen: set[int]) -> None:
+    """Let lists and dicts that hold parameters, as recurrent layers have one, hold the fake ones."""
+    if id(container) in seen or not isinstance(container, (dict, list)):
+        return
+    seen.add(id(container))
+    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+        if id(value) in swapped:
+            container[key] = swapped[id(value)]
+        else:
+            _refer(value, swapped, seen)
+
+
+def _prepare(site: Site) -> None:
+    """For a look nobody needs to count steps, and ranks need not agree; state on the meta device gets values, a cached mask there typical ones."""
+    site._fxmask_announced, site._fxmask_copied, site._fxmask_unguarded, site._fxmask_called = True, False, False, True
+    if site._fxmask_keep.is_meta:
+        state.place_on(site, torch.device("cpu"))
+        site._fxmask_lost = False
+        if site._fxmask_mask is not None:
+            site._fxmask_mask = typical_mask(site._fxmask_grid, int(site._fxmask_keep))
+            site._fxmask_lists = state.lists_of(site, site._fxmask_mask)

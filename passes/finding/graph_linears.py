@@ -1,0 +1,155 @@
+"""Where the linears of an FX graph are: calls of modules and functions, and weights that something reads which no pass can mask. Nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_site import graph_sites, graph_weights
+from ..infra import recorded_value
+from .candidate import Candidate, join, weight_problem
+from .dense_reads import Read, dense_reads
+
+NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
+INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
+
+
+def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
+    """Every GraphModule inside a model, with its path."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))
+
+
+def is_plain(m: nn.Module) -> bool:
+    """Whether replacing the call of a Linear by an op loses nothing: no hooks, no subclass, no parametrisation, no forward of its own."""
+    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    return type(m) is nn.Linear and not any(hooks) and "weight" in m._parameters and "forward" not in m.__dict__
+
+
+def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
+    """Linears of a graph that the model also holds elsewhere, where they may be called: their class is swapped, which both callers see."""
+    prefixes = [prefix for prefix, _ in graphs]
+    inside = {id(m) for _, gm in graphs for m in gm.modules()}
+    paths = ((name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear) and id(m) in inside)
+    return {id(m) for name, m in paths if not any(name == p or p == "" or name.startswith(p + ".") for p in prefixes)}
+
+
+def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str]) -> list[Candidate]:
+    """Linear calls of one graph, grouped by weight and name. `comes_in`: see `regions.incoming`."""
+    by_key: dict[Any, Candidate] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            m, target = gm.get_submodule(str(node.target)), str(node.target)
+            if not isinstance(m, nn.Linear) or not is_plain(m) or id(m) in outside:
+                continue  # its class is swapped, which keeps hooks and parametrisations
+            path, problem = f"{target}.weight", weight_problem(m.weight)
+            new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
+            key: Any = (id(m.weight), target)
+        elif node.op == "call_function" and node.target in LINEARS:
+            key, new = _function_candidate(prefix, gm, node, comes_in)
+        else:
+            continue
+        by_key.setdefault(key, new).nodes.append(node)
+    known = {c.weight_path for c in by_key.values()}
+    linears = (m for m in gm.modules() if isinstance(m, nn.Linear))  # whose class is swapped
+    weights = {id(w) for w in (*(c.weight for c in by_key.values()), *(w for _, w in graph_sites(gm)), *(m._parameters.get("weight") for m in linears))}
+    inside = [c for c in _inside_calls(prefix, gm) if c.weight_path not in known]
+    return [*by_key.values(), *inside, *(c for c in _in_products(prefix, gm) if id(c.weight) not in weights)]
+
+
+def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str]) -> tuple[Any, Candidate]:
+    """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
+    arg = weight_arg(node)
+    owner, types = call_stack(node)
+    if isinstance(arg, Node) and arg.op == "get_attr":
+        path = str(arg.target)
+        weight = resolve(gm, path)
+        new = Candidate(join(prefix, layer_name(path)), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
+        new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
+        key: Any = id(weight)
+    else:
+        value = recorded_value(arg) if isinstance(arg, Node) else None
+        name = owner or node.name
+        weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
+        lifted = comes_in.get(arg, "") if isinstance(arg, Node) else ""
+        shown = layer_name(lifted) if lifted else join(prefix, name)
+        new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
+        if not isinstance(value, Tensor):
+            new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
+        key = arg
+    if not new.problem and weight.dim() != 2:
+        new.skip = f"its weight has {weight.dim()} axes"
+    elif not new.problem:
+        new.stand_in()
+    return key, new
+
+
+def _is_weight(gm: GraphModule, node: Node) -> bool:
+    """Whether a node is the weight of a layer, by its name."""
+    named = node.op == "get_attr" and str(node.target).rpartition(".")[2] == "weight"
+    value = resolve(gm, str(node.target)) if named else None
+    return isinstance(value, nn.Parameter) and value.dim() == 2
+
+
+def weight_reads(gm: GraphModule) -> Iterator[tuple[Tensor, Read]]:
+    """The products of a graph that read the weight of a layer, by its name, and are no linear calls."""
+    return ((resolve(gm, str(read.weight.target)), read) for read in dense_reads(gm, partial(_is_weight, gm)))
+
+
+def _out_of_reach(prefix: str, gm: GraphModule, weight: Node, reader: Node, why: str) -> Candidate:
+    """A weight that no linear call reads."""
+    path, types = str(weight.target), call_stack(reader)[1]
+    name = path.removesuffix("weight").removesuffix(".")
+    return Candidate(
+        join(prefix, name), join(prefix, path), resolve(gm, path), host=gm, weight_path=path, types=types, skip=f"{why}; mask the nn.Module"
+    )
+
+
+def _in_products(prefix: str, gm: GraphModule) -> list[Candidate]:
+    """Weights that products read which may be linears in other words."""
+    found: dict[int, Candidate] = {}
+    for weight, read in weight_reads(gm):
+        if read.as_linear:
+            found.setdefault(id(weight), _out_of_reach(prefix, gm, read.weight, read.node, read.words))
+    return list(found.values())
+
+
+def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
+    """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does."""
+    found: dict[str, Candidate] = {}
+    for node in gm.graph.nodes:
+        target = node.target
+        if node.op == "call_function" and isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in NO_LINEARS:
+            for weight in (n for n in node.all_input_nodes if _is_weight(gm, n)):
+                why = f"{target.__name__}() reads it, which the trace keeps as one call"
+                found.setdefault(str(weight.target), _out_of_reach(prefix, gm, weight, node, why))
+    return list(found.values())
+
+
+def rewritten(prefix: str, gm: GraphModule, named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:
+    """Linears whose calls a pass has rewritten, which are linears no more; but for those of the parameters in `named`, to which new ones are added."""
+    layers = {id(site): comes_in[w] for w, site in graph_weights(gm) if w in comes_in}
+    for site, weight in graph_sites(gm):
+        path = join(prefix, site._fxmask_name)
+        if path not in named:
+            shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
+            lifted = layers.get(id(site), "")
+            yield Candidate(layer_name(lifted or path), path, shown, masked=True, lifted=lifted)
+    for name, weight in _behind_inputs(gm):
+        if f"{name}.weight" not in named:
+            named.add(f"{name}.weight")
+            yield Candidate(name, f"{name}.weight", weight)
+
+
+def _behind_inputs(gm: GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """(name, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
+    for n in gm.graph.nodes:
+        if n.op == "call_module" and str(n.target).partition(".")[0] in INPUT_SITES:
+            w = n.args[1]
+            yield str(gm.get_submodule(str(n.target))._fxmask_name), resolve(gm, w.target) if w.op == "get_attr" else torch.empty(0, 0, device="meta")

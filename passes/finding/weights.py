@@ -1,0 +1,76 @@
+"""The dense weight of a linear, whatever stands in front of it: read without side effects where it is only looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ...kernels.errors import UnsupportedError, message
+
+
+def raw_weight(m: nn.Module) -> Tensor:
+    """The dense weight (N, K) as a forward uses it; a parametrised one computes it, gradient included."""
+    weight = m._parameters.get("weight")
+    if weight is not None:
+        return weight
+    if "weight" in m.__dict__:  # put there in the Parameter's place; the attribute of a layer that its owner reads would be W∘M
+        return m.__dict__["weight"]
+    return m.weight  # type: ignore[return-value]
+
+
+def peek_weight(m: nn.Module) -> Tensor:
+    """The dense weight as the next forward will see it, for looking: no power iteration is run, and weights that a forward hook computes are computed."""
+    weight = m._parameters.get("weight")
+    if weight is not None:
+        return weight
+    if parametrize.is_parametrized(m, "weight"):
+        with _at_rest(m.get_submodule("parametrizations")):
+            return m.weight  # type: ignore[return-value]
+    for hook in m._forward_pre_hooks.values():  # old-style weight_norm and pruning write .weight before each forward
+        if type(hook).__name__ == "WeightNorm":
+            return hook.compute_weight(m)  # type: ignore[attr-defined]
+        if hasattr(hook, "apply_mask"):
+            return hook.apply_mask(m)
+    return m.weight  # type: ignore[return-value]
+
+
+def is_wrapped(weight: Tensor) -> bool:
+    """Whether a weight is of another class, which knows none of our ops, as torchao's quantised ones are. Those of torch.distributed (a shard, a result that
+    is waited for) have rules of their own. By the class: Dynamo sees no methods at such a tensor."""
+    cls = type(weight)
+    return cls is not nn.Parameter and hasattr(cls, "__tensor_flatten__") and not cls.__module__.startswith("torch.distributed")
+
+
+def refuse_wrapped(name: str, weight: Tensor) -> None:
+    """UnsupportedError for such a weight."""
+    if is_wrapped(weight):
+        what = f"a masked layer's weight has become a {type(weight).__name__} since fxmask.apply, as quantisation makes them: expected a plain one."
+        fix = "call fxmask.finalize(model) first, then quantise; after it fxmask.restore(model) takes the masks off."
+        raise UnsupportedError(message(what, name, fix))
+
+
+def is_ensemble(weight: Tensor) -> bool:
+    """Whether vmap maps over this weight, so that it stands for those of many models."""
+    t = weight
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if torch._C._functorch.is_batchedtensor(t):
+            return True
+        t = torch._C._functorch.get_unwrapped(t)
+    return False
+
+
+@contextmanager
+def _at_rest(m: nn.Module) -> Iterator[None]:
+    """Inside, a parametrisation is in eval mode: spectral_norm iterates in training only."""
+    modes = [(c, c.training) for c in m.modules()]
+    try:
+        for c, _ in modes:
+            c.training = False
+        yield
+    finally:
+        for c, mode in modes:
+            c.training = mode

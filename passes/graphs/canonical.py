@@ -1,0 +1,88 @@
+"""The pass that turns products with a transposed parameter into linear calls, so that the passes after it see one form.
+
+    x @ w.t(), matmul(x, w.T), mm(x, mat2=w.transpose(0, 1)), x @ w.mT, matmul(x, w.permute(1, 0))  ->  linear(x, w)
+    addmm(b, x, w.t()), b.addmm(x, w.t())                                                           ->  linear(x, w, b)
+
+`x @ w` is left alone: its weight would be (in, out), and a block of it another thing. So are products of two activations.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from ..infra import SWAP_METHODS, SWAPS, TRANSPOSES, Pass, is_transpose, recorded_value, replace_node
+
+PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
+SUMS = {torch.addmm, torch.ops.aten.addmm.default}
+
+
+class Canonicalise(Pass):
+    """Rewrites products with parameters; `is_weight(node)` says whether a node is a parameter (N, K)."""
+
+    def __init__(self, is_weight: Callable[[Node], bool]) -> None:
+        self.is_weight = is_weight
+
+    def run(self, gm: GraphModule) -> list[str]:
+        names = []
+        for node in list(gm.graph.nodes):
+            operands = self._linear(node)
+            if operands is None:
+                continue
+            with gm.graph.inserting_before(node):
+                new = gm.graph.call_function(F.linear, operands)
+            replace_node(gm, node, new)
+            names.append(new.name)
+        return names
+
+    def _linear(self, node: Node) -> tuple[Node | None, ...] | None:
+        """(x, w, bias) of a product that is a linear, else None."""
+        function, method = node.op == "call_function", node.op == "call_method"
+        bias: Node | None = None
+        if (function and node.target in PRODUCTS) or (method and node.target in ("matmul", "mm", "__matmul__")):
+            x, right = _given(node, ("input", "self"), ("other", "mat2", "tensor2"))
+        elif (function and node.target in SUMS) or (method and node.target == "addmm"):
+            bias, x, right = _given(node, ("input", "self"), ("mat1",), ("mat2",))
+            if not (isinstance(bias, Node) and _axes(bias) == 1):
+                return None
+        else:
+            return None
+        w = self._transposed(right)
+        return None if w is None or not isinstance(x, Node) else (x, w, bias)
+
+    def _transposed(self, node: object) -> Node | None:
+        """The parameter whose transpose a node is."""
+        if not isinstance(node, Node) or not is_transpose(node):
+            return None
+        conjugates = node.target in (torch.adjoint, "adjoint") or (node.target is getattr and node.args[1] in ("H", "mH"))
+        w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
+        if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
+            flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
+        elif node.target in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
+            given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+            flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
+        else:
+            flipped = True  # an attribute, such as .T
+        return w if flipped and isinstance(w, Node) and self.is_weight(w) and not (conjugates and _value(w).is_complex()) else None
+
+
+def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:
+    """A call's operands, by position or by one of their names; None for each where there are others."""
+    kwargs = dict(node.kwargs)
+    found = [*node.args, *(kwargs.pop(n) for same in names[len(node.args) :] for n in same if n in kwargs)]
+    return found if len(found) == len(names) and not kwargs else [None] * len(names)
+
+
+def _axes(node: Node) -> int:
+    return _value(node).dim()
+
+
+def _value(node: Node) -> torch.Tensor:
+    """What the trace knows of a node's tensor; a number where that is nothing."""
+    value = recorded_value(node)
+    return value if isinstance(value, torch.Tensor) else torch.empty(())

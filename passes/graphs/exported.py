@@ -1,0 +1,98 @@
+"""Masks that a trace of a masked model holds: `torch.export` of what `apply` had changed keeps no mask's owner, only the ops."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ...kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
+from ..finding.candidate import join
+from ..finding.graph_linears import graph_modules
+from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
+from .graph_site import GraphSite
+from .regions import attribute, incoming
+
+CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
+
+
+class Inside(NamedTuple):
+    """A masked layer of a traced graph. The weight is an empty one on the meta device where the graph computes it; mask and k as they are now, where known."""
+
+    name: str
+    node: Node
+    weight: Tensor
+    block: tuple[int, int]
+    backward: str | None
+    impl: str
+    mask: Tensor | None
+    kept: int | None
+
+
+def exported_masks(model: nn.Module) -> Iterator[Inside]:
+    """The masked layers of graphs which no `GraphSite` masks: those of a model that was masked before it was traced."""
+    graphs = list(graph_modules(model))
+    comes_in = incoming(graphs)
+    for prefix, gm in graphs:
+        for node in gm.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is MASKED_LINEAR:
+                w, mask, rows, cols, backward, impl = (_argument(node, name) for name in ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
+                if not _of_a_site(gm, mask):
+                    name, weight = _weight(model, prefix, gm, node, w, comes_in)
+                    made = mask if mask.target is BLOCK_INDEX else None
+                    yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", _value(gm, mask), _kept(gm, made))
+            elif node.target in LINEARS or node.target in CONVOLUTIONS:  # multiplies by W∘M, which the graph computes
+                made = next((n for n in behind(weight_arg(node)) if n.target is BLOCK_INDEX), None)
+                if made is not None:
+                    given: Any = made.args
+                    name, weight = _weight(model, prefix, gm, node, given[0], comes_in)
+                    yield Inside(name, node, weight, (given[3], given[4]), None, "reference", _value(gm, made), _kept(gm, made))
+
+
+def _argument(node: Node, name: str) -> Any:
+    """An argument of masked_linear, given by position or by name."""
+    names = [a.name for a in MASKED_LINEAR._schema.arguments]
+    place = names.index(name)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
+
+
+def _of_a_site(gm: GraphModule, mask: Node) -> bool:
+    """Whether the mask is that of a `GraphSite`, alone or among what its call gives."""
+    call = mask.args[0] if mask.target is operator.getitem else mask
+    return isinstance(call, Node) and call.op == "call_module" and isinstance(gm.get_submodule(str(call.target)), GraphSite)
+
+
+def _weight(model: nn.Module, prefix: str, gm: GraphModule, node: Node, w: Node, comes_in: dict[Node, str]) -> tuple[str, Tensor]:
+    """A layer's name and its weight, by the parameter behind it; by the call where there is none, or several."""
+    paths = {comes_in.get(n) or (join(prefix, str(n.target)) if isinstance(_constant(gm, n), nn.Parameter) else "") for n in behind(w)} - {""}
+    if len(paths) == 1:
+        path = paths.pop()
+        weight = resolve(model, path)
+        return layer_name(path), weight
+    return join(prefix, call_stack(node)[0] or node.name), torch.empty(0, device="meta")
+
+
+def _constant(gm: GraphModule, node: Node) -> Any:
+    return attribute(gm, node) if node.op == "get_attr" else None
+
+
+def _value(gm: GraphModule, node: Any) -> Any:
+    """What a graph's mask is now, where it is a constant or made of the weight alone; None otherwise."""
+    if not isinstance(node, Node):
+        return node
+    if node.target not in (BLOCK_INDEX, torch.ops.aten.reshape.default):
+        return _constant(gm, node)
+    args = [_value(gm, a) for a in node.args]
+    return None if any(isinstance(a, Node) and v is None for a, v in zip(node.args, args, strict=True)) or args[0].is_meta else node.target(*args)
+
+
+def _kept(gm: GraphModule, made: Node | None) -> int | None:
+    """How many blocks a graph keeps, by the constant that it was traced with."""
+    keep = None if made is None else _value(gm, made.args[1])
+    return None if keep is None or keep.is_meta else int(keep)

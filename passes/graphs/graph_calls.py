@@ -1,0 +1,131 @@
+"""A linear call of a graph: what it says, taken apart and put together again, for passes that put a module in its place."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ...kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
+from ..infra import call_again, replace_node
+
+MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
+BLOCK_INDEX = torch.ops.fxmask.block_index.default
+LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
+EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
+PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
+S = TypeVar("S", bound=nn.Module)
+
+
+def weight_arg(node: Node) -> Any:
+    """The weight of a linear call, positional or by keyword."""
+    return node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+
+
+def bias_arg(node: Node) -> Any:
+    """The bias of a linear call, or None."""
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+
+
+def input_arg(node: Node) -> Any:
+    """The input of a linear call, or of the call of a Linear module."""
+    return node.args[0] if node.args else node.kwargs["input"]
+
+
+def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
+    """Path and classes of the module that made a call, as far as the trace recorded them."""
+    stack = recorded_stack(node)
+    return stack[-1] if stack else ("", ())
+
+
+def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
+    """Path and classes of each module that a call was made in, the outermost first."""
+    return [(path.removeprefix("L['self']").lstrip("."), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+
+
+def _classes(cls: Any) -> tuple[type, ...]:
+    if isinstance(cls, str):  # torch.export keeps the class by name
+        module, _, leaf = cls.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), leaf)
+        except (ImportError, AttributeError, ValueError):
+            cls = None
+    return cls.__mro__ if isinstance(cls, type) else ()
+
+
+def place_of(node: Node) -> dict[str, Any]:
+    """What a trace recorded of where a call stands, for nodes that are put before it."""
+    return {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+
+
+def resolve(gm: nn.Module, path: str) -> Any:
+    """The attribute at a dotted path."""
+    owner, _, leaf = path.rpartition(".")
+    return getattr(gm.get_submodule(owner), leaf)
+
+
+def behind(value: Any) -> list[Node]:
+    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant."""
+    found = dict.fromkeys([value] if isinstance(value, Node) else [])
+    left = list(found)
+    for node in left:
+        left += [n for n in node.all_input_nodes if n not in found]
+        found |= dict.fromkeys(node.all_input_nodes)
+    return list(found)
+
+
+def layer_name(path: str) -> str:
+    """The layer's name, from its weight's."""
+    return path.removesuffix(".weight") if path != "weight" else ""
+
+
+def linear_parts(gm: GraphModule, node: Node) -> tuple[Any, Any, str]:
+    """(weight, bias, what the call was: `module:<path>`, `aten` or `functional`) as nodes before the call."""
+    with gm.graph.inserting_before(node):
+        if node.op == "call_module":
+            path = str(node.target)
+            w = gm.graph.get_attr(f"{path}.weight")
+            return w, None if gm.get_submodule(path).bias is None else gm.graph.get_attr(f"{path}.bias"), f"module:{path}"
+    return weight_arg(node), bias_arg(node), "aten" if node.target is torch.ops.aten.linear.default else "functional"
+
+
+def linear_call(gm: GraphModule, origin: str, x: Any, w: Any, *bias: Any) -> Node:
+    """The call again, where the graph inserts."""
+    if origin.startswith("module:"):
+        return gm.graph.call_module(origin.removeprefix("module:"), (x,))
+    return gm.graph.call_function(F.linear if origin == "functional" else torch.ops.aten.linear.default, (x, w, *bias))
+
+
+def call_site(gm: GraphModule, container: str, node: Node, site: nn.Module, args: tuple[Any, ...]) -> Node:
+    """A call, before `node`, of a module that is put into a container of the graph module under the node's name."""
+    if container not in gm._modules:
+        gm.add_module(container, nn.Module().train(gm.training))
+    gm.get_submodule(container).add_module(node.name, site.train(gm.training))
+    with gm.graph.inserting_before(node):
+        return gm.graph.call_module(f"{container}.{node.name}", args)
+
+
+def calls_of(gm: GraphModule, kind: type[S]) -> Iterator[tuple[Node, S]]:
+    """(call, module) of every call of a module of that kind; calls may be replaced meanwhile."""
+    for node in [n for n in gm.graph.nodes if n.op == "call_module"]:
+        site = gm.get_submodule(str(node.target))
+        if isinstance(site, kind):
+            yield node, site
+
+
+def give_back(gm: GraphModule, node: Node, origin: str, x: Any) -> None:
+    """Put the linear call on `x` in the place of a module's call (x, w, b), and take away what nobody reads any more."""
+    _, w, *bias = node.args
+    with gm.graph.inserting_before(node):
+        new = linear_call(gm, origin, x, w, *bias)
+    replace_node(gm, node, new)
+    call_again(gm, new, str(node.target).rpartition(".")[2])  # `call_site` keeps the name
+    for left in (*bias, w):
+        if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
+            gm.graph.erase_node(left)

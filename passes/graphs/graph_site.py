@@ -1,0 +1,76 @@
+"""Masks inside FX graphs: the module that a rewritten graph calls for a mask, and how such masks are found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ...kernels.errors import UnsupportedError, message
+from ...kernels.lists import listed
+from ..settings.config import WeightMask
+from ..state.site import Site, install
+from ..state.site_forward import forward_lists, forward_mask
+from ..state.site_mask import is_traced_anew
+from .graph_calls import resolve
+
+
+class GraphSite(Site):
+    """The mask of a weight inside an FX graph: called with the weight, it gives what the masked_linear node takes beside it (`outputs`).
+
+    `weight_path` is the parameter's path in the GraphModule, None for a weight that the graph computes. `origins` says what the calls were, in graph order:
+    `module:<path>`, `functional` or `aten`; `names` has the names of their nodes.
+    """
+
+    def __init__(self, config: WeightMask, name: str, weight: Tensor, weight_path: str | None, stream_name: str) -> None:
+        super().__init__()
+        self.weight_path = weight_path
+        self.origins: list[str] = []
+        self.names: list[str] = []
+        install(self, config, name, weight, stream_name)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What a call gives: the mask, then the flag of `rigl` and the lists, where there are such. A mask alone comes without a tuple."""
+        reads = self._fxmask_config.impl == "triton" and listed(self._fxmask_config.block)
+        return ("mask", *(["dense"] if self._fxmask_dense is not None else []), *(["lists"] if reads else []))
+
+    def forward(self, weight: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """weight (N, K) -> mask bool (NB, KB), or (mask, 0-d bool, lists int32), see `outputs`."""
+        if forward_ad._current_level >= 0:
+            what = "forward-mode AD would silently see a zero tangent through the custom op of a rewritten graph."
+            fix = "call fxmask.apply on the nn.Module instead of its traced graph; that form differentiates forward too."
+            raise UnsupportedError(message(what, self._fxmask_name, fix))
+        mask, dense = forward_mask(self, weight), self._fxmask_dense
+        if dense is not None and is_traced_anew(dense, weight):
+            dense = torch.full((), self._fxmask_dense_now, device=weight.device)
+        found = [t for t in (mask, dense, forward_lists(self, mask, self._fxmask_config.impl)) if t is not None]
+        return mask if len(found) == 1 else tuple(found)
+
+    def extra_repr(self) -> str:
+        c = self._fxmask_config
+        return f"{self._fxmask_name}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}"
+
+
+def containers(gm: GraphModule) -> list[tuple[str, nn.Module]]:
+    """The submodules of a graph module that hold its masks: one, by whatever name was free."""
+    return [(name, m) for name, m in gm.named_children() if any(isinstance(c, GraphSite) for c in m.children())]
+
+
+def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:
+    """The masks of one graph, each with its weight (None where the graph computes it)."""
+    for _, container in containers(gm):
+        for site in container.children():
+            if isinstance(site, GraphSite):
+                yield site, resolve(gm, site.weight_path) if site.weight_path else None
+
+
+def graph_weights(gm: GraphModule) -> Iterator[tuple[Node, GraphSite]]:
+    """(node of the weight, mask) of every call of a mask in one graph."""
+    for node in gm.graph.nodes:
+        site = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(site, GraphSite):
+            yield node.args[0], site

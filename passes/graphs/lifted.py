@@ -1,0 +1,176 @@
+"""Where the linears of a Dynamo graph are: its parameters are inputs, and the bodies of checkpoints and conditions are graphs of their own."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
+from ..finding.dense_reads import dense_reads
+from ..infra import recorded_value
+from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
+from .regions import bodies_of
+
+PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
+CONTAINERS = ("_modules", "_parameters", "_buffers")
+# calls that take the weights of Linears as arguments: their signature's names, and the layer's name inside the module that makes the call
+READERS: dict[Any, dict[str, str]] = {
+    F.multi_head_attention_forward: {f"{x}_proj_weight": f"{x}_proj" for x in ("out", "q", "k", "v")},
+    torch._native_multi_head_attention: {"7": "out_proj"},
+    torch._transformer_encoder_layer_fwd: {"5": "self_attn.out_proj", "14": "linear1", "16": "linear2"},
+}
+# their arguments that are packed projections, which are no Linear's weights, and no linear calls
+PACKED: dict[Any, tuple[str, ...]] = {
+    F.multi_head_attention_forward: IN_PROJ_WEIGHTS,
+    torch._native_multi_head_attention: ("5",),
+    torch._transformer_encoder_layer_fwd: ("3",),
+}
+# bodies that compute what they say, of operands that are passed one by one
+TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
+_looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
+
+
+class Body(NamedTuple):
+    """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does."""
+
+    graph: GraphModule
+    origin: dict[Node, Node]
+    closed: str = ""
+
+
+def graphs_of(gm: GraphModule) -> list[Body]:
+    """The graph and the bodies inside it, each once."""
+    return list(_graphs(gm, {n: n for n in gm.graph.nodes if n.op == "placeholder"}, "", {}).values())
+
+
+def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
+    if id(gm) in found:
+        known = found[id(gm)]
+        if known.origin != origin:  # one body for several layers: it can have one mask only
+            found[id(gm)] = known._replace(closed="a region that is compiled once for several layers")
+        return found
+    found[id(gm)] = Body(gm, origin, closed)
+    for node, inner, given in bodies_of(gm):
+        name = getattr(node.target, "__name__", str(node.target))
+        passed = {i: origin[g] for i, g in given.items() if g in origin}
+        _graphs(inner, passed, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
+    return found
+
+
+def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:
+    """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `real`: what outermost inputs are given."""
+    found: dict[Any, Candidate] = {}
+    for body in bodies:
+        for node in body.graph.graph.nodes:
+            if node.op == "call_function":
+                _add_call(found, body, node, real)
+        _add_dense_reads(found, body, real)
+    for c in found.values():
+        c.tied_embedding = c.weight in _looked_up
+    return list(found.values())
+
+
+def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:
+    """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
+    if node.target in LINEARS:
+        _add(found, body, node, weight_arg(node), "", real)
+    read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
+    for w, layer in read:
+        _add(found, body, node, w, layer, real)
+    packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
+    for w in packed:
+        if not any(w is other for other, _ in read):
+            _add(found, body, node, w, "in_proj", real, packed=True)
+    for a in node.all_input_nodes if node.target in EMBEDDINGS else ():
+        table = real.get(body.origin.get(a, a))
+        if isinstance(table, nn.Parameter):
+            _looked_up[table] = True
+
+
+def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node, Any]) -> None:
+    """Products that read a layer's weight and are no linear calls: those that may be linears in other words, and those that read what is masked elsewhere."""
+
+    def is_weight(node: Node) -> bool:
+        source = body.origin.get(node)
+        value = None if source is None else real.get(source)
+        return isinstance(value, nn.Parameter) and value.dim() == 2 and source is not None and source_name(source).endswith(".weight")
+
+    called = {id(c.weight) for c in found.values() if not c.skip}
+    for read in dense_reads(body.graph, is_weight):
+        if read.as_linear or id(real[body.origin[read.weight]]) in called:
+            _add(found, body, read.node, read.weight, "", real, read=f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
+
+
+def _read_weights(node: Node) -> list[tuple[Node, str]]:
+    """The weights of Linears that a call takes as arguments, by position or by name, and what their layers are called."""
+    layers = READERS.get(node.target)
+    if layers is None:
+        return []
+    given = _arguments(node)
+    return [(a, layer) for key, layer in layers.items() if isinstance(a := given.get(key), Node)]
+
+
+def _arguments(node: Node) -> Mapping[str, Any]:
+    """What a reader is given, by name or, where it has no signature, by position."""
+    if node.target is F.multi_head_attention_forward:
+        return inspect.signature(F.multi_head_attention_forward).bind_partial(*node.args, **node.kwargs).arguments
+    return {str(i): a for i, a in enumerate(node.args)}
+
+
+def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any], packed: bool = False, read: str = "") -> None:
+    """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call).
+
+    `packed`: a projection that stays dense, which is apart from linear calls of the same weight. So is `read`: a product that no pass masks, and why.
+    """
+    source = body.origin.get(w)
+    value = real.get(source) if source is not None else None
+    if not isinstance(value, Tensor):
+        value = recorded_value(w)
+    path, types = call_stack(node)
+    stacked = ".".join(filter(None, (path, layer)))
+    param = source_name(source) if source is not None else ""
+    name = (param.removesuffix(".weight") if param != "weight" else "") or stacked or node.name
+    key = id(body.graph), w, packed or bool(read)
+    c = found.get(key)
+    if c is None:
+        shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
+        c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
+        found[key] = c
+        if packed:
+            c.skip, c.quiet = IN_PROJ if source is not None else "the graph packs it from other weights for its attention; use fxmask.apply", True
+        elif read:
+            c.skip = read
+        elif not isinstance(value, Tensor):
+            c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
+        elif weight_problem(value):
+            c.problem = weight_problem(value)
+        elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
+            c.skip = f"its weight has the shape {tuple(value.shape)}"
+        elif body.closed:
+            c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
+        if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:
+            c.stand_in()
+    c.nodes.append(node)
+
+
+def source_name(node: Node) -> str:
+    """Path of a lifted parameter in its model, from Dynamo's own name for where it comes from; empty for what is no attribute of a module."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return ""
+    name = source.name if isinstance(source.name, str) else source.name()
+    head, _, rest = name.partition("]")  # L['self'], or another local or global
+    if not rest:
+        return ""
+    parts = [a or b or c for a, b, c in PARTS.findall(rest)]
+    if "cell_contents" in parts:  # of a closure
+        parts = parts[parts.index("cell_contents") + 1 :]
+    return ".".join(p for p in parts if p not in CONTAINERS)

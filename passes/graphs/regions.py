@@ -1,0 +1,47 @@
+"""The bodies of control flow (`cond`, `scan`, `while_loop`, `map`, checkpoints): what a call hands to them, and which parameters come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ..finding.candidate import join
+
+
+def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, Node]]]:
+    """(call, body, {input of the body: what the call gives for it}) of each body that a graph calls; no inputs where these cannot be told apart."""
+    for node in gm.graph.nodes:
+        operands = tree_leaves((node.args, node.kwargs))
+        bodies = [a for a in operands if isinstance(a, Node) and a.op == "get_attr" and isinstance(attribute(gm, a), GraphModule)]
+        for body in bodies:
+            inner = attribute(gm, body)
+            inputs = [n for n in inner.graph.nodes if n.op == "placeholder"]
+            given = [a for a in operands[operands.index(bodies[-1]) + 1 :] if isinstance(a, Node)]
+            yield node, inner, dict(zip(inputs, given, strict=True)) if len(inputs) == len(given) else {}
+
+
+def attribute(gm: nn.Module, node: Node) -> Any:
+    """What a get_attr node reads; None where it is gone."""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def incoming(graphs: Iterable[tuple[str, GraphModule]]) -> dict[Node, str]:
+    """{input of a body: path of the parameter that comes in}. `graphs`: each with its path, a graph before its bodies. A body that is called with several
+    parameters in one place has no name there."""
+    names: dict[Node, str] = {}
+    several: set[Node] = set()
+    for prefix, gm in graphs:
+        own = {n: join(prefix, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr" and isinstance(attribute(gm, n), nn.Parameter)}
+        for _, _, given in bodies_of(gm):
+            for inner, outer in given.items():
+                name = own.get(outer) or names.get(outer, "")
+                if names.setdefault(inner, name) != name:
+                    several.add(inner)
+    return {n: name for n, name in names.items() if name and n not in several}

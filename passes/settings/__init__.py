@@ -1,0 +1,1 @@
+"""What is asked for: options and their checks, schedules, phases, feedback."""

@@ -1,0 +1,25 @@
+"""What all configurations share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from ...kernels.errors import ConfigError, meant
+
+C = TypeVar("C", bound="Options")
+BESIDE = ("include", "exclude", "overrides", "allocation", "layers")  # options of `fxmask.apply` that are none of a configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of a frozen, validated configuration, whose fields are its options."""
+
+    def replace(self: C, changes: dict[str, Any], where: str) -> C:
+        """A copy with some fields changed; ConfigError names the fields that there are."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            near = meant(unknown[0], [*known, *(BESIDE if where.startswith("fxmask.apply") else ())])
+            raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,1 @@
+"""What a masked layer holds, when its mask is built, and the scores that move it."""

@@ -1,0 +1,117 @@
+"""The mask from scores: moving averages and gradients for norms of the weight, hysteresis, regrowth, and what a change of the mask does to the weights.
+
+Runs between steps, on [NB, KB] tensors, in plain PyTorch on any device. The selection itself is `kernels.select`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.grid import expand_mask
+from ...kernels.score import random_keys
+from ...kernels.select import select_blocks
+from .saliency import NORMS, norms
+from .site import Site
+
+
+def ranks_of(scores: Tensor, second: Tensor) -> Tensor:
+    """Scores float32 [NB, KB], of any sign, as distinct keys int32 that `select_blocks` takes: 0 for the lowest, NaN highest.
+
+    Ties go by `second`, float32 [NB, KB], and then to the lowest flat index.
+    """
+    order = _ordered(second).sort(descending=True, stable=True).indices
+    order = order[_ordered(scores)[order].sort(descending=True, stable=True).indices]
+    places = torch.arange(order.numel() - 1, -1, -1, dtype=torch.int32, device=order.device)
+    return torch.empty_like(places).scatter(0, order, places).reshape(scores.shape)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """Integers [blocks] in the order of the floats, exactly: a float's bits sort like its magnitude."""
+    bits = scores.float().flatten().view(torch.int32).long()
+    signed = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    return torch.where(torch.isnan(scores.flatten()), 1 << 31, signed)
+
+
+def held_mask(site: Site) -> Tensor | None:
+    """The cached mask that is in force, also inside fxmask.dense."""
+    return site._fxmask_mask if site._fxmask_saved is None else site._fxmask_saved[0]
+
+
+def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
+    """The mask of a configuration that ranks by more than the weight's norm now: bool (NB, KB).
+
+    Scores that nothing was added to yet, and blocks whose scores tie, rank by the weight's norm. `grow`: with the exchange of `regrow`. `anew`: the weight is
+    another one, and the mask that is held means nothing for it.
+    """
+    c, old = site._fxmask_config, None if anew else held_mask(site)
+    site._fxmask_grown = None
+    if c.criterion == "random":
+        keys = random_keys(torch.Size(site._fxmask_grid), weight.device, site._fxmask_count, site._fxmask_stream)
+    else:
+        size = norms(weight, c.block, c.criterion if c.criterion in NORMS else "fro")
+        scores = size if site._fxmask_score is None else site._fxmask_score
+        if old is not None and c.hysteresis:
+            scores, size = (torch.where(old, s + c.hysteresis * s.abs(), s) for s in (scores, size))
+        keys = ranks_of(scores, size)
+    if old is None or c.regrow is None:
+        return select_blocks(keys, site._fxmask_keep, "lowest", c.cover)
+    keep = c.keep_at(site._fxmask_step, old.numel())
+    n = c.regrow.exchanged(site._fxmask_step - c.start, keep) if grow else 0
+    growth = _growth(site) if n else None
+    if growth is None:  # under regrowth nothing else moves a mask but its number of blocks
+        return select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), site._fxmask_keep, "lowest", c.cover)
+    mask, site._fxmask_grown = regrown(keys, old, site._fxmask_keep, n, growth, c.cover)
+    return mask
+
+
+def _growth(site: Site) -> Tensor | None:
+    """Keys int32 [NB, KB] by which blocks come back; None while there was no dense gradient since the last exchange."""
+    c = site._fxmask_config
+    assert c.regrow is not None
+    if c.regrow.by == "gradient":
+        growth, site._fxmask_growth = site._fxmask_growth, None
+        return None if growth is None else ranks_of(growth, growth)
+    step = torch.full_like(site._fxmask_count, site._fxmask_step)
+    return random_keys(torch.Size(site._fxmask_grid), step.device, step, site._fxmask_stream)
+
+
+def regrown(keys: Tensor, old: Tensor, keep: Tensor, n: int, growth: Tensor, cover: bool) -> tuple[Tensor, Tensor]:
+    """The mask, bool (NB, KB), exactly `keep` blocks, and those of it that growth has brought back.
+
+    First what the number of blocks asks for: the old ones with the lowest keys leave, or masked ones with the highest come back. Then n of the old ones that
+    are left leave, those with the lowest keys, and at least one stays; as many come in, of all others, by the highest growth.
+
+    keys, growth: int32 (NB, KB); keep: 0-d int64. Ties to the lowest flat index. A block that has just left may come back, as in RigL.
+    """
+    sized = select_blocks(torch.where(old, (1 << 31) + keys.long(), keys.long()), keep, "lowest")
+    left, back = sized & old, sized & ~old
+    stay = left & select_blocks(torch.where(left, keys.long() + 1, 0), (left.sum() - n).clamp(min=1), "lowest")
+    mask = select_blocks(torch.where(stay | back, (1 << 31) + keys.long(), growth.long()), keep, "lowest", cover)
+    return mask, mask & ~old & ~back
+
+
+@torch.no_grad()
+def start_at_zero(site: Site, weight: Tensor) -> None:
+    """Zero the weights of blocks that growth has just brought back, in place."""
+    if site._fxmask_grown is not None:
+        weight.masked_fill_(expand_mask(site._fxmask_grown, weight.shape, site._fxmask_config.block), 0)
+        site._fxmask_grown = None
+
+
+@torch.no_grad()
+def keep_norm(site: Site, weight: Tensor, mask: Tensor, old: Tensor, block: tuple[int, int] | None = None) -> None:
+    """`gain`: where the number of kept blocks changes, multiply kept weights by sqrt(|W∘old|^2 / |W∘mask|^2), in place.
+
+    `block`: of `old`, where a phase has just brought others, which alone scale nothing: then it is the number that the ratio keeps of the old ones.
+
+    So the layer keeps its Frobenius norm and, of random weights, its outputs their variance: 1/sqrt(density) at a random init (Evci et al. 2022,
+    arXiv:2010.03533, sec. 3, for single weights). Where blocks come back it is a division, so that a ratio that goes up and down adds nothing up.
+    """
+    c, square = site._fxmask_config, weight.detach().double().square()
+    kept = mask.sum() if block is None else c.keep_at(site._fxmask_step, old.numel())
+    before, after = (torch.where(expand_mask(m, weight.shape, b), square, 0).sum() for m, b in ((old, block or c.block), (mask, c.block)))
+    moves = (old.sum() != kept) & (before > 0) & (after > 0) & torch.isfinite(before) & torch.isfinite(after)
+    factor = torch.where(moves, (before / after).sqrt(), 1.0)
+    scaled = (weight.double() * factor).to(weight.dtype)
+    weight.copy_(torch.where(expand_mask(mask, weight.shape, c.block), scaled, weight))

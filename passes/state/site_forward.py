@@ -1,0 +1,121 @@
+"""What a forward asks of a site: its mask and lists. It refuses what would be wrong, and notes that it was there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Proxy
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ...kernels import ops
+from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
+from ..finding.weights import is_ensemble, refuse_wrapped
+from . import noted, ranks
+from .site import Site
+from .site_mask import check_agreed, current_mask
+from .uncounted import nobody_counts, uncounted, warn_of_steps
+
+
+def forward_mask(site: Site, weight: Tensor) -> Tensor:
+    """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
+    if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
+        refuse_tracing(site)
+    if uncounted(site):
+        nobody_counts(site, weight)
+    if site._fxmask_unguarded and site.training:
+        what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
+        raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
+    refuse_lost(site, weight)
+    _refuse_shard(site, weight)
+    refuse_wrapped(site._fxmask_name, weight)
+    if not torch.compiler.is_compiling():
+        _refuse_ensemble(site, weight)
+        _check_ranks(site, weight)
+        site._fxmask_called, site._fxmask_seen = True, weight.dtype
+        noted.note(site)
+    else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
+        assert site._fxmask_kind >= 0  # the compiler compares what is looked at
+        torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
+    return current_mask(site, weight)
+
+
+def forward_lists(site: Site, mask: Tensor, impl: str) -> Tensor | None:
+    """The lists of this forward's mask, cached or made now, for forward and backward; None where the implementation reads none."""
+    if impl == "triton" and site._fxmask_mask is not None and site._fxmask_lists is not None:
+        return site._fxmask_lists
+    return ops.lists(mask, site._fxmask_config.block, impl)
+
+
+def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
+    """Raise ShapeError where an eager forward's last axis is not the layer's: ops know its shape, not its name. The compiler shows the line of the model."""
+    if torch.compiler.is_compiling() or x.is_nested or weight.dim() != 2:
+        return
+    if x.shape[-1:] != weight.shape[-1:]:
+        what = f"last axis of x: expected {weight.shape[-1]}, got shape {tuple(x.shape)}."
+        raise ShapeError(message(what, site._fxmask_name, "give the layer what it took before it was masked, (..., in_features)."))
+
+
+def _note_traced(frame: Any) -> None:
+    """Note that a forward uses the mask, at the moment when the compiler traces it; an export is none. (Inside the trace torch 2.11 calls all of it export.)"""
+    site = frame.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker().realize().value
+    dtype = frame.get_local("weight").as_fake().dtype
+    _TRACED[_likeness(site)] = dtype
+    if not torch.compiler.is_exporting():
+        site._fxmask_called, site._fxmask_seen = True, dtype
+        if uncounted(site) and not site.training:  # once for the compiled code: the step that it runs at may move
+            warn_of_steps(site)
+
+
+def _note_exported(site: Site, weight: Tensor) -> None:
+    """The same for an export that runs the code as Python: what comes of it can train these weights."""
+    _TRACED[_likeness(site)] = weight.dtype
+
+
+_TRACED: dict[object, torch.dtype] = {}  # what was traced: layers that are alike share the compiler's code, and are not traced again; exports run elsewhere
+
+
+def _likeness(site: Site) -> object:
+    c = site._fxmask_config
+    return site._fxmask_grid, c.block, c.backward, c.cached
+
+
+def traced_alike(site: Site) -> torch.dtype | None:
+    """The dtype of the weight in a layer like this one that was compiled or exported, by which this one may run, too; None where there was none."""
+    return _TRACED.get(_likeness(site))
+
+
+def _refuse_shard(site: Site, weight: Tensor) -> None:
+    if ranks.is_shard(weight):
+        what = f"a masked layer runs on a sharded weight ({weight.placements}): expected the whole one, as fully_shard gathers it."  # type: ignore[attr-defined]
+        fix = "call the module that fully_shard was given (register_fsdp_forward_method for a method of it); exclude layers that are tensor-parallel."
+        raise UnsupportedError(message(what, site._fxmask_name, fix))
+
+
+def _refuse_ensemble(site: Site, weight: Tensor) -> None:
+    """A cached mask is of one weight; `torch.func.stack_module_state` brings those of many models."""
+    if site._fxmask_mask is not None and is_ensemble(weight):
+        what = "vmap over the weights of a layer with a cached mask would give all of them this model's mask: expected each weight to have its own."
+        raise UnsupportedError(message(what, site._fxmask_name, "use refresh=1, which builds a mask from each weight; or run the models one by one."))
+
+
+def _check_ranks(site: Site, weight: Tensor) -> None:
+    if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # that may gather in another dtype
+        check_agreed(site, weight)
+
+
+def refuse_lost(site: Site, weight: Tensor | None = None) -> None:
+    """Raise StateError where a cached mask has no values; `weight`: of a forward, which may bring one to a model on the meta device."""
+    brought = weight is not None and not weight.is_meta and site._fxmask_mask is not None and site._fxmask_mask.is_meta
+    if site._fxmask_lost or brought:
+        what = "a cached mask was lost on the meta device: expected weights to be loaded or the mask to be rebuilt since."
+        fix = "load the weights by model.load_state_dict, or call fxmask.refresh(model) after setting them; for torch.func.functional_call use refresh=1."
+        raise StateError(message(what, site._fxmask_name, fix))
+
+
+def refuse_tracing(site: Site) -> None:
+    """Raise UnsupportedError: a symbolic trace of a masked model."""
+    what = "fx.symbolic_trace of a masked model would freeze its masks: expected a dense model."
+    raise UnsupportedError(message(what, site._fxmask_name, "trace the dense model first, then call fxmask.apply on the trace; or use torch.export."))

@@ -1,0 +1,1 @@
+"""An optimiser's step on masked weights."""

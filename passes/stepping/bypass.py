@@ -1,0 +1,126 @@
+"""Finding weights that a model uses past their masks: a masked layer that gets a gradient and never runs, or one whose masked blocks get a gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.errors import FxMaskWarning, first_of, message
+from ...kernels.grid import expand_mask, to_blocks
+from ..finding.candidate import join
+from ..state import ranks
+from ..state.site import Site, capturing
+from ..state.site_forward import traced_alike
+from .optimiser import Guarded
+
+BASE = "base_layer"  # what PEFT calls the layer that an adapter is put around
+Found = Iterable[tuple[str, Site, Tensor | None]]
+
+
+def warn_of_dense_readers(found: Found) -> None:
+    """FxMaskWarning, once a layer, where a weight has a gradient though its masked forward has never run: whoever made the gradient read `.weight`."""
+    bypassed = [(name, site) for name, site, w in _suspects(found) if not site._fxmask_told and not _ran_unseen(site, w)]
+    if bypassed:
+        for _, site in bypassed:
+            site._fxmask_told = True
+        what = "a masked layer trains and its masked forward has never run: something reads its .weight directly, and is dense."
+        fix = "fxmask.apply(..., overrides={layer: {'read': 'weight'}}) if a module that holds the layer reads it in its forward; or exclude it."
+        if ranks.several():
+            fix += " This is what this process saw: a layer that ran on another rank alone is masked there."
+        warnings.warn(message(what, first_of([name for name, _ in bypassed]), fix), FxMaskWarning, stacklevel=4)
+
+
+def never_run(found: Found) -> list[str]:
+    """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
+    unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
+    return [name for name, site, grad in unseen if traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
+
+
+def read_by_adapters(model: nn.Module) -> list[str]:
+    """Frozen masked layers that have never run, though the adapter around them trains: PEFT's HRA and SHiRA compute with the base weight as it is."""
+    found = []
+    for prefix, owner in model.named_modules():
+        base = owner._modules.get(BASE)
+        if not isinstance(base, Site) or base._fxmask_called or traced_alike(base) is not None:
+            continue
+        frozen = not any(p.requires_grad for p in base.parameters())
+        if frozen and any(p.grad is not None for p in owner.parameters()):
+            found.append(join(prefix, BASE))
+    return found
+
+
+def warn_of_adapters(model: nn.Module) -> None:
+    """FxMaskWarning where `read_by_adapters` finds some."""
+    if found := read_by_adapters(model):
+        what = "a frozen masked layer never runs, though the adapter around it trains: it computes with the layer's weight as it is, which is dense."
+        fix = "fxmask.finalize(model) before the adapter is put around it writes the zeros into the weight; or exclude these layers from fxmask.apply."
+        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=4)
+
+
+def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
+    """Trained weights that have a gradient, though no layer that holds them has run its masked forward."""
+    known = [(name, site, w) for name, site, w in found if w is not None]
+    ran = {id(w) for _, site, w in known if site._fxmask_called}
+    return [(name, site, w) for name, site, w in known if id(w) not in ran and w.is_leaf and w.requires_grad and w.grad is not None]
+
+
+def _is_zero(grad: Tensor) -> bool:
+    """Whether a gradient is one of buffers that nothing has written to; False where it may not be looked at."""
+    return _readable(grad) and not bool(grad.any())
+
+
+def _readable(grad: Tensor) -> bool:
+    """Whether the device may be asked for the gradient's values, and this rank has them all."""
+    return not grad.is_meta and grad.layout == torch.strided and not ranks.is_shard(grad) and not capturing(grad)
+
+
+def _ran_unseen(site: Site, weight: Tensor) -> bool:
+    """Whether code that the compiler traced for a layer like this one has run it, by which nothing is noted: the gradient tells, where the mode lets it.
+
+    Reads the device, once for such a layer.
+    """
+    dtype, grad = traced_alike(site), weight.grad
+    if dtype is None or grad is None:
+        return False
+    site._fxmask_seen = dtype
+    masked = _as_masked(site, grad) if _tells(site, grad) else True
+    if masked is None:  # a later step will tell
+        return True
+    site._fxmask_called = masked
+    return masked
+
+
+def _tells(site: Site, grad: Tensor) -> bool:
+    """Whether a gradient may be looked at, and shows by its blocks if a masked forward made it."""
+    c = site._fxmask_config
+    return c.backward == "masked" and c.ties == "lowest" and _readable(grad)
+
+
+def _as_masked(site: Site, grad: Tensor) -> bool | None:
+    """Whether no more blocks have a gradient than the mask keeps, or kept at the last rebuild when the gradient may have been made; None where that is all."""
+    c, blocks, step = site._fxmask_config, site._fxmask_blocks, site._fxmask_step
+    keep = c.keep_at(step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
+    keep = max(keep, c.keep_at(max(0, step - max(1, c.refresh)), blocks))
+    return None if keep == blocks else int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
+
+
+def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
+    """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a layer's first masked step alone."""
+    names = []
+    for g in guarded:
+        grad, config = g.weight.grad, g.site._fxmask_config
+        if config.backward != "masked" or g.mask is None or grad is None or grad.is_meta or grad.layout != torch.strided:
+            continue
+        if capturing(grad):
+            continue
+        masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)
+        if bool((masked & (ranks.part(grad) != 0)).any()):
+            names.append(g.name)
+    if names:
+        what = f"masked blocks of {first_of(names)} have a gradient, which backward='masked' gives them none of."
+        why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), the backward ran inside fxmask.dense, or"
+        why += " the gradient is of before fxmask.apply: optimizer.zero_grad() clears it."
+        warnings.warn(f"{what} {why}", FxMaskWarning, stacklevel=3)
