@@ -40,7 +40,7 @@ def _is_left(site: Site) -> bool:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not _waiting or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _waiting:  # in this order: Dynamo would guard on layers that may be gone before it has
         return
     ids = ids_of(optimizer)
     if _without.get(optimizer) == ids:
