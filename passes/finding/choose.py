@@ -90,7 +90,7 @@ def choose(
     named = [p for p in excluded or [] if any(names(p, c) for c in left)]
     _warn_unused(found, {"include": included or [], "exclude": [p for p in excluded or [] if p not in named], "overrides": list(changes)}, others)
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
-    told = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
+    overridden = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
         chosen: WeightMask | None = config
@@ -103,7 +103,7 @@ def choose(
             reason = c.skip
             if not c.quiet or id(c) in asked:
                 warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
-        if reason.startswith(DEFAULT) and c.name in told:
+        if reason.startswith(DEFAULT) and c.name in overridden:
             what = f"overrides[{c.name!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
             warnings.warn(what, FxMaskWarning, stacklevel=4)
         if reason:

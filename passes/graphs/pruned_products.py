@@ -4,32 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
 from ..finding.choose import Decision
 from ..finding.products import MUL_, SCALED, parameters_behind, product_parts
 from ..infra import Pass, call_again, replace_node
-from ..settings.activation_pruning import ActivationPruning
-from ..state.pruning_schedule import install
+from ..settings.activation_pruning import ActivationPruning, PrunedSite
 from .graph_calls import call_site, calls_of
 
 
-class PrunedProductCall(nn.Module):
-    """A product of a graph whose input is saved pruned: (x, a, b) -> y. `_fxmask_call`: its op, its target, and which of these its arguments are."""
-
-    _fxmask_pruning: ActivationPruning
+class PrunedProductCall(PrunedSite):
+    """Of a product: (x, a, b) -> y. `_fxmask_call`: its op, its target, and which of these its arguments are."""
 
     def __init__(self, config: ActivationPruning, name: str, path: str, call: tuple[str, Any, tuple[str, ...], dict[str, Any]]) -> None:
-        super().__init__()
-        install(self, config)
-        self._fxmask_name, self._fxmask_path, self._fxmask_call = name, path, call
+        super().__init__(config, name)
+        self._fxmask_path, self._fxmask_call = path, call
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
         return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_, self.training)
-
-    def extra_repr(self) -> str:
-        return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
 
 
 class PruneProducts(Pass):

@@ -173,21 +173,29 @@ def saves(weight: Tensor) -> bool:
     return torch.is_grad_enabled() and weight.requires_grad
 
 
-class PrunedCall(nn.Module):
-    """A linear call of a graph whose input is saved pruned: (x, w, b) -> y."""
+class PrunedSite(nn.Module):
+    """A call of a graph whose input is saved pruned."""
 
     _fxmask_pruning: ActivationPruning
 
-    def __init__(self, config: ActivationPruning, name: str, origin: str) -> None:
+    def __init__(self, config: ActivationPruning, name: str) -> None:
         super().__init__()
         install(self, config)
-        self._fxmask_name, self._fxmask_origin = name, origin
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._fxmask_pruning.linear(x, weight, bias, self.training)
+        self._fxmask_name = name
 
     def extra_repr(self) -> str:
         return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
+
+
+class PrunedCall(PrunedSite):
+    """Of a linear: (x, w, b) -> y."""
+
+    def __init__(self, config: ActivationPruning, name: str, origin: str) -> None:
+        super().__init__(config, name)
+        self._fxmask_origin = origin
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._fxmask_pruning.linear(x, weight, bias, self.training)
 
 
 class PruneActivations(Pass):
