@@ -103,6 +103,7 @@ def test_wrong_use(capsys):
         assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_epochs(tmp_path, capsys, monkeypatch):
     command = [*EPOCH, "--out", str(tmp_path)]
     assert barley_figure_10.main(command) == 0

@@ -82,6 +82,7 @@ def test_published_values_are_all_there():
     assert tables_3_4.published("digits") == {}
 
 
+@pytest.mark.slow
 def test_learning_changes_logits_alone_and_goes_on_where_it_stopped(task, tmp_path, monkeypatch):
     before = {n: t.clone() for n, t in task.model.state_dict().items()}
     recipe = learning.SOURCE | {"epochs": 3, "keep": True}
@@ -140,6 +141,7 @@ def test_held_out_images_are_nobody_else_s(task):
     assert len(torch.cat(parts).unique(dim=0)) == len(torch.cat(parts)) == 1797
 
 
+@pytest.mark.slow
 def test_recipes_are_chosen_without_test_images(tmp_path, monkeypatch, capsys):
     def refused() -> None:
         raise AssertionError("a test image is read")

@@ -123,7 +123,7 @@ def test_the_teacher_is_the_run_that_ended(dense, tmp_path):
 
 def test_a_stopped_pupil_goes_on(dense, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    options = [*SHORT, "--teacher", str(dense), "--opt", "muon", "--teach-blocks", "0.5", "--from-teacher", "--amp", "bf16"]
+    options = [*SHORT, "--batch", "512", "--teacher", str(dense), "--opt", "muon", "--teach-blocks", "0.5", "--from-teacher", "--amp", "bf16"]
     assert program.main([*options, "--out", str(whole)]) == 0
     assert program.main([*options, "--out", str(broken), "--stop", "1"]) == 0
     assert program.main([*options, "--out", str(broken)]) == 0

@@ -28,6 +28,7 @@ def zoo(path: Path, *names: str, more: tuple[str, ...] = ()) -> dict[str, result
     return {name.partition(":")[2]: row for (_, name), row in results.read(path).items()}
 
 
+@pytest.mark.slow
 def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One test for all of it, as the first process costs the imports."""
     path = tmp_path / "zoo.csv"

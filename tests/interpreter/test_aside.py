@@ -180,7 +180,7 @@ def trained(impl, optimiser, make=net, steps=4, guard=None, **options):
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize("options", [{}, {"refresh": 2}, {"refresh": 2, "schedule": fxmask.Schedule("linear", steps=3)}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"refresh": 2}, marks=pytest.mark.slow), {"refresh": 2, "schedule": fxmask.Schedule("linear", steps=3)}])
 def test_a_guard_has_the_bits_of_its_plain_form(optimiser, options):
     (ours, opt, launched), (theirs, other, none) = (trained(impl, optimiser, **options) for impl in ("triton", "reference"))
     assert same(ours.state_dict(), theirs.state_dict()) and same(opt.state_dict(), other.state_dict())

@@ -35,10 +35,11 @@ def weights():
 
 
 WEIGHTS = dict(weights())
+FEW = [("special", (16, 64)), *((name, block) for name in WEIGHTS for block in BLOCKS if name in ("random", "half") or block in ((16, 16), (128, 32)))]
+ALL = [(name, block) for name in WEIGHTS for block in BLOCKS if (name, block) not in FEW]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(("name", "block"), [*FEW, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL)], ids=str)
 def test_keys(name, block):
     w = WEIGHTS[name]
     assert torch.equal(refresh.block_keys(w, block), score.block_keys(w, block, "fro"))
@@ -86,7 +87,7 @@ def same_lists(got, mask, block, strip=None):
             assert torch.equal(g, e)
 
 
-@pytest.mark.parametrize("strip", [64, 128, 256])
+@pytest.mark.parametrize("strip", [64, pytest.param(128, marks=pytest.mark.slow), 256])
 @pytest.mark.parametrize("block", [*BLOCKS, (16, 128), (128, 16)], ids=str)
 def test_lists(block, strip):
     g = torch.Generator().manual_seed(strip)

@@ -32,6 +32,7 @@ def rows_of(out, stage):
     return rows
 
 
+@pytest.mark.slow
 def test_probes_in_the_interpreter(tmp_path):
     pytest.importorskip("triton")
     text = interpreted(STAGES, tmp_path, "bandwidth", "tensorcore")

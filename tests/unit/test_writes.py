@@ -135,6 +135,7 @@ def test_a_write_through_another_name_of_the_memory(kind):
     torch.testing.assert_close(found, fxmask.apply(nn.Sequential(net.fc), ratio=0.5)(x))  # of the weight as it is now
 
 
+@pytest.mark.slow
 def test_long_chains_of_writes_take_no_time_of_their_own():
     """Linear in the graph: a walk back from each write would take minutes."""
 
