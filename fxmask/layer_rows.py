@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import gpu_words
 from .compiler.backend_watch import Done, seen
+from .compiler.shards import gathered
 from .conv_layers import LISTS, why_dense
 from .health_signs import signs
 from .kernels import gpu_choice, ops
@@ -19,6 +20,7 @@ from .kernels.tune import Choice
 from .passes.finding.weights import is_wrapped
 from .passes.graphs.exported import Inside
 from .passes.settings.config import WeightMask
+from .passes.state.ranks import whole
 from .passes.state.site import Site, stream_of
 from .passes.state.site_mask import mask_outside
 
@@ -166,6 +168,8 @@ def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: boo
     """A layer that compiled graphs of the backend mask. They keep nothing, so the mask is made here, from the weight as it is now."""
     nb, kb = grid_shape(weight.shape, c.block)
     row, mask = dense_row(name, weight, f"selected {IN_GRAPHS}"), None
+    if (given := gathered(weight)) is not None:  # and not its values, which are there in forwards alone
+        weight = whole(weight.detach()).to(given.dtype)
     if not weight.is_meta:
         keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in (c.keep_at(0, nb * kb), 0))
         stream = stream_of(c.seed, done.stream_name) if c.criterion == "random" else 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 from ..decided import decided_by_apply, mark_again
 from ..inputs import mask_overrides
 from ..kernels.errors import message
+from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
 from ..passes.finding.choose import Decision, as_patterns, choose, matches
 from ..passes.finding.find import find
+from ..passes.finding.plain_forward import computes_linear
+from ..passes.state.ranks import is_shard
 from .backend_options import Options, parse
+from .computed import computed
+from .shards import aliases, gathered, is_unknown, is_unread
 
 FORWARDS = ("forward", "_call_impl", "_wrapped_call_impl", "__call__")  # what runs a whole model, of what torch.compile may be given
 APPLY = "or use fxmask.apply(model, ...), which is masked in eager code, too."
 SKIPPED = "Dynamo skips a whole frame for a graph break in a loop, and everything under torch.compiler.disable and force_eager"
+SHARDED = "and a Linear that fully_shard was given by itself, as its hooks break graphs: give it the block around that; "
+SHARDED += "or use fxmask.apply(model, ...) before fully_shard, which is masked in eager code, too."
 CONTAINER = "module.compile() of a container and DDP around a container call no backend"
 
 
@@ -40,26 +47,35 @@ class Missed(NamedTuple):
 def missed(weights: Sequence[Tensor]) -> list[Missed]:
     """Which of these weights, that have gradients and that no graph has met, the backend was to mask, or to prune the inputs of; by compiled model."""
     mark_again()
-    unmet = {id(w) for w in weights if not decided_by_apply(w)}
+    unmet = {id(t): w for w in weights if not any(map(decided_by_apply, aliases(w))) for t in aliases(w)}
     found: list[Missed] = []
     for model, given, in_place in _compiled_models() if unmet else ():
         root = model.module if isinstance(model, DistributedDataParallel) else model
         if not any(id(p) in unmet for p in root.parameters()):
             continue
-        decisions = _chosen(root, o := parse(given), unmet)
+        decisions = _chosen(root, o := parse(given), unmet, unread := is_unread(root))
         gaps = [d for d in decisions if id(d.candidate.weight) in unmet]
-        unmet -= {id(d.candidate.weight) for d in gaps}
+        told = [unmet[id(d.candidate.weight)] for d in gaps]
         if gaps:
-            names = [d.candidate.name or "the model itself" for d in gaps]
-            what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} of a model that is compiled by"
-            what += " backend='fxmask', and no graph has reached it with them: they are dense so far"
             required = _is_required(o, decisions, gaps)
-            what += f", and require={o.require!r} wants them {'pruned' if o.alone else 'masked'}." if required else "."
             fix = f"{SKIPPED}: torch.compile(fullgraph=True) shows where, move it out of the loop; {APPLY}"
             if type(root).__module__.startswith("torch.nn.") and (in_place or root is not model):
                 fix = f"{CONTAINER}: use torch.compile(model), and put DDP around that; {APPLY}"
-            found.append(Missed([d.candidate.weight for d in gaps], required, message(what, type(root).__name__, fix)))
+            if any(map(is_shard, told)):
+                fix = f"{SKIPPED}, {SHARDED}"
+            what = _what(o, gaps, required, any(is_unknown(w, unread) for w in told))
+            found.append(Missed(told, required, message(what, type(root).__name__, fix)))
+        unmet = {i: w for i, w in unmet.items() if not any(w is t for t in told)}
     return found
+
+
+def _what(o: Options, gaps: Sequence[Decision], required: bool, unknown: bool) -> str:
+    names = [d.candidate.name or "the model itself" for d in gaps]
+    done = "pruned" if o.alone else "masked"
+    what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} of a model that is compiled by backend='fxmask', and "
+    unshown = f"this PyTorch's fully_shard does not show whether graphs have {done} them"
+    what += unshown if unknown else "no graph has reached it with them: they are dense so far"
+    return what + (f", and require={o.require!r} wants them {done}." if required else ".")
 
 
 def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bool]]:
@@ -88,18 +104,28 @@ def _closure(f: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _chosen(root: nn.Module, o: Options, unmet: set[int]) -> list[Decision]:
+def _chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -> list[Decision]:
     """The linears that the options select in the whole model, if it has any of these weights. Raises as a graph's capture does, where options are wrong."""
-    linears = [c for c in find(root) if not (c.masked or c.problem or c.skip)]
+    linears = [c for c in find(root) if not c.masked and _graphs_mask(c, unread)]
     if not any(id(c.weight) in unmet for c in linears):
         return []
     for c in linears:
-        c.owners = []  # graphs can mask what they read in any mode
+        c.problem, c.skip, c.owners = "", "", []  # graphs can mask what they read in any mode
     overrides = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of patterns, which is said where a graph is captured
         decisions = choose(linears, o.config, o.include, o.exclude, overrides, root)
     return [d for d in decisions if d.config is not None and (o.alone or d.config.ratio > 0)]
+
+
+def _graphs_mask(c: Candidate, unread: bool) -> bool:
+    """Whether a graph could mask it. It is given what fully_shard gathers, and follows a forward that was put on an instance, where `apply` can do neither."""
+    given, cls = gathered(c.weight), cast(Any, type(c.module))
+    if c.problem and (weight_problem(given) if given is not None else not is_unknown(c.weight, unread)):
+        return False
+    if c.skip in (REPLACED, OWNER_REPLACED):
+        return computes_linear(cls) and not computed(aliases(c.weight))  # or the forward may make another weight of it
+    return not c.skip
 
 
 def _is_required(o: Options, decisions: Sequence[Decision], gaps: Sequence[Decision]) -> bool:

@@ -19,6 +19,7 @@ from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, messag
 from ..passes.settings.config import WeightMask
 from .backend_missed import APPLY, CONTAINER, SKIPPED, missed
 from .computed import forget_computed, noting
+from .shards import gathered, local, look
 
 
 class Done(NamedTuple):
@@ -68,9 +69,9 @@ class State:
 
 
 state = State()
-_uses = WeakTensorKeyDictionary()  # real Parameter -> Use
+_uses = WeakTensorKeyDictionary()  # real Parameter, under fully_shard the gathered one -> Use
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # with gradients of weights that no graph has met
-_told = WeakTensorKeyDictionary()  # such weights, of which that was said
+_told = WeakTensorKeyDictionary()  # such weights, by their own memory, of which that was said
 _installed: list[Any] = []
 
 
@@ -149,7 +150,8 @@ def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Seq
 
 def seen(w: Tensor) -> Done | None:
     """What the last graph of the backend that has run with a weight does to it; None where none has, or `apply` has decided since."""
-    use = _uses.get(w)
+    look([w])
+    use = _use_of(w)
     return None if use is None else use.done
 
 
@@ -169,21 +171,30 @@ def _use(name: str, w: Tensor, done: Done) -> Use:
     return cast(Use, found)
 
 
+def _use_of(w: Tensor) -> Use | None:
+    """Of a weight as a model or an optimiser holds it."""
+    found = _uses.get(w)
+    if found is None and (whole := gathered(w)) is not None:
+        found = _uses.get(whole)
+    return cast("Use | None", found)
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     around, unmet = [], []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            use = _uses.get(p) if isinstance(p, Tensor) else None
-            if use is None and isinstance(p, Tensor) and p.dim() == 2 and p.grad is not None and p not in _told:
-                unmet.append(p)
-            if use is None or not use.masks or p.grad is None:
-                continue
-            same = use.gradient is not None and use.gradient() is p.grad and use.version == p.grad._version
-            if use.calls == use.seen and not same:
-                around.append(use.name)
-            use.seen, use.gradient, use.version = use.calls, weakref.ref(p.grad), p.grad._version
+    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Tensor) and p.grad is not None]
+    look(params)
+    for p in params:
+        use, grad = _use_of(p), local(cast(Tensor, p.grad))
+        if use is None and p.dim() == 2 and local(p) not in _told:
+            unmet.append(p)
+        if use is None or not use.masks:
+            continue
+        same = use.gradient is not None and use.gradient() is grad and use.version == grad._version
+        if use.calls == use.seen and not same:
+            around.append(use.name)
+        use.seen, use.gradient, use.version = use.calls, weakref.ref(grad), grad._version
     for text in _missed(optimizer, unmet):
         warnings.warn(text, FxMaskWarning, stacklevel=3)
     if around:
@@ -206,7 +217,7 @@ def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:
             raise UnsupportedError(m.text)
     texts = [m.text for m in found]
     for w in (w for m in found for w in m.weights):
-        _told[w] = True
+        _told[local(w)] = True
     if state.asked and not state.reached and not state.told:
         state.told = True
         what = "an optimiser step in a process that asked for torch.compile(backend='fxmask'), and no graph has reached it: everything is dense so far."

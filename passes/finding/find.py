@@ -14,7 +14,7 @@ from ..graphs.graph_calls import EMBEDDINGS, resolve
 from ..graphs.graph_site import graph_sites
 from ..graphs.regions import incoming
 from ..state.site import Site
-from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, REPLACED, Candidate, join, weight_problem
+from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
 from .graph_linears import graph_modules, in_graph, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
@@ -65,7 +65,7 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
         skip = f"the forward of {type(writer).__name__} writes to its weight and reads it, and the write would go into W∘M and be lost; call the layer there"
         own = False
     if any("forward" in owner.__dict__ for owner in owners):
-        skip = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
+        skip = OWNER_REPLACED
     if "forward" in m.__dict__:
         skip = REPLACED
     new = Candidate(name, join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip)

@@ -163,3 +163,38 @@ def test_a_function_that_no_graph_reaches_is_a_warning_where_nothing_else_was_ca
     call = compiled(step, **OPTIONS)
     with pytest.warns(FxMaskWarning, match=r"(?s)in a process that asked.*no graph has reached it.*a graph break in a loop.*container"):
         steps_of(model, call, 2)
+
+
+class Called(nn.Module):
+    """Layers whose forwards are on the instance."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        x = self.b(self.a(x))[None]
+        return self.c(self.attention(x, x, x, need_weights=False)[0][0])
+
+
+@pytest.mark.filterwarnings("ignore:a graph begins inside")
+@pytest.mark.parametrize(("name", "gap"), [("b", "b"), ("attention", r"attention\.out_proj")])
+def test_a_forward_that_was_replaced_on_the_instance(name, gap):
+    models = Called(), Called()
+    for model in models:
+        layer = getattr(model, name)
+        layer.forward = torch.compiler.disable(layer.forward)
+    with pytest.warns(FxMaskWarning, match=f"gradients of {gap} of a model"):
+        steps_of(models[0], compiled(models[0], **OPTIONS), 1)
+    torch._dynamo.reset()
+    with pytest.raises(UnsupportedError, match=f"gradients of {gap} of a model.*require=True"):
+        steps_of(models[1], compiled(models[1], **OPTIONS, exclude="re:in_proj", require=True), 1)
+
+
+def test_a_replaced_forward_that_graphs_reach_is_not_told():
+    """Also where it makes another weight of the layer's."""
+    model = Called()
+    model.a.forward, linear = model.a.forward, model.b
+    model.b.forward = lambda x: nn.functional.linear(x, linear.weight * 2, linear.bias)
+    steps_of(model, compiled(model, **OPTIONS), 2)
