@@ -143,14 +143,25 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
         run_passes(gm, [rewrite])
 
 
+def _shortly_before(owner: nn.Sequential, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What acts element by element, or on one token, between a layer and the one before it."""
+    children = list(owner.named_children())
+    at = next(i for i, (_, m) in enumerate(children) if m is layer)
+    for name, m in reversed(children[:at]):
+        if next(m.children(), None) is not None or any(p.dim() > 1 for p in m.parameters()):
+            return
+        yield name, m
+
+
 def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
-    """FxMaskWarning where the module that holds such a layer has a Dropout, too, which may stand before it: only its forward knows the order."""
+    """FxMaskWarning where a Dropout may stand before such a layer: in the module that holds both, whose forward alone knows the order, or in nn.Sequential."""
     names, found = [d.candidate.name for d, _, dropout in chosen if d.candidate.host is None and dropout is None], []
     for name in names:
         path = name.rpartition(".")[0]
         owner = model.get_submodule(path)
-        if not isinstance(owner, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
-            found += [join(path, other) for other, m in owner.named_children() if isinstance(m, DROPOUTS) and type(m) is not FusedDropout and m.p > 0]
+        if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
+            others = _shortly_before(owner, model.get_submodule(name)) if isinstance(owner, nn.Sequential) else owner.named_children()
+            found += [join(path, other) for other, m in others if isinstance(m, DROPOUTS) and type(m) is not FusedDropout and m.p > 0]
     if found:
         shown = first_of(list(dict.fromkeys(found)))
         what = f"BlockDropout(p=...) drops beside {shown}, which stays: expected one dropout before a layer, and where one of them feeds it there are two."

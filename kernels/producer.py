@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+RESULTS = ("_saved_result", "_saved_output")  # under which PyTorch's nodes show that they save what they return; the second is attention's
+
 
 def holds(x: Tensor) -> bool:
-    """Whether the op that made x, or what x is a view of, saves its own result for its backward, as ReLU, tanh, sigmoid and softmax do (GELU and SiLU do not).
+    """Whether the op that made x, or what x is a view of, saves its own result for its backward.
 
-    Read from the name under which PyTorch's nodes show what they save. Ops of others, and a Linear elsewhere that saves the same x, are not seen.
+    As ReLU, tanh, sigmoid, softmax and scaled_dot_product_attention do (GELU and SiLU do not). Ops of others, and a Linear elsewhere that saves the same x,
+    are not seen.
     """
     base = x._base if x._is_view() else x
-    return base is not None and hasattr(type(base.grad_fn), "_saved_result")
+    node = None if base is None else base.grad_fn
+    if type(node).__name__ == "PowBackward1":  # for the gradient of its exponent alone
+        return node is not None and node.next_functions[1][0] is not None
+    return any(hasattr(type(node), name) for name in RESULTS)

@@ -219,8 +219,16 @@ def test_a_dropout_beside_the_layer_is_told():
     assert caught[0].filename == __file__ and type(model[0].drop) is nn.Dropout
 
 
+def test_a_dropout_that_is_not_right_before_the_layer_is_told():
+    """In nn.Sequential: through what acts on one element or token, and not through another layer."""
+    between = [nn.ReLU(), nn.LayerNorm(64)]
+    with pytest.warns(FxMaskWarning, match=r"drops beside 1, which stays(.|\n)*where: 4\n"):
+        fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), *between, nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)), include="4")
+
+
 @pytest.mark.filterwarnings("error::fxmask.FxMaskWarning")
 def test_dropouts_that_drop_nothing_twice_are_not():
+    fxmask.apply(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)), include="3")
     fxmask.apply(FFN(0.0), BlockDropout(0.5, (8, 16)), include="fc2")
     fxmask.apply(nn.Linear(64, 64), BlockDropout(0.5, (8, 16)), include="")
     fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)))

@@ -42,11 +42,20 @@ def grads(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+class Attend(nn.Module):
+    """What lies before the output projection of an attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
+
+
 X = torch.randn(3, 40, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-HOLD = [nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh(), nn.Sigmoid(), nn.Softmax(-1), nn.Sequential(nn.ReLU(), nn.Unflatten(1, (40, 1)), nn.Flatten(1, 2))]
+VIEWS = nn.Sequential(nn.ReLU(), nn.Unflatten(1, (40, 1)), nn.Flatten(1, 2))
+HOLD = [Attend(), nn.ReLU(), nn.ReLU(inplace=True), nn.Tanh(), nn.Sigmoid(), nn.Softmax(-1), VIEWS]
 
 
-@pytest.mark.parametrize("between", HOLD, ids=["relu", "relu_", "tanh", "sigmoid", "softmax", "views"])
+@pytest.mark.parametrize("between", HOLD, ids=["attention", "relu", "relu_", "tanh", "sigmoid", "softmax", "views"])
 def test_nothing_is_held_on_top_of_it(between: nn.Module) -> None:
     dense, _ = held(lambda: mlp(between)(X))
     pruned = fxmask.apply(mlp(between), fxmask.ActivationPruning(0.5, 16), exclude=())
@@ -56,17 +65,18 @@ def test_nothing_is_held_on_top_of_it(between: nn.Module) -> None:
 
 def held_nodes(y: Tensor) -> list[bool]:
     """Of the pruned linears behind y whether they saved their input itself."""
-    found, todo = [], [y.grad_fn]
+    found, todo, met = [], [y.grad_fn], set()
     while todo:
         fn = todo.pop()
-        if fn is None:
+        if fn is None or fn in met:
             continue
+        met.add(fn)
         found += [fn.held] if hasattr(fn, "held") else []
         todo += [n for n, _ in fn.next_functions]
     return found
 
 
-@pytest.mark.parametrize("between", HOLD, ids=["relu", "relu_", "tanh", "sigmoid", "softmax", "views"])
+@pytest.mark.parametrize("between", HOLD, ids=["attention", "relu", "relu_", "tanh", "sigmoid", "softmax", "views"])
 @pytest.mark.parametrize("noise", [0.0, 2.0])
 def test_gradients_are_those_of_kept_blocks(between: nn.Module, noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
     config = fxmask.ActivationPruning(0.5, 16, noise=noise)
@@ -100,6 +110,12 @@ def test_masked_layers_and_products_hold_nothing_on_top_either() -> None:
     index = sum(X.shape[0] * 40 * 4 // 2 * 2 for _ in range(3))  # int16 of half of the blocks of three inputs
     assert bytes_held <= masked + index and dense <= masked
     y.sum().backward()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_power_holds_its_result_for_its_exponent_alone(learned: bool) -> None:
+    x, exponent = torch.rand(4, 8, 64, requires_grad=True), torch.tensor(2.0, requires_grad=learned)
+    assert producer.holds(x**exponent) == learned and not producer.holds(x**2.0)
 
 
 @COMPILED
