@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .passes.finding.choose import Decision
+from .passes.stepping.held import alive
 
 _DECIDED = "_fxmask_decided"
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -54,7 +55,7 @@ def forget_decided(model: nn.Module) -> None:
 
 def mark_again() -> None:
     """Mark the weights that layers have been given since, by a copy or by `load_state_dict(assign=True)`."""
-    for m in list(_layers):
+    for m in alive(_layers):
         weight = m._parameters.get("weight")
         if weight is not None and _DECIDED in m.__dict__:
             setattr(weight, _DECIDED, True)

@@ -22,7 +22,7 @@ from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.site import capturing
 from ..passes.stepping.elementwise import STEP
-from ..passes.stepping.held import ids_of
+from ..passes.stepping.held import alive, ids_of
 
 if TYPE_CHECKING:
     from .guard_handle import GuardHandle
@@ -70,7 +70,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     ids, seen = ids_of(optimizer), _seen.get(optimizer)
     if seen is None or seen[:2] != (ids, _times):
-        found = [h for h in _guards if h.optimizer() is not optimizer and any(_shared(h, optimizer))]
+        found = [h for h in alive(_guards) if h.optimizer() is not optimizer and any(_shared(h, optimizer))]
         seen = _seen[optimizer] = Seen(ids, _times, weakref.WeakSet(found))
     if not seen.guards:
         return
@@ -78,8 +78,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if sum(o is optimizer for o in under_way) > 1:  # of a subclass that calls super().step()
         return
     closure, begun = any(map(callable, (*args[1:], *kwargs.values()))), dict[Any, Begun]()
-    for handle in seen.guards & _guards:
-        if not any(o is handle.optimizer() for o in under_way):
+    for handle in alive(seen.guards):
+        if handle in _guards and not any(o is handle.optimizer() for o in under_way):
             may_move = [(n, w) for n, w in _shared(handle, optimizer) if (w.grad is not None or closure) and not capturing(w)]
             begun[handle] = Begun(_counted(handle), [(n, w, ranks.part(w.detach()).clone()) for n, w in may_move])
     _begun[optimizer] = begun

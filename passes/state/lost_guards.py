@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import FxMaskWarning, first_of, message
-from ..stepping.held import ids_of
+from ..stepping.held import alive, ids_of
 
 if TYPE_CHECKING:
     from .site import Site
@@ -46,7 +46,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _without.get(optimizer) == ids:
         return
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    found = [site for site in _waiting if id(site._parameters.get("weight")) in held]
+    found = [site for site in alive(_waiting) if id(site._parameters.get("weight")) in held]
     if not found:
         _without[optimizer] = ids
     stepped = [site for site in found if held[id(site._parameters["weight"])].grad is not None]  # without one it does not move

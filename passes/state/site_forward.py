@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ...kernels import ops
 from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
-from ..finding.weights import is_ensemble, refuse_wrapped
+from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
 from .site import Site
 from .site_mask import check_agreed, current_mask
@@ -30,7 +30,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
     refuse_lost(site, weight)
     _refuse_shard(site, weight)
-    refuse_wrapped(site._fxmask_name, weight)
+    if is_wrapped(weight):  # PyTorch 2.11 guards on what a call is given: names would part layers that are alike
+        refuse_wrapped(site._fxmask_name, weight)
     if not torch.compiler.is_compiling():
         _refuse_ensemble(site, weight)
         _check_ranks(site, weight)

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import state_dict as checkpoint
 
 import fxmask
 from fxmask import FxMaskWarning
+from fxmask.guards import other_steps
 
 ON_ANOTHER = r"SGD steps weights whose guard is on another optimiser: expected a guard on this one(.|\n)*where: 0.weight, 2.weight\n(.|\n)*call remove\(\)"
 
@@ -242,6 +243,23 @@ def test_a_guard_of_a_model_that_is_dense_again_says_nothing():
     for _ in range(3):
         train(model, other)
     assert optimiser.state == {}
+
+
+def test_a_guard_that_another_thread_makes_meanwhile(monkeypatch):
+    """Here while a step looks through the guards there are."""
+    model, models, shared = masked(), [masked(), masked()], other_steps._shared
+    optimiser, others = optim.AdamW(model.parameters()), [optim.AdamW(m.parameters()) for m in models]
+    fxmask.guard(optimiser, model)
+    fxmask.guard(others[0], models[0])
+
+    def meanwhile(*args):
+        if "_fxmask_guard" in vars(models[1][0]) and models[1][0]._fxmask_guard is None:
+            fxmask.guard(others[1], models[1])
+        return shared(*args)
+
+    monkeypatch.setattr(other_steps, "_shared", meanwhile)
+    for m, o in zip((model, *models), (optimiser, *others), strict=True):
+        train(m, o)
 
 
 def test_a_wrapper_is_known_by_its_first_step(monkeypatch):
