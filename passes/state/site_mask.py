@@ -91,7 +91,7 @@ def warn_of_written(names: list[str], stacklevel: int) -> None:
     """FxMaskWarning of masks whose weights were written."""
     if names:
         what = "weights were written after fxmask.apply had chosen their cached masks: expected masks of the weights as they are, got others."
-        fix = "call fxmask.refresh(model) once they are initialised or copied; or apply after that. load_state_dict tells the masks itself."
+        fix = "call fxmask.refresh(model) once they are initialised or copied, or apply after that; where weights are rewound under their masks, all is well."
         warnings.warn(message(what, first_of(names), fix), FxMaskWarning, stacklevel=stacklevel)
 
 

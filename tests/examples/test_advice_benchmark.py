@@ -49,7 +49,7 @@ def test_verdicts(gain, dense, verdict, status, tmp_path, monkeypatch, capsys):
 
 def test_of_a_model_that_nobody_measured(tmp_path, capsys):
     """Asked in earnest: a tiny model, for which no mask pays."""
-    assert advice.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--seconds", "10", "--csv", str(tmp_path / "no.csv")]) == 0
+    assert advice.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--seconds", "60", "--csv", str(tmp_path / "no.csv")]) == 0
     out = capsys.readouterr().out
     assert "leave it dense" in out and "| tiny" in out
 

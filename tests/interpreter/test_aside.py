@@ -179,8 +179,12 @@ def trained(impl, optimiser, make=net, steps=4, guard=None, **options):
     return model, opt, LAUNCHES["aside_kernel"]
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-@pytest.mark.parametrize("options", [{}, pytest.param({"refresh": 2}, marks=pytest.mark.slow), {"refresh": 2, "schedule": fxmask.Schedule("linear", steps=3)}])
+RAMP = {"refresh": 2, "schedule": fxmask.Schedule("linear", steps=3)}
+FEW = [*(({}, name) for name in OPTIMISERS), *((RAMP, name) for name in ("adamw", "odd", "replacing"))]
+MORE = [(options, name) for options in ({"refresh": 2}, RAMP) for name in OPTIMISERS if (options, name) not in FEW]
+
+
+@pytest.mark.parametrize(("options", "optimiser"), [*FEW, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
 def test_a_guard_has_the_bits_of_its_plain_form(optimiser, options):
     (ours, opt, launched), (theirs, other, none) = (trained(impl, optimiser, **options) for impl in ("triton", "reference"))
     assert same(ours.state_dict(), theirs.state_dict()) and same(opt.state_dict(), other.state_dict())
