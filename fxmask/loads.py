@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,22 +9,16 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .passes.graphs.graph_site import GraphSite, graph_sites
-from .passes.state.loaded import note_load, was_loaded
 from .passes.state.rebuild import after_load
 from .passes.state.site import Site
 from .passes.state.ties import Ties
-
-
-def _owner_loads(site: GraphSite, leaf: str, owner: nn.Module, given: Mapping[str, Any], prefix: str, *more: object) -> None:
-    note_load(site, owner, given, prefix, leaf)
 
 
 def _owner_loaded(site: GraphSite, leaf: str, owner: nn.Module, incompatible: object) -> None:
     ties = site.__dict__.get("_fxmask_tied")
     if ties is not None:
         ties.join(site, owner, leaf)
-    if was_loaded(site) or site._fxmask_lost:
-        after_load(site, getattr(owner, leaf))
+    after_load(site, getattr(owner, leaf))
 
 
 def _graph_loaded(gm: nn.Module, incompatible: object) -> None:
@@ -54,7 +47,7 @@ def note_ties(model: nn.Module) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
-    return hook is _graph_loaded or (isinstance(hook, partial) and hook.func in (_owner_loads, _owner_loaded))
+    return hook is _graph_loaded or (isinstance(hook, partial) and hook.func is _owner_loaded)
 
 
 def watch_loads(gm: GraphModule) -> None:
@@ -65,10 +58,7 @@ def watch_loads(gm: GraphModule) -> None:
         if weight is None or any(site is w for w in watched):
             continue
         if owner:
-            holder = gm.get_submodule(owner)
-            if not isinstance(holder, GraphModule):  # which could not be pickled with a hook that knows it
-                holder.register_load_state_dict_pre_hook(partial(_owner_loads, site, leaf))
-            holder.register_load_state_dict_post_hook(partial(_owner_loaded, site, leaf))
+            gm.get_submodule(owner).register_load_state_dict_post_hook(partial(_owner_loaded, site, leaf))
         elif _graph_loaded not in gm._load_state_dict_post_hooks.values():  # a hook on the root that held the root could not be pickled
             gm.register_load_state_dict_post_hook(_graph_loaded)
 
@@ -76,6 +66,6 @@ def watch_loads(gm: GraphModule) -> None:
 def unwatch_loads(gm: GraphModule) -> None:
     """Remove what `watch_loads` registered."""
     for m in gm.modules():
-        for hooks in (m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks):
-            for key in [k for k, hook in hooks.items() if _is_ours(getattr(hook, "hook", hook))]:
-                del hooks[key]
+        hooks = m._load_state_dict_post_hooks
+        for key in [k for k, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]

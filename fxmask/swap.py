@@ -28,7 +28,6 @@ from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.config import WeightMask
 from .passes.state import gpu_site
 from .passes.state import site as state
-from .passes.state.loaded import note_load, was_loaded
 from .passes.state.pruning_schedule import copied, words
 from .passes.state.rebuild import Job, after_load, rebuild
 from .passes.state.scripting import refuse_scripting
@@ -60,10 +59,6 @@ class MaskedLayer(Swapped, Site):
         inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
         more = "".join(f", {name}: {words(self) if name == 'activations' else config.words()}" for name, config in inputs.items() if config is not None)
         return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        note_load(self, self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class MaskedLinear(MaskedLayer):
@@ -222,7 +217,7 @@ def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
-    if isinstance(m, MaskedLayer) and (was_loaded(m) or m._fxmask_lost):
+    if isinstance(m, MaskedLayer):
         after_load(m, peek_weight(m))
 
 

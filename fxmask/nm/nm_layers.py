@@ -18,7 +18,6 @@ from ..kernels.nm_ops import by_kernel, learned, sr_ste
 from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
-from ..passes.state.loaded import note_load, was_loaded
 from ..sites import expect_module, values_of
 from ..swap import Swapped, masked_class
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of, warn_scaled
@@ -62,7 +61,6 @@ class NMLayer(Swapped):
         if self._parameters.get(LOGITS) is not None:  # a dense checkpoint has none, and leaves them as they are
             state_dict.setdefault(prefix + LOGITS, self._parameters[LOGITS].detach())  # type: ignore[union-attr]
         order = state_dict.pop(prefix + ORDER, None) if self._fxmask_nm.permute else None
-        note_load(self, self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if order is not None:
             take_order(self, prefix, order, args[-1])
@@ -184,7 +182,7 @@ def rebuild_nm(m: NMLayer) -> None:
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
-    if isinstance(m, NMLayer) and (was_loaded(m) or m._fxmask_nm_lost) and not peek_weight(m).is_meta:
+    if isinstance(m, NMLayer) and not peek_weight(m).is_meta:
         rebuild_nm(m)
 
 

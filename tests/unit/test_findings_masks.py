@@ -7,7 +7,6 @@ import pytest
 import torch
 from sample_models import Residual, best_blocks, mlp
 from torch import fx, nn
-from torch.nn.utils import prune
 from unit.formed_models import X, formed
 
 import fxmask
@@ -70,45 +69,7 @@ def test_cached_masks_follow_loads_of_copies_parts_and_inside_dense(form):
         assert flips == [r["flips"] for r in fxmask.explain(model).rows if r["masked"]]  # the mask that waits is the same
     assert same(model)
     fxmask.restore(model)
-    assert not any(m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize("form", ["module", "trace", "copy", "nm"])
-def test_what_no_load_brings_keeps_its_mask(form):
-    """Of a mask that another weight has chosen, and one that regrowth has."""
-    config = fxmask.NMMask(2, 4, mode="permuted") if form == "nm" else fxmask.WeightMask(0.7, (8, 8), refresh=0)
-    model = fxmask.apply(fx.symbolic_trace(mlp()) if form == "trace" else mlp(), config)
-    model = copy.deepcopy(model) if form == "copy" else model
-    before, new = {n: m.clone() for n, m in fxmask.masks(model).items()}, mlp(seed=5).state_dict()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(7)))
-
-    def changed():
-        return [n for n, m in fxmask.masks(model).items() if not torch.equal(m, before[n])]
-
-    for keys in ((), ("0.bias",), ("0.bias", "2.bias")):
-        model.load_state_dict({k: new[k] for k in keys}, strict=False)
-        assert changed() == []
-    model.load_state_dict({"2.weight": new["2.weight"]}, strict=False)
-    assert changed() == ["2.weight"]
-    model.get_submodule("0").load_state_dict({"bias": new["0.bias"]}, strict=False)
-    nn.Sequential(model).load_state_dict({"0.0.bias": new["0.bias"]}, strict=False)
-    assert changed() == ["2.weight"]
-    nn.Sequential(model).load_state_dict({"0.0.weight": new["0.weight"]}, strict=False)
-    assert changed() == ["0.weight", "2.weight"]
-    assert not any("_fxmask_brings" in m.__dict__ for m in model.modules())
-
-
-def test_what_makes_a_weight_is_looked_for():
-    pruned = lambda m: prune.random_unstructured(m, "weight", 0.1)  # noqa: E731
-    for wrap, key in ((nn.utils.parametrizations.weight_norm, "parametrizations.weight.original1"), (pruned, "weight_orig")):
-        model = fxmask.apply(nn.Sequential(wrap(nn.Linear(64, 64))), ratio=0.7, refresh=0)
-        before = fxmask.masks(model)["0.weight"].clone()
-        model.load_state_dict({"0.bias": torch.zeros(64)}, strict=False)
-        assert torch.equal(before, fxmask.masks(model)["0.weight"])
-        model.load_state_dict({f"0.{key}": torch.randn(64, 64, generator=torch.Generator().manual_seed(3))}, strict=False)
-        assert not torch.equal(before, fxmask.masks(model)["0.weight"])
+    assert not any(m._load_state_dict_post_hooks for m in model.modules())
 
 
 def test_a_root_parameter_of_a_pickled_graph():
