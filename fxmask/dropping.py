@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.parameter import is_lazy
 
 from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
 from .passes.finding.candidate import join
@@ -143,12 +144,12 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
         run_passes(gm, [rewrite])
 
 
-def _shortly_before(owner: nn.Sequential, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What acts element by element, or on one token, between a layer and the one before it."""
-    children = list(owner.named_children())
+def _shortly_before(owner: nn.Module, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What stands between a layer and the one before it: modules without children and without matrices."""
+    children = [(name, m) for name, m in owner._modules.items() if m is not None]  # one that is used twice is there twice
     at = next(i for i, (_, m) in enumerate(children) if m is layer)
     for name, m in reversed(children[:at]):
-        if next(m.children(), None) is not None or any(p.dim() > 1 for p in m.parameters()):
+        if next(m.children(), None) is not None or any(is_lazy(p) or p.dim() > 1 for p in m.parameters()):
             return
         yield name, m
 
@@ -160,7 +161,8 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         path = name.rpartition(".")[0]
         owner = model.get_submodule(path)
         if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
-            others = _shortly_before(owner, model.get_submodule(name)) if isinstance(owner, nn.Sequential) else owner.named_children()
+            in_turn = isinstance(owner, nn.Sequential) and type(owner).forward is nn.Sequential.forward
+            others = _shortly_before(owner, model.get_submodule(name)) if in_turn else owner.named_children()
             found += [join(path, other) for other, m in others if isinstance(m, DROPOUTS) and type(m) is not FusedDropout and m.p > 0]
     if found:
         shown = first_of(list(dict.fromkeys(found)))

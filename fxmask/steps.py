@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import plain_int
 from .nm.nm_masking import refresh_nm, step_nm
 from .passes.state import rebuild
@@ -16,7 +16,7 @@ from .passes.state import site as state
 from .passes.state.pruning_schedule import advance
 from .passes.state.saliency import observe, refuse_shard
 from .passes.state.site import Site
-from .passes.state.site_mask import check_agreed, warn_of_written, was_written
+from .passes.state.site_mask import check_agreed
 from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, sites_in_force, values_of
@@ -47,9 +47,6 @@ def step(model: nn.Module, n: int = 1) -> None:
             advance(m, n)
         return
     found = sites_in_force(model, "fxmask.step")
-    written: list[str] = []
-    if not n:
-        _refuse_parts(found)
     for name, site, weight in found:
         if n and site._fxmask_guard is not None:
             what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
@@ -60,8 +57,6 @@ def step(model: nn.Module, n: int = 1) -> None:
             values = values_of(name, weight, "fxmask.step")  # raises before anything has moved
             if not n:  # before training: a step has moved the weights, and not the mask
                 check_agreed(site, values)
-                written += [name] if was_written(site, values) else []
-    warn_of_written(written, stacklevel=3)
     if n:
         warn_of_dense_readers(found)
         _observe(found, n)
@@ -69,15 +64,6 @@ def step(model: nn.Module, n: int = 1) -> None:
     step_nm(model, n)
     for _, m in pruned:
         advance(m, n)
-
-
-def _refuse_parts(found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
-    """StateError where a guard counts the steps of some masks, so that nobody could tell those of the others, which are announced."""
-    bare = [name for name, site, _ in found if site._fxmask_guard is None and site._fxmask_given.needs_steps]
-    if bare and len(bare) < len(found) and any(site._fxmask_guard is not None for _, site, _ in found):
-        what = "fxmask.step beside a guard that does not hold these weights: expected one source of steps for all masks."
-        fix = "requires_grad_(False) where nobody is to train them, then fxmask.guard again; or guard the optimiser that does."
-        raise StateError(message(what, first_of(bare), fix))
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

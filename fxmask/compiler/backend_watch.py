@@ -186,11 +186,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Tensor) and p.grad is not None]
     look(params)
     for p in params:
-        use, grad = _use_of(p), local(cast(Tensor, p.grad))
+        use = _use_of(p)
         if use is None and p.dim() == 2 and local(p) not in _told:
             unmet.append(p)
         if use is None or not use.masks:
             continue
+        grad = local(cast(Tensor, p.grad))
         same = use.gradient is not None and use.gradient() is grad and use.version == grad._version
         if use.calls == use.seen and not same:
             around.append(use.name)

@@ -15,7 +15,7 @@ from ..passes.settings import phases
 from ..passes.state import ranks
 from ..passes.state.saliency import refuse_shard
 from ..passes.state.site import Site
-from ..passes.state.site_mask import check_agreed, warn_of_written, was_written
+from ..passes.state.site_mask import check_agreed
 from ..passes.stepping import elementwise
 from ..passes.stepping.optimiser import Guarded, group_of, may_freeze
 from ..sites import values_of
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tensor | None]], masked_weights: str, masked_step: bool) -> Held:
     """What a guard on an optimiser holds of these weights. Raises: StateError, UnsupportedError, see `fxmask.guard`."""
-    held, written = Held([], [], []), list[str]()
+    held = Held([], [], [])
     for name, site, weight in found:
         steps = weight is not None and group_of(optimizer, weight) is not None
         if steps and weight is not None:
@@ -50,10 +50,8 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
         rests = not isinstance(weight, nn.Parameter) or not weight.requires_grad
         if steps or (rests and site._fxmask_guard is None):
             if site._fxmask_config.cached and weight is not None:
-                check_agreed(site, values := values_of(name, weight, "fxmask.guard"))
-                written += [name] if was_written(site, values) else []
+                check_agreed(site, values_of(name, weight, "fxmask.guard"))
             held.followed.append((site, weight))
-    warn_of_written(written, stacklevel=4)
     return held
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ...kernels import ops
-from ...kernels.errors import FxMaskWarning, StateError, first_of, message
+from ...kernels.errors import StateError, message
 from ...kernels.grid import as_matrix, matrix_shape
 from . import ranks
 from .ranking import ranked
@@ -68,38 +66,11 @@ def mask_outside(site: Site, weight: Tensor) -> Tensor:
     return current_mask(site, weight)
 
 
-def _first(site: Site) -> Tensor | None:
-    """A cached mask, where it is the one that its weight was given by `apply`."""
-    moved = site._fxmask_step or site._fxmask_brought or site._fxmask_config.start or site._fxmask_is_dense or site._fxmask_lost
-    return None if moved else site._fxmask_mask
-
-
-OTHERS = 0.05  # of the kept blocks: rounding to 16 bits since exchanges fewer, other weights more
-
-
-@torch.no_grad()
-def was_written(site: Site, weight: Tensor) -> bool:
-    """Whether a weight, in one process, has been written since `apply` chose its cached mask, before any step: initialised, or copied by hand."""
-    mask = _first(site)
-    if mask is None or ranks.several():
-        return False
-    others = build(site, ranks.whole(weight.detach())) & ~mask
-    return bool(others.sum() > OTHERS * mask.sum())
-
-
-def warn_of_written(names: list[str], stacklevel: int) -> None:
-    """FxMaskWarning of masks whose weights were written."""
-    if names:
-        what = "weights were written after fxmask.apply had chosen their cached masks: expected masks of the weights as they are, got others."
-        fix = "call fxmask.refresh(model) once they are initialised or copied, or apply after that; where weights are rewound under their masks, all is well."
-        warnings.warn(message(what, first_of(names), fix), FxMaskWarning, stacklevel=stacklevel)
-
-
 @torch.no_grad()
 def check_agreed(site: Site, weight: Tensor) -> None:
     """StateError where one of several processes begins with a cached mask that is not its weight's, as after DDP's broadcast: ranks would differ."""
-    mask = _first(site)
-    if mask is None or not ranks.several() or torch.equal(build(site, ranks.whole(weight.detach())), mask):
+    exempt = site._fxmask_step or site._fxmask_brought or site._fxmask_config.start or site._fxmask_is_dense or site._fxmask_lost
+    if site._fxmask_mask is None or exempt or not ranks.several() or torch.equal(build(site, ranks.whole(weight.detach())), site._fxmask_mask):
         return
     what = "the cached mask was built from other weights than the layer has now: expected masks that are the same on all ranks."
     fix = "call fxmask.refresh(model) on all ranks after DistributedDataParallel or fully_shard; or make the model under the same seed on all of them."

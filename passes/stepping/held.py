@@ -16,6 +16,6 @@ def ids_of(optimizer: Optimizer) -> tuple[int, ...]:
 
 
 def alive(members: weakref.WeakSet[T]) -> list[T]:
-    """The members of a set. Its own iteration is safe from members that go, and fails where another thread adds one."""
-    references = tuple(members.data)  # type: ignore[attr-defined]
+    """The members of a set, whose own iteration fails where another thread adds one."""
+    references = list(members.data)  # type: ignore[attr-defined]  # no tuple, whose making may collect members, and so change the set
     return [m for known in references if (m := known()) is not None]

@@ -44,6 +44,7 @@ def _block(sides: tuple[int, ...], init: Any = block_type.__init__) -> Any:
 
 
 def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    assert isinstance(shape, (list, tl.core.tuple))  # as without this
     sides = tuple([side.value if isinstance(side, tl.constexpr) else side for side in shape])
     self.element_ty, self.name = element_ty, f"<{sides}, {element_ty}>"
     self.shape, self.numel, self.of_values = _block(sides)

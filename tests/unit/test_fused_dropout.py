@@ -229,6 +229,7 @@ def test_a_dropout_that_is_not_right_before_the_layer_is_told():
 @pytest.mark.filterwarnings("error::fxmask.FxMaskWarning")
 def test_dropouts_that_drop_nothing_twice_are_not():
     fxmask.apply(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)), include="3")
+    fxmask.apply(nn.Sequential(nn.Dropout(0.5), nn.LazyLinear(64), nn.ReLU(), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)), include="3")
     fxmask.apply(FFN(0.0), BlockDropout(0.5, (8, 16)), include="fc2")
     fxmask.apply(nn.Linear(64, 64), BlockDropout(0.5, (8, 16)), include="")
     fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)))
