@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .passes.finding.choose import Decision
-from .passes.stepping.held import alive
+from .passes.state.weak_sets import alive
 
 _DECIDED = "_fxmask_decided"
 _layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()

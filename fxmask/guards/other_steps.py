@@ -21,8 +21,9 @@ from ..kernels.errors import FxMaskWarning, first_of, message
 from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.site import capturing
+from ..passes.state.weak_sets import alive
 from ..passes.stepping.elementwise import STEP
-from ..passes.stepping.held import alive, ids_of
+from ..passes.stepping.held import ids_of
 
 if TYPE_CHECKING:
     from .guard_handle import GuardHandle

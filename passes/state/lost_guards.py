@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import FxMaskWarning, first_of, message
-from ..stepping.held import alive, ids_of
+from ..stepping.held import ids_of
+from .weak_sets import alive
 
 if TYPE_CHECKING:
     from .site import Site

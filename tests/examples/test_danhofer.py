@@ -141,7 +141,6 @@ def test_held_out_images_are_nobody_else_s(task):
     assert len(torch.cat(parts).unique(dim=0)) == len(torch.cat(parts)) == 1797
 
 
-@pytest.mark.slow
 def test_recipes_are_chosen_without_test_images(tmp_path, monkeypatch, capsys):
     def refused() -> None:
         raise AssertionError("a test image is read")

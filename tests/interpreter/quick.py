@@ -29,17 +29,17 @@ def _patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
             interpreter._patch_attr(package, name, member, builder, *scope)
 
 
-def _patch_lang(fn: Any, whole: Any = interpreter._patch_lang) -> Any:
+def _patch_lang(fn: Any, original: Any = interpreter._patch_lang) -> Any:
     """Nothing is left to patch where the kernel that calls `fn` reads the same modules."""
     modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-    return whole(fn) if not modules or any(tl.core.is_builtin(m.load) for m in modules) else interpreter._LangPatchScope()
+    return original(fn) if not modules or any(tl.core.is_builtin(m.load) for m in modules) else interpreter._LangPatchScope()
 
 
 @functools.cache
-def _block(sides: tuple[int, ...], init: Any = block_type.__init__) -> Any:
+def _block(sides: tuple[int, ...], original: Any = block_type.__init__) -> Any:
     """What a block's type, and a value of it, say of its shape; or the error of a wrong one."""
     made = block_type.__new__(block_type)
-    init(made, tl.float32, list(sides))
+    original(made, tl.float32, list(sides))
     return made.shape, made.numel, (tl.constexpr(made.numel), tl.core.tuple([tl.constexpr(side) for side in sides]))
 
 
@@ -58,10 +58,10 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 DTYPES: dict[str, Any] = {}
 
 
-def _get_np_dtype(of: Any, whole: Any = interpreter._get_np_dtype) -> Any:
+def _get_np_dtype(of: Any, original: Any = interpreter._get_np_dtype) -> Any:
     scalar = of.scalar  # blocks of one scalar are alike
     if scalar.name not in DTYPES:
-        DTYPES[scalar.name] = whole(scalar)
+        DTYPES[scalar.name] = original(scalar)
     return DTYPES[scalar.name]
 
 

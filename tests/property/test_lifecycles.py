@@ -287,5 +287,5 @@ def case(machine, lives):
     return found
 
 
-TestModules, TestGraphs = case(Lives, 20), case(GraphLives, 10)
+TestModules, TestGraphs = case(Lives, 40), case(GraphLives, 20)
 TestManyModules, TestManyGraphs = (pytest.mark.slow(case(machine, 300)) for machine in (Lives, GraphLives))
