@@ -203,22 +203,19 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
     if kept == n:
         if ratio > 0 and n:
             if torch.compiler.is_compiling():
-                _drops_nothing_compiled()
+                from . import while_tracing
+
+                while_tracing.drops_nothing()
             else:
-                _drops_nothing(f"an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none")
+                warn_of_nothing(f"an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none")
         return None
     return kept, turned, None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
 
 
-def _drops_nothing(what: str) -> None:
+def warn_of_nothing(what: str) -> None:
+    """That pruning drops nothing of an input."""
     fix = "a smaller block, or an input with samples of several rows."
     warnings.warn(message(f"activation pruning drops nothing of {what}.", "", fix), FxMaskWarning, stacklevel=4)
-
-
-@torch.compiler.assume_constant_result
-def _drops_nothing_compiled() -> None:
-    """Called once, as the compiler traces: there sizes, and even ratios, may be symbols, which it can hand to no such call."""
-    _drops_nothing("an input of a compiled layer: the ratio of its blocks a sample rounds to none")
 
 
 def draw_unused(x: Tensor, block: int, ratio: float) -> None:
@@ -238,10 +235,13 @@ def _counts(x: Tensor, block: int, ratio: float) -> tuple[bool, int, int, int]:
     return turned, b, n, n - prune.dropped_count(n, ratio)
 
 
-@torch.compiler.assume_constant_result
 def _has_autocast(kind: str) -> bool:
-    """Whether a type of device knows autocast; PyTorch 2.11's Dynamo cannot look into that."""
-    return torch.amp.is_autocast_available(kind)
+    """Whether a type of device knows autocast."""
+    if not torch.compiler.is_compiling():
+        return torch.amp.is_autocast_available(kind)
+    from . import while_tracing
+
+    return while_tracing.has_autocast(kind)
 
 
 def linear(

@@ -14,10 +14,16 @@ from torchvision_shim import import_torchvision  # examples/ is on the path, see
 os.environ.setdefault("FXMASK_TUNE", "0")  # what a measurement chooses differs from run to run; tests/unit/tuned.py switches it on
 
 
+def pytest_configure() -> None:
+    """Nothing that is imported for the tests is garbage: a third of the time that it takes would go into looking."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: a collection need not go through it, and a test that asks for one need not wait a second for it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,10 @@ class GuardHandle:
         self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._held, self._applied = ids_of(optimizer), times_applied()
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before.fxmask_guard = self
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
         self._take(self._guarded, self._followed)
@@ -128,7 +131,6 @@ class GuardHandle:
         if suspects and (model := self._model()) is not None:
             replaced.warn_of_replaced(model, suspects)
 
-    @torch.compiler.disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
             return None
@@ -173,7 +175,6 @@ class GuardHandle:
         for g in self._guarded:
             observe(g.site, g.weight, momenta.get(g.weight, {}), g.stateless, scale, skipped)
 
-    @torch.compiler.disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_no_step(optimizer):
             return
@@ -251,7 +252,7 @@ def _is_no_step(optimizer: Optimizer) -> bool:
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:
     """The guards on an optimiser."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    return [h for h in (getattr(hook, "__self__", None) for hook in hooks) if isinstance(h, GuardHandle)]
+    return [hook.fxmask_guard for hook in hooks if hasattr(hook, "fxmask_guard")]
 
 
 def masked_step_of(optimizer: Optimizer) -> list[torch.Tensor]:

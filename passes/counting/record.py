@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,7 @@ from .work import weights_gradients
 
 CALL_CODE = nn.Module._call_impl.__code__
 BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
-OURS = {__file__, torch._compile.__file__, torch._dynamo.eval_frame.__file__}  # between an op and the recorder
+OURS = {__file__, torch._compile.__file__, str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")}  # between an op and the recorder
 KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # ops of several tensors whose result is 0 wherever one of them is masked
 SILENT = {"prim::device", "prim::layout", "aten::sym_size", "aten::sym_stride", "aten::sym_numel", "aten::sym_storage_offset", "aten::is_contiguous"}
 

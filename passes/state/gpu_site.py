@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ...kernels import gpu_choice
 from ...kernels.dispatch import MASKED_DENSE
@@ -73,4 +72,6 @@ def implementation(site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -
         return impl
     if dtype not in gpu_choice.DTYPES:
         return MASKED_DENSE
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # with SymPy, so not before it is needed
+
     return "triton" if guard_or_false(x.numel() >= least * weight.shape[1]) else MASKED_DENSE

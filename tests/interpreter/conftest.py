@@ -16,6 +16,7 @@ import pytest
 
 INSIDE = os.environ.get("FXMASK_INTERPRETER") == "1"
 FOLDER = Path(__file__).parent
+Group = tuple[Path, ...]  # files that one process runs
 collect_ignore_glob = ["test_in_interpreter.py"] if INSIDE else ["test_[!i]*.py"]
 if INSIDE:
     from interpreter.quick import quicken
@@ -24,16 +25,16 @@ if INSIDE:
 
 
 class Runs:
-    """The runs of some files of this folder, begun."""
+    """The runs of some groups of this folder's files, begun."""
 
-    def __init__(self, paths: list[Path], marks: str, at_once: int) -> None:
+    def __init__(self, groups: list[Group], marks: str, at_once: int) -> None:
         self._going: list[subprocess.Popen[str]] = []
         self._pool, self._stopped = ThreadPoolExecutor(at_once), False
-        self.of: dict[Path, Future[subprocess.CompletedProcess[str]]] = {path: self._pool.submit(self._run, path, marks) for path in paths}
+        self.of: dict[Group, Future[subprocess.CompletedProcess[str]]] = {group: self._pool.submit(self._run, group, marks) for group in groups}
 
-    def _run(self, path: Path, marks: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, group: Group, marks: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "TRITON_INTERPRET": "1", "FXMASK_INTERPRETER": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marks, str(path)]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", marks, *map(str, group)]
         if self._stopped:
             return subprocess.CompletedProcess(command, 1, "", "stopped")
         process = subprocess.Popen(command, env=env, cwd=FOLDER.parent.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -62,7 +63,7 @@ def _is_one_of_several(config: pytest.Config) -> bool:
 
 
 def _begin(session: pytest.Session) -> None:
-    ours = [item.callspec.params["path"] for item in session.items if item.path.name == "test_in_interpreter.py"]  # type: ignore[attr-defined]
+    ours = [item.callspec.params["paths"] for item in session.items if item.path.name == "test_in_interpreter.py"]  # type: ignore[attr-defined]
     if ours and not session.config.option.collectonly:
         alone = len(ours) == len(session.items)
         marks = "not slow" if "not slow" in session.config.option.markexpr else ""
@@ -80,8 +81,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def runs(request: pytest.FixtureRequest) -> dict[Path, Future[subprocess.CompletedProcess[str]]]:
-    """For each file that was selected its run."""
+def runs(request: pytest.FixtureRequest) -> dict[Group, Future[subprocess.CompletedProcess[str]]]:
+    """For each group that was selected its run."""
     if RUNS not in request.config.stash:
         _begin(request.session)
     return request.config.stash[RUNS].of

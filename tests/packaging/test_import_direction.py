@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,26 @@ def test_imports_go_one_way(root, project_files):
     paths = [name for name in project_files if name.endswith(".py") and name.partition("/")[0] in ALLOWED]
     assert paths
     assert [line for path in paths for line in violations(path, (root / path).read_text(encoding="utf-8"))] == []
+
+
+LEAN = """
+import sys
+import torch
+import torch.utils.flop_counter  # where formulas are registered: it imports Triton
+before = set(sys.modules)
+import fxmask
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+fxmask.apply(model, fxmask.WeightMask(0.5), fxmask.ActivationPruning(0.5))
+model(torch.randn(4, 32)).sum().backward()
+fxmask.explain(model)
+print(*sorted((set(sys.modules) - before) & {"torch._dynamo", "sympy"}))
+"""
+
+
+def test_an_import_is_without_the_compiler(tmp_path):
+    """It takes seconds, and a first optimiser, which wants it anyhow, or a compile imports it."""
+    done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 @pytest.mark.parametrize(

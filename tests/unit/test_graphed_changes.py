@@ -86,7 +86,7 @@ def test_a_guard_that_is_removed_and_made_anew():
     graphed, plain = pair(refresh=2, schedule=RAMP)
     for r in (graphed, plain):
         r.train(6)
-        next(h.__self__ for h in r.optimiser._optimizer_step_pre_hooks.values()).remove()
+        next(h.fxmask_guard for h in r.optimiser._optimizer_step_pre_hooks.values()).remove()
         fxmask.step(r.model, 0)
         for _ in range(5):  # counted by hand, where the graph reads it
             r.train(1)
