@@ -65,9 +65,10 @@ def measured(make, mask):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [("wide", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("vit_l", False), ("vit_l", True), ("wide", False)))],
+    [("wide", True), ("vit_l", False), ("vit_l", True), ("wide", False)],
     ids=["wide-masked", "vit_l-dense", "vit_l-masked", "wide-dense"],
 )
 def test_large_models(name, mask, record_property, capsys):

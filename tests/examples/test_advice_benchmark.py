@@ -47,6 +47,7 @@ def test_verdicts(gain, dense, verdict, status, tmp_path, monkeypatch, capsys):
     assert verdict in last and "1.75" in last and f"{dense / 10:.3g}" in last
 
 
+@pytest.mark.slow
 def test_of_a_model_that_nobody_measured(tmp_path, capsys):
     """Asked in earnest: a tiny model, for which no mask pays."""
     assert advice.main(["--model", "tiny", "--block", "8", "--ratio", "0.75", "--threads", "1", "--seconds", "60", "--csv", str(tmp_path / "no.csv")]) == 0

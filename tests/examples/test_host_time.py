@@ -21,7 +21,12 @@ def measured(contender, refresh):
 @pytest.mark.parametrize(
     ("contender", "refresh", "launches"),
     # two layers: 2 forwards, 1 dX, 2 dW; 4 for each mask that a forward builds, 2 where the guard does; freeze sets aside and puts back, 2 for all layers
-    [("dense", 1, 0), ("freeze", 1, (5 + 8 + 4 + 2) / 2), ("masked_step", 1, (5 + 8 + 4) / 2), ("masked_step", 100, 5 / 2)],
+    [
+        ("masked_step", 1, (5 + 8 + 4) / 2),
+        ("masked_step", 100, 5 / 2),
+        pytest.param("freeze", 1, (5 + 8 + 4 + 2) / 2, marks=pytest.mark.slow),
+        pytest.param("dense", 1, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_layer_launches(contender, refresh, launches):
     row = measured(contender, refresh)

@@ -121,9 +121,10 @@ def test_the_teacher_is_the_run_that_ended(dense, tmp_path):
     assert not run.teacher.loss(mixed, torch.randn(4, 10), [], torch.tensor(1.0)).requires_grad  # neither its weights nor anything else of it
 
 
-def test_a_stopped_pupil_goes_on(dense, tmp_path):
+@pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_stopped_pupil_goes_on(amp, dense, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    options = [*SHORT, "--batch", "512", "--teacher", str(dense), "--opt", "muon", "--teach-blocks", "0.5", "--from-teacher", "--amp", "bf16"]
+    options = [*SHORT, "--batch", "512", "--teacher", str(dense), "--opt", "muon", "--teach-blocks", "0.5", "--from-teacher", "--amp", amp]
     assert program.main([*options, "--out", str(whole)]) == 0
     assert program.main([*options, "--out", str(broken), "--stop", "1"]) == 0
     assert program.main([*options, "--out", str(broken)]) == 0

@@ -297,7 +297,7 @@ RAMPED = (*GRAPHS, "--schedule", "cubic:20", "--refresh", "2", "--criterion", "t
 MUON = (*RAMPED, "--opt", "muon", "--weight-decay", "0.1")
 
 
-@pytest.mark.parametrize("options", [RAMPED, MUON, pytest.param((*GRAPHS, "--dense"), marks=pytest.mark.slow)], ids=["masked", "muon", "dense"])
+@pytest.mark.parametrize("options", [RAMPED, *(pytest.param(o, marks=pytest.mark.slow) for o in (MUON, (*GRAPHS, "--dense")))], ids=["masked", "muon", "dense"])
 def test_graphed_steps(options, tmp_path, monkeypatch):
     """As CUDA graphs (a stand-in's) a run ends with the same bits as step by step, resumed in the middle, too; and near those of the usual optimiser."""
     alone, graphed, usual = (tmp_path / name for name in ("alone", "graphed", "usual"))

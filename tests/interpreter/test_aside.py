@@ -180,8 +180,8 @@ def trained(impl, optimiser, make=net, steps=4, guard=None, **options):
 
 
 RAMP = {"refresh": 2, "schedule": fxmask.Schedule("linear", steps=3)}
-FEW = [*(({}, name) for name in OPTIMISERS), *((RAMP, name) for name in ("adamw", "odd", "replacing"))]
-MORE = [(options, name) for options in ({"refresh": 2}, RAMP) for name in OPTIMISERS if (options, name) not in FEW]
+FEW = [*(({}, name) for name in ("clearing", "odd", "fused", "replacing")), *((RAMP, name) for name in ("adamw", "odd", "replacing"))]
+MORE = [(options, name) for options in ({}, {"refresh": 2}, RAMP) for name in OPTIMISERS if (options, name) not in FEW]
 
 
 @pytest.mark.parametrize(("options", "optimiser"), [*FEW, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)

@@ -34,6 +34,7 @@ def test_wheel(builds, fresh_environment, elsewhere, pyproject):
     assert found == [str(environment.site / "fxmask/__init__.py"), str(environment.site / "fxmask/kernels/ops.py"), version]
 
 
+@pytest.mark.slow
 def test_editable_install_sees_new_modules(copy_checkout, fresh_environment, elsewhere):
     checkout, environment = copy_checkout(), fresh_environment()
     environment.install("--editable", checkout)
