@@ -16,6 +16,7 @@ from .passes.graphs.exported import exported_masks
 from .passes.graphs.graph_site import graph_sites
 from .passes.state import ranks
 from .passes.state.site import Site
+from .passes.state.site_mask import refuse_size
 from .swap import MaskedLayer
 
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
@@ -55,8 +56,9 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
     expect_module(model, caller)
     found = list(sites(model))
     if not found and any("_fxmask_nm" in m.__dict__ for m in model.modules()):
-        what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone, which count no steps."
-        raise StateError(message(what, type(model).__name__, "leave it out; fxmask.freeze(model) fixes N:M masks."))
+        what = f"{caller} is for block masks: expected a WeightMask in this model, and it has N:M masks alone."
+        fix = "leave it out: fxmask.freeze(model) fixes N:M masks, and fxmask.step(model) counts for a temperature that moves (tau_from)."
+        raise StateError(message(what, type(model).__name__, fix))
     if not found:
         if any(not {"_fxmask_pruning", "_fxmask_dropping"}.isdisjoint(m.__dict__) for m in model.modules()):
             what = f"{caller}: nothing is masked in this model: expected weight masks, got inputs that are pruned or dropped, which keep no state."
@@ -73,6 +75,8 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:
+        if weight is not None and not flattened and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape:
+            refuse_size(site, weight)
         if weight is not None and (flattened or _is_taken(site, weight)):
             what = f"{caller}: a wrapper has flattened or freed this weight: expected one of {site._fxmask_grid} blocks, got shape {tuple(weight.shape)}."
             fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
-from ..passes.state import lost_guards, pruning_schedule, ranks, rebuild
+from ..passes.state import lost_guards, pruning_schedule, rebuild, saliency
 from ..passes.state import site as state
 from ..passes.state.saliency import observe
 from ..passes.state.site import Site
@@ -22,7 +22,7 @@ from ..passes.state.site_mask import masks_any
 from ..passes.stepping import elementwise
 from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
-from ..passes.stepping.held import ids_of
+from ..passes.stepping.held import ids_of, moves_by_grad, state_of
 from ..passes.stepping.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
 from ..sites import sites
 from . import other_steps, replaced
@@ -55,9 +55,11 @@ class GuardHandle:
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
+        self._told_blind = False  # of scores that want gradients and saw none
+        self._left: list[Guarded] = []  # by masked_step: what an optimiser of somebody's own may move without a gradient, by which blocks are gathered
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
-        self._clear = "" if masked_step else elementwise.cleared_while_masked(ranks.stepping(optimizer), returning)
+        self._clear = "" if masked_step else elementwise.cleared_while_masked(optimizer, returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._held, self._applied = ids_of(optimizer), times_applied()
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
@@ -155,11 +157,14 @@ class GuardHandle:
         self._observe(optimizer, closure)
         if masked_step:
             self._under_way = kept_alone.begin(optimizer, self._guarded, self.masked_step == "elementwise")
+            self._left = [] if moves_by_grad(optimizer) else [g for g in self._guarded if g.weight.grad is None]
+            before_step(optimizer, self._left)
         else:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
             masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and masks_any(g.site)]
+            masked = [g for g in masked if g.weight.grad is not None]
             self._looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)
         return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
@@ -171,9 +176,10 @@ class GuardHandle:
             what = "a step with a closure makes its gradients inside, where no score can see them: expected optimizer.step() without one."
             raise UnsupportedError(message(what, blind.name, "use a criterion of the weight alone, without regrow by gradient."))
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
-        momenta = ranks.stepping(optimizer).state
         for g in self._guarded:
-            observe(g.site, g.weight, momenta.get(g.weight, {}), g.stateless, scale, skipped)
+            observe(g.site, g.weight, state_of(optimizer, g.weight), g.stateless, scale, skipped)
+        if not self._told_blind and not moves_by_grad(optimizer):
+            self._told_blind = saliency.warn_of_no_gradients((g.name, g.site, g.weight) for g in self._guarded)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_no_step(optimizer):
@@ -181,8 +187,7 @@ class GuardHandle:
         if self._under_way is not None:
             kept_alone.finish(optimizer, self._under_way)
             self._under_way = None
-        if not self.masked_step:
-            after_step(optimizer, self._guarded)
+        after_step(optimizer, self._left if self.masked_step else self._guarded)
         if self._captures is None:
             self._count_step(optimizer)
         else:
@@ -192,7 +197,7 @@ class GuardHandle:
         """The host's part of a step that the device has taken: counts, schedules, masks that are due. `compute`: see `rebuild.rebuild`."""
         self.steps += 1
         for g in self._guarded:
-            g.stateless = g.by_momenta and g.weight.grad is not None and not ranks.stepping(optimizer).state.get(g.weight)
+            g.stateless = g.by_momenta and g.weight.grad is not None and not state_of(optimizer, g.weight)
         rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed], 1, compute)
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)

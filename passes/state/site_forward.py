@@ -15,7 +15,7 @@ from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
 from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
 from .site import Site
-from .site_mask import check_agreed, current_mask
+from .site_mask import check_agreed, current_mask, refuse_size
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 
@@ -51,9 +51,13 @@ def forward_lists(site: Site, mask: Tensor, impl: str) -> Tensor | None:
 
 
 def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
-    """Raise ShapeError where an eager forward's last axis is not the layer's: ops know its shape, not its name. The compiler shows the line of the model."""
+    """Raise where an eager forward's weight has become another one's, or its input's last axis is not the layer's: ops know shapes, no names. The compiler
+    shows the line of the model.
+    """
     if torch.compiler.is_compiling() or x.is_nested or weight.dim() != 2:
         return
+    if tuple(weight.shape) != site._fxmask_shape:
+        refuse_size(site, weight)
     if x.shape[-1:] != weight.shape[-1:]:
         what = f"last axis of x: expected {weight.shape[-1]}, got shape {tuple(x.shape)}."
         raise ShapeError(message(what, site._fxmask_name, "give the layer what it took before it was masked, (..., in_features)."))

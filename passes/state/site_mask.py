@@ -47,8 +47,13 @@ def fits(site: Site, weight: Tensor) -> None:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
     if matrix_shape(weight.shape) != site._fxmask_shape:
-        what = f"the weight has been replaced by one of another size: expected {site._fxmask_shape} as a matrix, got {tuple(weight.shape)}."
-        raise StateError(message(what, site._fxmask_name, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
+        refuse_size(site, weight)
+
+
+def refuse_size(site: Site, weight: Tensor) -> None:
+    """StateError: the mask is of another weight."""
+    what = f"the weight has been replaced by one of another size: expected {site._fxmask_shape} as a matrix, got {tuple(weight.shape)}."
+    raise StateError(message(what, site._fxmask_name, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
 
 
 def current_mask(site: Site, weight: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..state import ranks
 from ..state.site import Site
 from ..state.site_mask import mask_outside
 from . import set_aside
+from .held import moves_by_grad, state_of
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -57,6 +58,7 @@ class Guarded:
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
     had_gradient: bool = False  # before the step, which may take it away
+    by_grad: bool = True  # whether the optimiser surely moves it by its gradient alone
     stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
     by_momenta: bool = False  # it is one, in some phase
     found: tuple[Tensor, Any, Any] | None = None  # of a step on kept blocks: a cached mask, as it was, and where its blocks lie
@@ -72,8 +74,8 @@ class Guarded:
 
     @property
     def moved(self) -> bool:
-        """After a step: whether it had a gradient to move by, which a closure makes inside, and some steps take away."""
-        return self.had_gradient or self.weight.grad is not None
+        """After a step: whether it may have moved, by a gradient, which a closure makes inside and some steps take away, or without."""
+        return not self.by_grad or self.had_gradient or self.weight.grad is not None
 
     @property
     def policy(self) -> str:
@@ -91,7 +93,7 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
 
     Integers are codes of values (8-bit optimisers), of which nobody here knows the scale: they are the optimiser's.
     """
-    found = {k: t for k, t in ranks.stepping(optimizer).state.get(weight, {}).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
+    found = {k: t for k, t in state_of(optimizer, weight).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
     found = {k: t for k, t in found.items() if t.is_floating_point()}
     if not ranks.is_shard(weight):
         return {k: t for k, t in found.items() if t.shape == weight.shape}
@@ -132,10 +134,11 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     A closure makes the gradients inside the step, so that before it nothing says which weights will move.
     """
     taken: list[tuple[Guarded, dict[str, Tensor]]] = []
+    by_grad = moves_by_grad(optimizer)
     for g in guarded:
         g.forget()
-        g.had_gradient = g.weight.grad is not None
-        if not g.had_gradient and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
+        g.had_gradient, g.by_grad = g.weight.grad is not None, by_grad
+        if by_grad and not g.had_gradient and not (closure and g.weight.requires_grad):  # the optimiser leaves it alone
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
@@ -206,6 +209,8 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
 def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
     group = group_of(optimizer, g.weight) or {}
     decayed = old * (1 - group.get("lr", 0.0) * group.get("weight_decay", 0.0))
+    if not g.by_grad and not g.had_gradient and g.weight.grad is None:  # only the weight can tell whether it was stepped
+        decayed = torch.where((ranks.part(g.weight) != old).any(), decayed, old)
     skipped = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused step run, and it moves nothing
     return decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
 

@@ -1,0 +1,269 @@
+"""Optimisers of somebody's own that move weights without a `.grad` before or after their step, or wrap another one: masked weights stay as they are."""
+
+import copy
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import nn, optim
+
+import fxmask
+from fxmask import FxMaskWarning
+from fxmask.errors import StateError, UnsupportedError
+from fxmask.kernels.grid import expand_mask
+
+BLOCK = (16, 16)
+
+
+class MeZO(optim.Optimizer):
+    """Zeroth order: two forwards, no backward (Malladi et al. 2023)."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.01))
+
+    def move(self, k):
+        torch.manual_seed(7)
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn_like(p), alpha=k)
+
+    @torch.no_grad()
+    def step(self, closure):
+        self.move(1e-3)
+        a = closure()
+        self.move(-2e-3)
+        b = closure()
+        self.move(1e-3 - 0.01 * float(a - b) / 2e-3)
+
+
+class ClosureSAM(optim.AdamW):
+    """Climbs, comes back and steps, and clears the gradients at its end."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.01, weight_decay=0.1)
+
+    def step(self, closure):
+        weights = [p for group in self.param_groups for p in group["params"]]
+        closure()
+        with torch.no_grad():
+            up = [0.01 * p.grad for p in weights]
+            torch._foreach_add_(weights, up)
+        self.zero_grad()
+        closure()
+        with torch.no_grad():
+            torch._foreach_sub_(weights, up)
+        super().step()
+        self.zero_grad()
+
+
+class MainGrad(optim.Optimizer):
+    """Gradients lie beside `.grad`, as Megatron's do, and so does a momentum that the first step makes; every weight decays."""
+
+    def __init__(self, params):
+        super().__init__(params, dict(lr=0.01, weight_decay=0.1))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            g = getattr(p, "main_grad", None)
+            if g is not None:
+                self.state[p]["exp_avg"] = self.state[p].get("exp_avg", torch.ones_like(p)).lerp_(g, 0.1)
+                p.mul_(1 - 0.01 * 0.1).sub_(self.state[p]["exp_avg"], alpha=0.01)
+
+
+def build(make, **options):
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(), ratio=0.6, block=BLOCK, **options)
+    return model, make(model.parameters())
+
+
+def train(model, optimiser, steps=3):
+    def closure():
+        loss = model(torch.randn(4, 64, generator=torch.Generator().manual_seed(1))).square().mean()
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss.detach()
+
+    for _ in range(steps):
+        if isinstance(optimiser, (MeZO, ClosureSAM)):
+            optimiser.step(closure)
+            continue
+        closure()
+        for p in model.parameters():
+            p.main_grad, p.grad = p.grad, None
+        optimiser.step()
+
+
+def masked_parts(model, of):
+    """{name: masked elements of `of`(weight)}."""
+    weights = dict(model.named_parameters())
+    return {name: of(weights[name]).detach()[~expand_mask(mask, weights[name].shape, BLOCK)].clone() for name, mask in fxmask.masks(model).items()}
+
+
+@pytest.mark.parametrize("make", [MeZO, ClosureSAM, MainGrad])
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_freeze(make, refresh):
+    """The masked part keeps its bits, the kept part is what the optimiser alone makes of it, and each step counts once."""
+    (model, optimiser), (alone, other) = build(make, refresh=refresh), build(make, refresh=refresh)
+    fxmask.guard(optimiser, model)
+    masks, before = fxmask.masks(model), masked_parts(model, lambda w: w)
+    train(model, optimiser, 1)
+    train(alone, other, 1)
+    for (name, mask), theirs in zip(masks.items(), (alone[0].weight, alone[2].weight), strict=True):
+        kept, ours = expand_mask(mask, theirs.shape, BLOCK), model.get_parameter(name)
+        assert torch.equal(ours[~kept], before[name]) and torch.equal(ours[kept], theirs[kept]) and not torch.equal(ours, theirs)
+    train(model, optimiser, 2)
+    assert fxmask.explain(model).rows[0]["step"] == 3
+    if not refresh:
+        assert all(torch.equal(before[name], now) for name, now in masked_parts(model, lambda w: w).items())
+
+
+def test_a_momentum_that_a_step_without_grad_makes_begins_anew():
+    model, optimiser = build(MainGrad, refresh=0)
+    fxmask.guard(optimiser, model)
+    train(model, optimiser)
+    momenta = masked_parts(model, lambda w: optimiser.state[w]["exp_avg"])
+    assert all(not t.any() for t in momenta.values()) and model[0].weight.detach().any()
+
+
+def test_decay_is_of_weights_that_were_stepped():
+    """Of a layer that had no gradient it cannot be told but by its weight."""
+    model, optimiser = build(MainGrad)
+    fxmask.guard(optimiser, model, masked_weights="decay")
+    before, whole = masked_parts(model, lambda w: w), model[2].weight.detach().clone()
+    model(torch.randn(4, 64)).square().mean().backward()
+    model[0].weight.main_grad = model[0].weight.grad
+    model.zero_grad()
+    optimiser.step()
+    now = masked_parts(model, lambda w: w)
+    torch.testing.assert_close(now["0.weight"], before["0.weight"] * (1 - 0.01 * 0.1), rtol=1e-6, atol=0)
+    assert torch.equal(model[2].weight, whole) and not torch.equal(now["0.weight"], before["0.weight"])
+
+
+def test_a_step_on_kept_blocks_leaves_the_others_too():
+    """Nothing is gathered of a weight without `.grad`; what the class does to it stays in its kept blocks."""
+    model, optimiser = build(MainGrad, refresh=0)
+    fxmask.guard(optimiser, model, masked_step="elementwise")
+    before, whole = masked_parts(model, lambda w: w), model[0].weight.detach().clone()
+    train(model, optimiser)
+    assert all(torch.equal(before[name], now) for name, now in masked_parts(model, lambda w: w).items())
+    assert not torch.equal(model[0].weight, whole)
+
+
+def test_steps_past_a_guard_are_seen_without_grad():
+    model, optimiser = build(optim.AdamW)
+    fxmask.guard(optimiser, model)
+    lost = copy.deepcopy(model)
+    with pytest.warns(FxMaskWarning, match="MainGrad steps weights whose guard is on another optimiser"):
+        train(model, MainGrad(model.parameters()), 1)
+    with pytest.warns(FxMaskWarning, match="this model had a guard, which has ended"):
+        train(lost, MainGrad(lost.parameters()), 1)
+
+
+class Wrap(optim.Optimizer):
+    """Its base has the momenta, as in SAM and Lookahead."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def stepped(wrapped, make, **options):
+    """The weights after some steps, and the sum of momenta of blocks that came back."""
+    model, base = build(make, **options)
+    optimiser = Wrap(Wrap(base)) if wrapped else base
+    fxmask.guard(optimiser, model)
+    returned, blocks = 0.0, 0
+    for i in range(8):
+        was = fxmask.masks(model)
+        model.zero_grad()
+        (model(torch.randn(8, 64, generator=torch.Generator().manual_seed(i))) - 1).square().mean().backward()
+        optimiser.step()
+        for name, now in fxmask.masks(model).items():
+            state, w = base.state[model.get_parameter(name)], model.get_parameter(name)
+            new = expand_mask(now & ~was[name], w.shape, BLOCK)
+            returned, blocks = returned + float(state.get("exp_avg", state.get("momentum_buffer"))[new].abs().sum()), blocks + int((now & ~was[name]).sum())
+    return [p.detach() for p in model.parameters()], returned, blocks
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda p: optim.AdamW(p, lr=0.01), dict(backward="rigl", dense_every=2, refresh=2, regrow=fxmask.Regrow("gradient", 0.5))),
+        (lambda p: optim.Muon([q for q in p if q.ndim == 2], lr=0.01), dict(schedule=fxmask.Schedule("linear", steps=4))),
+        (lambda p: optim.AdamW(p, lr=0.01), dict(criterion="momentum", schedule=fxmask.Schedule("linear", steps=4))),
+    ],
+    ids=["regrow", "muon", "by momenta"],
+)
+def test_a_guard_of_a_wrapper_is_that_of_what_it_wraps(make, options):
+    """Momenta of blocks that come back, Muon's hidden ones, scores: whoever holds the state."""
+    (ours, returned, blocks), (theirs, *of_theirs) = stepped(True, make, **options), stepped(False, make, **options)
+    assert [returned, blocks] == of_theirs and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    if "regrow" in options:
+        assert returned == 0 and blocks > 0
+
+
+def test_no_masked_step_of_a_wrapper():
+    model, base = build(optim.AdamW)
+    with pytest.raises(UnsupportedError, match=r"masked_step of Wrap, which wraps another optimiser(.|\n)*guard the optimiser inside"):
+        fxmask.guard(Wrap(base), model, masked_step="elementwise")
+
+
+def test_scores_of_gradients_that_nobody_shows():
+    """Masks would go by norms: told once by a guard, refused by `step` where the first gradients are zeros."""
+    model, optimiser = build(MainGrad, criterion="taylor")
+    fxmask.guard(optimiser, model)
+    told = r"read .grad of the weights when a step begins: expected it there, got none(.|\n)*where: 0.weight, 2.weight"
+    with pytest.warns(FxMaskWarning, match=told) as caught:
+        train(model, optimiser)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    model, optimiser = build(optim.SGD, criterion="taylor")
+    fxmask.step(model, 0)
+    model(torch.randn(4, 64)).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(StateError, match="expected it to be there still, got zeros"):
+        fxmask.step(model)
+
+
+def test_layers_that_sometimes_have_no_gradient_say_nothing():
+    """As experts do; a step of an optimiser of PyTorch's own without any gradient moves nothing, and says nothing, either."""
+    model, optimiser = build(MainGrad, criterion="taylor")
+    fxmask.guard(optimiser, model)
+    model[0](torch.randn(4, 64)).square().mean().backward()
+    optimiser.step()
+    model, optimiser = build(optim.SGD, criterion="taylor")
+    fxmask.guard(optimiser, model)
+    optimiser.step()
+
+
+def test_gradients_of_a_copy():
+    """As a worker makes them: the layers that are stepped never run."""
+    model, optimiser = build(optim.AdamW)
+    worker = copy.deepcopy(model)
+    fxmask.guard(optimiser, model)
+    for _ in range(2):
+        worker.load_state_dict(model.state_dict())
+        worker.zero_grad()
+        worker(torch.randn(4, 64)).square().mean().backward()
+        for p, q in zip(model.parameters(), worker.parameters(), strict=True):
+            p.grad = q.grad
+        optimiser.step()
+    model, optimiser = build(optim.AdamW)
+    fxmask.guard(optimiser, model)
+    nn.functional.linear(torch.randn(4, 64), model[0].weight).square().mean().backward()  # dense
+    with pytest.warns(FxMaskWarning) as caught:
+        optimiser.step()
+    assert any("a masked layer trains and its masked forward has never run" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_a_layer_that_was_grown_by_hand(refresh):
+    """One message, by the guard and by the forward, whether the mask is cached or not."""
+    model, _ = build(optim.AdamW, refresh=refresh)
+    fxmask.step(model, 0)
+    model[0].weight = nn.Parameter(torch.randn(2 * model[0].weight.shape[0], 64))
+    for call in (lambda: fxmask.guard(optim.AdamW(model.parameters()), model), lambda: model(torch.randn(4, 64))):
+        with pytest.raises(StateError, match=r"replaced by one of another size(.|\n)*where: 0(.|\n)*fxmask.restore\(model\) before"):
+            call()
