@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -48,8 +50,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where all went well, 1 where a result was wrong, 2 for a request that cannot be served."""
     a = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a formula has signs that not every encoding has
     try:
-        return int(a.run(a))
+        code = int(a.run(a))
+        sys.stdout.flush()
+        return code
     except FxMaskError as e:
         print(f"fxmask: {e}", file=sys.stderr)
-        return 2
+    except BrokenPipeError:  # whoever reads has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
+    except OSError as e:
+        print(f"fxmask: cannot read or write: {e}", file=sys.stderr)
+    return 2

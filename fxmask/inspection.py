@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     return {**nm, **{name: mask_outside(site, values_of(name, weight, "fxmask.masks")).clone() for name, site, weight in found}}
 
 
-def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
+def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = False) -> Report:
     """What became of every linear, and of every convolution where `apply` was asked for these: a `Report` with a row for each, masked or not, and why.
 
     Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
@@ -87,6 +87,7 @@ def explain(model: nn.Module, health: HealthLog | bool = False) -> Report:
     Raises: ConfigError for a `health` that is neither.
     """
     expect_module(model, "fxmask.explain")
+    assert isinstance(model, nn.Module)  # what torch.compile gives is one, though its type does not say so
     if not isinstance(health, (bool, HealthLog)):
         raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
     reasons, nm = _reasons(model), dict(nm_layers(model))

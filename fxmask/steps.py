@@ -17,7 +17,7 @@ from .passes.state.pruning_schedule import advance
 from .passes.state.saliency import observe, refuse_shard
 from .passes.state.site import Site
 from .passes.state.site_mask import check_agreed
-from .passes.stepping.bypass import is_zero, warn_of_dense_readers
+from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, sites_in_force, values_of
 
@@ -71,13 +71,9 @@ def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None
 
     Of several steps at once the last one's gradient is all that there may be.
     """
-    wanted = [(name, site, w) for name, site, w in found if site._fxmask_config.needs_grad]
-    blind = [name for name, _, w in wanted if w is None or w.grad is None]
-    if n == 1 and wanted and not any(site._fxmask_step for _, site, _ in wanted):  # the first step, for which the device may be waited
-        blind += [name for name, _, w in wanted if w is not None and w.grad is not None and is_zero(w.grad)]
-    if n == 1 and blind and len(blind) == len(wanted):
-        got = "none" if all(w is None or w.grad is None for _, _, w in wanted) else "zeros"
-        what = f"criteria of gradients and regrow by gradient read .grad of the weights: expected it to be there still, got {got}."
+    blind = [name for name, site, w in found if site._fxmask_config.needs_grad and (w is None or w.grad is None)]
+    if n == 1 and blind and len(blind) == sum(site._fxmask_config.needs_grad for _, site, _ in found):
+        what = "criteria of gradients and regrow by gradient read .grad of the weights: expected it to be there still, got none."
         raise StateError(message(what, ", ".join(blind[:3]), "call fxmask.step(model) before optimizer.zero_grad(), or use fxmask.guard."))
     for name, site, _ in found:
         if site._fxmask_config.criterion == "momentum":

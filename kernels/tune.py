@@ -60,10 +60,11 @@ def enabled() -> bool:
 def folder() -> Path:
     """Where decisions are kept. OSError where there is no home for them."""
     given = os.environ.get("FXMASK_CACHE")
-    if given:
-        return Path(given)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxmask"
+        if given:
+            return Path(given).expanduser()
+        home = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (home if home.is_absolute() else Path.home() / ".cache") / "fxmask"  # the XDG specification: relative ones are ignored
     except RuntimeError as e:  # no HOME, and a user without an entry
         raise OSError(str(e)) from None
 

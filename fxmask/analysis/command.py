@@ -77,7 +77,7 @@ def masked(model: nn.Module, a: argparse.Namespace, **options: Any) -> None:
     """Apply the masks that were asked for."""
     if a.ratio is not None:
         options |= {name: value for name in MASK_OPTIONS[1:] if (value := getattr(a, name)) is not None}
-        apply(model, ratio=a.ratio, block=models.make_block(a.block or "16x16"), **options)
+        apply(model, ratio=a.ratio, block=models.make_block("16x16" if a.block is None else a.block), **options)
 
 
 def main(a: argparse.Namespace) -> int:

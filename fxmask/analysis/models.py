@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -91,7 +92,10 @@ def make_input(spec: str) -> Tensor:
     dtype = getattr(torch, match[2] or "float32", None) if match else None
     if not match or not isinstance(dtype, torch.dtype):
         raise ConfigError(f"input: expected sizes and maybe a dtype, such as 1x3x224x224 or 2x128:int64, got {spec!r}.")
-    return torch.empty([int(s) for s in match[1].split("x")], dtype=dtype, device="meta")
+    sizes = [int(s) for s in match[1].split("x")]
+    if math.prod(sizes) >= 2**63:
+        raise ConfigError(f"input: expected fewer than 2^63 elements, got {spec!r}.")
+    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def make_block(spec: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
     p.add_argument("--system", choices=("weights", *systems.SYSTEMS), default="weights", help="what is timed beside the dense layer; default: weight masks")
     p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
-    p.add_argument("--dispatch", type=int, default=0, metavar="CASES", help="on a CPU: the choice beside every plan, over so many cases; 1 under 95 %%")
+    p.add_argument("--dispatch", type=int, default=None, metavar="CASES", help="on a CPU: the choice beside every plan, over so many cases; 1 under 95 %%")
     p.add_argument("--floor", action="store_true", help="on a CPU: is auto anywhere slower than masked-dense, over a grid of layers; 1 where it is")
     p.add_argument("--threads", type=int, default=None, metavar="N", help="on a CPU: PyTorch's threads (default: as they are)")
     p.add_argument("--blocks", default="", metavar="SIZES", help="on a CPU: 64,32,16")
@@ -85,8 +85,12 @@ def check(a: argparse.Namespace) -> None:
     """Numbers and names that cannot be meant are refused, not read as the default."""
     for name in ("dispatch", "sample_s", "time_limit"):
         given = getattr(a, name)
+        if name == "dispatch" and given == 0:
+            raise ConfigError("--dispatch 0: expected at least 1 case.")
         if given is not None and not given >= 0:  # nan, too
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least 0.")
+    if a.dtype == "tf32" and a.device == "cpu":
+        raise ConfigError("--dtype tf32 is a mode of GPUs: expected another dtype on a CPU.\n  fix: --dtype fp32, or --device cuda.")
     if not names(a.masks) or set(names(a.masks)) - set(MASKS):
         raise ConfigError(f"--masks {a.masks!r}: expected some of {', '.join(MASKS)}, separated by commas.")
 

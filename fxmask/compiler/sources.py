@@ -11,16 +11,17 @@ from pathlib import Path
 import torch
 
 from ..kernels.file_hash import file_hash
+from ..version import __version__
 
 FOLDERS = ("kernels", "passes", "compiler", "cuda_graphs", "guards", "nm", "")  # of the package; its benchmarks decide nothing that is compiled
 
 
 @functools.cache
 def source_hash() -> str:
-    """SHA-256 over the library's files, 16 hex digits."""
+    """SHA-256 over the library's files, 16 hex digits; of its version where there are none, as in a zip."""
     root = Path(__file__).parents[1]
     files = [f for folder in FOLDERS for f in sorted((root / folder).rglob("*.py") if folder else root.glob("*.py"))]
-    return file_hash(files, root)[:16]
+    return file_hash(files, root)[:16] if files else f"version-{__version__}"
 
 
 def tag_caches() -> None:

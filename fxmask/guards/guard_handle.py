@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
-from ..passes.state import lost_guards, pruning_schedule, rebuild, saliency
+from ..passes.state import lost_guards, pruning_schedule, rebuild
 from ..passes.state import site as state
 from ..passes.state.saliency import observe
 from ..passes.state.site import Site
@@ -55,7 +55,6 @@ class GuardHandle:
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
-        self._told_blind = False  # of scores that want gradients and saw none
         self._left: list[Guarded] = []  # by masked_step: what an optimiser of somebody's own may move without a gradient, by which blocks are gathered
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
@@ -136,7 +135,7 @@ class GuardHandle:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
             return None
-        self._under_way = None  # what a step that raised has left
+        self._under_way, self._left = None, []  # what a step that raised has left
         self._let_go()
         self._adopt(optimizer)
         if self._lost or self._applied != times_applied():
@@ -178,8 +177,6 @@ class GuardHandle:
         scale, skipped = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))  # a GradScaler's, of fused steps
         for g in self._guarded:
             observe(g.site, g.weight, state_of(optimizer, g.weight), g.stateless, scale, skipped)
-        if not self._told_blind and not moves_by_grad(optimizer):
-            self._told_blind = saliency.warn_of_no_gradients((g.name, g.site, g.weight) for g in self._guarded)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_no_step(optimizer):
@@ -188,6 +185,7 @@ class GuardHandle:
             kept_alone.finish(optimizer, self._under_way)
             self._under_way = None
         after_step(optimizer, self._left if self.masked_step else self._guarded)
+        self._left = []
         if self._captures is None:
             self._count_step(optimizer)
         else:
@@ -226,7 +224,7 @@ class GuardHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
-        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_pruned")
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_pruned", "_left")
         return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": _none, "_model": _none}
 
     def __enter__(self) -> GuardHandle:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ import torch
 from .openmp import dismiss
 
 LEAST = 256  # tokens that are worth a thread
-_lock = threading.Lock()
+_lock = threading.RLock()  # the handler of a signal runs on the thread that it interrupts, and may run the model, too
 _pool: ThreadPoolExecutor | None = None
 _workers = 0
 
@@ -50,9 +50,15 @@ def run(jobs: list[Callable[[], None]]) -> None:
     """Run all jobs side by side, inside `one_thread`; the first one on the caller's thread."""
     if len(jobs) > 1:  # a job alone leaves them a core
         dismiss()
-    waiting = [_sized(len(jobs) - 1).submit(_quietly, job) for job in jobs[1:]]
+    inference, waiting = torch.is_inference_mode_enabled(), list[Future[None]]()
     try:
-        _quietly(jobs[0])
+        for job in jobs[1:]:
+            waiting.append(_sized(len(jobs) - 1).submit(_quietly, job, inference))
+    except RuntimeError:  # the program ends: no pool takes work any more, though other threads, or what runs at exit, may
+        pass
+    try:
+        for job in (jobs[0], *jobs[1 + len(waiting) :]):
+            _quietly(job, inference)
     finally:
         for w in waiting:
             w.exception()  # wait for all, whatever happened
@@ -60,8 +66,8 @@ def run(jobs: list[Callable[[], None]]) -> None:
         w.result()
 
 
-def _quietly(job: Callable[[], None]) -> None:
-    with torch.no_grad():  # autograd's modes belong to a thread
+def _quietly(job: Callable[[], None], inference: bool) -> None:
+    with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
         job()
 
 
@@ -73,15 +79,20 @@ def _sized(workers: int) -> ThreadPoolExecutor:
             _pool.shutdown()
         _pool, _workers = ThreadPoolExecutor(workers, "fxmask", initializer=torch.set_num_threads, initargs=(1,)), workers
         together = threading.Barrier(workers)
-        for begun in [_pool.submit(together.wait) for _ in range(workers)]:
-            begun.result()
+        try:
+            for begun in [_pool.submit(together.wait) for _ in range(workers)]:
+                begun.result()
+        except RuntimeError:
+            together.abort()  # those that have begun wait for ever else
+            _pool = None
+            raise
     return _pool
 
 
 def _after_fork() -> None:
     """Threads do not follow a fork, and a lock that somebody held would never be released."""
     global _lock, _pool
-    _lock, _pool = threading.Lock(), None
+    _lock, _pool = threading.RLock(), None
 
 
 if hasattr(os, "register_at_fork"):

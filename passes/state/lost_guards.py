@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...kernels.errors import FxMaskWarning, first_of, message
-from ..stepping.held import ids_of, moves_by_grad
+from ..stepping.held import ids_of
 from .weak_sets import alive
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     found = [site for site in alive(_waiting) if id(site._parameters.get("weight")) in held]
     if not found:
         _without[optimizer] = ids
-    whole = not moves_by_grad(optimizer)
-    stepped = [site for site in found if whole or held[id(site._parameters["weight"])].grad is not None]  # without one it does not move
+    stepped = [site for site in found if held[id(site._parameters["weight"])].grad is not None]  # without one it does not move
     _waiting.difference_update(stepped)
     left = sorted(site._fxmask_name for site in stepped if _is_left(site))
     if left:

@@ -16,15 +16,13 @@ come, rank by the weight's norm.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...kernels.bits import bits_as
-from ...kernels.errors import FxMaskWarning, UnsupportedError, first_of, message
+from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import as_matrix, to_blocks
 from ...kernels.score import CRITERIA, block_keys, sum_of_keys
 from ..settings import phases
@@ -110,17 +108,6 @@ def refuse_shard(site: Site, weight: Tensor) -> None:
     if ranks.is_shard(weight) and any(c.observes or c.regrow is not None or c.gain for c in phases.in_turn(site._fxmask_given)):
         what = "gradient criteria, average, regrow and gain work on whole weights between steps: expected a weight that is not sharded."
         raise UnsupportedError(message(what, site._fxmask_name, "leave them out under fully_shard; or use DistributedDataParallel."))
-
-
-def warn_of_no_gradients(found: Iterable[tuple[str, Site, Tensor]]) -> bool:
-    """FxMaskWarning where a step has no gradient for any score that is made of them; whether there was one to give. A layer without is one that did not run."""
-    blind = [(name, weight) for name, site, weight in found if site._fxmask_config.needs_grad and weight.requires_grad]
-    if not blind or any(weight.grad is not None for _, weight in blind):
-        return False
-    what = "criteria of gradients and regrow by gradient read .grad of the weights when a step begins: expected it there, got none; masks go by norms."
-    fix = "keep .grad until optimizer.step(), or use a criterion of the weight alone."
-    warnings.warn(message(what, first_of([name for name, _ in blind]), fix), FxMaskWarning, stacklevel=6)
-    return True
 
 
 def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None, stateless: bool) -> Tensor | None:

@@ -28,6 +28,7 @@ def warn_of_dense_readers(found: Found) -> None:
             site._fxmask_told = True
         what = "a masked layer trains and its masked forward has never run: something reads its .weight directly, and is dense."
         fix = "fxmask.apply(..., overrides={layer: {'read': 'weight'}}) if a module that holds the layer reads it in its forward; or exclude it."
+        fix += " Where a copy of the model has made the gradients, they are as the copy is."
         if ranks.several():
             fix += " This is what this process saw: a layer that ran on another rank alone is masked there."
         warnings.warn(message(what, first_of([name for name, _ in bypassed]), fix), FxMaskWarning, stacklevel=4)
@@ -35,7 +36,7 @@ def warn_of_dense_readers(found: Found) -> None:
 
 def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
-    unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not is_zero(w.grad)]
+    unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
     return [name for name, site, grad in unseen if traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
 
 
@@ -67,7 +68,7 @@ def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
     return [(name, site, w) for name, site, w in known if id(w) not in ran and w.is_leaf and w.requires_grad and w.grad is not None]
 
 
-def is_zero(grad: Tensor) -> bool:
+def _is_zero(grad: Tensor) -> bool:
     """Whether a gradient is one of buffers that nothing has written to; False where it may not be looked at."""
     return _readable(grad) and not bool(grad.any())
 
@@ -78,16 +79,14 @@ def _readable(grad: Tensor) -> bool:
 
 
 def _ran_unseen(site: Site, weight: Tensor) -> bool:
-    """Whether code that the compiler traced for a layer like this one has run it, by which nothing is noted, or a copy, as of a worker, has made the gradient:
-    that tells, where the mode lets it.
+    """Whether code that the compiler traced for a layer like this one has run it, by which nothing is noted: the gradient tells, where the mode lets it.
 
     Reads the device, once for such a layer.
     """
     dtype, grad = traced_alike(site), weight.grad
-    if grad is None or (dtype is None and (not _tells(site, grad) or is_zero(grad))):
+    if dtype is None or grad is None:
         return False
-    if dtype is not None:
-        site._fxmask_seen = dtype
+    site._fxmask_seen = dtype
     masked = _as_masked(site, grad) if _tells(site, grad) else True
     if masked is None:  # a later step will tell
         return True

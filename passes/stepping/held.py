@@ -1,12 +1,12 @@
-"""What an optimiser holds, told by identity (parameters may be exchanged for as many others, as training block by block does), and what it moves weights by."""
+"""What an optimiser holds, by identity (parameters may be exchanged for as many others, as training block by block does), wraps, and moves weights by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ..state import ranks
 
@@ -16,34 +16,52 @@ def ids_of(optimizer: Optimizer) -> tuple[int, ...]:
     return tuple([id(p) for group in optimizer.param_groups for p in group["params"]])
 
 
-def with_wrapped(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimiser, and the one that it wraps and has step its own parameters, as SAM and Lookahead do, whose momenta are there."""
-    while True:
-        optimizer = ranks.stepping(optimizer)
-        yield optimizer
-        inner = [o for o in vars(optimizer).values() if isinstance(o, Optimizer) and o is not optimizer]
-        first = next(iter(ids_of(optimizer)), None)
-        found = next((o for o in inner if next(iter(ids_of(o)), None) == first), None)
-        if found is None:
-            return
-        optimizer = found
+_known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
+
+
+def look(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimiser, and those that it wraps and has step parameters of its own, as SAM and Lookahead do, whose momenta are there.
+
+    Looked for among its attributes, and in lists, tuples and dicts of these. Kept for `with_wrapped`; cost: host work a parameter of those that wrap some.
+    """
+    found = [ranks.stepping(optimizer)]
+    for outer in found:  # grows
+        for value in () if _is_torchs(outer) else vars(outer).values():
+            kind = type(value)
+            several = value if kind in (list, tuple) else value.values() if kind is dict else (value,)
+            new = [o for o in several if issubclass(type(o), Optimizer) and not any(o is f for f in found)]
+            found += [o for o in new if not set(ids_of(found[0])).isdisjoint(ids_of(o))]
+    _known[optimizer] = [weakref.ref(o) for o in found]
+    return found
+
+
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """What `look` has found last, which a guard asks once a step."""
+    found = [o for ref in _known.get(optimizer, ()) if (o := ref()) is not None]
+    return found or look(optimizer)
 
 
 def state_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any]:
-    """What an optimiser, or the one that it wraps, keeps for a weight; the dict itself where one of them does."""
+    """What an optimiser, and those that it wraps, keep for a weight; where several have something of one name, the inner ones' get a number before it."""
     if _is_torchs(optimizer):  # wraps none
         own: dict[str, Any] = optimizer.state.get(weight, {})
         return own
-    found = [s for o in with_wrapped(optimizer) if (s := o.state.get(weight))]
-    return found[0] if len(found) == 1 else {k: v for s in found for k, v in s.items()}
+    found = [s for o in with_wrapped(optimizer) if isinstance(s := o.state.get(weight), dict)]
+    if len(found) == 1:
+        return found[0]
+    merged: dict[str, Any] = {}
+    for i, state in enumerate(found):
+        merged |= {f"{i}.{k}" if k in merged else k: v for k, v in state.items()}
+    return merged
 
 
 def moves_by_grad(optimizer: Optimizer) -> bool:
-    """Whether a step surely leaves a weight without a `.grad` alone: torch.optim's own classes do.
+    """Whether a step surely leaves a weight without a `.grad` alone: those of torch.optim's own classes do that look at no history (LBFGS).
 
     Others may keep gradients elsewhere (Megatron's main_grad), need none (zeroth order), decay every weight, or take gradients away at their end (SAM).
     """
-    return all(map(_is_torchs, with_wrapped(optimizer)))
+    inner = ranks.stepping(optimizer)
+    return _is_torchs(inner) and not isinstance(inner, LBFGS)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ from ..state import ranks
 from ..state.site import Site
 from ..state.site_mask import mask_outside
 from . import set_aside
-from .held import moves_by_grad, state_of
+from .held import look, moves_by_grad, state_of
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -65,7 +65,7 @@ class Guarded:
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""
-        return key == self.clear or (self.clear == EVERY and key not in NO_MOMENTA)
+        return key.rpartition(".")[2] == self.clear or (self.clear == EVERY and key not in NO_MOMENTA)
 
     def forget(self) -> None:
         """Let go of what the step was not to overwrite."""
@@ -135,6 +135,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     """
     taken: list[tuple[Guarded, dict[str, Tensor]]] = []
     by_grad = moves_by_grad(optimizer)
+    look(optimizer)
     for g in guarded:
         g.forget()
         g.had_gradient, g.by_grad = g.weight.grad is not None, by_grad
@@ -200,7 +201,8 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
                 old = _decayed(optimizer, g, old)
             else:
                 _rest_momenta(optimizer, g, kept, old)
-            weight.copy_(torch.where(kept, weight, old))
+            # of one without a gradient nothing may have moved: who still needs it for a backward must not take it for another one
+            (weight if g.had_gradient or g.weight.grad is not None else weight.data).copy_(torch.where(kept, weight, old))
             if g.gradient is not None and g.weight.grad is not None:
                 ranks.part(g.weight.grad).copy_(g.gradient)
         g.forget()

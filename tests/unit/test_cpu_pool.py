@@ -86,6 +86,15 @@ def busy_pool():
         other.join()
 
 
+def is_free():
+    """Whether nobody holds the pool's lock, which the thread that holds it may take again."""
+    found = []
+    other = threading.Thread(target=lambda: found.append(pool._lock.acquire(blocking=False)) or (found[0] and pool._lock.release()))
+    other.start()
+    other.join()
+    return found[0]
+
+
 def test_the_same_bits_from_run_to_run(threads):
     o = operands()
     first = results(o, (ROWS_512, ROWS_512X3, RUNS_2048, COLUMNS_512, *PLANS))
@@ -146,7 +155,7 @@ def test_an_error_in_a_job_is_raised_when_all_have_ended(which):
             ended.clear()
             with pytest.raises(ValueError, match="a job"):
                 alone(jobs)
-            assert ended == [False, False] and torch.get_num_threads() == 3 and not pool._lock.locked()
+            assert ended == [False, False] and torch.get_num_threads() == 3 and is_free()
         o = operands()
         assert same(results(o), results(o))
 
@@ -213,7 +222,7 @@ def test_forked_processes_compute_the_same():
     def again():
         torch.set_num_threads(1)  # as PyTorch's own data workers do: its OpenMP threads do not survive a fork, in any op
         pool.ranges = lambda count, *_: [(0, count // 2), (count // 2, count)]  # of this process alone
-        return same(results(o), expected) and not pool._lock.locked()
+        return same(results(o), expected) and is_free()
 
     assert child(again) == 0
     with busy_pool():
@@ -387,3 +396,47 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(unseen, monkeypatc
             pytest.fail("the child hangs")
         time.sleep(0.01)
     assert found[1] == 0
+
+
+def test_inference_mode_on_several_threads(threads):
+    """It belongs to a thread, as no_grad does: what others write is the caller's."""
+    x, w, bias, _, mask = operands()
+    args = x, w, bias, mask, BLOCK, Plan("rows", 256)
+    with torch.inference_mode():
+        found = implementation.masked_linear(*args)
+    assert found.is_inference()
+    again = implementation.masked_linear(*args)
+    assert not again.is_inference() and torch.equal(found, again)
+
+
+def test_a_signals_handler_may_run_the_model():
+    """It runs on the thread that it interrupts, which may be the one that holds the lock."""
+    o = operands()
+    with set_threads(2):
+        first = results(o)
+        with pool._lock:
+            assert same(results(o), first)
+
+
+AT_THE_END = """
+import atexit, sys, threading, time
+import torch
+from fxmask.kernels.cpu import implementation
+from fxmask.kernels.cpu.plans import Plan
+torch.set_num_threads(2)
+x, w, mask = torch.randn(1200, 64), torch.randn(64, 64), torch.eye(2) > 0
+def run(): return implementation.masked_linear(x, w, None, mask, (32, 32), Plan("rows", 256))
+first = run()
+def later():
+    threading.main_thread().join()
+    print("thread", torch.equal(run(), first))
+threading.Thread(target=later).start()
+atexit.register(lambda: print("exit", torch.equal(run(), first)))
+"""
+
+
+def test_work_after_the_main_thread_has_ended():
+    """A pool takes none any more; the thread that wants it does it."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False, env=env, timeout=200)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["thread True", "exit True", ""]), done.stderr

@@ -1,6 +1,8 @@
 """Optimisers of somebody's own that move weights without a `.grad` before or after their step, or wrap another one: masked weights stay as they are."""
 
 import copy
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from sample_models import mlp
 from torch import nn, optim
 
 import fxmask
-from fxmask import FxMaskWarning
 from fxmask.errors import StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.stepping import held
 
 BLOCK = (16, 16)
 
@@ -149,16 +151,6 @@ def test_a_step_on_kept_blocks_leaves_the_others_too():
     assert not torch.equal(model[0].weight, whole)
 
 
-def test_steps_past_a_guard_are_seen_without_grad():
-    model, optimiser = build(optim.AdamW)
-    fxmask.guard(optimiser, model)
-    lost = copy.deepcopy(model)
-    with pytest.warns(FxMaskWarning, match="MainGrad steps weights whose guard is on another optimiser"):
-        train(model, MainGrad(model.parameters()), 1)
-    with pytest.warns(FxMaskWarning, match="this model had a guard, which has ended"):
-        train(lost, MainGrad(lost.parameters()), 1)
-
-
 class Wrap(optim.Optimizer):
     """Its base has the momenta, as in SAM and Lookahead."""
 
@@ -211,53 +203,6 @@ def test_no_masked_step_of_a_wrapper():
         fxmask.guard(Wrap(base), model, masked_step="elementwise")
 
 
-def test_scores_of_gradients_that_nobody_shows():
-    """Masks would go by norms: told once by a guard, refused by `step` where the first gradients are zeros."""
-    model, optimiser = build(MainGrad, criterion="taylor")
-    fxmask.guard(optimiser, model)
-    told = r"read .grad of the weights when a step begins: expected it there, got none(.|\n)*where: 0.weight, 2.weight"
-    with pytest.warns(FxMaskWarning, match=told) as caught:
-        train(model, optimiser)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    model, optimiser = build(optim.SGD, criterion="taylor")
-    fxmask.step(model, 0)
-    model(torch.randn(4, 64)).square().mean().backward()
-    model.zero_grad(set_to_none=False)
-    with pytest.raises(StateError, match="expected it to be there still, got zeros"):
-        fxmask.step(model)
-
-
-def test_layers_that_sometimes_have_no_gradient_say_nothing():
-    """As experts do; a step of an optimiser of PyTorch's own without any gradient moves nothing, and says nothing, either."""
-    model, optimiser = build(MainGrad, criterion="taylor")
-    fxmask.guard(optimiser, model)
-    model[0](torch.randn(4, 64)).square().mean().backward()
-    optimiser.step()
-    model, optimiser = build(optim.SGD, criterion="taylor")
-    fxmask.guard(optimiser, model)
-    optimiser.step()
-
-
-def test_gradients_of_a_copy():
-    """As a worker makes them: the layers that are stepped never run."""
-    model, optimiser = build(optim.AdamW)
-    worker = copy.deepcopy(model)
-    fxmask.guard(optimiser, model)
-    for _ in range(2):
-        worker.load_state_dict(model.state_dict())
-        worker.zero_grad()
-        worker(torch.randn(4, 64)).square().mean().backward()
-        for p, q in zip(model.parameters(), worker.parameters(), strict=True):
-            p.grad = q.grad
-        optimiser.step()
-    model, optimiser = build(optim.AdamW)
-    fxmask.guard(optimiser, model)
-    nn.functional.linear(torch.randn(4, 64), model[0].weight).square().mean().backward()  # dense
-    with pytest.warns(FxMaskWarning) as caught:
-        optimiser.step()
-    assert any("a masked layer trains and its masked forward has never run" in str(w.message) for w in caught)
-
-
 @pytest.mark.parametrize("refresh", [1, 3])
 def test_a_layer_that_was_grown_by_hand(refresh):
     """One message, by the guard and by the forward, whether the mask is cached or not."""
@@ -267,3 +212,92 @@ def test_a_layer_that_was_grown_by_hand(refresh):
     for call in (lambda: fxmask.guard(optim.AdamW(model.parameters()), model), lambda: model(torch.randn(4, 64))):
         with pytest.raises(StateError, match=r"replaced by one of another size(.|\n)*where: 0(.|\n)*fxmask.restore\(model\) before"):
             call()
+
+
+def test_a_backward_that_comes_after_the_step_of_another_branch():
+    """As with losses in turn: nothing has moved there, and nothing looks as if it had."""
+    model, optimiser = build(MainGrad, refresh=0)
+    fxmask.guard(optimiser, model)
+    first, second = model[0](torch.randn(4, 64)).sum(), model[2](torch.randn(4, model[2].weight.shape[1], requires_grad=True)).sum()
+    first.backward()
+    model[0].weight.main_grad, model[0].weight.grad = model[0].weight.grad, None
+    optimiser.step()
+    second.backward()
+    assert model[2].weight.grad.any()
+
+
+def test_optimisers_that_know_each_other():
+    """Nobody walks in a circle, and who is gone is no error; of two that share nothing neither wraps the other."""
+    model, optimiser = build(MainGrad)
+    a, b = optimiser, MainGrad(model.parameters())
+    a.other, b.other, gone = b, a, MainGrad([nn.Parameter(torch.ones(1))])
+    a.gone, a.apart = weakref.proxy(gone), [MainGrad([nn.Parameter(torch.ones(1))])]
+    del gone
+    assert held.look(a) == [a, b] and held.with_wrapped(a) == [a, b]
+    theirs = optim.AdamW(model.parameters())
+    theirs.previous = optim.SGD(model.parameters())
+    assert held.look(theirs) == [theirs]
+    fxmask.guard(theirs, model, masked_step=True)
+
+
+class Both(optim.Optimizer):
+    """Muon for one matrix and AdamW for the others, side by side."""
+
+    def __init__(self, params):
+        params = list(params)
+        self.parts = [optim.AdamW([p for p in params if p is not params[0]], lr=0.01), optim.Muon(params[:1], lr=0.01)]
+        super().__init__([g for o in reversed(self.parts) for g in o.param_groups], {})
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def test_each_wrapped_optimiser_is_found():
+    model, optimiser = build(Both, refresh=0)
+    fxmask.guard(optimiser, model)
+    for _ in range(2):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimiser.step()
+    momenta = masked_parts(model, lambda w: held.state_of(optimiser, w).get("momentum_buffer", held.state_of(optimiser, w).get("exp_avg")))
+    assert len(momenta) == 2 and all(not t.any() for t in momenta.values())
+
+
+class Outer(Wrap):
+    """With a momentum that has the name of the inner one's."""
+
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["momentum_buffer"].add_(1)
+
+
+def test_momenta_of_one_name():
+    """All of them rest."""
+    model, base = build(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), refresh=0)
+    optimiser = Outer(base)
+    for p in model.parameters():
+        optimiser.state[p]["momentum_buffer"] = torch.full_like(p, 2.0)
+        base.state[p]["momentum_buffer"] = torch.full_like(p, 3.0)
+    fxmask.guard(optimiser, model)
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimiser.step()
+    for o, value in ((optimiser, 2.0), (base, 3.0)):
+        assert all((t == value).all() for t in masked_parts(model, lambda w, o=o: o.state[w]["momentum_buffer"]).values())
+        assert (o.state[model[0].weight]["momentum_buffer"] != value).any()
+
+
+def test_nothing_stays_of_a_step_that_raised():
+    class Raises(MainGrad):
+        def step(self, closure=None):
+            raise RuntimeError("out of memory")
+
+    model, optimiser = build(Raises, refresh=0)
+    handle = fxmask.guard(optimiser, model, masked_step="elementwise")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimiser.step()
+    assert len(pickle.dumps(handle)) < 2000 and not copy.deepcopy(handle)._left
+    Raises.step = MainGrad.step
+    fxmask.restore(model)
+    optimiser.step()
