@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ before = set(sys.modules)
 import fxmask
 model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
 fxmask.apply(model, fxmask.WeightMask(0.5), fxmask.ActivationPruning(0.5))
-model(torch.randn(4, 32)).sum().backward()
+model(torch.randn(4, 256, 32)).sum().backward()
 fxmask.explain(model)
 print(*sorted((set(sys.modules) - before) & {"torch._dynamo", "sympy"}))
 """
@@ -72,7 +73,8 @@ print(*sorted((set(sys.modules) - before) & {"torch._dynamo", "sympy"}))
 
 def test_an_import_is_without_the_compiler(tmp_path):
     """It takes seconds, and a first optimiser, which wants it anyhow, or a compile imports it."""
-    done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=False, cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
