@@ -93,7 +93,7 @@ def make_input(spec: str) -> Tensor:
     if not match or not isinstance(dtype, torch.dtype):
         raise ConfigError(f"input: expected sizes and maybe a dtype, such as 1x3x224x224 or 2x128:int64, got {spec!r}.")
     sizes = [int(s) for s in match[1].split("x")]
-    if math.prod(sizes) >= 2**63:
+    if max(sizes) >= 2**63 or math.prod(sizes) >= 2**63:
         raise ConfigError(f"input: expected fewer than 2^63 elements, got {spec!r}.")
     return torch.empty(sizes, dtype=dtype, device="meta")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -41,18 +42,16 @@ def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     return found or look(optimizer)
 
 
-def state_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any]:
-    """What an optimiser, and those that it wraps, keep for a weight; where several have something of one name, the inner ones' get a number before it."""
+def states_of(optimizer: Optimizer, weight: Tensor) -> list[Mapping[str, Any]]:
+    """What an optimiser, and each of those that it wraps, keeps for a weight; in the same order as long as nobody looks anew."""
     if _is_torchs(optimizer):  # wraps none
-        own: dict[str, Any] = optimizer.state.get(weight, {})
-        return own
-    found = [s for o in with_wrapped(optimizer) if isinstance(s := o.state.get(weight), dict)]
-    if len(found) == 1:
-        return found[0]
-    merged: dict[str, Any] = {}
-    for i, state in enumerate(found):
-        merged |= {f"{i}.{k}" if k in merged else k: v for k, v in state.items()}
-    return merged
+        return [optimizer.state.get(weight, {})]
+    return [s if isinstance(s := o.state.get(weight), Mapping) else {} for o in with_wrapped(optimizer)]
+
+
+def state_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any]:
+    """All of that by name: of several of one name the outermost's."""
+    return {k: v for state in reversed(states_of(optimizer, weight)) for k, v in state.items()}
 
 
 def moves_by_grad(optimizer: Optimizer) -> bool:

@@ -21,7 +21,7 @@ from ..state import ranks
 from ..state.site import Site
 from ..state.site_mask import mask_outside
 from . import set_aside
-from .held import look, moves_by_grad, state_of
+from .held import look, moves_by_grad, states_of
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -65,7 +65,7 @@ class Guarded:
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""
-        return key.rpartition(".")[2] == self.clear or (self.clear == EVERY and key not in NO_MOMENTA)
+        return _word(key) == self.clear or (self.clear == EVERY and _word(key) not in NO_MOMENTA)
 
     def forget(self) -> None:
         """Let go of what the step was not to overwrite."""
@@ -93,8 +93,8 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
 
     Integers are codes of values (8-bit optimisers), of which nobody here knows the scale: they are the optimiser's.
     """
-    found = {k: t for k, t in state_of(optimizer, weight).items() if isinstance(t, Tensor) and t.ndim == weight.ndim}
-    found = {k: t for k, t in found.items() if t.is_floating_point()}
+    every = ((f"{i}:{k}" if i else k, t) for i, state in enumerate(states_of(optimizer, weight)) for k, t in state.items())  # a wrapped one's with a number
+    found = {k: t for k, t in every if isinstance(t, Tensor) and t.ndim == weight.ndim and t.is_floating_point()}
     if not ranks.is_shard(weight):
         return {k: t for k, t in found.items() if t.shape == weight.shape}
     shape, parts = ranks.part(weight).shape, {}
@@ -107,6 +107,11 @@ def _momenta(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
             what = f"the optimiser's {k!r} lies otherwise than its weight: expected it sharded as the weight is ({weight.placements})."  # type: ignore[attr-defined]
             raise UnsupportedError(message(what, type(optimizer).__name__, "use an optimiser that shards its state, or masked_weights='free'."))
     return parts
+
+
+def _word(key: Any) -> Any:
+    """What the optimiser that has a state calls it."""
+    return key.rpartition(":")[2] if isinstance(key, str) else key  # some number their states
 
 
 def _start_anew(t: Tensor, where: Tensor, weight: Tensor, momentum: bool = False) -> None:
@@ -175,7 +180,7 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     out = ~_elements(g.mask, g, g.block)
     for k, t in state.items():
         if g.clears(k):
-            _start_anew(t, out, ranks.part(g.weight.detach()), momentum=k == g.clear)
+            _start_anew(t, out, ranks.part(g.weight.detach()), momentum=_word(k) == g.clear)
     if g.site._fxmask_config.backward != "masked" and g.weight.grad is not None:  # a dense gradient, that regrowth is for
         grad = ranks.part(g.weight.grad)
         g.gradient = grad.clone()
@@ -192,7 +197,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         group.put_back(now)
     for g in by_kernels:
         for k, t in now[id(g)].items():
-            if g.mask is not None and g.moved and k not in g.momenta and k not in NO_MOMENTA:
+            if g.mask is not None and g.moved and k not in g.momenta and _word(k) not in NO_MOMENTA:
                 _start_anew(t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:
@@ -222,8 +227,8 @@ def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -
         was = g.momenta.get(k)
         if was is not None:
             t.copy_(torch.where(kept, t, was.to(t.device)))
-        elif k not in NO_MOMENTA:
-            _start_anew(t, ~kept, old, momentum=k == g.clear)
+        elif _word(k) not in NO_MOMENTA:
+            _start_anew(t, ~kept, old, momentum=_word(k) == g.clear)
 
 
 @torch.no_grad()
@@ -248,6 +253,6 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         now, old = mask_outside(g.site, g.weight.detach()), _elements(g.last[0], g, g.last[1])
         elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
         for k, t in _momenta(optimizer, g.weight).items():
-            if k not in NO_MOMENTA:
+            if _word(k) not in NO_MOMENTA:
                 _start_anew(t, elements, ranks.part(g.weight.detach()))
         g.last = None

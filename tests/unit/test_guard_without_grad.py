@@ -288,6 +288,26 @@ def test_momenta_of_one_name():
         assert (o.state[model[0].weight]["momentum_buffer"] != value).any()
 
 
+def test_a_momentum_that_the_outer_one_makes_takes_no_others_place():
+    """Of the name that the inner one's had before."""
+
+    class Late(Wrap):
+        def step(self, closure=None):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("momentum_buffer", torch.full_like(p, 5.0))
+
+    model, base = build(lambda p: optim.SGD(p, lr=0.1, momentum=0.9), refresh=0)
+    for p in model.parameters():
+        base.state[p]["momentum_buffer"] = torch.full_like(p, 3.0)
+    optimiser = Late(base)
+    fxmask.guard(optimiser, model)
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimiser.step()
+    for o, value in ((optimiser, 0.0), (base, 3.0)):
+        assert all((t == value).all() for t in masked_parts(model, lambda w, o=o: o.state[w]["momentum_buffer"]).values())
+
+
 def test_nothing_stays_of_a_step_that_raised():
     class Raises(MainGrad):
         def step(self, closure=None):
