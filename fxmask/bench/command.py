@@ -83,12 +83,10 @@ OF_WEIGHTS = ("blocks", "ratios", "shapes", "providers", "dtype", "floor", "disp
 
 def check(a: argparse.Namespace) -> None:
     """Numbers and names that cannot be meant are refused, not read as the default."""
-    for name in ("dispatch", "sample_s", "time_limit"):
+    for name, least in (("dispatch", 1), ("sample_s", 0), ("time_limit", 0)):
         given = getattr(a, name)
-        if name == "dispatch" and given == 0:
-            raise ConfigError("--dispatch 0: expected at least 1 case.")
-        if given is not None and not given >= 0:  # nan, too
-            raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least 0.")
+        if given is not None and not given >= least:  # nan, too
+            raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least {least}.")
     if a.dtype == "tf32" and a.device == "cpu":
         raise ConfigError("--dtype tf32 is a mode of GPUs: expected another dtype on a CPU.\n  fix: --dtype fp32, or --device cuda.")
     if not names(a.masks) or set(names(a.masks)) - set(MASKS):

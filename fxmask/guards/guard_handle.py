@@ -162,8 +162,8 @@ class GuardHandle:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
-            masked = [g for g in self._guarded if id(g.site) not in self._looked_at and g.mask is not None and masks_any(g.site)]
-            masked = [g for g in masked if g.weight.grad is not None]
+            new = [g for g in self._guarded if id(g.site) not in self._looked_at and g.weight.grad is not None]
+            masked = [g for g in new if g.mask is not None and masks_any(g.site)]
             self._looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)
         return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)

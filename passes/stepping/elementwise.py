@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
 from ..state import ranks
-from .held import look
+from .held import find_wrapped
 from .optimiser import EVERY
 
 ELEMENTWISE = (
@@ -29,7 +29,7 @@ def looks_at_others(optimizer: Optimizer) -> bool:
 
 def cleared_while_masked(optimizer: Optimizer, returning: str) -> str:
     """Which state of a frozen weight is zero while masked: none where each element is its own, Muon's momentum, or all where `returning` says so."""
-    chain = look(optimizer)
+    chain = find_wrapped(optimizer)
     if returning == "zero" and any(type(o) not in ELEMENTWISE for o in chain):
         return EVERY
     return "momentum_buffer" if any(isinstance(o, optim.Muon) for o in chain) else ""
@@ -41,7 +41,7 @@ def refuse(optimizer: Optimizer, vouched: bool) -> None:
     if ranks.stepping(optimizer) is not optimizer:
         what = "masked_step of an optimiser that shares its state out among processes: expected one that holds all of it."
         raise UnsupportedError(message(what, kind.__name__, "leave masked_step out: freeze works there."))
-    if len(look(optimizer)) > 1:
+    if len(find_wrapped(optimizer)) > 1:
         what = f"masked_step of {kind.__name__}, which wraps another optimiser: expected one that steps by itself, from its own param_groups and state."
         fix = "leave masked_step out; or guard the optimiser inside, where the wrapper leaves masked weights alone."
         raise UnsupportedError(message(what, kind.__name__, fix))

@@ -20,7 +20,7 @@ def ids_of(optimizer: Optimizer) -> tuple[int, ...]:
 _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
 
 
-def look(optimizer: Optimizer) -> list[Optimizer]:
+def find_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     """The optimiser, and those that it wraps and has step parameters of its own, as SAM and Lookahead do, whose momenta are there.
 
     Looked for among its attributes, and in lists, tuples and dicts of these. Kept for `with_wrapped`; cost: host work a parameter of those that wrap some.
@@ -37,9 +37,9 @@ def look(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """What `look` has found last, which a guard asks once a step."""
+    """What `find_wrapped` has found last; a guard has it look once a step."""
     found = [o for ref in _known.get(optimizer, ()) if (o := ref()) is not None]
-    return found or look(optimizer)
+    return found or find_wrapped(optimizer)
 
 
 def states_of(optimizer: Optimizer, weight: Tensor) -> list[Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from ..state import ranks
 from ..state.site import Site
 from ..state.site_mask import mask_outside
 from . import set_aside
-from .held import look, moves_by_grad, states_of
+from .held import find_wrapped, moves_by_grad, states_of
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -140,7 +140,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
     """
     taken: list[tuple[Guarded, dict[str, Tensor]]] = []
     by_grad = moves_by_grad(optimizer)
-    look(optimizer)
+    find_wrapped(optimizer)  # one may have been put around another since
     for g in guarded:
         g.forget()
         g.had_gradient, g.by_grad = g.weight.grad is not None, by_grad

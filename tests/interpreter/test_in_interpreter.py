@@ -7,8 +7,6 @@ import pytest
 
 FOLDER = Path(__file__).parent
 FILES = sorted((p for p in FOLDER.glob("test_*.py") if p.name != Path(__file__).name), key=lambda p: (p.name != "test_kernels.py", p.name))  # the longest first
-
-
 GROUPS = [tuple(FILES[i::4]) for i in range(4)]  # fewer processes would be less even, and each takes seconds to begin
 
 

@@ -143,7 +143,7 @@ def test_options_that_cannot_be_meant(tmp_path, capsys, option, value):
     [
         (("--masks", "rows,foo"), "--masks 'rows,foo': expected some of random, rows, separated by commas."),
         (("--masks", ","), "--masks ',': expected some of random, rows"),
-        (("--dispatch", "-2"), "--dispatch -2: expected at least 0."),
+        (("--dispatch", "-2"), "--dispatch -2: expected at least 1."),
         (("--sample-s", "nan"), "--sample-s nan: expected at least 0."),
         (("--time-limit", "-1"), "--time-limit -1.0: expected at least 0."),
         (("--dispatch", "2", "--floor", "--blocks", "32"), "expected --cells to choose among them, got --blocks, --floor."),

@@ -54,7 +54,7 @@ def test_an_encoding_without_some_signs(monkeypatch):
     ("args", "said"),
     [
         (("bench", "--device", "cpu", "--shapes", "64x64->64", "--out", "{file}"), "cannot read or write: [Errno"),
-        (("bench", "--device", "cpu", "--dispatch", "0"), "--dispatch 0: expected at least 1 case."),
+        (("bench", "--device", "cpu", "--dispatch", "0"), "--dispatch 0: expected at least 1."),
         (("bench", "--device", "cpu", "--dtype", "tf32", "--list"), "--dtype tf32 is a mode of GPUs: expected another dtype on a CPU."),
         (("explain", SPEC, "--ratio", "0.5", "--block", ""), "block: expected out x in, such as 16x16, got ''."),
         (("explain", SPEC, "--ratio", "0.5", "-o", ""), "-o: expected a path, got ''."),

@@ -1,9 +1,7 @@
 """The CPU implementation beside other threads and processes: the same bits, no thread lost, no lock kept."""
 
-import ctypes
 import hashlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,33 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from unit.threads import FORKS, set_threads
 
 import fxmask
 from fxmask.kernels import ops
-from fxmask.kernels.cpu import deciding, implementation, openmp, pool, score
+from fxmask.kernels.cpu import deciding, implementation, pool, score
 from fxmask.kernels.cpu.plans import COLUMNS_512, ROWS_512, ROWS_512X3, RUNS_2048, Plan
 
 BLOCK = (32, 32)
 PLANS = (Plan("rows", 256), Plan("runs", 512), Plan("rows", 512, 3), Plan("columns", 256), Plan("rows", 7), Plan("columns", 100))
-# fork() beside threads warns from Python 3.12 on; a loader warns of more workers than the test may use cores
-FORKS = ("ignore:.*fork.*:DeprecationWarning", "ignore:This DataLoader will create:UserWarning")
 
 
 @pytest.fixture(params=[1, 2, 3])
 def threads(request):
     with set_threads(request.param):
         yield request.param
-
-
-@contextmanager
-def set_threads(n):
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-        assert torch.get_num_threads() == n
-    finally:
-        torch.set_num_threads(before)
 
 
 def operands(tokens=1200, n=160, k=224, seed=0):
@@ -238,9 +224,10 @@ def digest():
 
 
 def test_another_process_computes_the_same_bits():
-    code = "from tests.unit.test_cpu_pool import digest; print(digest())"
+    code = "from unit.test_cpu_pool import digest; print(digest())"
     root = Path(__file__).parents[2]
-    other = subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    other = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, capture_output=True, text=True, timeout=120)
     assert other.returncode == 0, other.stderr
     assert other.stdout.strip() == digest()
 
@@ -335,67 +322,6 @@ def test_small_masks_leave_the_count_of_threads_alone(monkeypatch):
     assert counts == []
     score.block_keys(torch.randn(129, 256), (16, 16), "fro")
     assert counts == [1, 2]
-
-
-def tasks():
-    return len(os.listdir("/proc/self/task"))
-
-
-def wait_for(count):
-    """Threads that were told to go take a moment."""
-    end = time.monotonic() + 10
-    while tasks() != count:
-        assert time.monotonic() < end, f"{tasks()} threads, not {count}"
-        time.sleep(0.01)
-
-
-@pytest.mark.skipif(not openmp._pauses(), reason="no OpenMP 5 runtime that /proc names")
-def test_openmps_idle_threads_are_told_to_go():
-    x, two = torch.zeros(1 << 20), [lambda: None, lambda: None]
-    with set_threads(2):
-        for leave in (openmp.dismiss, lambda: pool.run(two)):
-            x.add(1.0)
-            pool.run(two)  # the pool's own threads are there from here on
-            few = tasks()
-            x.add(1.0)
-            wait_for(few + 1)  # PyTorch's second thread, which waits busily
-            pool.run(two[:1])
-            assert tasks() == few + 1  # and may, beside one range
-            leave()
-            wait_for(few)
-        assert torch.equal(x.add(1.0), torch.ones(1 << 20))  # it begins anew
-
-
-def test_without_such_a_runtime_nothing_happens(monkeypatch):
-    monkeypatch.setattr(openmp, "RUNTIME", re.compile("no such runtime"))
-    openmp._pauses.cache_clear()
-    try:
-        assert openmp._pauses() == ()
-        openmp.dismiss()
-    finally:
-        openmp._pauses.cache_clear()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings(*FORKS)
-@pytest.mark.parametrize("unseen", [False, True])
-def test_a_forked_child_does_not_wait_for_its_parents_threads(unseen, monkeypatch):
-    with set_threads(2):
-        torch.zeros(1 << 20).add(1.0)
-        made = ctypes.PyDLL(None).fork() if unseen else os.fork()  # that of C runs no hooks of Python
-        if not made:
-            try:
-                openmp.dismiss()
-            finally:
-                os._exit(sys.exc_info()[0] is not None)
-    end = time.monotonic() + 10
-    while (found := os.waitpid(made, os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(made, signal.SIGKILL)
-            os.waitpid(made, 0)
-            pytest.fail("the child hangs")
-        time.sleep(0.01)
-    assert found[1] == 0
 
 
 def test_inference_mode_on_several_threads(threads):

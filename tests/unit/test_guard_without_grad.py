@@ -233,10 +233,10 @@ def test_optimisers_that_know_each_other():
     a.other, b.other, gone = b, a, MainGrad([nn.Parameter(torch.ones(1))])
     a.gone, a.apart = weakref.proxy(gone), [MainGrad([nn.Parameter(torch.ones(1))])]
     del gone
-    assert held.look(a) == [a, b] and held.with_wrapped(a) == [a, b]
+    assert held.find_wrapped(a) == [a, b] and held.with_wrapped(a) == [a, b]
     theirs = optim.AdamW(model.parameters())
     theirs.previous = optim.SGD(model.parameters())
-    assert held.look(theirs) == [theirs]
+    assert held.find_wrapped(theirs) == [theirs]
     fxmask.guard(theirs, model, masked_step=True)
 
 
