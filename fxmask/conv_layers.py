@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from .kernels import conv
 from .passes.finding.weights import raw_weight
 from .passes.state.site_forward import forward_lists, forward_mask, refuse_tracing
-from .swap import MaskedLayer, softened
+from .swap import MaskedLayer, of_now, softened
 
 
 class MaskedConv2d(MaskedLayer):
@@ -22,7 +22,9 @@ class MaskedConv2d(MaskedLayer):
 
     bias: Tensor | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
+        if not isinstance(self, MaskedConv2d):
+            return of_now(self, input)
         c, weight = self._fxmask_config, raw_weight(self)
         if isinstance(input, Proxy):
             refuse_tracing(self)

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from .passes.finding.weights import raw_weight
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
-from .swap import MaskedLinear, Swapped, masked_class, ran
+from .swap import MaskedLinear, Swapped, masked_class, of_now, ran
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -32,7 +33,9 @@ class DroppedLinear(Swapped):
     _fxmask_dropping: BlockDropout
     bias: Tensor | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
+        if not isinstance(self, DroppedLinear):
+            return of_now(self, input)
         if isinstance(input, Proxy):
             what = "torch.fx.symbolic_trace cannot look into a layer with block dropout: expected a dense model."
             raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, BlockDropout(...))."))
@@ -60,6 +63,9 @@ class Pair:
         if on is not None and on != m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
             of = ("train()", "drops nothing") if on else ("eval()", "drops")
             warn_of_fused(f"a Dropout in {of[0]} rests for the linear behind it, which is not, and {of[1]}: expected both in one mode.")
+        alone = on is None and m.training and not m._fxmask_dropping.mc  # type: ignore[union-attr]
+        if alone and torch._C._current_graph_task_id() == -1 and "_is_replica" not in m.__dict__:  # a checkpoint's second forward; DataParallel's share this
+            warn_of_fused("a linear drops for a Dropout that has not run before it: expected that where it was; if it is gone, the linear still drops.")
 
 
 def warn_of_fused(what: str) -> None:
@@ -73,7 +79,9 @@ class FusedDropout(nn.Dropout):
 
     _fxmask_pair: Pair
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
+        if not isinstance(self, FusedDropout):
+            return of_now(self, input)
         compiling, pair = torch.compiler.is_compiling(), self._fxmask_pair
         if not compiling:
             pair.on = self.training

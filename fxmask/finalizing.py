@@ -24,6 +24,7 @@ from .passes.finding.candidate import join
 from .passes.finding.find import find
 from .passes.finding.graph_linears import graph_modules
 from .passes.graphs.graph_calls import MASKED_LINEAR, resolve
+from .passes.graphs.graph_site import refuse_split
 from .passes.settings.config import WeightMask
 from .passes.state.site import Site
 from .passes.state.site_forward import refuse_lost
@@ -64,6 +65,7 @@ def finalize(model: M, format: str = "dense") -> M:
         return model
     if not any_masked(model) and (any_pruned(model) or any_dropped(model)):
         return _without_masks(model, format)
+    refuse_split(model, "fxmask.finalize")
     found = required_sites(model, "fxmask.finalize")
     users = _unmasked_users(model)
     for name, site, weight in found:

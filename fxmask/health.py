@@ -8,9 +8,9 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -77,17 +77,17 @@ class HealthLog:
         if not self.updates and self.path is not None and self.path.exists() and self.path.stat().st_size:
             what = f"HealthLog: {self.path} holds the rows of another run: expected a new file, or a log that goes on by load_state_dict."
             raise StateError(message(what, fix="name another path, or load the state of the log that has written it."))
-        self.updates += 1
-        rows = []
+        found = []  # before anything is counted, as this, and a file that cannot be opened, may raise
         for name, site, weight in required_sites(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
-            mask = mask_outside(site, w).to("cpu", copy=True)  # one that is cached may be rewritten in place
-            rows.append(self._row(name, site, ranks.whole(w), mask))
-        self.rows += rows
-        if self.path is not None:
-            with _written(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
+            found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True)))  # a cached one may be rewritten in place
+        with nullcontext() if self.path is None else _appended(self.path) as file:
+            self.updates += 1
+            rows = [self._row(name, site, ranks.whole(w), mask) for name, site, w, mask in found]  # whole weights one at a time
+            self.rows += rows
+            if file is not None:
                 writer = csv.DictWriter(file, COLUMNS)
-                if not self.path.stat().st_size:
+                if not file.tell():
                     writer.writeheader()
                 writer.writerows(rows)
         return self.report()
@@ -200,6 +200,13 @@ class HealthLog:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
         seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}
         return heatmaps({n: self.activity[n] / updates for n, updates in seen.items()}, path)
+
+
+@contextmanager
+def _appended(path: Path) -> Iterator[TextIO]:
+    """A file, open at its end."""
+    with _written(path), path.open("a", newline="", encoding="utf-8") as file:
+        yield file
 
 
 @contextmanager

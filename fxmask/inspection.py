@@ -37,7 +37,7 @@ from .passes.state.site_mask import mask_outside
 from .passes.stepping.bypass import never_run, read_by_adapters
 from .pruning import pruned_layers
 from .report import Report
-from .sites import FINAL, REASONS, any_masked, expect_module, required_sites, sites, values_of
+from .sites import FINAL, REASONS, any_masked, expect_module, read_dense, required_sites, sites, values_of
 
 NO_GRAPH = "no graph of backend='fxmask' that has run is known to mask it"
 _NOTES = [
@@ -176,6 +176,8 @@ def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Ite
         yield f"Have a gradient, and their masked forward has not run: {first_of(idle)}; {why}."
     if read := read_by_adapters(model):
         yield f"Frozen, and never run though the adapter around them trains: {first_of(read)}; it computes with the weight as it is, which is dense."
+    if read := read_dense(model):
+        yield f"Read dense by a module that fxmask.apply was not given: {first_of(read)}; restore, then apply to the whole model, with include."
     resting, lost = resting_dropouts(model)
     if resting:
         yield f"Dropouts whose work the next linear does: {', '.join(resting)}; whoever else calls them drops nothing."

@@ -26,7 +26,7 @@ from .passes.finding.conv import KINDS, Kinds, find_layers, kinds_of
 from .passes.finding.graph_linears import graph_modules
 from .passes.finding.outside import outside
 from .passes.finding.readers import ancestors
-from .passes.graphs.graph_site import graph_sites
+from .passes.graphs.graph_site import graph_sites, refuse_split
 from .passes.graphs.weight_mask import MaskWeights, RestoreLinears
 from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning
@@ -152,6 +152,7 @@ def restore(model: M) -> M:
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))
+    refuse_split(model, "fxmask.restore")
     for name, m in model.named_modules():
         if isinstance(m, (MaskedLayer, WeightReader, Pruned, DroppedLinear)):
             refuse_changed_class(name, m)

@@ -19,7 +19,7 @@ from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
-from .swap import MaskedLinear, Swapped, masked_class
+from .swap import MaskedLinear, Swapped, masked_class, of_now
 
 
 class Pruned(Swapped):
@@ -43,7 +43,9 @@ class PrunedLinear(Pruned):
 
     bias: Tensor | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
+        if not isinstance(self, PrunedLinear):
+            return of_now(self, input)
         _refuse_tracing(self, input)
         return self._fxmask_pruning.linear(input, raw_weight(self), self.bias, self.training)
 
@@ -53,7 +55,9 @@ class PrunedProduct(Pruned):
 
     _fxmask_product: Product
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
+        if not isinstance(self, PrunedProduct):
+            return of_now(self, input)
         _refuse_tracing(self, input)
         p = self._fxmask_product
         b = getattr(self, p.b) if p.b else None

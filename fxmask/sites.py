@@ -11,13 +11,14 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import grid_shape, matrix_shape
 from .loads import watch_loads
 from .passes.counting.traced import backend_of
+from .passes.finding.readers import weight_readers
 from .passes.finding.weights import peek_weight, refuse_wrapped
 from .passes.graphs.exported import exported_masks
 from .passes.graphs.graph_site import graph_sites
 from .passes.state import ranks
 from .passes.state.site import Site
 from .passes.state.site_mask import refuse_size
-from .swap import MaskedLayer
+from .swap import MaskedLayer, ReadWeight, WeightReader
 
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
 REASONS = "_fxmask_reasons"  # on the model that apply was given: {name: why a linear stays dense}
@@ -81,6 +82,16 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
             what = f"{caller}: a wrapper has flattened or freed this weight: expected one of {site._fxmask_grid} blocks, got shape {tuple(weight.shape)}."
             fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."
             raise UnsupportedError(message(what, name, fix))
+    return found
+
+
+def read_dense(model: nn.Module) -> list[str]:
+    """Names of masked layers whose weight some module reads that was out of sight of `fxmask.apply`, and so reads it dense."""
+    readers, found = weight_readers(model), []
+    for name, m in model.named_modules():
+        others = [o for o in readers.get(id(m), ()) if o is not m] if isinstance(m, MaskedLayer) else []
+        if others and not (isinstance(m, ReadWeight) and all(isinstance(o, WeightReader) for o in others)):
+            found.append(name)
     return found
 
 

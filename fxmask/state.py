@@ -201,6 +201,7 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()
         rebuild.hold(site, mask, state.lists_of(site, mask))
+        state.note_weight(site, site._parameters.get("weight"))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False
     for key in _scores(site):

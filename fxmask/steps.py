@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from .passes.state.site_mask import check_agreed
 from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, sites_in_force, values_of
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def step(model: nn.Module, n: int = 1) -> None:
@@ -97,7 +100,7 @@ def refresh(model: nn.Module) -> None:
 
 
 @contextmanager
-def dense(model: nn.Module) -> Iterator[nn.Module]:
+def dense(model: M) -> Iterator[M]:
     """Context manager: inside, every block is kept, so that the model computes what its dense weights say (a teacher, an evaluation, a bisection).
 
     Nothing recompiles: only device scalars change. A nested use of the same model is an error, and so is copying or restoring it inside. A forward under

@@ -8,8 +8,9 @@ other time it is the Parameter, so that initialisers, optimisers and surgery see
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from .passes.state.site import Site
 from .passes.state.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
 from .reading import FORWARDS, count, is_read
 
+unmasked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers whose masks fxmask itself has taken off
+
 
 class Swapped(nn.Module):
     """Base of the mixins that give a layer another forward: how it is copied and pickled."""
@@ -43,6 +46,11 @@ class Swapped(nn.Module):
     _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
     _fxmask_class: type[nn.Module]  # the class that `masked_class` made
     __prepare_scriptable__ = refuse_scripting
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        name, base = type(self).__name__, self._fxmask_base.__name__
+        what = f"{name} was called to make a layer: expected fxmask.apply, which changes the class of layers that are there."
+        raise UnsupportedError(message(what, name, f"make a {base} (type(layer)._fxmask_base is that class), then call fxmask.apply on the model again."))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
@@ -67,6 +75,8 @@ class MaskedLinear(MaskedLayer):
     _fxmask_chooses = True
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(self, MaskedLinear):
+            return of_now(self, input)
         c, weight = self._fxmask_config, raw_weight(self)
         if isinstance(input, Proxy):
             refuse_tracing(self)
@@ -86,6 +96,11 @@ class MaskedLinear(MaskedLayer):
             return prune.masked_linear(input, weight, bias, mask, c.block, c.backward, flag, c.impl, lists)  # type: ignore[arg-type]
         impl = gpu_site.implementation(self, input, weight, bias)  # type: ignore[arg-type]
         return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, impl, forward_lists(self, mask, impl))  # type: ignore[arg-type]
+
+
+def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward that a module has by now, for one of ours that was bound before `fxmask.restore`, as wrappers of forwards keep it (Accelerate's hooks)."""
+    return type(m).forward(m, *args, **kwargs)
 
 
 def ran(m: nn.Module) -> None:
@@ -138,7 +153,9 @@ class ReadWeight(MaskedLinear):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fxmask_reading": 0, "_fxmask_owners": 0, "_fxmask_owned": False}  # another thread may run what is copied
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ReadWeight):
+            return of_now(self, *args, **kwargs)
         if self._fxmask_base.forward is nn.Linear.forward:
             return MaskedLinear.forward(self, *args, **kwargs)
         compiled = torch.compiler.is_dynamo_compiling()  # of this thread, where is_compiling is of all
@@ -154,6 +171,8 @@ class WeightReader(Swapped):
     """Mixin of a module that reads the `.weight` of masked Linears in its forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, WeightReader):
+            return of_now(self, *args, **kwargs)
         read = [m for m in self.modules() if isinstance(m, ReadWeight)]
         for m in read:
             if not is_own_class(m):
@@ -169,8 +188,14 @@ class WeightReader(Swapped):
         return ended(found, read, self)
 
 
-@cache
+_made: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()  # classes that users define in functions may go
+
+
 def _masked_class(base: Any, mixin: Any) -> Any:
+    return _made.get((base, mixin)) or _made.setdefault((base, mixin), _make_class(base, mixin))
+
+
+def _make_class(base: Any, mixin: Any) -> Any:
     @wraps(base.forward)  # its signature, by which exporters and trainers name arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return mixin.forward(self, *args, **kwargs)
@@ -191,8 +216,8 @@ def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Modul
     """
     below: Any = base.__bases__[0]
     if base.__name__ != f"Parametrized{below.__name__}" or "__getstate__" not in base.__dict__:
-        return _masked_class(base, mixin)  # type: ignore[arg-type]  # a class is hashable, Module.__hash__ confuses the checker
-    inner: Any = _masked_class(below, mixin)  # type: ignore[arg-type]
+        return _masked_class(base, mixin)
+    inner: Any = _masked_class(below, mixin)
     made = {name: value for name, value in base.__dict__.items() if isinstance(value, property)}
     cls: Any = type(f"{inner.__name__.removesuffix(below.__name__)}{base.__name__}", (inner,), {"_fxmask_base": base, "__module__": __name__, **made})
     cls._fxmask_class = cls
@@ -226,6 +251,7 @@ def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: 
     weight = peek_weight(m)
     m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else mixin)
     assert isinstance(m, MaskedLayer)
+    unmasked.discard(m)
     state.install(m, config, name, weight, stream_name)
     if isinstance(m, ReadWeight):
         for owner in owners:
@@ -238,6 +264,7 @@ def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: 
 def unswap(m: nn.Module) -> None:
     """Make a masked layer, or a reader of one, what it was, in place; harmless where `swap` failed half-way."""
     if isinstance(m, (MaskedLayer, WeightReader)):
+        unmasked.add(m)
         m.__class__ = m._fxmask_base  # type: ignore[assignment]
         state.uninstall(m)
         hooks = m._load_state_dict_post_hooks

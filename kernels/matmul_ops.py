@@ -115,10 +115,12 @@ def linear(
     """The masked linear as modules call it: `masked_linear`, or its aten form where PyTorch cannot differentiate a custom op.
 
     `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get
-    `reference.composite`, and so do nested tensors. Raises: UnsupportedError where `impl="triton"` meets any of these.
+    `reference.composite`, and so do nested and sparse tensors. Raises: UnsupportedError where `impl="triton"` meets any of these.
     """
-    if x.is_nested and impl == "triton":
-        raise UnsupportedError("impl='triton' got a nested tensor: expected a plain one; use impl='auto' or impl='reference'.")
-    if is_transformed(impl) or x.is_nested:
+    plain = not (x.is_nested or x.is_sparse or x.is_sparse_csr)
+    if not plain and impl == "triton":
+        kind = "nested" if x.is_nested else "sparse"
+        raise UnsupportedError(f"impl='triton' got a {kind} tensor: expected a plain one; use impl='auto' or impl='reference'.")
+    if is_transformed(impl) or not plain:
         return reference.composite(x, w, bias, mask, block, backward, dense)
     return masked_linear(x, w, bias, mask, block[0], block[1], backward, dense, impl, lists)

@@ -23,7 +23,7 @@ from ..sites import required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of
 from .guarded import shared_out
-from .replaced import warn_of_lost
+from .replaced import warn_of_dense_owners, warn_of_lost
 
 
 def guard(
@@ -71,6 +71,7 @@ def guard(
     masked_weights = "freeze" if masked_step else masked_weights
     found = required_sites(model, "fxmask.guard")
     warn_of_lost(model)
+    warn_of_dense_owners(model)
     # a wrapper that skips Optimizer.__init__ may have the dicts of hooks, and a step that never calls them
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
         what = f"{type(optimizer).__name__} has no step hooks: expected an optimiser that calls Optimizer.__init__."
@@ -87,7 +88,7 @@ def guard(
         raise UnsupportedError(message(what, type(optimizer).__name__, fix))
     _refuse_scattered(optimizer, found)
     held = shared_out(optimizer, found, masked_weights, bool(masked_step))
-    if not held.guarded and not held.followed:
+    if not held.guarded and (not held.followed or any(weight.requires_grad for _, _, weight in held.others)):
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
     free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
@@ -131,13 +132,23 @@ def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
     for _, gm in graph_modules(model):
         for call in gm.graph.find_nodes(op="call_module"):
             if gm.get_submodule(str(call.target)) is site:
-                yield from _parameters_behind(gm, call)
+                yield from _parameters_behind(model, gm, call.args[0])
 
 
-def _parameters_behind(gm: GraphModule, node: Node) -> Iterator[nn.Parameter]:
-    """The parameters of a graph that a node is computed from."""
-    for n in behind(node)[1:]:
+def _parameters_behind(model: nn.Module, gm: GraphModule, value: object) -> Iterator[nn.Parameter]:
+    """The parameters that a value of a graph is computed from; what the graph is given comes from the graphs that call it."""
+    for n in behind(value):
         if n.op == "get_attr" and isinstance(p := resolve(gm, str(n.target)), nn.Parameter):
             yield p
         elif n.op == "call_module":
             yield from gm.get_submodule(str(n.target)).parameters()
+        elif n.op == "placeholder":
+            at = gm.graph.find_nodes(op="placeholder").index(n)
+            for outer, call in _calls_of(model, gm):  # split_module passes one by one, in order
+                yield from (p for a in call.args[at : at + 1] for p in _parameters_behind(model, outer, a))
+
+
+def _calls_of(model: nn.Module, called: GraphModule) -> Iterator[tuple[GraphModule, Node]]:
+    """(graph, node) of the calls of a graph by others."""
+    for _, gm in graph_modules(model):
+        yield from ((gm, n) for n in gm.graph.find_nodes(op="call_module") if gm is not called and gm.get_submodule(str(n.target)) is called)

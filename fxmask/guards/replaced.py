@@ -10,8 +10,8 @@ from torch import nn
 from ..kernels.errors import FxMaskWarning, first_of, message
 from ..passes.finding.candidate import join
 from ..passes.stepping.optimiser import Guarded
-from ..sites import SELECTED
-from ..swap import MaskedLayer
+from ..sites import SELECTED, read_dense
+from ..swap import MaskedLayer, unmasked
 
 KINDS = (nn.Linear, nn.Conv2d)
 
@@ -21,10 +21,18 @@ def warn_of_lost(model: nn.Module) -> None:
     now = dict(model.named_modules())
     for prefix, m in model.named_modules():
         names = (join(prefix, name) for name in m.__dict__.get(SELECTED, ()))
-        if found := [name for name in names if isinstance(m := now.get(name), KINDS) and not isinstance(m, MaskedLayer)]:
+        if found := [name for name in names if isinstance(m := now.get(name), KINDS) and not isinstance(m, MaskedLayer) and m not in unmasked]:
             what = "masked layers were replaced since fxmask.apply: expected theirs in the model, got layers that it has not seen, which are dense."
             fix = "fxmask.apply(model, ..., include=[...]) for the new layers before fxmask.guard; or replace layers first, then call fxmask.apply."
             warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=3)
+
+
+def warn_of_dense_owners(model: nn.Module) -> None:
+    """FxMaskWarning where a module reads the weight of a layer that was masked without it, as the fast path of an encoder layer does in eval()."""
+    if found := read_dense(model):
+        what = "a module of this model reads the weights of masked layers without their masks: expected fxmask.apply to be given it, got a part without it."
+        fix = "fxmask.restore what was masked, then fxmask.apply(model, ..., include=[...]) on the whole model."
+        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=3)
 
 
 def without_gradient(guarded: Iterable[Guarded]) -> list[Guarded]:

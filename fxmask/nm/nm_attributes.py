@@ -76,6 +76,7 @@ def check(m: NMLayer, weight: Tensor) -> None:
         what = "vmap over the weights of a layer whose N:M mask or order rests would give all of them this model's: expected each weight to have its own."
         fix = "use a mask that each forward makes, by magnitude or learned, not frozen; or run the models one by one."
         raise UnsupportedError(message(what, type(m).__name__, fix))
+    refuse_size(m, weight)
     if not m.training or m.nm_mask is not None or not isinstance(logits, nn.Parameter) or logits.requires_grad or not torch.is_grad_enabled():
         return
     what = "training would draw learned masks from logits that ask for no gradient, so that nothing is learned: expected requires_grad."
@@ -99,6 +100,14 @@ def _check_ranks(m: NMLayer, weight: Tensor) -> None:
     raise StateError(message(what, type(m).__name__, f"{fix}{more}."))
 
 
+def refuse_size(m: NMLayer, weight: Tensor) -> None:
+    """Raise StateError where a mask, or its logits, are of another weight."""
+    logits, size = m._parameters.get(LOGITS), weight.shape if m.nm_mask is None else m.nm_mask.shape
+    if size != weight.shape or (logits is not None and logits.shape[0] * m._fxmask_nm.m != weight.numel()):
+        what = f"the weight has been replaced by one of another size, {tuple(weight.shape)}: expected that of its N:M mask."
+        raise StateError(message(what, type(m).__name__, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
+
+
 def refuse_lost(m: NMLayer) -> None:
     """Raise StateError where a mask, or the order that logits belong to, has no values."""
     if m._fxmask_nm_lost:
@@ -115,7 +124,8 @@ def take_order(m: NMLayer, prefix: str, order: object, errors: list[str]) -> Non
         errors.append(f"{prefix}{ORDER}: expected a permutation of {len(old)} columns, int64.")
         return
     assert isinstance(order, Tensor)
-    m.nm_permutation, m._fxmask_nm_lost = order.detach().to(old.device, copy=True), m._fxmask_nm_frozen and m._fxmask_nm_lost
+    device = order.device if old.is_meta else old.device  # weights that a load assigns come from there, too
+    m.nm_permutation, m._fxmask_nm_lost = order.detach().to(device, copy=True), m._fxmask_nm_frozen and m._fxmask_nm_lost
     m._fxmask_nm_own = False
 
 

@@ -19,8 +19,8 @@ from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
 from ..sites import expect_module, values_of
-from ..swap import Swapped, masked_class
-from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, take_order, tau_of, warn_scaled
+from ..swap import Swapped, masked_class, of_now
+from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, refuse_size, take_order, tau_of, warn_scaled
 
 
 class NMLayer(Swapped):
@@ -40,7 +40,9 @@ class NMLayer(Swapped):
     nm_tau: Tensor | None  # 0-d, where it moves
     bias: Tensor | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Any:
+        if not isinstance(self, NMLayer):
+            return of_now(self, input)
         if isinstance(input, Proxy):
             what = "torch.fx.symbolic_trace cannot look into a layer with an N:M mask: expected a dense model."
             raise UnsupportedError(message(what, type(self).__name__, "use torch.export.export or torch.compile; or fxmask.finalize(model) first, then trace."))
@@ -72,7 +74,9 @@ class NMLayer(Swapped):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        move(self, fn(torch.empty(0, device=self._fxmask_nm_device)).device)
+        here, weight = self._fxmask_nm_device, peek_weight(self)
+        brought = here.type == "meta" and not weight.is_meta  # by a load that assigns
+        move(self, weight.device if brought else fn(torch.empty(0, device=here)).device)
         return result
 
 
@@ -100,6 +104,7 @@ def element_mask(m: NMLayer, last: bool = False) -> Tensor:
     """The mask of the next forward in eval(), bool of the weight's shape; a copy. last: the one that `final` of a learned mask says, which may be drawn."""
     c, mask, logits, table, order = m._fxmask_nm, m.nm_mask, m._parameters.get(LOGITS), m.nm_patterns, m.nm_permutation
     refuse_lost(m)
+    refuse_size(m, peek_weight(m))
     if mask is not None:
         return mask.clone()
     w, scores = ranks.whole(peek_weight(m).detach()), None if logits is None else ranks.whole(logits.detach())
@@ -182,7 +187,8 @@ def rebuild_nm(m: NMLayer) -> None:
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
-    if isinstance(m, NMLayer) and not peek_weight(m).is_meta:
+    if isinstance(m, NMLayer) and not (weight := peek_weight(m)).is_meta:
+        move(m, weight.device)  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         rebuild_nm(m)
 
 

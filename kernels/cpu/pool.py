@@ -10,17 +10,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
+from queue import SimpleQueue
 
 import torch
 
 from .openmp import dismiss
 
 LEAST = 256  # tokens that are worth a thread
+Job = Callable[[], None]
+Task = tuple[Job, bool, "SimpleQueue[BaseException | None]"]  # with the caller's inference mode, and where the outcome goes
 _lock = threading.RLock()  # the handler of a signal runs on the thread that it interrupts, and may run the model, too
-_pool: ThreadPoolExecutor | None = None
+_tasks: SimpleQueue[Task] = SimpleQueue()  # of C: a handler that raises in the middle of a put or a get leaves it whole, unlike an executor's locks
 _workers = 0
 
 
@@ -39,60 +41,72 @@ def one_thread() -> Iterator[int]:
         yield 1
         return
     with _lock:
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             yield threads
         finally:
             torch.set_num_threads(threads)
 
 
-def run(jobs: list[Callable[[], None]]) -> None:
-    """Run all jobs side by side, inside `one_thread`; the first one on the caller's thread."""
+def run(jobs: list[Job]) -> None:
+    """Run all jobs side by side, inside `one_thread`, in the body of an op, whose autograd is off; the first one on the caller's thread.
+
+    A handler of a signal may raise anywhere in here: what has begun is waited for, and the next call finds everything as it should be.
+    """
+    outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+    sent, there = 0, 0
     if len(jobs) > 1:  # a job alone leaves them a core
         dismiss()
-    inference, waiting = torch.is_inference_mode_enabled(), list[Future[None]]()
+        there = _sized(len(jobs) - 1)
+    inference = torch.is_inference_mode_enabled()
     try:
-        for job in jobs[1:]:
-            waiting.append(_sized(len(jobs) - 1).submit(_quietly, job, inference))
-    except RuntimeError:  # the program ends: no pool takes work any more, though other threads, or what runs at exit, may
-        pass
-    try:
-        for job in (jobs[0], *jobs[1 + len(waiting) :]):
-            _quietly(job, inference)
+        for job in jobs[1:] if there else ():
+            _tasks.put((job, inference, outcomes))
+            sent += 1  # after it: to wait for one that was never sent would be for ever
+        for job in jobs[:1] if there else jobs:
+            job()
     finally:
-        for w in waiting:
-            w.exception()  # wait for all, whatever happened
-    for w in waiting:
-        w.result()
+        errors = [outcomes.get() for _ in range(sent)]  # whatever happened
+    for error in filter(None, errors):
+        raise error
 
 
-def _quietly(job: Callable[[], None], inference: bool) -> None:
-    with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
-        job()
-
-
-def _sized(workers: int) -> ThreadPoolExecutor:
-    """The pool, with at least so many threads, all of them begun: one that began later would set the process's count of threads then."""
-    global _pool, _workers
-    if _pool is None or _workers < workers:
-        if _pool is not None:
-            _pool.shutdown()
-        _pool, _workers = ThreadPoolExecutor(workers, "fxmask", initializer=torch.set_num_threads, initargs=(1,)), workers
-        together = threading.Barrier(workers)
+def _work(tasks: SimpleQueue[Task], begun: SimpleQueue[None]) -> None:
+    """A thread's life: as a daemon, it ends with the process."""
+    torch.set_num_threads(1)
+    begun.put(None)
+    while True:
+        job, inference, outcomes = tasks.get()
         try:
-            for begun in [_pool.submit(together.wait) for _ in range(workers)]:
-                begun.result()
+            with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
+                job()
+        except BaseException as error:  # the caller's to raise
+            outcomes.put(error)
+        else:
+            outcomes.put(None)
+        del job, outcomes  # what they hold, before the next one comes
+
+
+def _sized(workers: int) -> int:
+    """How many threads there are: at least so many, all of them begun, as one that began later would set the process's count of threads then; or none."""
+    global _workers
+    while _workers < workers:
+        begun: SimpleQueue[None] = SimpleQueue()
+        try:
+            threading.Thread(target=_work, args=(_tasks, begun), name=f"fxmask-{_workers}", daemon=True).start()
         except RuntimeError:
-            together.abort()  # those that have begun wait for ever else
-            _pool = None
-            raise
-    return _pool
+            if threading.main_thread().is_alive():  # a handler's, or the system's limit
+                raise
+            break  # the program ends: some versions of Python begin no thread any more, though other threads, or what runs at exit, may work
+        begun.get()
+        _workers += 1
+    return _workers
 
 
 def _after_fork() -> None:
     """Threads do not follow a fork, and a lock that somebody held would never be released."""
-    global _lock, _pool
-    _lock, _pool = threading.RLock(), None
+    global _lock, _tasks, _workers
+    _lock, _tasks, _workers = threading.RLock(), SimpleQueue(), 0
 
 
 if hasattr(os, "register_at_fork"):

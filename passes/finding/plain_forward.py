@@ -8,15 +8,16 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .per_class import per_class
 
-@cache
+
+@per_class
 def computes_linear(cls: type[nn.Module]) -> bool:
     """Whether a forward is `return F.linear(x, self.weight, self.bias)` and nothing else, by its source; what only TorchScript runs is left out."""
     forward = inspect.unwrap(cls.forward)
@@ -71,7 +72,7 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@cache
+@per_class
 def product_of(cls: Any) -> Product | None:
     """The product that a class's forward is, by its source; None for any other."""
     forward = inspect.unwrap(cls.forward)

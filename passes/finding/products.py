@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.utils import parametrize
 from ..graphs.graph_calls import call_stack, resolve
 from ..infra import recorded_value
 from .candidate import REPLACED, Candidate, join, weight_problem
+from .per_class import per_class
 from .plain_forward import product_of
 from .readers import forward_sources
 from .said import parsed
@@ -59,7 +59,7 @@ def _candidate(path: str, weight: Tensor, module: nn.Module | None = None, **mor
     return new
 
 
-@cache
+@per_class
 def _products_inside(cls: type[nn.Module]) -> tuple[str, ...]:
     """Names p of `self.p`, or of `self.p.view(...)` and its like, that a class multiplies by in its forward, by its source."""
     found = []

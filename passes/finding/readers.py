@@ -12,7 +12,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .naming import Path
+from .per_class import per_class
 from .said import Said, said
 
 USE = re.compile(r"\bself\.(\w+)\b")
@@ -38,8 +38,8 @@ def weight_readers(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> dict[
 def _read_by(m: nn.Module) -> list[object]:
     if isinstance(m, nn.MultiheadAttention):  # never calls out_proj
         return [m.out_proj]
-    if isinstance(m, nn.TransformerEncoderLayer):  # its fast path calls neither
-        return [m.linear1, m.linear2]
+    if isinstance(m, nn.TransformerEncoderLayer):  # its fast path calls none of them
+        return [m.linear1, m.linear2, getattr(m.self_attn, "out_proj", None)]
     if isinstance(m, GraphModule):
         return []
     cls: Any = getattr(type(m), "_fxmask_base", type(m))
@@ -59,7 +59,7 @@ def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if m is not layer and any(inner is layer for inner in m.modules())]
 
 
-@cache
+@per_class
 def _said_by(cls: Any) -> Said:
     return said(forward_sources(cls))
 

@@ -9,7 +9,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ...kernels.errors import UnsupportedError, message
+from ...kernels.errors import UnsupportedError, first_of, message
 from ...kernels.lists import listed
 from ..settings.config import WeightMask
 from ..state.site import Site, install
@@ -58,6 +58,15 @@ class GraphSite(Site):
 def containers(gm: GraphModule) -> list[tuple[str, nn.Module]]:
     """The submodules of a graph module that hold its masks: one, by whatever name was free."""
     return [(name, m) for name, m in gm.named_children() if any(isinstance(c, GraphSite) for c in m.children())]
+
+
+def refuse_split(model: nn.Module, caller: str) -> None:
+    """Raise UnsupportedError for graphs that somebody has cut up since (torch.fx's split_module): a mask's calls, weight and container are in several."""
+    graphs = [(path, m) for path, m in model.named_modules() if isinstance(m, GraphModule)]
+    cut = [f"{path}.{name}".lstrip(".") for path, gm in graphs for name, m in gm.named_children() if isinstance(m, GraphSite)]
+    if cut:
+        what = f"{caller} of a traced model that was split after fxmask.apply: expected the graph as fxmask.apply has left it."
+        raise UnsupportedError(message(what, first_of(cut), f"call {caller} on the model before it is split."))
 
 
 def graph_sites(gm: GraphModule) -> Iterator[tuple[GraphSite, Tensor | None]]:

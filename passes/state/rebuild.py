@@ -51,8 +51,7 @@ def rebuild(jobs: Sequence[Job], compute: Callable[[Sequence[Job]], None] | None
             j.site._fxmask_is_dense = dense
         state.sync(*(j.site for j in jobs))
     for site, *_ in jobs:
-        if site._fxmask_saved is None:
-            state.note_weight(site, site._parameters.get("weight"))
+        state.note_weight(site, site._parameters.get("weight"))
         site._fxmask_built = site._fxmask_step
         site._fxmask_lost, site._fxmask_restored, site._fxmask_brought = False, None, False
 
@@ -82,7 +81,6 @@ def in_place(site: Site, mask: Tensor) -> bool:
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
     """Cache a mask and its lists. Inside a CUDA graph, and for one, they go where the graph's forward reads them in every replay."""
-    state.note_weight(site, site._parameters.get("weight"))
     old, old_lists = site._fxmask_mask, site._fxmask_lists
     if old is not None and in_place(site, mask):
         old.copy_(mask)

@@ -54,7 +54,11 @@ def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
     """Raise where an eager forward's weight has become another one's, or its input's last axis is not the layer's: ops know shapes, no names. The compiler
     shows the line of the model.
     """
-    if torch.compiler.is_compiling() or x.is_nested or weight.dim() != 2:
+    if torch.compiler.is_compiling():
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(message(f"expected a Tensor, got {type(x).__name__}.", site._fxmask_name, "give the layer a tensor (..., in_features)."))
+    if x.is_nested or weight.dim() != 2:
         return
     if tuple(weight.shape) != site._fxmask_shape:
         refuse_size(site, weight)

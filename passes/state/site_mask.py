@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 
 from ...kernels import ops
 from ...kernels.errors import StateError, message
@@ -37,7 +39,10 @@ def mask_key(site: Site) -> tuple[object, ...]:
 
 def is_traced_anew(held: Tensor, given: Tensor) -> bool:
     """Whether a forward is traced with tensors that have no values, where those of the state would not be taken."""
-    return isinstance(given, FakeTensor) and not given.fake_mode.allow_non_fake_inputs and not isinstance(held, FakeTensor)
+    if torch.compiler.is_dynamo_compiling() or (type(given) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(given)):
+        return False
+    mode = maybe_get_fake_mode(given)  # inside functionalisation and torch.func, too
+    return mode is not None and not mode.allow_non_fake_inputs and not isinstance(held, FakeTensor)
 
 
 def fits(site: Site, weight: Tensor) -> None:

@@ -99,3 +99,58 @@ def test_readers_in_many_threads():
         assert all(pool.map(run, range(200)))
     assert run(0)
     assert all(isinstance(m.weight, nn.Parameter) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+@pytest.mark.parametrize("mode", ["masked", "ste", "unmasked"])
+def test_sparse_inputs(mode, impl):
+    """Those that PyTorch's Linear takes: bags of words."""
+    x, found = X.relu(), []
+    for make in (lambda: x, x.to_sparse, x.to_sparse_csr):
+        torch.manual_seed(0)
+        model = fxmask.apply(nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 8)), ratio=0.6, backward=mode, impl=impl, exclude="2")
+        with torch.no_grad():
+            y = model(make())
+        model(make()).square().sum().backward()
+        found.append([y, model[0].weight.grad, model[0].bias.grad])
+    for got in found[1:]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, found[0], strict=True))
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0] * 64, 3])
+def test_what_is_no_tensor(wrong):
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5)
+    with pytest.raises(TypeError, match=rf"expected a Tensor, got {type(wrong).__name__}"):
+        model(wrong)
+
+
+@pytest.mark.parametrize("form", ["module", "trace"])
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_gradients_of_functional_calls_in_a_trace_without_values(form, mode):
+    """torch.func.grad and functionalisation wrap the tensors of make_fx, which has no values for those that the mask's state holds."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = fxmask.apply(formed(form), ratio=0.6)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    called = lambda w, x: torch.func.functional_call(model, w, (x,)).square().sum()  # noqa: E731
+    f = torch.func.grad(called) if form == "module" else called  # a custom op in a graph has no torch.func.grad
+    expected, got = f(weights, X), make_fx(f, tracing_mode=mode)(weights, X)(weights, X)
+    same = torch.utils._pytree.tree_map(lambda a, b: torch.allclose(a, b, atol=1e-6), got, expected)
+    assert all(torch.utils._pytree.tree_leaves(same))
+
+
+@pytest.mark.parametrize("form", ["module", "trace"])
+def test_ahead_of_time_autograd_of_functorch(form):
+    from functorch.compile import nop
+    from torch._functorch.aot_autograd import aot_module
+
+    model = fxmask.apply(formed(form), ratio=0.6)
+    y = model(X)
+    y.square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled = aot_module(model, nop)
+    assert torch.allclose(compiled(X), y, atol=1e-6)
+    compiled(X).square().sum().backward()
+    assert all(torch.allclose(p.grad, expected[name], atol=1e-5) for name, p in model.named_parameters())

@@ -234,3 +234,24 @@ def test_dropouts_that_drop_nothing_twice_are_not():
     fxmask.apply(nn.Linear(64, 64), BlockDropout(0.5, (8, 16)), include="")
     fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), BlockDropout(0.5, (8, 16)))
     fxmask.apply(torch.fx.symbolic_trace(FFN(0.5)), BlockDropout(0.5, (8, 16)), include="fc2")
+
+
+@pytest.mark.parametrize("masks", [(), (WeightMask(0.5, (8, 8)),)], ids=["", "masked"])
+def test_a_dropout_that_is_gone_is_missed(masks):
+    """What fine-tuning does to all dropouts of a model; the linear drops all the same."""
+    made = lambda: fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 32)), *masks, HERE)  # noqa: E731
+    for gone in (nn.Identity(), nn.Dropout(0.1)):
+        model, x = made(), torch.ones(64, 32)
+        model[2] = gone
+        with pytest.warns(FxMaskWarning, match="(?s)drops for a Dropout that has not run before it.*restore"):
+            model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FxMaskWarning)
+            model.eval()(x)
+            fxmask.restore(model.train())(x)
+    model = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxMaskWarning)
+        head = model[:3](x)  # in two parts; the second again in the backward
+        checkpoint(model[3], head, use_reentrant=False).sum().backward()
+        model(x)

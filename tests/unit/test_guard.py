@@ -264,6 +264,17 @@ def test_copies_are_not_guarded():
     assert fxmask.explain(model).rows[0]["step"] == 1
 
 
+def test_an_optimiser_of_another_model_beside_weights_that_rest():
+    """Steps of a weight that rests are counted by whoever steps the others; an optimiser of none of these is a mistake."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), ratio=0.5)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match="the optimiser holds none of the masked weights"):
+        fxmask.guard(torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1), model)
+    assert list(fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model).policies) == ["0.weight", "1.weight"]
+    resting = fxmask.apply(nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 4)), ratio=0.5)
+    assert fxmask.guard(torch.optim.SGD(resting[1].parameters(), lr=0.1), resting).policies == {}  # the head alone trains
+
+
 def test_wrong_use():
     model, optimiser = build(optim.SGD, dict(lr=0.1))
     before = copy.deepcopy(model.state_dict())

@@ -196,3 +196,23 @@ def test_explain_tells_of_health():
     assert rows[1] == dense and "flip_rate" in str(fxmask.explain(model, health=log))
     with pytest.raises(ConfigError, match=r"explain: health: expected True, False or a fxmask.HealthLog, got 1"):
         fxmask.explain(model, health=1)
+
+
+def test_an_update_that_is_refused_counts_nothing(tmp_path):
+    m, folder = model(), tmp_path / "there"
+    folder.mkdir()
+    log = fxmask.HealthLog(m, folder / "health.csv")
+    log.update()
+    before = log.state_dict()
+    folder.rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        log.update()
+    (tmp_path / "away").rename(folder)
+    fxmask.restore(m)
+    with pytest.raises(StateError, match="nothing is masked"):
+        log.update()
+    fxmask.apply(m, ratio=0.5, block=BLOCK, exclude=())
+    assert log.updates == before["updates"] == 1 and len(log.rows) == 2
+    log.update()
+    rows = list(csv.DictReader((folder / "health.csv").read_text().splitlines()))
+    assert [r["update"] for r in rows] == ["1", "1", "2", "2"] and int(log.activity["0.weight"].max()) == 2

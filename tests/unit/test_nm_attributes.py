@@ -71,6 +71,34 @@ def test_emptied_and_loaded_again(mode):
     assert all(torch.equal(m, masks[n]) for n, m in fxmask.masks(model).items())
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_emptied_and_loaded_by_assignment(mode):
+    """Weights come from another device, and with them an order of columns; the attributes follow, as they do when the model moves."""
+    x, model = torch.randn(2, 4, 4, 4), fxmask.apply(net(), NMMask(**MODES[mode])).eval()
+    y, loaded = model(x), copy.deepcopy(model).to("meta")
+    loaded.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(loaded(x), y) and keeps_two_of_four(loaded)
+    loaded = copy.deepcopy(model).to("meta")
+    for m, full in ((loaded[0], model[0]), (loaded[1], model[1]), (loaded[3], model[3])):
+        m._parameters.update(full._parameters)  # by hand, buffers too
+        m._buffers.update(full._buffers)
+    if MODES[mode].get("mode") != "permuted" and not MODES[mode].get("permute"):  # whose order is lost
+        assert torch.equal(loaded.to("cpu")(x), y)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [(40, 256), (32, 512)])
+def test_a_weight_of_another_size_is_an_error(mode, size):
+    model = fxmask.apply(nn.Sequential(nn.Linear(256, 32)), NMMask(**MODES[mode])).eval()
+    model[0].weight, model[0].bias = nn.Parameter(torch.randn(size)), nn.Parameter(torch.zeros(size[0]))
+    if mode in ("magnitude", "transposable"):  # made anew in each forward
+        assert int(fxmask.masks(model)["0.weight"].sum()) == model[0].weight.numel() // 2 and model(torch.randn(2, size[1])).shape == (2, size[0])
+        return
+    for use in (lambda: model(torch.randn(2, size[1])), lambda: fxmask.masks(model), lambda: fxmask.freeze(model), lambda: fxmask.finalize(model)):
+        with pytest.raises(fxmask.FxMaskError, match="replaced by one of another size"):
+            use()
+
+
 def test_masks_that_were_lost_come_back_by_a_refresh():
     model = fxmask.apply(net(), NMMask(mode="permuted")).to("meta").to_empty(device="cpu")
     with torch.no_grad():

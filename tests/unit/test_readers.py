@@ -1,6 +1,7 @@
 """Layers whose owner reads `.weight` instead of calling them would be silently dense; they are not."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -177,3 +178,32 @@ def test_what_is_read_in_inference_mode_and_under_vmap():
     weights = {name: torch.stack([p.detach()] * 3) for name, p in model.named_parameters()}
     found = torch.vmap(lambda w, a: torch.func.functional_call(model, w, (a, a, a))[0])(weights, x)
     assert torch.allclose(found, torch.stack([run(expected, a) for a in x]), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [layer, encoder])
+@pytest.mark.parametrize("chosen", [dict(include="*self_attn.out_proj"), dict(exclude=["*linear*"])])
+def test_the_fast_path_reads_an_attention_that_is_masked_alone(make, chosen):
+    dense, x = make().eval(), torch.randn(2, 5, 32)
+    model = fxmask.apply(copy.deepcopy(dense), ratio=0.75, **chosen)
+    names = list(fxmask.masks(model))
+    assert names and all(name.endswith("out_proj.weight") for name in names)
+    expected = with_zeros(dense, names, (16, 16), 0.75)
+    with torch.no_grad():
+        assert torch.allclose(model(x), expected(x), atol=1e-6) and not torch.allclose(model(x), dense(x), atol=1e-3)
+    assert torch.equal(model(x), expected(x))
+
+
+def test_a_reader_that_apply_was_not_given_is_told():
+    """A layer that is masked by itself, and that the fast path of its owner reads."""
+    model = layer()
+    fxmask.apply(model.linear2, ratio=0.75)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.warns(fxmask.FxMaskWarning, match="(?s)without their masks: expected fxmask.apply to be given it.*where: linear2"):
+        fxmask.guard(optimizer, model).remove()
+    assert any("Read dense by a module that fxmask.apply was not given: linear2" in note for note in fxmask.explain(model).notes)
+    fxmask.restore(model.linear2)
+    fxmask.apply(model, ratio=0.75, include="linear2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxmask.guard(optimizer, model)
+    assert not any("Read dense" in note for note in fxmask.explain(model).notes)

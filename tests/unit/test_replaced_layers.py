@@ -166,3 +166,16 @@ def test_real_parameters_in_a_model_of_the_meta_device():
     fxmask.apply(dense, ratio=0.5, criterion="random")
     y = dense(X)
     assert torch.equal(m(X), y) and torch.equal(m.to("cpu")(X), y) and torch.equal(m.double().float()(X), y)
+
+
+@pytest.mark.parametrize("take_off", [fxmask.restore, fxmask.finalize])
+def test_a_layer_whose_masks_were_taken_off_is_not_replaced(take_off):
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), MASKED)
+    take_off(m[2])
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxmask.guard(optimizer, m).remove()
+    m[2] = nn.Linear(64, 64)
+    with pytest.warns(fxmask.FxMaskWarning, match="masked layers were replaced"):
+        fxmask.guard(torch.optim.SGD(m.parameters(), lr=0.1), m)

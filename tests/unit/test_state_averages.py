@@ -2,12 +2,14 @@
 
 import copy
 import io
+import re
+import warnings
 
 import pytest
 import torch
 from sample_models import best_blocks, mlp
 from saved_states import same
-from torch import optim
+from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from unit.state_runs import CUBIC, FORMS, masked
 
@@ -208,3 +210,19 @@ def test_a_copy_of_a_guarded_model_asks_for_a_step_source(copier):
 def _pickled(model):
     torch.save(model, buffer := io.BytesIO())
     return buffer.getvalue()
+
+
+@pytest.mark.parametrize("inside", ["nothing", "a forward", "a load"])
+def test_a_stale_mask_is_stale_after_a_while_without_it(inside):
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, refresh=3).eval()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(64, 64))
+    with fxmask.dense(model):
+        if inside == "a forward":
+            model(torch.randn(2, 64))
+        elif inside == "a load":  # which builds the mask of what it brings
+            model.load_state_dict(nn.Sequential(nn.Linear(64, 64)).state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.randn(2, 64))
+    assert [re.search(STALE, str(w.message)) is not None for w in caught] == [True] * (inside != "a load")

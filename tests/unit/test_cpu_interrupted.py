@@ -1,0 +1,50 @@
+"""A signal's handler that raises while the CPU's threads work, as Ctrl-C does and a DataLoader whose worker was killed: training may go on after it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+INTERRUPTED = """
+import signal, sys, time
+import torch
+from fxmask.kernels.cpu import implementation, pool
+from fxmask.kernels.cpu.plans import Plan
+class Stop(ERROR): pass
+def stop(*_): raise Stop("a handler")
+signal.signal(signal.SIGALRM, stop)
+torch.set_num_threads(4)
+x, w, mask = torch.randn(2048, 64), torch.randn(64, 64), torch.eye(2) > 0
+def run(): return implementation.masked_linear(x, w, None, mask, (32, 32), Plan("rows", 64))
+first, hits, end, took = run(), 0, time.monotonic() + 6, time.perf_counter()
+run()
+took = time.perf_counter() - took
+i = 0
+while time.monotonic() < end or not hits:
+    i += 1
+    if i % 20 == 0:
+        pool._after_fork()  # threads anew, which take longest to begin
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(1e-5, took * (i % 97) / 97))
+        run()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Stop:
+        hits += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert torch.get_num_threads() == 4 and pool._lock.acquire(blocking=False)
+    pool._lock.release()
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and (x.requires_grad_() * 2).requires_grad
+    x.requires_grad_(False)
+    assert torch.equal(run(), first)
+print("hit", hits > 0)
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "BaseException"])
+def test_a_handler_that_raises_leaves_the_pool_whole(error):
+    """Wherever it comes: no thread waits for ever, none is lost, nothing is computed twice, and the error is the caller's."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED.replace("ERROR", error)], capture_output=True, text=True, check=False, env=env, timeout=200)
+    assert (done.returncode, done.stdout.strip()) == (0, "hit True"), done.stderr

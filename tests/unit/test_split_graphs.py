@@ -1,0 +1,54 @@
+"""Traced models that torch.fx's split_module has cut into parts: masked before it, or after."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.passes.split_module import split_module
+from unit.formed_models import X, formed
+
+import fxmask
+
+
+def split(gm, last):
+    names = [n.name for n in gm.graph.nodes]
+    at = names.index(next(n for n in names if n.startswith(last)))
+    return split_module(gm, gm, lambda n: int(names.index(n.name) > at))
+
+
+def two(form):
+    return formed(form, nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)))
+
+
+def of(model):
+    return torch.utils._pytree.tree_leaves(model(X))[0]
+
+
+@pytest.mark.parametrize("form", ["trace", "export"])
+def test_a_split_of_a_masked_trace_trains_and_is_not_torn_apart(form):
+    gm = fxmask.apply(two(form), ratio=0.5, block=(16, 16))
+    model = split(gm, "relu" if form == "export" else "_1")
+    masks, y = fxmask.masks(model), of(model)
+    assert torch.equal(y, of(gm)) and len(masks) == 2
+    for take_off in (fxmask.restore, fxmask.finalize):
+        before = copy.deepcopy(model)
+        with pytest.raises(fxmask.FxMaskError, match=r"(?s)that was split after fxmask.apply.*before it is split"):
+            take_off(model)
+        assert torch.equal(of(model), y) and torch.equal(of(before), y)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    handle = fxmask.guard(optimizer, model)
+    old = {name: model.get_parameter(name).detach().clone() for name in handle.policies}
+    of(model).square().sum().backward()
+    optimizer.step()
+    assert set(handle.policies.values()) == {"freeze"}
+    for name, w in old.items():
+        off = ~masks[name].repeat_interleave(16, 0).repeat_interleave(16, 1)
+        assert torch.equal(model.get_parameter(name)[off], w[off]) and not torch.equal(model.get_parameter(name), w)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_guard_knows_whose_weights_the_parts_are_given(decay):
+    model = fxmask.apply(split(two("export"), "relu"), ratio=0.5, block=(16, 16))
+    with pytest.warns(fxmask.FxMaskWarning, match=r"weights that other parameters make \(by a parametrisation, a pruning or a graph\) cannot be guarded"):
+        fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay), model)
