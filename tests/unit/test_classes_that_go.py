@@ -38,7 +38,7 @@ MASK = WeightMask(0.5, (16, 16))
 
 
 @pytest.mark.parametrize("taken_off", [True, False])
-@pytest.mark.parametrize("kind, config", [("linear", MASK), ("linear", NMMask(2, 4)), ("linear", ActivationPruning(0.5, 16)), ("reader", MASK)])
+@pytest.mark.parametrize(("kind", "config"), [("linear", MASK), ("linear", NMMask(2, 4)), ("linear", ActivationPruning(0.5, 16)), ("reader", MASK)])
 def test_a_class_goes_with_its_layers(kind, config, taken_off):
     found = [one(kind, config, taken_off) for _ in range(3)]
     for _ in range(4):  # class by class

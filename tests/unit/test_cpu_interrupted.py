@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-
 INTERRUPTED = """
 import signal, sys, time
 import torch
