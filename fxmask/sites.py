@@ -86,10 +86,13 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
 
 
 def read_dense(model: nn.Module) -> list[str]:
-    """Names of masked layers whose weight some module reads that was out of sight of `fxmask.apply`, and so reads it dense."""
+    """Names of masked layers whose weight a module of PyTorch's reads that was out of sight of `fxmask.apply`, and so reads it dense.
+
+    Adapters that are put around a masked layer may read it, too, but in a merge; `passes.stepping.bypass` tells of those that do when they train.
+    """
     readers, found = weight_readers(model), []
     for name, m in model.named_modules():
-        others = [o for o in readers.get(id(m), ()) if o is not m] if isinstance(m, MaskedLayer) else []
+        others = [o for o in readers.get(id(m), ()) if isinstance(o, (nn.TransformerEncoderLayer, nn.MultiheadAttention))] if isinstance(m, MaskedLayer) else []
         if others and not (isinstance(m, ReadWeight) and all(isinstance(o, WeightReader) for o in others)):
             found.append(name)
     return found

@@ -88,7 +88,9 @@ def guard(
         raise UnsupportedError(message(what, type(optimizer).__name__, fix))
     _refuse_scattered(optimizer, found)
     held = shared_out(optimizer, found, masked_weights, bool(masked_step))
-    if not held.guarded and (not held.followed or any(weight.requires_grad for _, _, weight in held.others)):
+    others_train = any(weight.requires_grad for _, _, weight in held.others)
+    foreign = others_train and not any(group_of(optimizer, p) is not None for p in model.parameters())  # beside layers that rest it would count else
+    if not held.guarded and (not held.followed or foreign):
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
     free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]

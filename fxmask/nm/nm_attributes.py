@@ -102,6 +102,8 @@ def _check_ranks(m: NMLayer, weight: Tensor) -> None:
 
 def refuse_size(m: NMLayer, weight: Tensor) -> None:
     """Raise StateError where a mask, or its logits, are of another weight."""
+    if torch.jit.is_tracing():  # sizes are tensors then
+        return
     logits, size = m._parameters.get(LOGITS), weight.shape if m.nm_mask is None else m.nm_mask.shape
     if size != weight.shape or (logits is not None and logits.shape[0] * m._fxmask_nm.m != weight.numel()):
         what = f"the weight has been replaced by one of another size, {tuple(weight.shape)}: expected that of its N:M mask."

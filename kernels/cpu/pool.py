@@ -49,7 +49,7 @@ def one_thread() -> Iterator[int]:
 
 
 def run(jobs: list[Job]) -> None:
-    """Run all jobs side by side, inside `one_thread`, in the body of an op, whose autograd is off; the first one on the caller's thread.
+    """Run all jobs side by side, inside `one_thread`, without gradients; the first one on the caller's thread.
 
     A handler of a signal may raise anywhere in here: what has begun is waited for, and the next call finds everything as it should be.
     """
@@ -58,14 +58,16 @@ def run(jobs: list[Job]) -> None:
     if len(jobs) > 1:  # a job alone leaves them a core
         dismiss()
         there = _sized(len(jobs) - 1)
-    inference = torch.is_inference_mode_enabled()
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     try:
+        torch._C._set_grad_enabled(False)  # a context manager may be left between its two halves
         for job in jobs[1:] if there else ():
             _tasks.put((job, inference, outcomes))
             sent += 1  # after it: to wait for one that was never sent would be for ever
         for job in jobs[:1] if there else jobs:
             job()
     finally:
+        torch._C._set_grad_enabled(grad)
         errors = [outcomes.get() for _ in range(sent)]  # whatever happened
     for error in filter(None, errors):
         raise error
