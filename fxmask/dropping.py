@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -50,10 +51,11 @@ class Pair:
     """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it.
 
     waiting: forwards of the Dropout that no forward of the linear has followed yet. p: the Dropout's when it was fused. on: whether its last forward was in
-    train().
+    train(). rests: the Dropout itself; of a copy since that has run.
     """
 
     waiting = 0
+    rests: weakref.ref[nn.Module] | None = None
     p: float | None = None
     on: bool | None = None
 
@@ -63,9 +65,12 @@ class Pair:
         if on is not None and on != m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
             of = ("train()", "drops nothing") if on else ("eval()", "drops")
             warn_of_fused(f"a Dropout in {of[0]} rests for the linear behind it, which is not, and {of[1]}: expected both in one mode.")
-        alone = on is None and m.training and not m._fxmask_dropping.mc  # type: ignore[union-attr]
-        if alone and torch._C._current_graph_task_id() == -1 and "_is_replica" not in m.__dict__:  # a checkpoint's second forward; DataParallel's share this
-            warn_of_fused("a linear drops for a Dropout that has not run before it: expected that where it was; if it is gone, the linear still drops.")
+        gone = self.rests is not None and self.rests() is None
+        if gone and m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
+            warn_of_fused("a linear drops for a Dropout that is in the model no more: expected that where it was, or no dropout, got the linear's.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "rests"}  # a copy's Dropout is another one, or with another part of the model
 
 
 def warn_of_fused(what: str) -> None:
@@ -84,7 +89,7 @@ class FusedDropout(nn.Dropout):
             return of_now(self, input)
         compiling, pair = torch.compiler.is_compiling(), self._fxmask_pair
         if not compiling:
-            pair.on = self.training
+            pair.on, pair.rests = self.training, pair.rests or weakref.ref(self)
             if pair.p is not None and self.p != pair.p:
                 warn_of_fused(f"the p of a Dropout that rests for the linear behind it was changed: expected {pair.p:g}, of which it knows, got {self.p:g}.")
         if self.training and not compiling and torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward may end here
@@ -146,7 +151,7 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
             if dropout is not None:
                 dropout.__class__ = FusedDropout
                 dropout._fxmask_pair = m._fxmask_pair = pair = Pair()  # type: ignore[assignment]
-                pair.p = dropout.p
+                pair.p, pair.rests = dropout.p, weakref.ref(dropout)
     rewrite = FuseDropout([(d, config) for d, config, _ in chosen])
     for _, gm in graph_modules(model):
         run_passes(gm, [rewrite])

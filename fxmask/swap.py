@@ -47,11 +47,6 @@ class Swapped(nn.Module):
     _fxmask_class: type[nn.Module]  # the class that `masked_class` made
     __prepare_scriptable__ = refuse_scripting
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        name, base = type(self).__name__, self._fxmask_base.__name__
-        what = f"{name} was called to make a layer: expected fxmask.apply, which changes the class of layers that are there."
-        raise UnsupportedError(message(what, name, f"make a {base} (type(layer)._fxmask_base is that class), then call fxmask.apply on the model again."))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
@@ -188,11 +183,13 @@ class WeightReader(Swapped):
         return ended(found, read, self)
 
 
-_made: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()  # classes that users define in functions may go
+_kept: dict[tuple[type, type], type] = {}  # the compiler's guards know a class, so it stays the same,
+_made: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()  # but for those of functions, which go with what they close over
 
 
 def _masked_class(base: Any, mixin: Any) -> Any:
-    return _made.get((base, mixin)) or _made.setdefault((base, mixin), _make_class(base, mixin))
+    made, key = _made if "<locals>" in base.__qualname__ else _kept, (base, mixin)
+    return made.get(key) or made.setdefault(key, _make_class(base, mixin))
 
 
 def _make_class(base: Any, mixin: Any) -> Any:

@@ -117,9 +117,9 @@ def linear(
     `torch.func.grad` over a custom op raises, and forward-mode AD silently returns a zero tangent; both get
     `reference.composite`, and so do nested and sparse tensors. Raises: UnsupportedError where `impl="triton"` meets any of these.
     """
-    plain = not (x.is_nested or x.is_sparse or x.is_sparse_csr)
+    plain = x.layout is torch.strided and not x.is_nested
     if not plain and impl == "triton":
-        kind = "nested" if x.is_nested else "sparse"
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise UnsupportedError(f"impl='triton' got a {kind} tensor: expected a plain one; use impl='auto' or impl='reference'.")
     if is_transformed(impl) or not plain:
         return reference.composite(x, w, bias, mask, block, backward, dense)

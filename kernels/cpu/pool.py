@@ -7,6 +7,7 @@ thread have one thread so long, and a thread that first uses PyTorch in that mom
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,10 +21,10 @@ from .openmp import dismiss
 
 LEAST = 256  # tokens that are worth a thread
 Job = Callable[[], None]
-Task = tuple[Job, bool, "SimpleQueue[BaseException | None]"]  # with the caller's inference mode, and where the outcome goes
+Task = tuple[Job, bool, "SimpleQueue[BaseException | None]"]  # with the caller's inference mode, and where the outcome goes; None: end
 _lock = threading.RLock()  # the handler of a signal runs on the thread that it interrupts, and may run the model, too
-_tasks: SimpleQueue[Task] = SimpleQueue()  # of C: a handler that raises in the middle of a put or a get leaves it whole, unlike an executor's locks
-_workers = 0
+_tasks: SimpleQueue[Task | None] = SimpleQueue()  # of C: a handler that raises in the middle of a put or a get leaves it whole, unlike an executor's locks
+_threads: list[threading.Thread] = []
 
 
 def ranges(count: int, threads: int, least: int = LEAST) -> list[tuple[int, int]]:
@@ -51,7 +52,7 @@ def one_thread() -> Iterator[int]:
 def run(jobs: list[Job]) -> None:
     """Run all jobs side by side, inside `one_thread`, without gradients; the first one on the caller's thread.
 
-    A handler of a signal may raise anywhere in here: what has begun is waited for, and the next call finds everything as it should be.
+    A handler of a signal may raise anywhere in here: what has begun is waited for, unless a second one comes, and the next call finds all as it should be.
     """
     outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
     sent, there = 0, 0
@@ -73,12 +74,11 @@ def run(jobs: list[Job]) -> None:
         raise error
 
 
-def _work(tasks: SimpleQueue[Task], begun: SimpleQueue[None]) -> None:
-    """A thread's life: as a daemon, it ends with the process."""
+def _work(tasks: SimpleQueue[Task | None], begun: SimpleQueue[None]) -> None:
     torch.set_num_threads(1)
     begun.put(None)
-    while True:
-        job, inference, outcomes = tasks.get()
+    while (task := tasks.get()) is not None:
+        job, inference, outcomes = task
         try:
             with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
                 job()
@@ -86,29 +86,44 @@ def _work(tasks: SimpleQueue[Task], begun: SimpleQueue[None]) -> None:
             outcomes.put(error)
         else:
             outcomes.put(None)
-        del job, outcomes  # what they hold, before the next one comes
+        del task, job, outcomes  # what they hold, before the next one comes
 
 
 def _sized(workers: int) -> int:
-    """How many threads there are: at least so many, all of them begun, as one that began later would set the process's count of threads then; or none."""
-    global _workers
-    while _workers < workers:
+    """How many threads there are: at least so many, all of them begun, as one that began later would set the process's count of threads then.
+
+    Fewer, or none, where the system gives no more, and where the program ends: others of its threads, or what runs at exit, may still work.
+    """
+    while len(_threads) < workers:
         begun: SimpleQueue[None] = SimpleQueue()
+        thread = threading.Thread(target=_work, args=(_tasks, begun), name=f"fxmask-{len(_threads)}", daemon=True)
         try:
-            threading.Thread(target=_work, args=(_tasks, begun), name=f"fxmask-{_workers}", daemon=True).start()
-        except RuntimeError:
-            if threading.main_thread().is_alive():  # a handler's, or the system's limit
+            thread.start()
+        except RuntimeError as error:
+            if "new thread" not in str(error):  # a handler's
                 raise
-            break  # the program ends: some versions of Python begin no thread any more, though other threads, or what runs at exit, may work
+            break
         begun.get()
-        _workers += 1
-    return _workers
+        _threads.append(thread)
+    return len(_threads)
+
+
+@atexit.register
+def _end() -> None:
+    """Let the threads end before the process does: one that is inside of PyTorch then aborts it. A later call begins new ones."""
+    global _tasks, _threads
+    tasks, ending = _tasks, _threads
+    _tasks, _threads = SimpleQueue(), []
+    for thread in ending:
+        while thread.is_alive():
+            tasks.put(None)  # again, where one whose beginning was interrupted has taken it
+            thread.join(0.1)
 
 
 def _after_fork() -> None:
     """Threads do not follow a fork, and a lock that somebody held would never be released."""
-    global _lock, _tasks, _workers
-    _lock, _tasks, _workers = threading.RLock(), SimpleQueue(), 0
+    global _lock, _tasks, _threads
+    _lock, _tasks, _threads = threading.RLock(), SimpleQueue(), []
 
 
 if hasattr(os, "register_at_fork"):

@@ -39,7 +39,7 @@ def _read_by(m: nn.Module) -> list[object]:
     if isinstance(m, nn.MultiheadAttention):  # never calls out_proj
         return [m.out_proj]
     if isinstance(m, nn.TransformerEncoderLayer):  # its fast path calls none of them
-        return [m.linear1, m.linear2, getattr(m.self_attn, "out_proj", None)]
+        return [m.linear1, m.linear2, *([m.self_attn.out_proj] if isinstance(m.self_attn, nn.MultiheadAttention) else [])]
     if isinstance(m, GraphModule):
         return []
     cls: Any = getattr(type(m), "_fxmask_base", type(m))

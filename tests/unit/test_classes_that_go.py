@@ -50,3 +50,19 @@ def test_the_class_is_one_as_long_as_it_is_used():
     models = [fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5) for _ in range(2)]
     gc.collect()
     assert type(models[0][0]) is type(models[1][0]) is type(fxmask.apply(nn.Linear(64, 64), ratio=0.5))
+
+
+def test_nothing_compiles_anew_when_models_come_and_go():
+    """The class of a model that is defined in a module stays, though no model is left that has it."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter, x, frames = CompileCounterWithBackend("aot_eager"), torch.randn(2, 4, 64), []
+    for _ in range(4):
+        model = fxmask.apply(nn.Sequential(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)), ratio=0.5)
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        compiled(x).sum().backward()
+        frames.append(counter.frame_count)
+        del model, compiled
+        gc.collect()
+    assert frames == [frames[0]] * 4

@@ -47,3 +47,49 @@ def test_a_handler_that_raises_leaves_the_pool_whole(error):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-c", INTERRUPTED.replace("ERROR", error)], capture_output=True, text=True, check=False, env=env, timeout=200)
     assert (done.returncode, done.stdout.strip()) == (0, "hit True"), done.stderr
+
+
+ENDS = """
+import os, signal, sys, threading, time
+import torch
+from fxmask.kernels.cpu import pool
+torch.set_num_threads(2)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+a, begun = torch.randn(1000, 1000), threading.Event()
+def work():
+    begun.set()
+    for _ in range(40): a @ a
+threading.Thread(target=lambda: (begun.wait(), time.sleep(0.2), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+with pool.one_thread():
+    pool.run([lambda: None, work])
+"""
+
+
+def test_a_process_that_is_told_to_end_while_it_waits_for_its_threads():
+    """One that is inside of PyTorch when the interpreter goes would abort it."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, env=env, timeout=200)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_without_threads_the_caller_does_all(monkeypatch):
+    """Where the system gives none, as under a limit of processes; another error, a handler's, is no such thing."""
+    import threading
+
+    from fxmask.kernels.cpu import pool
+
+    def refused(text):
+        def start(self):
+            raise RuntimeError(text)
+
+        return start
+
+    done = []
+    monkeypatch.setattr(pool, "_threads", [])
+    monkeypatch.setattr(threading.Thread, "start", refused("can't start new thread"))
+    pool.run([lambda: done.append(1), lambda: done.append(2), lambda: done.append(3)])
+    assert done == [1, 2, 3]
+    monkeypatch.setattr(threading.Thread, "start", refused("DataLoader worker is killed"))
+    with pytest.raises(RuntimeError, match="DataLoader worker is killed"):
+        pool.run([lambda: done.append(4), lambda: done.append(5)])
+    assert done == [1, 2, 3]
