@@ -57,18 +57,19 @@ def held(folder: Path) -> Iterator[None]:
         yield
 
 
-def wait_until_free(folder: Path, every_s: float = 1.0) -> None:
-    """Return when nobody holds the folder; what a killed sweep had started trains on without it."""
+def wait_until_free(folder: Path, every_s: float = 1.0) -> bool:
+    """Return when nobody holds the folder, and whether somebody did; what a killed sweep had started trains on without it."""
     told = False
     while (folder / NAME).exists():
         try:
             with held(folder):
-                return
+                break
         except InUse as error:
             if not told:
                 print(f"waiting: {error}".split("\n")[0], flush=True)
             told = True
             time.sleep(every_s)
+    return told
 
 
 @contextmanager

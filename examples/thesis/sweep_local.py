@@ -62,9 +62,15 @@ def one_process_each(jobs: list[Job], out: Path, script: Path, envs: list[dict[s
         folder.mkdir(parents=True, exist_ok=True)
         env = free.get()
         try:
+            command, status = [sys.executable, str(script), *arguments_of(job, out)], 1
             with (folder / "output.txt").open("a") as file:
-                command = [sys.executable, str(script), *arguments_of(job, out)]
-                status = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+                for _ in range(2):
+                    status = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+                    if status == 0 or not lock.wait_until_free(folder):
+                        break
+                    if ended(job):  # by a run that a killed sweep had started, and that took the folder after we had looked
+                        status = 0
+                        break
         finally:
             free.put(env)
         after(job.name, status)
