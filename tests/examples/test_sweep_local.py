@@ -17,7 +17,7 @@ def test_a_run_that_a_killed_sweep_began_after_we_had_looked(tmp_path):
         with lock.held(folder):
             began.set()
             looked.wait(60)
-        ended.append("a")
+            ended.append("a")
 
     def is_ended(job):
         if not ended:
