@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -21,7 +21,8 @@ from .openmp import dismiss
 
 LEAST = 256  # tokens that are worth a thread
 Job = Callable[[], None]
-Task = tuple[Job, bool, "SimpleQueue[BaseException | None]"]  # with the caller's inference mode, and where the outcome goes; None: end
+Ended = list[BaseException | None]  # a job that has ended has its error here, or None
+Task = tuple[Job, bool, Ended, "SimpleQueue[None]"]  # with the caller's inference mode, and what tells and wakes the caller; None: end
 _lock = threading.RLock()  # the handler of a signal runs on the thread that it interrupts, and may run the model, too
 _tasks: SimpleQueue[Task | None] = SimpleQueue()  # of C: a handler that raises in the middle of a put or a get leaves it whole, unlike an executor's locks
 _threads: list[threading.Thread] = []
@@ -52,9 +53,10 @@ def one_thread() -> Iterator[int]:
 def run(jobs: list[Job]) -> None:
     """Run all jobs side by side, inside `one_thread`, without gradients; the first one on the caller's thread.
 
-    A handler of a signal may raise anywhere in here: what has begun is waited for, unless a second one comes, and the next call finds all as it should be.
+    A handler of a signal may raise anywhere in here: what was handed over is waited for, and the next call finds everything as it should be. (A job that was
+    just being handed over may end later; it writes into what nobody reads.)
     """
-    outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+    ended, woken = Ended(), SimpleQueue[None]()
     sent, there = 0, 0
     if len(jobs) > 1:  # a job alone leaves them a core
         dismiss()
@@ -63,30 +65,45 @@ def run(jobs: list[Job]) -> None:
     try:
         torch._C._set_grad_enabled(False)  # a context manager may be left between its two halves
         for job in jobs[1:] if there else ():
-            _tasks.put((job, inference, outcomes))
+            _tasks.put((job, inference, ended, woken))
             sent += 1  # after it: to wait for one that was never sent would be for ever
         for job in jobs[:1] if there else jobs:
             job()
     finally:
         torch._C._set_grad_enabled(grad)
-        errors = [outcomes.get() for _ in range(sent)]  # whatever happened
-    for error in filter(None, errors):
+        _wait(sent, ended, woken)  # whatever happened
+    for error in filter(None, ended):
         raise error
+
+
+def _wait(count: int, ended: Ended, woken: SimpleQueue[None]) -> None:
+    """Until so many jobs have ended; what a handler raises meanwhile is raised then."""
+    raised: BaseException | None = None
+    while len(ended) < count:
+        try:
+            woken.get(timeout=0.1)  # a call may be lost, where a handler raises as it returns
+        except Empty:
+            pass
+        except BaseException as error:
+            raised = error
+    if raised is not None:
+        raise raised
 
 
 def _work(tasks: SimpleQueue[Task | None], begun: SimpleQueue[None]) -> None:
     torch.set_num_threads(1)
     begun.put(None)
     while (task := tasks.get()) is not None:
-        job, inference, outcomes = task
+        job, inference, ended, woken = task
         try:
             with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
                 job()
         except BaseException as error:  # the caller's to raise
-            outcomes.put(error)
+            ended.append(error)
         else:
-            outcomes.put(None)
-        del task, job, outcomes  # what they hold, before the next one comes
+            ended.append(None)
+        woken.put(None)
+        del task, job, ended, woken  # what they hold, before the next one comes
 
 
 def _sized(workers: int) -> int:

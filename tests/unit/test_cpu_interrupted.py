@@ -8,6 +8,7 @@ import pytest
 
 INTERRUPTED = """
 import signal, sys, time
+from functools import partial
 import torch
 from fxmask.kernels.cpu import implementation, pool
 from fxmask.kernels.cpu.plans import Plan
@@ -37,6 +38,23 @@ while time.monotonic() < end or not hits:
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and (x.requires_grad_() * 2).requires_grad
     x.requires_grad_(False)
     assert torch.equal(run(), first)
+late, busy = 0, 0
+for i in range(400):  # nobody works on when the error comes
+    begun, ended = [0] * 4, [0] * 4
+    def job(k, begun=begun, ended=ended):
+        begun[k] += 1
+        time.sleep(0.002)
+        ended[k] += 1
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-3 * (i % 97) / 97)
+        with pool.one_thread():
+            pool.run([partial(job, k) for k in range(4)])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Stop:
+        late, busy = late + 1, busy + (begun[1:] != ended[1:])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert max(begun) <= 1
+assert late > 100 and busy <= 4, (late, busy)  # the few windows between two instructions
 print("hit", hits > 0)
 """
 
