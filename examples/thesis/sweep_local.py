@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
@@ -62,15 +63,12 @@ def one_process_each(jobs: list[Job], out: Path, script: Path, envs: list[dict[s
         folder.mkdir(parents=True, exist_ok=True)
         env = free.get()
         try:
-            command, status = [sys.executable, str(script), *arguments_of(job, out)], 1
+            command = [sys.executable, str(script), *arguments_of(job, out)]
             with (folder / "output.txt").open("a") as file:
-                for _ in range(2):
-                    status = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-                    if status == 0 or not lock.wait_until_free(folder):
-                        break
-                    if ended(job):  # by a run that a killed sweep had started, and that took the folder after we had looked
-                        status = 0
-                        break
+                run = partial(subprocess.run, command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
+                status = run().returncode
+                if status != 0 and lock.wait_until_free(folder):  # a run of a killed sweep took the folder after we had looked
+                    status = 0 if ended(job) else run().returncode
         finally:
             free.put(env)
         after(job.name, status)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 
@@ -25,7 +26,7 @@ Ended = list[BaseException | None]  # a job that has ended has its error here, o
 Task = tuple[Job, bool, Ended, "SimpleQueue[None]"]  # with the caller's inference mode, and what tells and wakes the caller; None: end
 _lock = threading.RLock()  # the handler of a signal runs on the thread that it interrupts, and may run the model, too
 _tasks: SimpleQueue[Task | None] = SimpleQueue()  # of C: a handler that raises in the middle of a put or a get leaves it whole, unlike an executor's locks
-_threads: list[threading.Thread] = []
+_threads: list[SimpleQueue[None]] = []  # for each, what it wakes when it ends
 
 
 def ranges(count: int, threads: int, least: int = LEAST) -> list[tuple[int, int]]:
@@ -90,7 +91,7 @@ def _wait(count: int, ended: Ended, woken: SimpleQueue[None]) -> None:
         raise raised
 
 
-def _work(tasks: SimpleQueue[Task | None], begun: SimpleQueue[None]) -> None:
+def _work(tasks: SimpleQueue[Task | None], begun: SimpleQueue[None], gone: SimpleQueue[None]) -> None:
     torch.set_num_threads(1)
     begun.put(None)
     while (task := tasks.get()) is not None:
@@ -104,6 +105,7 @@ def _work(tasks: SimpleQueue[Task | None], begun: SimpleQueue[None]) -> None:
             ended.append(None)
         woken.put(None)
         del task, job, ended, woken  # what they hold, before the next one comes
+    gone.put(None)
 
 
 def _sized(workers: int) -> int:
@@ -112,16 +114,15 @@ def _sized(workers: int) -> int:
     Fewer, or none, where the system gives no more, and where the program ends: others of its threads, or what runs at exit, may still work.
     """
     while len(_threads) < workers:
-        begun: SimpleQueue[None] = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(_tasks, begun), name=f"fxmask-{len(_threads)}", daemon=True)
+        begun, gone = SimpleQueue[None](), SimpleQueue[None]()
         try:
-            thread.start()
+            start_new_thread(_work, (_tasks, begun, gone))  # a threading.Thread's start makes a KeyError of what a handler raises
         except RuntimeError as error:
             if "new thread" not in str(error):  # a handler's
                 raise
             break
         begun.get()
-        _threads.append(thread)
+        _threads.append(gone)
     return len(_threads)
 
 
@@ -131,10 +132,11 @@ def _end() -> None:
     global _tasks, _threads
     tasks, ending = _tasks, _threads
     _tasks, _threads = SimpleQueue(), []
-    for thread in ending:
-        while thread.is_alive():
+    for gone in ending:
+        while gone.empty():
             tasks.put(None)  # again, where one whose beginning was interrupted has taken it
-            thread.join(0.1)
+            with suppress(Empty):
+                gone.put(gone.get(timeout=0.1))
 
 
 def _after_fork() -> None:

@@ -6,6 +6,15 @@ import sys
 
 import pytest
 
+from fxmask.kernels.cpu import pool
+
+
+def program(text):
+    """A process that runs it, when it has ended."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, env=env, timeout=200)
+
+
 INTERRUPTED = """
 import signal, sys, time
 from functools import partial
@@ -62,8 +71,7 @@ print("hit", hits > 0)
 @pytest.mark.parametrize("error", ["RuntimeError", "BaseException"])
 def test_a_handler_that_raises_leaves_the_pool_whole(error):
     """Wherever it comes: no thread waits for ever, none is lost, nothing is computed twice, and the error is the caller's."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED.replace("ERROR", error)], capture_output=True, text=True, check=False, env=env, timeout=200)
+    done = program(INTERRUPTED.replace("ERROR", error))
     assert (done.returncode, done.stdout.strip()) == (0, "hit True"), done.stderr
 
 
@@ -85,29 +93,25 @@ with pool.one_thread():
 
 def test_a_process_that_is_told_to_end_while_it_waits_for_its_threads():
     """One that is inside of PyTorch when the interpreter goes would abort it."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, env=env, timeout=200)
+    done = program(ENDS)
     assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_without_threads_the_caller_does_all(monkeypatch):
     """Where the system gives none, as under a limit of processes; another error, a handler's, is no such thing."""
-    import threading
-
-    from fxmask.kernels.cpu import pool
 
     def refused(text):
-        def start(self):
+        def start(*_):
             raise RuntimeError(text)
 
         return start
 
     done = []
     monkeypatch.setattr(pool, "_threads", [])
-    monkeypatch.setattr(threading.Thread, "start", refused("can't start new thread"))
+    monkeypatch.setattr(pool, "start_new_thread", refused("can't start new thread"))
     pool.run([lambda: done.append(1), lambda: done.append(2), lambda: done.append(3)])
     assert done == [1, 2, 3]
-    monkeypatch.setattr(threading.Thread, "start", refused("DataLoader worker is killed"))
+    monkeypatch.setattr(pool, "start_new_thread", refused("DataLoader worker is killed"))
     with pytest.raises(RuntimeError, match="DataLoader worker is killed"):
         pool.run([lambda: done.append(4), lambda: done.append(5)])
     assert done == [1, 2, 3]
