@@ -22,11 +22,19 @@ from .openmp import dismiss
 
 LEAST = 256  # tokens that are worth a thread
 Job = Callable[[], None]
-Ended = list[BaseException | None]  # a job that has ended has its error here, or None
-Task = tuple[Job, bool, Ended, "SimpleQueue[None]"]  # with the caller's inference mode, and what tells and wakes the caller; None: end
+Task = tuple[Job, bool, "Turn"]  # with the caller's inference mode; None instead of a task: end
 _lock = threading.RLock()  # the handler of a signal runs on the thread that it interrupts, and may run the model, too
 _tasks: SimpleQueue[Task | None] = SimpleQueue()  # of C: a handler that raises in the middle of a put or a get leaves it whole, unlike an executor's locks
 _threads: list[SimpleQueue[None]] = []  # for each, what it wakes when it ends
+
+
+class Turn:
+    """What the caller of `run` and the threads that work for it tell each other."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = list[None](), list[BaseException | None]()  # an entry a job: that it was taken; its error, or None
+        self.over = False  # an error has come: jobs that are taken from now on are left
+        self.woken: SimpleQueue[None] = SimpleQueue()  # at each end
 
 
 def ranges(count: int, threads: int, least: int = LEAST) -> list[tuple[int, int]]:
@@ -54,11 +62,9 @@ def one_thread() -> Iterator[int]:
 def run(jobs: list[Job]) -> None:
     """Run all jobs side by side, inside `one_thread`, without gradients; the first one on the caller's thread.
 
-    A handler of a signal may raise anywhere in here: what was handed over is waited for, and the next call finds everything as it should be. (A job that was
-    just being handed over may end later; it writes into what nobody reads.)
+    A handler of a signal may raise anywhere in here: what has begun is waited for, and the next call finds everything as it should be.
     """
-    ended, woken = Ended(), SimpleQueue[None]()
-    sent, there = 0, 0
+    turn, there, handed_over = Turn(), 0, 0
     if len(jobs) > 1:  # a job alone leaves them a core
         dismiss()
         there = _sized(len(jobs) - 1)
@@ -66,23 +72,29 @@ def run(jobs: list[Job]) -> None:
     try:
         torch._C._set_grad_enabled(False)  # a context manager may be left between its two halves
         for job in jobs[1:] if there else ():
-            _tasks.put((job, inference, ended, woken))
-            sent += 1  # after it: to wait for one that was never sent would be for ever
+            _tasks.put((job, inference, turn))
+        handed_over = len(jobs) - 1 if there else 0
         for job in jobs[:1] if there else jobs:
             job()
+        _wait(turn, handed_over)
+    except BaseException:
+        turn.over = not handed_over  # nobody knows how many there are
+        _wait(turn, handed_over)
+        raise
     finally:
         torch._C._set_grad_enabled(grad)
-        _wait(sent, ended, woken)  # whatever happened
-    for error in filter(None, ended):
+    for error in filter(None, turn.ended):
         raise error
 
 
-def _wait(count: int, ended: Ended, woken: SimpleQueue[None]) -> None:
-    """Until so many jobs have ended; what a handler raises meanwhile is raised then."""
+def _wait(turn: Turn, count: int) -> None:
+    """Until so many jobs have ended, and all that have begun; what a handler raises meanwhile is raised then."""
     raised: BaseException | None = None
-    while len(ended) < count:
+    while True:
         try:
-            woken.get(timeout=0.1)  # a call may be lost, where a handler raises as it returns
+            while len(turn.ended) < max(count, len(turn.begun)):
+                turn.woken.get(timeout=0.1)  # a call may be lost, where a handler raises as it returns
+            break
         except Empty:
             pass
         except BaseException as error:
@@ -95,16 +107,18 @@ def _work(tasks: SimpleQueue[Task | None], begun: SimpleQueue[None], gone: Simpl
     torch.set_num_threads(1)
     begun.put(None)
     while (task := tasks.get()) is not None:
-        job, inference, ended, woken = task
+        job, inference, turn = task
+        turn.begun.append(None)  # before a look at `over`, which the caller sets before it looks at this
         try:
-            with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
-                job()
+            if not turn.over:
+                with torch.inference_mode(inference), torch.no_grad():  # autograd's modes belong to a thread
+                    job()
         except BaseException as error:  # the caller's to raise
-            ended.append(error)
+            turn.ended.append(error)
         else:
-            ended.append(None)
-        woken.put(None)
-        del task, job, ended, woken  # what they hold, before the next one comes
+            turn.ended.append(None)
+        turn.woken.put(None)
+        del task, job, turn  # what they hold, before the next one comes
     gone.put(None)
 
 
