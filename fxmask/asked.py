@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = dict(
 def configs_of(configs: tuple[Any, ...], options: Mapping[str, Any], more: Mapping[str, Any]) -> tuple[WeightMask | None, Other | NMMask | None]:
     """The WeightMask, if there is one, and the other configuration. `options`: values of `DEFAULTS`, given or not; `more`: others that were given."""
     if not configs:
-        where = "fxmask.apply, besides include, exclude, overrides, allocation and layers"
+        where = "fxmask.apply, besides include, exclude, overrides, allocation, layers, masks and scores"
         return WeightMask().replace({**options, **more}, where), None
     for c in configs:
         if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
@@ -72,7 +72,7 @@ def _refuse_beside(configs: tuple[Any, ...], given: list[str], values: Mapping[s
     inside = sorted({c for classes in homes.values() for c in classes})
     what = f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both."
     written = ", ".join(f"{name}={values[name]!r}" for name in homes)
-    beside = "beside a config go include, exclude, overrides, allocation and layers"
+    beside = "beside a config go include, exclude, overrides, allocation, layers, masks and scores"
     raise ConfigError(message(what, "fxmask.apply", f"write fxmask.{inside[0]}(..., {written}), or leave out what is the default; {beside}."))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .allocating import allocated
 from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, START, check_model, configs_of
@@ -15,6 +15,7 @@ from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads
 from .dropping import DroppedLinear, any_dropped, undrop
+from .given import Given, refuse_given
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, StateError, message
 from .loads import note_ties, unwatch_loads, watch_loads
@@ -60,6 +61,8 @@ def apply(
     seed: int = SEED,
     allocation: str | None = None,
     layers: Kinds = None,
+    masks: Mapping[str, Tensor] | None = None,
+    scores: Mapping[str, Tensor] | None = None,
     **more: Any,
 ) -> M:
     """Mask the linears of a model, and its convolutions where `layers` says so, in place, and return it.
@@ -81,6 +84,11 @@ def apply(
             is a matrix (c_out, c_in * kh * kw), from which blocks are cut. Those with groups stay dense, as do convolutions that a traced graph calls as
             functions; inputs of convolutions are neither pruned nor dropped.
         allocation: None: `ratio` in every layer. `erk`, `global` or `byte`: a budget of 1 - ratio for all layers, see `fxmask.allocate`.
+        masks: {layer's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}, of any device: masks of your own, as `fxmask.masks` returns them.
+            They are kept whatever the weights become, and where weights are loaded; with a schedule the last one is this. Where `include` is not given these
+            layers alone are masked. A layer's ratio is its mask's.
+        scores: the same with real numbers, float32 as they are compared: the blocks with the highest are kept, as many as `ratio` says, now or at the end of
+            the schedule; ties go by the norm of the weight.
         more: the other options of `WeightMask`, such as average=0.9.
 
     Raises: ConfigError, StateError, UnsupportedError; the model is then as it was.
@@ -99,6 +107,8 @@ def apply(
         raise ConfigError(message(what, "fxmask.apply", "leave layers out, or give a WeightMask, too."))
     check_model(model)
     refuse_nm(model)
+    if config is None or allocation is not None:
+        refuse_given(masks, scores, "an allocation, which has ratios of its own" if config is not None else f"{type(other).__name__} alone")
     if isinstance(other, NMMask):
         if allocation is not None:
             raise ConfigError(f"allocation shares out ratios of blocks: expected None beside an NMMask, got {allocation!r}.")
@@ -109,7 +119,9 @@ def apply(
     found = find_layers(model, kinds)
     left = outside(model, found) if config is not None else []
     found = [*(out_of_reach(found) if config is None else found), *wanted_products(model, other)]
-    decisions = choose(found, config or WeightMask(), include, exclude, told, model, left=left)
+    given = Given(found, masks, scores)
+    decisions = choose(found, config or WeightMask(), given.include(include), exclude, told, model, left=left)
+    decisions = decisions if config is None else given.decided(decisions, config)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
@@ -204,7 +216,7 @@ def _change(model: nn.Module, decisions: list[Decision]) -> None:
         for d, m in swapped:
             assert d.config is not None
             mixin = MaskedConv2d if isinstance(m, nn.Conv2d) else MaskedLinear
-            swap(m, d.config, d.candidate.param_name, streams[id(d.candidate.weight)], owners[id(d)], mixin)
+            swap(m, d.config, d.candidate.param_name, streams[id(d.candidate.weight)], owners[id(d)], mixin, d.own)
         for _, gm in graph_modules(model):
             run_passes(gm, [rewrite])
         for _, gm in graph_modules(model):

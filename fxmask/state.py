@@ -178,7 +178,7 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
         if not wanted and t is not None:
             yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
     grid = grid_shape(site._fxmask_shape, c.block)
-    for key, wanted in (("score", c.observes), ("growth", c.wants_growth)):
+    for key, wanted in (("score", c.observes or site._fxmask_own is not None), ("growth", c.wants_growth)):
         t = entry[key]
         fits = isinstance(t, torch.Tensor) and t.dtype == torch.float32 and tuple(t.shape) == grid and not t.is_meta
         if (t is not None and not (wanted and fits)) or (t is None and key == "score" and wanted):
@@ -206,3 +206,5 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
         site._fxmask_lost = False
     for key in _scores(site):
         setattr(site, f"_fxmask_{key}", None if entry[key] is None else entry[key].to(device=device).clone())
+    if site._fxmask_own is not None:
+        site._fxmask_own = entry["score"].cpu().clone()

@@ -243,13 +243,16 @@ def _after_load(m: nn.Module, incompatible: object) -> None:
         after_load(m, peek_weight(m))
 
 
-def swap(m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module], mixin: type[MaskedLayer] = MaskedLinear) -> None:
+def swap(
+    m: nn.Module, config: WeightMask, name: str, stream_name: str, owners: Iterable[nn.Module], mixin: type[MaskedLayer] = MaskedLinear,
+    own: Tensor | None = None,
+) -> None:  # fmt: skip
     """Make a layer a masked one by a mixin, in place, and its owners readers where it is read."""
     weight = peek_weight(m)
     m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else mixin)
     assert isinstance(m, MaskedLayer)
     unmasked.discard(m)
-    state.install(m, config, name, weight, stream_name)
+    state.install(m, config, name, weight, stream_name, own)
     if isinstance(m, ReadWeight):
         for owner in owners:
             if owner is not m and not isinstance(owner, WeightReader):

@@ -11,7 +11,7 @@ from ..passes.finding.choose import as_patterns
 from ..passes.infra import Pass
 from ..passes.settings.activation_pruning import ActivationPruning
 from ..passes.settings.config import WeightMask
-from ..passes.state.saliency import LEARNED
+from ..passes.state.saliency import GIVEN, LEARNED
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
 STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain", "phases")
@@ -57,6 +57,8 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     if stateful:
         what = f"the backend keeps no state between calls, and {', '.join(stateful)} {'counts' if len(stateful) == 1 else 'count'} optimiser steps."
         raise UnsupportedError(message(what, WHERE, APPLY))
+    if given.get("criterion") == GIVEN or "masks" in given or "scores" in given:
+        raise UnsupportedError(message("the backend makes its masks from weights: expected no masks or scores of your own.", WHERE, APPLY))
     unknown = sorted(set(given) - {*MASK, *OWN})
     if unknown:
         what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}."

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
 from ...kernels.grid import matrix_shape
@@ -31,6 +31,7 @@ class Decision:
     candidate: Candidate
     config: WeightMask | None
     reason: str
+    own: Tensor | None = None  # float32 [NB, KB], scores of the user's by which its blocks are ranked
 
 
 def matches(pattern: Pattern, c: Candidate) -> bool:
@@ -111,7 +112,7 @@ def choose(
         elif c.owners and not c.masked and chosen is not None:
             chosen = _as_reader(c, chosen)
         decisions.append(Decision(c, chosen, reason or "selected"))
-    _check_selected([d for d in decisions if not d.candidate.product])
+    check_selected(decisions)
     return decisions
 
 
@@ -167,9 +168,10 @@ def _asked_in_vain(found: list[Candidate], patterns: list[Pattern]) -> set[int]:
     return {id(c) for hit in hits if all(c.skip for c in hit) for c in hit}
 
 
-def _check_selected(decisions: list[Decision]) -> None:
+def check_selected(decisions: list[Decision]) -> None:
     """Errors of selected linears: weights that cannot be masked, or are masked already, or twice in two ways."""
     first: dict[int, Decision] = {}
+    decisions = [d for d in decisions if not d.candidate.product]
     for d in decisions:
         if d.config is not None:
             where = d.candidate.name or "the model itself"
@@ -192,7 +194,8 @@ def _check_weight(c: Candidate, config: WeightMask, where: str) -> None:
         raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))
     if config.cached and c.weight.is_meta:
         what = f"a cached mask (refresh={config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
-        raise UnsupportedError(message(what, where, "materialise the model first, or use refresh=1."))
+        fix = "materialise the model first" + ("." if config.remembers else ", or use refresh=1.")
+        raise UnsupportedError(message(what, where, fix))
 
 
 def _check_call(c: Candidate, config: WeightMask, where: str) -> None:

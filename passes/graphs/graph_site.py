@@ -25,12 +25,12 @@ class GraphSite(Site):
     `module:<path>`, `functional` or `aten`; `names` has the names of their nodes.
     """
 
-    def __init__(self, config: WeightMask, name: str, weight: Tensor, weight_path: str | None, stream_name: str) -> None:
+    def __init__(self, config: WeightMask, name: str, weight: Tensor, weight_path: str | None, stream_name: str, own: Tensor | None = None) -> None:
         super().__init__()
         self.weight_path = weight_path
         self.origins: list[str] = []
         self.names: list[str] = []
-        install(self, config, name, weight, stream_name)
+        install(self, config, name, weight, stream_name, own)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from ...kernels.grid import check_block, keep_count, plain_int, ratio_units
 from ...kernels.reference import MODES
 from ...kernels.score import CRITERIA
 from ...kernels.select import NO_COVER, TIES
-from ..state.saliency import LEARNED
+from ..state.saliency import GIVEN, LEARNED
 from .checks import at_least, one_of
-from .dynamics import check_dynamics
+from .dynamics import ONLY_GIVEN, check_dynamics
 from .feedback import Feedback as Feedback
 from .options import Options
-from .phases import Phases, check_phases, in_turn
+from .phases import Phases, check_phases, in_turn, values
 from .regrow import Regrow as Regrow
 from .schedule import SCHEDULES
 from .schedule import Schedule as Schedule
@@ -33,7 +33,7 @@ class WeightMask(Options):
         block: (out_features, in_features) of a block; edges may be ragged.
         backward: `masked`, `ste`, `unmasked` or `rigl`; table in `kernels.reference`.
         criterion: `fro`, `spectral`, `l1`, `linf` or `random`, see `kernels.score`; `gradient`, `taylor`, `movement` or `momentum`, see
-            `passes.state.saliency`.
+            `passes.state.saliency`; `given`: the masks or scores that `fxmask.apply` is given, which nothing moves but a schedule: without one refresh is 0.
         refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
         start: first optimiser step with masks; before it every block is kept.
         schedule: None, a `Schedule` of the ratio, which ends at `ratio`, or a `Feedback`, which stays at or below it.
@@ -90,7 +90,7 @@ class WeightMask(Options):
         object.__setattr__(self, "ratio", float(self.ratio))  # numpy's numbers could not be saved
         object.__setattr__(self, "block", check_block(self.block))
         one_of("backward mode", self.backward, MODES)
-        one_of("criterion", self.criterion, (*CRITERIA, *LEARNED))
+        one_of("criterion", self.criterion, (*CRITERIA, *LEARNED, GIVEN))
         one_of("ties", self.ties, TIES)
         one_of("read", self.read, ("call", "weight"))
         one_of("impl", self.impl, IMPLEMENTATIONS)
@@ -111,6 +111,8 @@ class WeightMask(Options):
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
+        if self.criterion == GIVEN and (self.schedule is None or not self.schedule.moves):
+            object.__setattr__(self, "refresh", 0)  # there is nothing that a step could bring
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
         check_dynamics(self)
@@ -122,6 +124,8 @@ class WeightMask(Options):
             )
         if self.phases is not None:
             object.__setattr__(self, "phases", check_phases(self))
+            if GIVEN in values(self, "criterion"):
+                raise ConfigError(f"{ONLY_GIVEN}: expected it from the first step on, got it in phases={self.phases!r}.")
         object.__setattr__(self, "_kind", crc32(repr((self.block, self.backward, self.criterion, self.ties, self.cover, self.impl)).encode()))
         counts_flips = isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate"
         object.__setattr__(self, "_wants_weight", counts_flips or self.ever_cached)

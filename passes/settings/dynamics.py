@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...kernels.errors import ConfigError, UnsupportedError
-from ..state.saliency import LEARNED
+from ..state.saliency import GIVEN, LEARNED
 from .checks import is_number
 from .regrow import Regrow
 from .schedule import Schedule
@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from .config import WeightMask
 
 
+ONLY_GIVEN = "criterion='given' ranks by the masks or scores that fxmask.apply is given, and by nothing else"
+
+
 def check_dynamics(c: WeightMask) -> None:
     """Raise ConfigError or UnsupportedError for moving averages, hysteresis, regrowth, soft masks and gain that cannot work as asked; make numbers plain."""
+    others = [name for name in ("average", "hysteresis", "regrow", "phases") if c.criterion == GIVEN and getattr(c, name)]
+    if others:
+        got = ", ".join(f"{name}={getattr(c, name)!r}" for name in others)
+        raise ConfigError(f"{ONLY_GIVEN}: expected no {' nor '.join(others)} with it, got {got}.")
     for name, high in (("average", 1), ("hysteresis", 1000)):
         value = getattr(c, name)
         if not is_number(value) or not 0 <= value < high:
@@ -28,9 +35,10 @@ def check_dynamics(c: WeightMask) -> None:
         raise ConfigError(f"regrow: expected None or a fxmask.Regrow, got {c.regrow!r}.")
     # read in forwards, where the compiler takes floats for what may move
     object.__setattr__(c, "_observes", c.criterion in LEARNED or c.average > 0)
-    object.__setattr__(c, "_remembers", c.observes or c.hysteresis > 0 or c.regrow is not None or c.gain)
+    object.__setattr__(c, "_remembers", c.observes or c.hysteresis > 0 or c.regrow is not None or c.gain or c.criterion == GIVEN)
     if c.remembers and c.ties != "lowest":
-        raise ConfigError(f"scores that last keep exactly k blocks: expected ties='lowest' with average, hysteresis, regrow or gain, got {c.ties!r}.")
+        what = "scores that last keep exactly k blocks: expected ties='lowest' with average, hysteresis, regrow or gain, and of masks or scores given"
+        raise ConfigError(f"{what}, got {c.ties!r}.")
     if c.criterion == "random" and (c.average or c.hysteresis):
         got = f"average={c.average}, hysteresis={c.hysteresis}"
         raise ConfigError(f"criterion='random' has no scores to average or to hold on to: expected both 0, got {got}.")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ...kernels.errors import ConfigError, meant
 
 C = TypeVar("C", bound="Options")
-BESIDE = ("include", "exclude", "overrides", "allocation", "layers")  # options of `fxmask.apply` that are none of a configuration
+BESIDE = ("include", "exclude", "overrides", "allocation", "layers", "masks", "scores")  # options of `fxmask.apply` that are none of a configuration
 
 
 @dataclasses.dataclass(frozen=True)

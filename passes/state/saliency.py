@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .site import Site
 
 LEARNED = ("gradient", "taylor", "movement", "momentum")
+GIVEN = "given"  # scores of the user's own, which no step moves
 MOMENTA = ("exp_avg", "momentum_buffer")  # of Adam's family, of SGD
 NORMS = tuple(c for c in CRITERIA if c != "random")
 

@@ -84,6 +84,7 @@ class Site(nn.Module):
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
     _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
     _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.state.saliency
+    _fxmask_own: Tensor | None = None  # float32 [NB, KB] on the host, the score of criterion='given'
     _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient since an exchange, for regrowth
     _fxmask_grown: Tensor | None  # bool [NB, KB], while a mask is built: the blocks that an exchange brings back
     _fxmask_scale: Tensor | None  # 0-d float32, the factor of masked blocks of a soft mask
@@ -117,6 +118,8 @@ class Site(nn.Module):
         if self._fxmask_saved is not None:  # inside fxmask.dense
             mask, lists = self._fxmask_saved
             self._fxmask_saved = (_moved(mask, device), None if lists is None else _moved(lists, device))
+        if self._fxmask_own is not None:
+            self._fxmask_score = self._fxmask_own.to(device, copy=True)
         self._fxmask_written = None  # what was moved from the meta device holds zeros
         sync(self)
         if self._fxmask_mask is not None and self._fxmask_lists is None:  # kernels may run on this device
@@ -175,8 +178,8 @@ def stream_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
 
 
-def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str) -> None:
-    """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`."""
+def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_name: str, own: Tensor | None = None) -> None:
+    """Attach the state. Only the shape and the device of `weight` are read; a cached mask keeps every block until `rebuild`. `own`: scores of the user's."""
     site._fxmask_given, site._fxmask_progress, site._fxmask_phase = config, feedback.begin(config), 0
     site._fxmask_config = feedback.held(phases.in_force(config, 0), config, site._fxmask_progress)
     site._fxmask_name, site._fxmask_shape = name, matrix_shape(weight.shape)
@@ -189,7 +192,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
     site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
     site._fxmask_is_dense, site._fxmask_saved = False, None
-    site._fxmask_grown, site._fxmask_softening = None, False
+    site._fxmask_grown, site._fxmask_softening, site._fxmask_own = None, False, own
     place_on(site, weight.device)
 
 
@@ -204,6 +207,8 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_written = site._fxmask_looked = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
     site._fxmask_score = torch.zeros(site._fxmask_grid, dtype=torch.float32, device=device) if config.observes else None  # whatever the default dtype is
+    if site._fxmask_own is not None:
+        site._fxmask_score = site._fxmask_own.to(device, copy=True)
     site._fxmask_scale, site._fxmask_scaled = torch.ones((), dtype=torch.float32, device=device) if config.soft else None, 1.0
     site._fxmask_growth = None
     sync(site)

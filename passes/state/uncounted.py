@@ -66,6 +66,8 @@ def is_stale(site: Site, weight: Tensor) -> bool:
     site._fxmask_version = version
     if version is None or made is None or version == made:
         return False
+    if site._fxmask_own is not None:
+        return False
     if site._fxmask_config.remembers:  # its scores are those of the copy's beginning: what it would be now nobody knows
         return site._parameters.get("weight") is weight
     site_mask.fits(site, weight)

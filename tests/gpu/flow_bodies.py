@@ -14,6 +14,7 @@ import fxmask
 from fxmask import Feedback, Regrow, Schedule
 
 WIDTH, TOKENS, BLOCK, STEPS = 64, 32, (16, 16), 5
+OWN = {"0": torch.arange(16).view(4, 4) * 7 % 16, "2": torch.arange(16).view(4, 4) * 5 % 16}  # scores of the user's
 
 
 def default_impl(device):
@@ -162,6 +163,8 @@ DYNAMICS = {
     "allocation erk": trained({"allocation": "erk"}),
     "allocation global": trained({"allocation": "global"}),
     "allocation byte": trained({"allocation": "byte"}),
+    "masks given": trained({"masks": {name: scores > 9 for name, scores in OWN.items()}}),
+    "scores given": trained({"scores": OWN, "schedule": RAMP, "ratio": 0.8, "refresh": 2}),
     "feedback of the loss": trained({"schedule": Feedback("loss", every=1, change=0.2)}, report=True),
     "feedback of flips": trained({"schedule": Feedback("flip_rate", every=2, goal=0.5, change=0.2), "refresh": 2}),
     "feedback of bytes": trained({"schedule": Feedback("bytes", every=1, goal=20_000, change=0.2), "refresh": 2}),

@@ -247,7 +247,7 @@ WRONG = [
     (mlp, dict(schedule="cubic"), ConfigError, "expected fxmask.Schedule('cubic', steps=...)"),
     (mlp, dict(schedule=3), ConfigError, "schedule: expected None or a fxmask.Schedule"),
     (mlp, dict(seed="a"), ConfigError, "seed: expected an int"),
-    (mlp, dict(ration=0.1), ConfigError, "unknown option in fxmask.apply, besides include, exclude, overrides, allocation and layers: expected some of"),
+    (mlp, dict(ration=0.1), ConfigError, "unknown option in fxmask.apply, besides include, exclude, overrides, allocation, layers, masks and scores: expected"),
     (mlp, dict(average=2), ConfigError, "average: expected"),
     (mlp, dict(overrides={"0": dict(ration=0.1)}), ConfigError, "unknown option in overrides['0']: expected some of ratio,"),
     (mlp, dict(overrides={"0": dict(ratio=2)}), ConfigError, "got 2"),

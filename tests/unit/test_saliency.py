@@ -278,7 +278,7 @@ WRONG = {
     "gain": (dict(gain="yes"), "gain: expected a bool, got 'yes'"),
     "regrow": (dict(regrow="random"), "regrow: expected None or a fxmask.Regrow, got 'random'"),
     "regrow masked": (dict(regrow=fxmask.Regrow()), "regrow by gradient needs dense gradients, and backward='masked' gives masked blocks none"),
-    "ties": (dict(average=0.5, ties="keep"), "expected ties='lowest' with average, hysteresis, regrow or gain, got 'keep'"),
+    "ties": (dict(average=0.5, ties="keep"), "expected ties='lowest' with average, hysteresis, regrow or gain, and of masks or scores given, got 'keep'"),
     "random": (dict(criterion="random", hysteresis=0.5), "criterion='random' has no scores to average"),
     "refresh": (dict(criterion="taylor", refresh=0), "refresh=0 builds the mask once: expected refresh of at least 1"),
     "criterion": (dict(criterion="taylr"), "unknown criterion: expected one of fro, spectral, l1, linf, random, gradient, taylor, movement, momentum"),

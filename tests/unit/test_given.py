@@ -1,0 +1,306 @@
+"""Masks and scores of the user's own, `apply(masks=..., scores=...)`: they are kept, whatever becomes of the weights, and nothing else is ranked by."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import nn
+
+import fxmask
+from fxmask.errors import ConfigError, FxMaskError, UnsupportedError
+from fxmask.kernels.grid import expand_mask
+
+SCHEDULE = fxmask.Schedule("linear", steps=4)
+
+
+def net():
+    return mlp(sizes=(64, 64, 64, 10))
+
+
+def diagonal(rows=4, cols=4):
+    mask = torch.eye(rows, cols, dtype=torch.bool)
+    mask[0, -1] = True
+    return mask
+
+
+def scores():
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
+
+
+def best(s, k):
+    """The k highest scores, by a plain sort."""
+    return torch.zeros(s.numel(), dtype=torch.bool).scatter(0, s.flatten().argsort(descending=True, stable=True)[:k], True).view_as(s)
+
+
+def masked(**options):
+    return fxmask.apply(net(), **{"masks": {"0": diagonal()}, **options})
+
+
+def mask_of(model, name="0.weight"):
+    return fxmask.masks(model)[name]
+
+
+def test_forward_and_gradients_are_those_of_a_dense_copy_with_zeros():
+    x, model, dense = torch.randn(6, 64), masked(), net()
+    kept = expand_mask(diagonal(), (64, 64), (16, 16))
+    with torch.no_grad():
+        dense[0].weight.mul_(kept)
+    for m in (model, dense):
+        m(x).square().sum().backward()
+    assert torch.equal(model(x), dense(x))
+    assert torch.equal(model[0].weight.grad, dense[0].weight.grad * kept)
+    assert torch.equal(fxmask.restore(model)[0].weight, net()[0].weight)
+
+
+def test_named_layers_alone_are_masked_and_with_include_the_others_by_the_ratio():
+    assert list(fxmask.masks(masked())) == ["0.weight"]
+    both = masked(include=["0", "2"], ratio=0.75)
+    assert torch.equal(mask_of(both), diagonal())
+    assert torch.equal(mask_of(both, "2.weight"), mask_of(fxmask.apply(net(), ratio=0.75), "2.weight"))
+    assert [row["ranks_by"] for row in fxmask.explain(both).rows[:2]] == ["given", None]
+
+
+@pytest.mark.parametrize("kept", range(1, 17))
+def test_every_number_of_blocks_is_kept_to_the_block(kept):
+    mask = best(scores(), kept)
+    model = masked(masks={"0": mask})
+    assert torch.equal(mask_of(model), mask)
+    assert fxmask.explain(model).rows[0]["target_ratio"] == pytest.approx(1 - kept / 16)
+
+
+def test_masks_of_one_model_are_those_of_another():
+    first = fxmask.apply(net(), ratio=0.6, criterion="random")
+    again = fxmask.apply(net(), masks=fxmask.masks(first))
+    assert all(torch.equal(m, fxmask.masks(again)[name]) for name, m in fxmask.masks(first).items())
+
+
+def _loaded(model):
+    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
+    return model
+
+
+def _stepped(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    fxmask.guard(optimizer, model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    return model
+
+
+def _refreshed(model):
+    with torch.no_grad():
+        model[0].weight.normal_()
+    fxmask.refresh(model)
+    return model
+
+
+def _through_meta(model):
+    return _loaded(model.to("meta").to_empty(device="cpu"))
+
+
+def _resumed(model):
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "masks": fxmask.state_dict(model)}, saved)
+    state, other = torch.load(io.BytesIO(saved.getvalue()), weights_only=True), masked(masks={"0": diagonal().flip(0)})
+    other.load_state_dict(state["model"])
+    fxmask.load_state_dict(other, state["masks"])
+    return _loaded(other)
+
+
+def _under_dense(model):
+    with fxmask.dense(model):
+        assert mask_of(model).all()
+        _loaded(model)
+    return model
+
+
+ROUTES = {
+    "loaded": _loaded,
+    "stepped": _stepped,
+    "refreshed": _refreshed,
+    "copied": lambda m: _loaded(copy.deepcopy(m)),
+    "pickled": lambda m: _loaded(pickle.loads(pickle.dumps(m))),
+    "cast": lambda m: _loaded(m.bfloat16()),
+    "through meta": _through_meta,
+    "resumed": _resumed,
+    "inside dense": _under_dense,
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_mask_stays(route):
+    model = ROUTES[route](masked())
+    assert torch.equal(mask_of(model), diagonal())
+    x = torch.randn(3, 64, dtype=model[0].weight.dtype)
+    w = model[0].weight * expand_mask(diagonal(), (64, 64), (16, 16))
+    assert torch.equal(model[0](x), torch.nn.functional.linear(x, w, model[0].bias))
+
+
+def test_under_a_guard_masked_weights_rest_and_no_step_is_asked_for():
+    model = masked()
+    model(torch.randn(2, 64))  # in train mode, and nobody counts
+    before, kept = model[0].weight.detach().clone(), expand_mask(diagonal(), (64, 64), (16, 16))
+    _stepped(model)
+    assert torch.equal(model[0].weight[~kept], before[~kept])
+    assert (model[0].weight[kept] != before[kept]).all()
+
+
+def test_the_tensor_that_was_given_may_change_afterwards():
+    mask, s = diagonal(), scores()
+    model = masked(masks={"0": mask}, scores={"2": s}, ratio=0.5)
+    mask.fill_(True)
+    s.neg_()
+    fxmask.refresh(model)
+    assert torch.equal(mask_of(model), diagonal())
+    assert torch.equal(mask_of(model, "2.weight"), best(scores(), 8))
+
+
+def test_scores_rank_blocks_over_a_ramp():
+    model = fxmask.apply(net(), scores={"0": scores()}, ratio=0.75, schedule=SCHEDULE)
+    optimizer, kept = torch.optim.SGD(model.parameters(), 0.1), []
+    fxmask.guard(optimizer, model)
+    for _ in range(5):
+        kept.append(int(mask_of(model).sum()))
+        assert torch.equal(mask_of(model), best(scores(), kept[-1]))
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    assert kept == [16, 13, 10, 7, 4]
+
+
+def test_a_ramp_ends_at_the_mask_that_was_given():
+    model = masked(schedule=SCHEDULE)
+    fxmask.step(model, 0)
+    before = mask_of(model)
+    for _ in range(5):
+        fxmask.step(model)
+        assert not (mask_of(model) & ~before).any()
+        assert not (diagonal() & ~mask_of(model)).any()
+        before = mask_of(model)
+    assert torch.equal(before, diagonal())
+
+
+def test_ties_of_scores_go_by_the_norm_and_infinities_are_numbers():
+    model = fxmask.apply(net(), scores={"0": torch.zeros(4, 4, dtype=torch.int64)}, ratio=0.5)
+    assert torch.equal(mask_of(model), mask_of(fxmask.apply(net(), ratio=0.5)))
+    s = torch.zeros(4, 4).index_put((torch.tensor([0, 3]), torch.tensor([1, 2])), torch.tensor([torch.inf, -torch.inf]))
+    model = fxmask.apply(net(), scores={"0": s}, ratio=0.9)
+    assert mask_of(model)[0, 1]
+    assert not mask_of(fxmask.apply(net(), scores={"0": s}, ratio=1 / 16))[3, 2]
+
+
+def test_gain_keeps_the_norm_and_cover_goes_over_scores():
+    model, before = masked(gain=True), net()[0].weight.double().square().sum()
+    kept = expand_mask(diagonal(), (64, 64), (16, 16))
+    assert model[0].weight[kept].double().square().sum().item() == pytest.approx(before.item(), rel=1e-5)
+    rows = torch.arange(4.0).repeat_interleave(4).view(4, 4)  # all of the best in one row
+    assert mask_of(fxmask.apply(net(), scores={"0": rows}, ratio=0.75, cover=True)).any(1).all()
+
+
+def test_in_a_traced_graph():
+    gm = fxmask.apply(torch.fx.symbolic_trace(net()), masks={"0.weight": diagonal()}, scores={"2": scores()}, ratio=0.5)
+    x, model = torch.randn(3, 64), masked(scores={"2": scores()}, ratio=0.5)
+    assert torch.equal(gm(x), model(x))
+    _loaded(gm)
+    assert torch.equal(mask_of(gm), diagonal())
+    assert torch.equal(mask_of(gm, "2.weight"), best(scores(), 8))
+
+
+def test_convolutions_and_owners_that_read_a_weight():
+    conv = nn.Conv2d(16, 32, 3)
+    mask = torch.zeros(2, 9, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
+    model = fxmask.apply(nn.Sequential(conv), layers=nn.Conv2d, masks={"0": mask})
+    assert torch.equal(mask_of(_loaded(model)), mask)
+    attention = fxmask.apply(nn.MultiheadAttention(64, 4), masks={"out_proj": diagonal()})
+    attention.load_state_dict(nn.MultiheadAttention(64, 4).state_dict())
+    assert torch.equal(mask_of(attention, "out_proj.weight"), diagonal())
+
+
+def test_a_weight_of_two_layers_takes_one_mask():
+    def tied():
+        model = net()
+        model[2].weight = model[0].weight
+        return model
+
+    model = fxmask.apply(tied(), masks={"0": diagonal(), "2": diagonal()})
+    assert torch.equal(mask_of(model), mask_of(model, "2.weight"))
+    with pytest.raises(ConfigError, match="of one weight"):
+        fxmask.apply(tied(), masks={"0": diagonal(), "2": diagonal().flip(0)})
+
+
+def test_it_compiles_once():
+    model = masked()
+    x, graphs = torch.randn(3, 64), []
+    expected = model(x)
+    compiled = torch.compile(model, backend=lambda gm, args: graphs.append(gm) or gm.forward, fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+    _loaded(model)
+    assert torch.equal(compiled(x), model(x))
+    assert len(graphs) == 1
+
+
+def test_a_still_mask_is_no_news(recwarn):
+    model = masked()
+    log = fxmask.HealthLog(model, still=1)
+    for _ in range(3):
+        _loaded(model)
+        log.update()
+    assert [str(w.message) for w in recwarn] == []
+    assert not any("take in scores" in note for note in fxmask.analyze(model, (torch.randn(2, 64),)).notes)
+
+
+WRONG = {
+    "no such layer": (dict(masks={"9": diagonal()}), ConfigError, "'9' is no linear of this model: expected some of 0, 2"),
+    "no dict": (dict(masks=diagonal()), ConfigError, "expected a dict of layer's name to tensor, got Tensor"),
+    "no tensor": (dict(scores={"0": [1.0]}), ConfigError, r"scores\['0'\]: expected a tensor of real numbers.*got list"),
+    "scores as a mask": (dict(masks={"0": scores()}), ConfigError, "got torch.float32. Scores go into scores="),
+    "a mask as scores": (dict(scores={"0": diagonal()}), ConfigError, "got torch.bool. A mask goes into masks="),
+    "of single weights": (dict(masks={"0": torch.ones(64, 64, dtype=torch.bool)}), ConfigError, r"(?s)expected shape \(4, 4\).*mask\[::16, ::16\]"),
+    "of other blocks": (dict(block=(32, 32)), ConfigError, r"expected shape \(2, 2\).*got \(4, 4\)"),
+    "empty": (dict(masks={"0": torch.zeros(4, 4, dtype=torch.bool)}), ConfigError, "keeps no block"),
+    "NaN": (dict(masks=None, scores={"0": torch.full((4, 4), torch.nan)}), ConfigError, "got NaN in 16 of 16 blocks"),
+    "meta": (dict(masks={"0": torch.ones(4, 4, dtype=torch.bool, device="meta")}), UnsupportedError, "meta device"),
+    "both": (dict(scores={"0.weight": scores()}), ConfigError, "are of one weight"),
+    "excluded": (dict(exclude="0"), ConfigError, "of a layer that stays dense: in exclude"),
+    "an idle ratio": (dict(ratio=0.9), ConfigError, "ratio=0.9 beside a mask"),
+    "an idle criterion": (dict(criterion="l1"), ConfigError, "criterion='l1' beside a mask"),
+    "no mask": (dict(masks=None, criterion="given"), ConfigError, "neither a mask nor scores"),
+    "no mask for one": (dict(include=["0", "2"], criterion="given"), ConfigError, "criterion='given' for '2'"),
+    "cover": (dict(cover=True), ConfigError, "expected cover=False"),
+    "average": (dict(average=0.9), ConfigError, "expected no average with it"),
+    "regrow": (dict(regrow=fxmask.Regrow("random")), ConfigError, "expected no regrow with it"),
+    "phases": (dict(phases={3: dict(backward="ste")}), ConfigError, "expected no phases with it"),
+    "a later phase": (dict(phases={3: dict(criterion="given")}), ConfigError, "expected it from the first step on"),
+    "ties": (dict(ties="keep"), ConfigError, "expected ties='lowest'"),
+    "allocation": (dict(allocation="erk"), ConfigError, "masks are for block masks of weights: expected neither beside an allocation"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_says_what_and_changes_nothing(case):
+    options, error, words = WRONG[case]
+    model = net()
+    with pytest.raises(error, match=words):
+        fxmask.apply(model, **{"masks": {"0": diagonal()}, **options})
+    assert type(model[0]) is nn.Linear
+    assert not [name for name in model[0].__dict__ if name.startswith("_fxmask_")]
+
+
+@pytest.mark.parametrize("config", [fxmask.NMMask(), fxmask.ActivationPruning(), fxmask.BlockDropout(p=0.1)], ids=lambda c: type(c).__name__)
+def test_beside_other_systems_alone(config):
+    with pytest.raises(ConfigError, match=f"expected neither beside {type(config).__name__} alone"):
+        fxmask.apply(net(), config, masks={"0": diagonal()})
+    if not isinstance(config, fxmask.NMMask):
+        assert torch.equal(mask_of(fxmask.apply(net(), fxmask.WeightMask(), config, masks={"0": diagonal()})), diagonal())
+
+
+def test_the_compiler_backend_refuses():
+    for options in ({"masks": {"0": diagonal()}}, {"criterion": "given"}, {"overrides": {"0": {"criterion": "given"}}}):
+        with pytest.raises((FxMaskError, torch._dynamo.exc.BackendCompilerFailed), match=r"keeps no state|of your own"):
+            torch.compile(net(), backend="fxmask", options=options)(torch.randn(2, 64))
+        torch._dynamo.reset()
