@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .asked import DEFAULT_RATIO
 from .kernels.errors import ConfigError, UnsupportedError, first_of, meant, message
-from .kernels.grid import grid_shape, matrix_shape, ratio_keeping
+from .kernels.grid import expand_mask, grid_shape, matrix_shape, ratio_keeping, to_blocks
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, Patterns, check_selected
 from .passes.settings.config import WeightMask
@@ -19,6 +18,9 @@ from .passes.state import ranks
 from .passes.state.saliency import GIVEN
 
 OPTIONS = ("masks", "scores")
+BLOCKS = "fxmask.kernels.grid.to_blocks"
+UNNAMED = "no mask or scores are given for it"
+WRAPPED = "a layer's name, or its weight's, as fxmask.masks gives it; without what a wrapper puts before it (module., _orig_mod.); layers= for convolutions."
 
 
 class Given:
@@ -28,8 +30,9 @@ class Given:
         self.by_weight: dict[int, tuple[str, str, Tensor]] = {}  # of a candidate: the option, the name in it, the tensor
         self.names: dict[int, list[str]] = {}
         for option, given in zip(OPTIONS, (masks, scores), strict=True):
-            if given is not None and not isinstance(given, Mapping):
-                raise ConfigError(f"{option}: expected a dict of layer's name to tensor, got {type(given).__name__}.")
+            if given is not None and not (isinstance(given, Mapping) and given):
+                got = "an empty one" if isinstance(given, Mapping) else type(given).__name__
+                raise ConfigError(f"{option}: expected a dict of layer's name to tensor, got {got}.")
             for name, value in (given or {}).items():
                 self._take(found, option, name, _checked(option, name, value))
 
@@ -40,8 +43,8 @@ class Given:
         hits = [c for c in found if not c.product and name in (c.name, c.param_name)]
         if not hits:
             known = [c.name for c in found if not c.product]
-            what = f"{option}: {name!r} is no linear of this model: expected some of {first_of(known)}{meant(name, known) or '.'}"
-            raise ConfigError(message(what, "fxmask.apply", "a layer's name, or its weight's, as fxmask.masks gives it; layers= for convolutions."))
+            there = f"expected some of {first_of(known)}{meant(name, known) or '.'}" if known else "it has none."
+            raise ConfigError(message(f"{option}: {name!r} is no linear of this model: {there}", "fxmask.apply", WRAPPED))
         for c in hits:
             before = self.by_weight.get(id(c.weight))
             if before is not None and not (before[0] == option and torch.equal(before[2], value)):
@@ -54,46 +57,56 @@ class Given:
         """Which layers are masked: those that are named here, where nobody says more."""
         return [name for names in self.names.values() for name in names] if include is None and self else include
 
-    def decided(self, decisions: list[Decision], config: WeightMask) -> list[Decision]:
+    def decided(self, decisions: list[Decision], config: WeightMask, include: Patterns) -> list[Decision]:
         """The decisions with these masks and scores. Raises: ConfigError, and what `passes.finding.choose` raises for a cached mask."""
-        new = [self._one(d) for d in decisions]
+        new = [self._one(d, config) for d in decisions]
         if self:
             self._refuse_idle([d for d in new if d.config is not None], config)
             check_selected(new)
+        if self and include is None:
+            new = [dataclasses.replace(d, reason=UNNAMED) if d.reason == "not in include" else d for d in new]
         return new
 
-    def _one(self, d: Decision) -> Decision:
-        entry = self.by_weight.get(id(d.candidate.weight))
+    def _one(self, d: Decision, config: WeightMask) -> Decision:
+        entry, name = self.by_weight.get(id(d.candidate.weight)), d.candidate.name
         if entry is None:
             if d.config is not None and d.config.criterion == GIVEN:
-                what = f"criterion='given' for {d.candidate.name!r}, which has neither a mask nor scores: expected one of them."
-                raise ConfigError(message(what, d.candidate.name, "fxmask.apply(model, ..., masks={name: tensor}), or scores=; or another criterion."))
+                what = f"criterion='given' for {name!r}, which has neither a mask nor scores: expected one of them."
+                raise ConfigError(message(what, name, "fxmask.apply(model, ..., masks={name: tensor}), or scores=; or another criterion."))
             return d
-        option, name, value = entry
+        option, key, value = entry
         if d.config is None:
-            if d.candidate.name not in self.names[id(d.candidate.weight)]:
+            if name not in self.names[id(d.candidate.weight)]:
                 return d  # another layer of the same weight, which nobody named
-            what = f"{option}[{name!r}] is of a layer that stays dense: {d.reason}."
-            raise ConfigError(message(what, d.candidate.name, f"leave it out of {option}, or let include, exclude and overrides select it."))
-        shape, block = matrix_shape(d.candidate.weight.shape), d.config.block
-        grid = grid_shape(shape, block)
-        if tuple(value.shape) != grid:
-            what = f"{option}[{name!r}]: expected shape {grid}, an entry for each block of {block} of the weight {shape}, got {tuple(value.shape)}."
-            fix = f"one of single weights that is the same in each block: mask[::{block[0]}, ::{block[1]}]." if tuple(value.shape) == shape else ""
-            raise ConfigError(message(what, d.candidate.name, fix or "the block that it was made for, by block=, or by overrides for this layer."))
+            fix = f"leave it out of {option}" + ("." if d.candidate.skip else ", or let include, exclude and overrides select it.")
+            raise ConfigError(message(f"{option}[{key!r}] is of a layer that stays dense: {d.reason}.", name, fix))
+        overridden = [n for n in ("ratio", "criterion") if getattr(d.config, n) not in (getattr(config, n), GIVEN)]
+        overridden = [n for n in overridden if n == "criterion" or option == "masks"]
+        if overridden:
+            what = f"overrides give {name!r} another {' and '.join(overridden)}, and {option}[{key!r}] says that itself: expected one of them."
+            raise ConfigError(message(what, name, "leave one out."))
+        _check_shape(value, d, f"{option}[{key!r}]", option == "masks")
         changes: dict[str, Any] = {"criterion": GIVEN}
+        if d.config.schedule is None or not d.config.schedule.moves:
+            changes["refresh"] = 0  # there is nothing that a step could bring
         if option == "masks":
             if d.config.cover:
-                raise ConfigError(message("masks are kept as they are: expected cover=False beside them, got True.", d.candidate.name, "or scores=."))
+                fix = f"overrides={{{name!r}: dict(cover=False)}}, or scores= in place of the mask."
+                raise ConfigError(message("masks are kept as they are: expected cover=False beside them, got True.", name, fix))
             changes["ratio"] = ratio_keeping(int(value.sum()), value.numel())
-        return dataclasses.replace(d, config=d.config.replace(changes, f"{option}[{name!r}]"), own=value.float())
+        try:
+            return dataclasses.replace(d, config=d.config.replace(changes, f"{option}[{key!r}]"), own=value.float())
+        except ConfigError as e:
+            raise ConfigError(message(str(e), name, f"leave it out for this layer, by overrides={{{name!r}: dict(...)}}.")) from None
 
     def _refuse_idle(self, masked: list[Decision], config: WeightMask) -> None:
         """ConfigError for what is asked for and has no part in any layer."""
-        options = {self.by_weight[id(d.candidate.weight)][0] if d.own is not None else None for d in masked}
-        idle = [f"criterion={config.criterion!r}"] if None not in options and config.criterion not in (WeightMask().criterion, GIVEN) else []
-        if options == {"masks"} and config.ratio != DEFAULT_RATIO:
-            idle.append(f"ratio={config.ratio}")
+        if any(d.own is None for d in masked):
+            return
+        options, default = {self.by_weight[id(d.candidate.weight)][0] for d in masked}, WeightMask()
+        idle = [f"criterion={config.criterion!r}"] if config.criterion not in (default.criterion, GIVEN) else []
+        idle += [f"ratio={config.ratio}"] if options == {"masks"} and config.ratio != default.ratio else []
+        idle += [f"refresh={config.refresh}"] if config.refresh > 1 and all(d.config is not None and d.config.refresh == 0 for d in masked) else []
         if idle:
             what = f"{' and '.join(idle)} beside a mask or scores for each masked layer, which say that themselves: expected the default."
             raise ConfigError(message(what, "fxmask.apply", "leave it out; layers without a mask or scores are masked by it where include names them."))
@@ -103,24 +116,50 @@ def refuse_given(masks: Any, scores: Any, beside: str) -> None:
     """ConfigError for masks or scores where they have no place."""
     named = [name for name, value in zip(OPTIONS, (masks, scores), strict=True) if value is not None]
     if named:
-        raise ConfigError(f"{' and '.join(named)} are for block masks of weights: expected neither beside {beside}.")
+        what = f"{' and '.join(named)} are for block masks of weights: expected neither beside {beside}."
+        fix = "N:M masks of your own: write the zeros into the weights, then fxmask.apply(model, fxmask.NMMask(n, m)) and fxmask.freeze(model)."
+        raise ConfigError(message(what, "fxmask.apply", fix if "NMMask" in beside else "leave one of them out."))
 
 
 def _checked(option: str, name: Any, value: Any) -> Tensor:
     """A copy on the host of what is given for one layer: bool, or float32."""
     where = f"{option}[{name!r}]"
     wanted = "a bool tensor, True = kept" if option == "masks" else "a tensor of real numbers, the highest are kept"
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or ranks.is_shard(value):
+    if not isinstance(value, Tensor) or ranks.is_shard(value):
         raise ConfigError(f"{where}: expected {wanted}, got {type(value).__name__}.")
-    fits = value.dtype == torch.bool if option == "masks" else value.dtype != torch.bool and not value.is_complex()
-    if not fits:
-        other = " A mask goes into masks=." if value.dtype == torch.bool else " Scores go into scores=." if option == "masks" else ""
-        raise ConfigError(f"{where}: expected {wanted}, got {value.dtype}.{other}")
+    if value.layout is not torch.strided:
+        raise ConfigError(f"{where}: expected {wanted}, got a {value.layout} one; .to_dense() makes it plain.")
     if value.is_meta:
         raise UnsupportedError(f"{where}: expected values, got a tensor on the meta device.")
+    fits = value.dtype == torch.bool if option == "masks" else value.dtype != torch.bool and not value.is_complex()
+    if not fits:
+        binary = option == "masks" and not value.is_complex() and bool(((value == 0) | (value == 1)).all())
+        other = "of zeros and ones .bool() makes one." if binary else "scores go into scores=." if option == "masks" else "a mask goes into masks=."
+        raise ConfigError(f"{where}: expected {wanted}, got {value.dtype}; {other}")
     held = value.detach().to("cpu", torch.bool if option == "masks" else torch.float32, copy=True)
     if option == "masks" and not held.any():
-        raise ConfigError(f"{where}: keeps no block: expected at least one, got {tuple(held.shape)} without any.")
+        fix = "leave the layer out; of a threshold over all layers take scores >= min(threshold, scores.max()), which keeps a block of each."
+        raise ConfigError(message(f"{where}: keeps no block: expected at least one, got {tuple(held.shape)} without any.", str(name), fix))
     if option == "scores" and held.isnan().any():
         raise ConfigError(f"{where}: expected numbers, got NaN in {int(held.isnan().sum())} of {held.numel()} blocks.")
     return held
+
+
+def _check_shape(value: Tensor, d: Decision, where: str, is_mask: bool) -> None:
+    """ConfigError for another shape than the layer's blocks; of one entry for each weight it says how to come to blocks."""
+    assert d.config is not None
+    shape, block = matrix_shape(d.candidate.weight.shape), d.config.block
+    grid = grid_shape(shape, block)
+    if tuple(value.shape) == grid:
+        return
+    what = f"{where}: expected shape {grid}, an entry for each block of {block} of the weight {shape}, got {tuple(value.shape)}."
+    fix = "the block that it was made for, by block=, or by overrides for this layer."
+    if value.shape in (d.candidate.weight.shape, shape) and not is_mask:
+        fix = f"sums over blocks: {BLOCKS}(scores, {block}).sum(-1)."
+    elif value.shape in (d.candidate.weight.shape, shape):
+        flat = value.reshape(shape)
+        blocks = to_blocks(flat, block).any(-1)
+        mixed = int((to_blocks(flat ^ expand_mask(blocks, shape, block), block).any(-1)).sum())
+        made = f"{BLOCKS}(mask, {block}).any(-1)"
+        fix = f"{made}." if not mixed else f"{mixed} of {blocks.numel()} blocks are kept in part: {made} keeps them whole; block=(1, 1) takes single weights."
+    raise ConfigError(message(what, d.candidate.name, fix))

@@ -24,6 +24,7 @@ from .kernels.grid import grid_shape, plain_int
 from .passes.settings.phases import in_turn
 from .passes.state import ranks
 from .passes.state import site as state
+from .passes.state.saliency import GIVEN
 from .passes.state.site_mask import mask_outside
 from .report import Report
 from .sites import required_sites, values_of
@@ -120,7 +121,7 @@ class HealthLog:
             "never_kept": float((active == 0).double().mean()),
             **now,
         }
-        self._warn(name, config.refresh != 0 and row["kept"] < row["blocks"], last["quiet"], held, total)
+        self._warn(name, config.refresh != 0 and config.criterion != GIVEN and row["kept"] < row["blocks"], last["quiet"], held, total)
         return row
 
     def _since_blocks(self, name: str, mask: Tensor, block: tuple[int, int]) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def apply(
             functions; inputs of convolutions are neither pruned nor dropped.
         allocation: None: `ratio` in every layer. `erk`, `global` or `byte`: a budget of 1 - ratio for all layers, see `fxmask.allocate`.
         masks: {layer's name: bool [ceil(N / block_rows), ceil(K / block_cols)], True = kept}, of any device: masks of your own, as `fxmask.masks` returns them.
-            They are kept whatever the weights become, and where weights are loaded; with a schedule the last one is this. Where `include` is not given these
-            layers alone are masked. A layer's ratio is its mask's.
+            They are kept whatever the weights become, and where weights are loaded; with a Schedule the last one is this. Without `include` these layers
+            alone are selected, also for what goes beside the WeightMask. A layer's ratio is its mask's.
         scores: the same with real numbers, float32 as they are compared: the blocks with the highest are kept, as many as `ratio` says, now or at the end of
             the schedule; ties go by the norm of the weight.
         more: the other options of `WeightMask`, such as average=0.9.
@@ -121,7 +121,7 @@ def apply(
     found = [*(out_of_reach(found) if config is None else found), *wanted_products(model, other)]
     given = Given(found, masks, scores)
     decisions = choose(found, config or WeightMask(), given.include(include), exclude, told, model, left=left)
-    decisions = decisions if config is None else given.decided(decisions, config)
+    decisions = decisions if config is None else given.decided(decisions, config, include)
     inputs = Inputs(model, decisions, other, overrides, config is None)
     if config is None and allocation is not None:
         raise ConfigError(f"allocation={allocation!r} shares out kept blocks of weights: expected a WeightMask with it, got {type(other).__name__} alone.")
@@ -136,7 +136,7 @@ def apply(
     warn_of_graphs(model)
     warn_of_reads(model, decisions)
     warn_if_dense(decisions)
-    warn_of_outside(left, decisions, include, exclude)
+    warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)

@@ -121,8 +121,8 @@ def _lay_aside(site: Site) -> None:
     state.sync(site)
     if site._fxmask_mask is not None:
         lists = site._fxmask_lists
-        site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
         with torch.inference_mode(False):
+            site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
             every = torch.ones_like(site._fxmask_mask)
             rebuild.hold(site, every, state.lists_of(site, every))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..passes.state.saliency import GIVEN
 from ..passes.state.site import Site
 
 
@@ -31,7 +32,7 @@ def said_of(found: Iterable[Site], fading: list[Site]) -> list[str]:
         end = max(s._fxmask_config.softened_from or 0 for s in fading)
         what = f"{len(fading)} soft masks are on their ramp and compute densely until step {end}; they are counted as they will be from then on."
         notes.append(what)
-    scored = [s for s in found if s._fxmask_config.remembers and s._fxmask_given.needs_steps]
+    scored = [s for s in found if (c := s._fxmask_config).remembers and (c.criterion != GIVEN or c.gain)]
     if scored:
         what = f"{len(scored)} masks take in scores, or change their weights, between steps; the bytes of that are not counted"
         notes.append(f"{what}: at most a reading of weight, gradient and momenta a step, and three passes over the weight at a rebuild.")

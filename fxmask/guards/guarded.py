@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..kernels.errors import StateError, UnsupportedError, message
+from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
 from ..passes.finding.weights import peek_weight
 from ..passes.settings import phases
 from ..passes.state import ranks
@@ -53,6 +55,20 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
                 check_agreed(site, values_of(name, weight, "fxmask.guard"))
             held.followed.append((site, weight))
     return held
+
+
+def warn_of_ranks(found: Iterable[tuple[str, Site, torch.Tensor | None]]) -> None:
+    """FxMaskWarning where ranks were given different masks or scores for a layer, as by a random tensor that each of them draws. All ranks call it together.
+
+    No error: stages of a pipeline may give other layers the same name.
+    """
+    own = {name: hashlib.sha256(site._fxmask_own.numpy().tobytes()).hexdigest() for name, site, _ in found if site._fxmask_own is not None}
+    all_ranks: list[Any] = ranks.gathered(own) if own else []
+    differ = [name for name, digest in own.items() if any(other.get(name, digest) != digest for other in all_ranks)]
+    if differ:
+        what = "ranks were given other masks or scores for the same layers: expected the same on all, where they train one model."
+        fix = "make them under one seed on all ranks, or on rank 0, and torch.distributed.broadcast them."
+        warnings.warn(message(what, first_of(differ), fix), FxMaskWarning, stacklevel=3)
 
 
 def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: str, masked_step: bool = False) -> Guarded:

@@ -22,7 +22,7 @@ from ..pruning import scheduled_layers
 from ..sites import required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of
-from .guarded import shared_out
+from .guarded import shared_out, warn_of_ranks
 from .replaced import warn_of_dense_owners, warn_of_lost
 
 
@@ -97,6 +97,7 @@ def guard(
     pruned = [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
+    warn_of_ranks(found)
     return GuardHandle(optimizer, held, masked_weights, returning, masked_step, pruned, model)
 
 

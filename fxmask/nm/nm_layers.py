@@ -192,6 +192,9 @@ def _after_load(m: nn.Module, incompatible: object) -> None:
         rebuild_nm(m)
 
 
+FIX_BLOCKS = "block masks are fixed by kept = fxmask.masks(model), fxmask.restore(model), fxmask.apply(model, block=..., masks=kept), and another guard."
+
+
 @torch.inference_mode(False)
 def freeze(model: nn.Module) -> None:
     """Fix the N:M masks of a model as they are now, so that they survive steps and the loading of new weights; learned ones by their option `final`.
@@ -200,13 +203,13 @@ def freeze(model: nn.Module) -> None:
     uses any more, ask for no gradient. Weights that a learned mask has put to rest stay so: `requires_grad_()` wakes them. `fxmask.state_dict` saves frozen
     masks, `model.state_dict()` does not. Freezing again changes nothing; `fxmask.restore` ends it. Of several processes all call it together, after DDP or
     fully_shard: weights are gathered, and a mask that is drawn is rank 0's.
-    Raises: StateError without N:M masks, UnsupportedError for meta weights. Block masks are fixed by WeightMask(refresh=0).
+    Raises: StateError without N:M masks, UnsupportedError for meta weights. Block masks are fixed by WeightMask(refresh=0), or as they are by apply(masks=...).
     """
     expect_module(model, "fxmask.freeze")
     found = list(nm_layers(model))
     if not found:
         what = "fxmask.freeze: this model has no N:M mask: expected one that fxmask.apply(model, fxmask.NMMask(...)) has changed."
-        raise StateError(message(what, type(model).__name__, "block masks are fixed by fxmask.WeightMask(refresh=0), or made permanent by fxmask.finalize."))
+        raise StateError(message(what, type(model).__name__, FIX_BLOCKS))
     for name, m in found:
         values_of(name, peek_weight(m), "fxmask.freeze")
     made = {name: element_mask(m, last=True) for name, m in found}

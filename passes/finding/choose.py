@@ -15,6 +15,7 @@ from ...kernels.errors import ConfigError, FxMaskWarning, StateError, Unsupporte
 from ...kernels.grid import matrix_shape
 from ..settings.config import WeightMask
 from ..settings.phases import IN_NODES, changes_any, in_turn
+from ..state.saliency import GIVEN
 from .candidate import Candidate, linear_like, surround
 
 Pattern = str | type[nn.Module] | Callable[[nn.Module | None, str], bool]
@@ -211,6 +212,7 @@ def _check_call(c: Candidate, config: WeightMask, where: str) -> None:
         refresh = next(p.refresh for p in in_turn(config) if p.cached)
         what = f"a cached mask (refresh={refresh}) needs the parameter, and this graph computes the weight."
         fix = "use refresh=1 for it" + (", no gradient criterion, average, hysteresis, regrow or gain." if config.remembers else ".")
+        fix = "give the mask or scores to the nn.Module, before it is traced or exported." if config.criterion == GIVEN else fix
         raise UnsupportedError(message(what, where, fix))
     if computed and config.wants_weight:
         what = "Feedback('flip_rate') looks at the weight between steps, and this graph computes it."

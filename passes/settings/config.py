@@ -33,8 +33,9 @@ class WeightMask(Options):
         block: (out_features, in_features) of a block; edges may be ragged.
         backward: `masked`, `ste`, `unmasked` or `rigl`; table in `kernels.reference`.
         criterion: `fro`, `spectral`, `l1`, `linf` or `random`, see `kernels.score`; `gradient`, `taylor`, `movement` or `momentum`, see
-            `passes.state.saliency`; `given`: the masks or scores that `fxmask.apply` is given, which nothing moves but a schedule: without one refresh is 0.
-        refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept.
+            `passes.state.saliency`; `given`: the masks or scores that `fxmask.apply` is given.
+        refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept;
+            weights that are loaded before the first counted step build it anew.
         start: first optimiser step with masks; before it every block is kept.
         schedule: None, a `Schedule` of the ratio, which ends at `ratio`, or a `Feedback`, which stays at or below it.
         ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).
@@ -111,10 +112,9 @@ class WeightMask(Options):
             object.__setattr__(self, "schedule", None)
         if self.schedule is not None and not isinstance(self.schedule, (Schedule, Feedback)):
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
-        if self.criterion == GIVEN and (self.schedule is None or not self.schedule.moves):
-            object.__setattr__(self, "refresh", 0)  # there is nothing that a step could bring
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
-            raise ConfigError("refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule.")
+            what = "refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule"
+            raise ConfigError(f"{what}; phases={{step: dict(refresh=0)}} holds it from the ramp's end on.")
         check_dynamics(self)
         if isinstance(self.schedule, Feedback):
             self.schedule.check_mask(self.ratio, self.refresh)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.errors import StateError, message
 from ...kernels.grid import expand_mask
 from ...kernels.score import random_keys
 from ...kernels.select import select_blocks
@@ -46,6 +47,9 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
     """
     c, old = site._fxmask_config, None if anew else held_mask(site)
     site._fxmask_grown = None
+    if site._fxmask_own is not None and site._fxmask_own.is_meta:  # torch.load(map_location="meta") of a model that was pickled whole
+        what = "the mask or scores that fxmask.apply was given were lost on the meta device: expected them with their values."
+        raise StateError(message(what, site._fxmask_name, "bring them back by fxmask.load_state_dict; or fxmask.restore(model), and apply them again."))
     if c.criterion == "random":
         keys = random_keys(torch.Size(site._fxmask_grid), weight.device, site._fxmask_count, site._fxmask_stream)
     else:

@@ -124,19 +124,28 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
 
 
 def after_load(site: Site, weight: Tensor) -> None:
-    """New weights were loaded: follow them to their device, and rewrite a cached mask."""
+    """New weights were loaded: follow them to their device, and rewrite a cached mask, unless it is one that training has gone on with for good."""
     before, restored = held_mask(site), site._fxmask_restored
     before = before.clone() if before is not None and site._fxmask_in_place else before
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
-        state.place_on(site, weight.device)
+        (state.move if _stays(site) and not weight.is_meta else state.place_on)(site, weight.device)
         site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
     if not weight.is_meta:
         site._fxmask_loaded = True
         ties = site.__dict__.get("_fxmask_tied")
-        rebuild([Job(s, weight, anew=True) for s in (site, *(ties.others(site, weight) if ties is not None else ()))])
+        users = (site, *(ties.others(site, weight) if ties is not None else ()))
+        rebuild([Job(s, weight, anew=True) for s in users if not _stays(s)])
+        for s in filter(_stays, users):
+            state.note_weight(s, s._parameters.get("weight"))
         mask = held_mask(site)
         if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
             _warn_of_order(site, restored)
+
+
+def _stays(site: Site) -> bool:
+    """Whether the mask is one for good, and weights have been trained under it: blocks of other norms would be another model."""
+    c, mask = site._fxmask_config, held_mask(site)
+    return c.refresh == 0 and site._fxmask_step > c.start and mask is not None and not mask.is_meta and not site._fxmask_lost
 
 
 def _warn_of_order(site: Site, restored: list[str]) -> None:

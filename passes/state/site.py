@@ -83,7 +83,7 @@ class Site(nn.Module):
     _fxmask_in_place: bool = False  # a CUDA graph of fxmask.graphed reads these tensors where they lie: they are rewritten, not replaced
     _fxmask_flips: Tensor | None  # 0-d int64, blocks that changed place over all rebuilds of a cached mask
     _fxmask_looked: Tensor | None  # bool [NB, KB], the mask at the last look of a feedback by flips
-    _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.state.saliency
+    _fxmask_score: Tensor | None  # float32 [NB, KB], what optimiser steps add to, see passes.state.saliency, or what the user gave
     _fxmask_own: Tensor | None = None  # float32 [NB, KB] on the host, the score of criterion='given'
     _fxmask_growth: Tensor | None  # float32 [NB, KB], norms of the last dense gradient since an exchange, for regrowth
     _fxmask_grown: Tensor | None  # bool [NB, KB], while a mask is built: the blocks that an exchange brings back
@@ -112,18 +112,7 @@ class Site(nn.Module):
             device = weight.device
         else:
             device = fn(torch.empty(0, device=self._fxmask_keep.device)).device  # the state follows the device, and no change of dtype
-        for name in STATE:
-            value = getattr(self, f"_fxmask_{name}")
-            setattr(self, f"_fxmask_{name}", None if value is None else _moved(value, device))
-        if self._fxmask_saved is not None:  # inside fxmask.dense
-            mask, lists = self._fxmask_saved
-            self._fxmask_saved = (_moved(mask, device), None if lists is None else _moved(lists, device))
-        if self._fxmask_own is not None:
-            self._fxmask_score = self._fxmask_own.to(device, copy=True)
-        self._fxmask_written = None  # what was moved from the meta device holds zeros
-        sync(self)
-        if self._fxmask_mask is not None and self._fxmask_lists is None:  # kernels may run on this device
-            self._fxmask_lists = lists_of(self, self._fxmask_mask)
+        move(self, device)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,6 +157,24 @@ def version(weight: Tensor) -> int | None:
     return None if weight.is_inference() else weight._version
 
 
+@torch.inference_mode(False)
+def move(site: Site, device: torch.device) -> None:
+    """Take the state's tensors to another device."""
+    own, came = site._fxmask_own, site._fxmask_score is not None and site._fxmask_score.is_meta and device.type != "meta"
+    for name in STATE:
+        value = getattr(site, f"_fxmask_{name}")
+        setattr(site, f"_fxmask_{name}", None if value is None else _moved(value, device))
+    if site._fxmask_saved is not None:  # inside fxmask.dense
+        mask, lists = site._fxmask_saved
+        site._fxmask_saved = (_moved(mask, device), None if lists is None else _moved(lists, device))
+    if own is not None and came and not own.is_meta:
+        site._fxmask_score = own.to(device, copy=True)
+    site._fxmask_written = None  # what was moved from the meta device holds zeros
+    sync(site)
+    if site._fxmask_mask is not None and site._fxmask_lists is None:  # kernels may run on this device
+        site._fxmask_lists = lists_of(site, site._fxmask_mask)
+
+
 def _moved(t: Tensor, device: torch.device) -> Tensor:
     """A state tensor on another device; from the meta device come zeros, which the caller must replace."""
     return torch.zeros_like(t, device=device) if t.is_meta else t.to(device)
@@ -207,7 +214,7 @@ def place_on(site: Site, device: torch.device) -> None:
     site._fxmask_written = site._fxmask_looked = None
     site._fxmask_flips = torch.zeros((), dtype=torch.int64, device=device) if config.cached else None
     site._fxmask_score = torch.zeros(site._fxmask_grid, dtype=torch.float32, device=device) if config.observes else None  # whatever the default dtype is
-    if site._fxmask_own is not None:
+    if site._fxmask_own is not None and not site._fxmask_own.is_meta:
         site._fxmask_score = site._fxmask_own.to(device, copy=True)
     site._fxmask_scale, site._fxmask_scaled = torch.ones((), dtype=torch.float32, device=device) if config.soft else None, 1.0
     site._fxmask_growth = None

@@ -15,7 +15,7 @@ from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
 from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
 from .site import Site
-from .site_mask import check_agreed, current_mask, refuse_size
+from .site_mask import check_agreed, current_mask, refuse_layout, refuse_size
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 
@@ -58,6 +58,8 @@ def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
         return
     if not isinstance(x, Tensor):
         raise TypeError(message(f"expected a Tensor, got {type(x).__name__}.", site._fxmask_name, "give the layer a tensor (..., in_features)."))
+    if weight.layout is not torch.strided:
+        refuse_layout(site, weight)
     if x.is_nested or weight.dim() != 2:
         return
     if tuple(weight.shape) != site._fxmask_shape:
@@ -105,7 +107,8 @@ def _refuse_shard(site: Site, weight: Tensor) -> None:
 
 def _refuse_ensemble(site: Site, weight: Tensor) -> None:
     """A cached mask is of one weight; `torch.func.stack_module_state` brings those of many models."""
-    if site._fxmask_mask is not None and is_ensemble(weight):
+    still = site._fxmask_own is not None and not site._fxmask_given.needs_steps  # the mask that was asked for is of all of them
+    if site._fxmask_mask is not None and not still and is_ensemble(weight):
         what = "vmap over the weights of a layer with a cached mask would give all of them this model's mask: expected each weight to have its own."
         raise UnsupportedError(message(what, site._fxmask_name, "use refresh=1, which builds a mask from each weight; or run the models one by one."))
 

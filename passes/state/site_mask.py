@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 
 from ...kernels import ops
-from ...kernels.errors import StateError, message
+from ...kernels.errors import StateError, UnsupportedError, message
 from ...kernels.grid import as_matrix, matrix_shape
 from . import ranks
 from .ranking import ranked
@@ -53,12 +53,21 @@ def fits(site: Site, weight: Tensor) -> None:
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
     if matrix_shape(weight.shape) != site._fxmask_shape:
         refuse_size(site, weight)
+    if weight.layout is not torch.strided:
+        refuse_layout(site, weight)
 
 
 def refuse_size(site: Site, weight: Tensor) -> None:
     """StateError: the mask is of another weight."""
     what = f"the weight has been replaced by one of another size: expected {site._fxmask_shape} as a matrix, got {tuple(weight.shape)}."
     raise StateError(message(what, site._fxmask_name, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
+
+
+def refuse_layout(site: Site, weight: Tensor) -> None:
+    """UnsupportedError: the weight is sparse, as `fxmask.finalize(model, "bsr")` saves it."""
+    what = f"a masked layer's weight has become a {weight.layout} tensor: expected a plain one."
+    fix = "load dense weights: {name: t.to_dense() for name, t in state.items()}; or fxmask.restore(model) first, to use sparse ones as they are."
+    raise UnsupportedError(message(what, site._fxmask_name, fix))
 
 
 def current_mask(site: Site, weight: Tensor) -> Tensor:

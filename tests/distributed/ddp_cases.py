@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -159,6 +160,18 @@ def masks_that_were_kept() -> None:
         fxmask.step(resumed, 0)
 
 
+def masks_given() -> None:
+    """Masks of the user's own have to be the same on all ranks; the guard compares them."""
+    for seed, words in ((0, None), (dist.get_rank(), "ranks were given other masks or scores for the same layers")):
+        model = build()
+        scores = torch.rand(2, model[2].in_features // 16, generator=torch.Generator().manual_seed(seed))
+        fxmask.apply(model, scores={"2": scores}, ratio=0.5)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        assert [words in str(w.message) if words else w.message for w in told] == ([True] if words else []), [str(w.message) for w in told]
+
+
 CASES = {
     **{f"ddp-{name}": partial(trains_alike, name, 15) for name in CONFIGS},
     "ddp-1000-steps": partial(trains_alike, "masked", 1000),
@@ -169,4 +182,5 @@ CASES = {
     "ddp-nm": nm_masks,
     "ddp-by-hand": steps_told_by_hand,
     "ddp-kept-masks": masks_that_were_kept,
+    "ddp-masks-given": masks_given,
 }

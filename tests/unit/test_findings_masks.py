@@ -146,16 +146,20 @@ def test_flips_start_at_zero():
     assert [r["flips"] for r in fxmask.explain(model).rows if r["masked"]] == [0, 0]
 
 
+@pytest.mark.parametrize("steps", [True, False])
 @pytest.mark.parametrize("options", [dict(backward="rigl"), dict(refresh=2), dict(refresh=0)], ids=str)
-def test_state_made_in_inference_mode_can_be_trained_with(options):
+def test_state_made_in_inference_mode_can_be_trained_with(options, steps):
     model = fxmask.apply(mlp(), ratio=0.7, **options)
     fxmask.step(model, 0)
     with torch.inference_mode():
         with fxmask.dense(model):
             model(X)
         model.to("cpu")
-        fxmask.step(model, 2)
+        if steps:
+            fxmask.step(model, 2)
         model.load_state_dict(mlp(seed=4).state_dict())
+        with fxmask.dense(model):
+            model(X)
     model(X).sum().backward()
 
 

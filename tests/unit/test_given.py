@@ -6,41 +6,14 @@ import pickle
 
 import pytest
 import torch
-from sample_models import mlp
 from torch import nn
+from unit.given_masks import best, diagonal, mask_of, masked, net, scores
 
 import fxmask
-from fxmask.errors import ConfigError, FxMaskError, UnsupportedError
+from fxmask.errors import ConfigError, StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
 
 SCHEDULE = fxmask.Schedule("linear", steps=4)
-
-
-def net():
-    return mlp(sizes=(64, 64, 64, 10))
-
-
-def diagonal(rows=4, cols=4):
-    mask = torch.eye(rows, cols, dtype=torch.bool)
-    mask[0, -1] = True
-    return mask
-
-
-def scores():
-    return torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
-
-
-def best(s, k):
-    """The k highest scores, by a plain sort."""
-    return torch.zeros(s.numel(), dtype=torch.bool).scatter(0, s.flatten().argsort(descending=True, stable=True)[:k], True).view_as(s)
-
-
-def masked(**options):
-    return fxmask.apply(net(), **{"masks": {"0": diagonal()}, **options})
-
-
-def mask_of(model, name="0.weight"):
-    return fxmask.masks(model)[name]
 
 
 def test_forward_and_gradients_are_those_of_a_dense_copy_with_zeros():
@@ -109,7 +82,7 @@ def _resumed(model):
     state, other = torch.load(io.BytesIO(saved.getvalue()), weights_only=True), masked(masks={"0": diagonal().flip(0)})
     other.load_state_dict(state["model"])
     fxmask.load_state_dict(other, state["masks"])
-    return _loaded(other)
+    return _through_meta(_loaded(other))
 
 
 def _under_dense(model):
@@ -155,7 +128,7 @@ def test_the_tensor_that_was_given_may_change_afterwards():
     model = masked(masks={"0": mask}, scores={"2": s}, ratio=0.5)
     mask.fill_(True)
     s.neg_()
-    fxmask.refresh(model)
+    _through_meta(model)  # where it is read again
     assert torch.equal(mask_of(model), diagonal())
     assert torch.equal(mask_of(model, "2.weight"), best(scores(), 8))
 
@@ -211,6 +184,98 @@ def test_in_a_traced_graph():
     assert torch.equal(mask_of(gm, "2.weight"), best(scores(), 8))
 
 
+@pytest.mark.parametrize("given", [dict(masks={"0": diagonal()}), dict(scores={"0": scores()}, ratio=0.6875)], ids=["mask", "scores"])
+@pytest.mark.parametrize("measure", ["loss", "flip_rate", "bytes"])
+def test_a_feedback_drives_the_ratio(measure, given):
+    goal = {"loss": {}, "flip_rate": {"goal": 0.5}, "bytes": {"goal": 9 * 16 * 16 * 4}}[measure]
+    model = fxmask.apply(net(), **given, schedule=fxmask.Feedback(measure, every=1, change=0.25, **goal))
+    optimizer, kept = torch.optim.SGD(model.parameters(), 0.01), []
+    fxmask.guard(optimizer, model)
+    for i in range(8):
+        if measure == "loss":
+            fxmask.feedback(model, 1 - 0.1 * i)
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(int(mask_of(model).sum()))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] == (9 if measure == "bytes" else 5)
+    if "scores" in given:
+        assert torch.equal(mask_of(model), best(scores(), kept[-1]))
+
+
+def test_other_layers_keep_their_refresh():
+    model = masked(include=["0", "2"], criterion="given", overrides={"2": dict(criterion="l1")})
+    _loaded(model)
+    with torch.no_grad():
+        model[2].weight.normal_()
+    assert torch.equal(mask_of(model, "2.weight"), mask_of(fxmask.apply(copy.deepcopy(fxmask.restore(copy.deepcopy(model))), criterion="l1"), "2.weight"))
+    assert torch.equal(mask_of(model), diagonal())
+
+
+def test_a_constant_schedule_needs_no_steps():
+    model = masked(schedule=fxmask.Schedule("constant"))
+    model(torch.randn(2, 64))
+    assert torch.equal(mask_of(model), diagonal())
+
+
+def test_an_average_of_the_weights_has_the_mask_and_no_warning(recwarn):
+    model = masked(schedule=SCHEDULE)
+    fxmask.step(model, 0)
+    fxmask.step(model, 5)
+    average = torch.optim.swa_utils.AveragedModel(model).eval()
+    _loaded(model)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        average(torch.randn(2, 64))
+    assert torch.equal(mask_of(average.module), diagonal())
+    assert [str(w.message) for w in recwarn] == []
+
+
+def test_models_of_an_ensemble_share_it():
+    models = [_loaded(masked()) for _ in range(3)]
+    params, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(5, 64)
+    found = torch.func.vmap(lambda p, b: torch.func.functional_call(models[0], (p, b), (x,)))(params, buffers)
+    torch.testing.assert_close(found, torch.stack([m(x) for m in models]))
+
+
+def test_a_pickled_model_that_lost_it_says_so():
+    saved = io.BytesIO()
+    torch.save(masked(), saved)
+    model = torch.load(io.BytesIO(saved.getvalue()), map_location="meta", weights_only=False).to_empty(device="cpu")
+    with pytest.raises(StateError, match="were lost on the meta device"):
+        _loaded(model)
+    state = fxmask.state_dict(masked())
+    fxmask.load_state_dict(model, state)
+    assert torch.equal(mask_of(_loaded(model)), diagonal())
+
+
+def test_one_name_of_a_tied_weight_is_refused_or_the_other_stays_dense():
+    model = net()
+    model[2].weight = model[0].weight
+    fxmask.apply(model, masks={"0": diagonal()})
+    assert list(fxmask.masks(model)) == ["0.weight"]
+    assert [row["reason"] for row in fxmask.explain(model).rows][1] == "no mask or scores are given for it"
+
+
+def test_what_cannot_be_cached_is_refused_and_says_how():
+    with pytest.raises(UnsupportedError, match=r"fix: materialise the model first\.$"):
+        fxmask.apply(net().to("meta"), masks={"0": diagonal()})
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+    exported = torch.export.export(nn.Sequential(normed, nn.Linear(64, 64)), (torch.randn(2, 64),)).module()
+    with pytest.raises(UnsupportedError, match=r"give the mask or scores to the nn\.Module, before it is traced"):
+        fxmask.apply(exported, masks={"0": diagonal()})
+
+
+def test_no_false_word_of_weights_outside_linears(recwarn):
+    model = net()
+    model.table = nn.Parameter(torch.zeros(5, 40, 40))  # more than layer 0 has, fewer than the linears
+    fxmask.apply(model, masks={"0": diagonal()})
+    assert [str(w.message) for w in recwarn] == []
+
+
 def test_convolutions_and_owners_that_read_a_weight():
     conv = nn.Conv2d(16, 32, 3)
     mask = torch.zeros(2, 9, dtype=torch.bool).index_fill(1, torch.tensor([0, 5]), True)
@@ -250,57 +315,12 @@ def test_a_still_mask_is_no_news(recwarn):
     for _ in range(3):
         _loaded(model)
         log.update()
+    ramp = masked(schedule=SCHEDULE)
+    log = fxmask.HealthLog(ramp, still=1)
+    fxmask.step(ramp, 0)
+    for _ in range(9):
+        fxmask.step(ramp)
+        log.update()
     assert [str(w.message) for w in recwarn] == []
+    assert not any("take in scores" in note for note in fxmask.analyze(ramp, (torch.randn(2, 64),)).notes)
     assert not any("take in scores" in note for note in fxmask.analyze(model, (torch.randn(2, 64),)).notes)
-
-
-WRONG = {
-    "no such layer": (dict(masks={"9": diagonal()}), ConfigError, "'9' is no linear of this model: expected some of 0, 2"),
-    "no dict": (dict(masks=diagonal()), ConfigError, "expected a dict of layer's name to tensor, got Tensor"),
-    "no tensor": (dict(scores={"0": [1.0]}), ConfigError, r"scores\['0'\]: expected a tensor of real numbers.*got list"),
-    "scores as a mask": (dict(masks={"0": scores()}), ConfigError, "got torch.float32. Scores go into scores="),
-    "a mask as scores": (dict(scores={"0": diagonal()}), ConfigError, "got torch.bool. A mask goes into masks="),
-    "of single weights": (dict(masks={"0": torch.ones(64, 64, dtype=torch.bool)}), ConfigError, r"(?s)expected shape \(4, 4\).*mask\[::16, ::16\]"),
-    "of other blocks": (dict(block=(32, 32)), ConfigError, r"expected shape \(2, 2\).*got \(4, 4\)"),
-    "empty": (dict(masks={"0": torch.zeros(4, 4, dtype=torch.bool)}), ConfigError, "keeps no block"),
-    "NaN": (dict(masks=None, scores={"0": torch.full((4, 4), torch.nan)}), ConfigError, "got NaN in 16 of 16 blocks"),
-    "meta": (dict(masks={"0": torch.ones(4, 4, dtype=torch.bool, device="meta")}), UnsupportedError, "meta device"),
-    "both": (dict(scores={"0.weight": scores()}), ConfigError, "are of one weight"),
-    "excluded": (dict(exclude="0"), ConfigError, "of a layer that stays dense: in exclude"),
-    "an idle ratio": (dict(ratio=0.9), ConfigError, "ratio=0.9 beside a mask"),
-    "an idle criterion": (dict(criterion="l1"), ConfigError, "criterion='l1' beside a mask"),
-    "no mask": (dict(masks=None, criterion="given"), ConfigError, "neither a mask nor scores"),
-    "no mask for one": (dict(include=["0", "2"], criterion="given"), ConfigError, "criterion='given' for '2'"),
-    "cover": (dict(cover=True), ConfigError, "expected cover=False"),
-    "average": (dict(average=0.9), ConfigError, "expected no average with it"),
-    "regrow": (dict(regrow=fxmask.Regrow("random")), ConfigError, "expected no regrow with it"),
-    "phases": (dict(phases={3: dict(backward="ste")}), ConfigError, "expected no phases with it"),
-    "a later phase": (dict(phases={3: dict(criterion="given")}), ConfigError, "expected it from the first step on"),
-    "ties": (dict(ties="keep"), ConfigError, "expected ties='lowest'"),
-    "allocation": (dict(allocation="erk"), ConfigError, "masks are for block masks of weights: expected neither beside an allocation"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_use_says_what_and_changes_nothing(case):
-    options, error, words = WRONG[case]
-    model = net()
-    with pytest.raises(error, match=words):
-        fxmask.apply(model, **{"masks": {"0": diagonal()}, **options})
-    assert type(model[0]) is nn.Linear
-    assert not [name for name in model[0].__dict__ if name.startswith("_fxmask_")]
-
-
-@pytest.mark.parametrize("config", [fxmask.NMMask(), fxmask.ActivationPruning(), fxmask.BlockDropout(p=0.1)], ids=lambda c: type(c).__name__)
-def test_beside_other_systems_alone(config):
-    with pytest.raises(ConfigError, match=f"expected neither beside {type(config).__name__} alone"):
-        fxmask.apply(net(), config, masks={"0": diagonal()})
-    if not isinstance(config, fxmask.NMMask):
-        assert torch.equal(mask_of(fxmask.apply(net(), fxmask.WeightMask(), config, masks={"0": diagonal()})), diagonal())
-
-
-def test_the_compiler_backend_refuses():
-    for options in ({"masks": {"0": diagonal()}}, {"criterion": "given"}, {"overrides": {"0": {"criterion": "given"}}}):
-        with pytest.raises((FxMaskError, torch._dynamo.exc.BackendCompilerFailed), match=r"keeps no state|of your own"):
-            torch.compile(net(), backend="fxmask", options=options)(torch.randn(2, 64))
-        torch._dynamo.reset()

@@ -153,8 +153,8 @@ def loads(model, *states):
 
 
 def test_weights_behind_masks_warn_once_for_all_layers():
-    _, weights, masks = saved_run(refresh=0)
-    found = loads(fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0), masks, weights)
+    _, weights, masks = saved_run(refresh=100)
+    found = loads(fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100), masks, weights)
     assert len(found) == 1 and "where: 0.weight; masks had been brought for 0.weight, 2.weight\n" in found[0]
     assert "fix: load the weights first, then the masks: model.load_state_dict, then fxmask.load_state_dict" in found[0]
 
@@ -167,11 +167,18 @@ def test_a_warning_of_order_names_three_masks_and_counts_the_rest():
 
 
 def test_weights_of_one_layer_behind_masks_warn_of_that_one():
-    _, weights, masks = saved_run(refresh=0)
-    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    _, weights, masks = saved_run(refresh=100)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
     fxmask.load_state_dict(fresh, masks)
     found = loads(fresh[2], {name[2:]: w for name, w in weights.items() if name.startswith("2.")})
     assert len(found) == 1 and "where: 2.weight; masks had been brought for 0.weight, 2.weight\n" in found[0]
+
+
+def test_weights_behind_masks_for_good_leave_them():
+    model, weights, masks = saved_run(refresh=0)
+    fresh, kept = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0), fxmask.masks(model)
+    assert loads(fresh, masks, weights) == []
+    assert all(torch.equal(mask, kept[name]) for name, mask in fxmask.masks(fresh).items())
 
 
 def test_weights_before_masks_do_not_warn_and_keep_them():
@@ -190,10 +197,10 @@ def test_masks_that_the_weights_have_anyway_do_not_warn():
 
 
 def test_both_in_order_a_second_time_do_not_warn():
-    _, weights, masks = saved_run(refresh=0)
-    other = fxmask.apply(mlp(seed=3), ratio=0.5, refresh=0)
+    _, weights, masks = saved_run(refresh=100)
+    other = fxmask.apply(mlp(seed=3), ratio=0.5, refresh=100)
     others, theirs = mlp(seed=4).state_dict(), fxmask.state_dict(other)
-    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
     assert loads(fresh, weights, masks, others, theirs) == []
     assert all(torch.equal(mask, theirs["masks"][name]["mask"]) for name, mask in fxmask.masks(fresh).items())
     assert len(loads(fresh, masks, weights)) == 1  # and the wrong order is told then, too
@@ -228,8 +235,8 @@ def test_weights_behind_a_step_that_failed_warn(monkeypatch):
 
 
 def test_weights_behind_masks_that_are_rewritten_in_place_warn():
-    _, weights, masks = saved_run(refresh=0)
-    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    _, weights, masks = saved_run(refresh=100)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
     for m in (fresh[0], fresh[2]):
         m._fxmask_in_place = True  # as fxmask.graphed has it
     assert len(loads(fresh, masks, weights)) == 1
@@ -247,8 +254,8 @@ def test_weights_behind_masks_on_the_meta_device_warn():
 
 @pytest.mark.parametrize("copier", COPIERS)
 def test_copies_of_a_model_that_has_loaded_masks_warn_too(copier):
-    _, weights, masks = saved_run(refresh=0)
-    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=0)
+    _, weights, masks = saved_run(refresh=100)
+    fresh = fxmask.apply(mlp(seed=9), ratio=0.5, refresh=100)
     fxmask.load_state_dict(fresh, masks)
     keys = list(mlp().state_dict())
     for model in (COPIERS[copier](fresh), fresh):  # a copy that has told it takes nothing from the model
