@@ -14,7 +14,7 @@ WRONG = {
     "no tensor": (dict(scores={"0": [1.0]}), ConfigError, r"scores\['0'\]: expected a tensor of real numbers.*got list"),
     "scores as a mask": (dict(masks={"0": scores()}), ConfigError, "got torch.float32; scores go into scores="),
     "a mask as scores": (dict(scores={"0": diagonal()}), ConfigError, "got torch.bool; a mask goes into masks="),
-    "of single weights": (dict(masks={"0": torch.ones(64, 64, dtype=torch.bool)}), ConfigError, r"(?s)expected shape \(4, 4\).*fix: \S*to_blocks\(mask, \(16, 16\)\)\.any"),
+    "of single weights": (dict(masks={"0": torch.ones(64, 64) > 0}), ConfigError, r"(?s)expected shape \(4, 4\).*fix: \S*to_blocks\(mask, \(16, 16\)\)\.any"),
     "of a few single weights": (dict(masks={"0": torch.eye(64, dtype=torch.bool)}), ConfigError, r"(?s)4 of 16 blocks are kept in part.*block=\(1, 1\)"),
     "scores of single weights": (dict(masks=None, scores={"0": torch.ones(64, 64)}), ConfigError, r"to_blocks\(scores, \(16, 16\)\).sum"),
     "a layout of ints": (dict(masks={"0": diagonal().long()}), ConfigError, r"got torch.int64; of zeros and ones .bool\(\) makes one"),

@@ -206,7 +206,7 @@ SPELT = {
     "in overrides": (dict(overrides={"0": dict(sparsity=0.5)}), "got 'sparsity'; did you mean 'ratio'?"),
     "criterion": (dict(criterion="magnitude"), "got 'magnitude'; did you mean 'fro'?"),
     "mode": (dict(backward="straight_through"), "got 'straight_through'; did you mean 'ste'?"),
-    "like nothing": (dict(criterion="hessian_trace"), "momentum, got 'hessian_trace'."),
+    "like nothing": (dict(criterion="hessian_trace"), "momentum, given, got 'hessian_trace'."),
     "percent": (dict(ratio=80), "got 80; 80 % is 0.8."),
     "above one": (dict(ratio=1.5), "got 1.5."),
     "a side": (dict(block=64), "got 64; a square is (64, 64)."),
