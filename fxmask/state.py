@@ -86,7 +86,8 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     """Take up a saved state: the next step is the one that the saved run would have made.
 
     Load the weights first: `model.load_state_dict`, then this, then the optimiser's. The model must be masked with the same settings (`impl` may differ).
-    Weights that are loaded later build the cached masks anew; a warning says so where that changes one before its first step, unless others came before it.
+    Weights that are loaded later build the cached masks anew, but for those of `refresh=0` that were trained with and those that `apply` was given; a warning
+    says so where that changes one before its first step, unless others came before it.
     Where a guard was in force, training raises until `fxmask.guard` is called again: hooks cannot be saved.
     Raises: StateError (nothing masked, inside `fxmask.dense`, not such a state, other weights, settings or shapes); then nothing has changed.
     """
@@ -143,7 +144,8 @@ def _check(name: str, site: Site, entry: dict[str, Any]) -> None:
     differ = [f"{k}: {ours.get(k)!r} here, {theirs.get(k)!r} saved" for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
     if differ:
         what = f"the state was saved with other settings: expected the same, got {'; '.join(differ)}."
-        raise StateError(message(what, name, "apply fxmask with the saved settings, or go on without the saved masks by fxmask.step(model, n)."))
+        fix = "apply fxmask with the saved settings; or load the weights, then go on without the saved masks by fxmask.step(model, n)."
+        raise StateError(message(what, name, fix))
     mask, then = entry["mask"], _then(site, entry)
     grid = grid_shape(site._fxmask_shape, then.block)
     if (mask is None) == then.cached or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != grid):

@@ -34,8 +34,8 @@ class WeightMask(Options):
         backward: `masked`, `ste`, `unmasked` or `rigl`; table in `kernels.reference`.
         criterion: `fro`, `spectral`, `l1`, `linf` or `random`, see `kernels.score`; `gradient`, `taylor`, `movement` or `momentum`, see
             `passes.state.saliency`; `given`: the masks or scores that `fxmask.apply` is given.
-        refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept;
-            weights that are loaded before the first counted step build it anew.
+        refresh: 1: every forward builds the mask from the weight as it is. N > 1: built every N optimiser steps. 0: built once and kept; weights
+            that are loaded build it anew until a step was counted after a forward with it.
         start: first optimiser step with masks; before it every block is kept.
         schedule: None, a `Schedule` of the ratio, which ends at `ratio`, or a `Feedback`, which stays at or below it.
         ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).

@@ -17,6 +17,7 @@ from . import ranks, site_mask
 from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
+from .site_forward import traced_alike
 
 
 class Job(NamedTuple):
@@ -127,25 +128,35 @@ def after_load(site: Site, weight: Tensor) -> None:
     """New weights were loaded: follow them to their device, and rewrite a cached mask, unless it is one that training has gone on with for good."""
     before, restored = held_mask(site), site._fxmask_restored
     before = before.clone() if before is not None and site._fxmask_in_place else before
+    ties = site.__dict__.get("_fxmask_tied")
+    users = (site, *(ties.others(site, weight) if ties is not None else ()))
+    stays = not weight.is_meta and all(map(_is_for_good, users))  # asked before anything moves
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
-        (state.move if _stays(site) and not weight.is_meta else state.place_on)(site, weight.device)
-        site._fxmask_lost = site._fxmask_mask is not None and weight.is_meta
-    if not weight.is_meta:
-        site._fxmask_loaded = True
-        ties = site.__dict__.get("_fxmask_tied")
-        users = (site, *(ties.others(site, weight) if ties is not None else ()))
-        rebuild([Job(s, weight, anew=True) for s in users if not _stays(s)])
-        for s in filter(_stays, users):
+        if stays:
+            state.move(site, weight.device)
+        else:
+            state.place_on(site, weight.device)
+            site._fxmask_saved = None if site._fxmask_saved is None or site._fxmask_mask is None else (site._fxmask_mask, site._fxmask_lists)
+            site._fxmask_lost = site._fxmask_mask is not None and (weight.is_meta or site._fxmask_step >= site._fxmask_config.start)
+    if weight.is_meta:
+        return
+    site._fxmask_loaded = True
+    if stays:
+        site_mask.fits(site, weight)
+        for s in users:
             state.note_weight(s, s._parameters.get("weight"))
-        mask = held_mask(site)
-        if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
-            _warn_of_order(site, restored)
+        return
+    rebuild([Job(s, weight, anew=True) for s in users])
+    mask = held_mask(site)
+    if restored and before is not None and mask is not None and (before.is_meta or not torch.equal(mask, before.to(mask.device))):
+        _warn_of_order(site, restored)
 
 
-def _stays(site: Site) -> bool:
-    """Whether the mask is one for good, and weights have been trained under it: blocks of other norms would be another model."""
-    c, mask = site._fxmask_config, held_mask(site)
-    return c.refresh == 0 and site._fxmask_step > c.start and mask is not None and not mask.is_meta and not site._fxmask_lost
+def _is_for_good(site: Site) -> bool:
+    """Whether the mask is never built anew by steps, and weights have been trained under it: blocks of other norms would be another model."""
+    mask, used = held_mask(site), site._fxmask_called or site._fxmask_brought or traced_alike(site) is not None
+    has_values = mask is not None and not mask.is_meta and not site._fxmask_lost
+    return has_values and used and site._fxmask_config.refresh == 0 and site._fxmask_step > site._fxmask_built
 
 
 def _warn_of_order(site: Site, restored: list[str]) -> None:

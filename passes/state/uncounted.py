@@ -66,7 +66,7 @@ def is_stale(site: Site, weight: Tensor) -> bool:
     site._fxmask_version = version
     if version is None or made is None or version == made:
         return False
-    if site._fxmask_own is not None:
+    if site._fxmask_own is not None or site._fxmask_config.refresh == 0:  # masks for good, of whatever weights
         return False
     if site._fxmask_config.remembers:  # its scores are those of the copy's beginning: what it would be now nobody knows
         return site._parameters.get("weight") is weight

@@ -1,6 +1,7 @@
 """`refresh=0` once weights were trained under it: a load of weights leaves the mask, since blocks of other norms would be another model."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -121,11 +122,153 @@ def test_what_was_lost_on_the_meta_device_is_built_of_what_is_loaded():
 
 @pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta state")
 def test_sparse_weights_are_refused_with_a_way_out():
-    model = fxmask.apply(mlp(), ratio=0.5)
-    model[0].weight = nn.Parameter(mlp()[0].weight.detach().to_sparse_bsr((16, 16)))
-    with pytest.raises(fxmask.errors.UnsupportedError, match=r"has become a torch.sparse_bsr tensor: expected a plain one"):
-        model(torch.randn(2, 64))
+    for refresh in (0, 1):
+        model = fxmask.apply(mlp(), ratio=0.5, refresh=refresh)
+        model[0].weight = nn.Parameter(mlp()[0].weight.detach().to_sparse_bsr((16, 16)))
+        with pytest.raises(fxmask.errors.UnsupportedError, match=r"has become a torch.sparse_bsr tensor: expected a plain one"):
+            model(torch.randn(2, 64))
     model = fxmask.apply(mlp(), ratio=0.5, refresh=0)
     state = {name: t.to_sparse_bsr((16, 16)) if name == "2.weight" else t for name, t in mlp().state_dict().items()}
     with pytest.raises(fxmask.errors.UnsupportedError, match=r"(?s)has become a torch.sparse_bsr.*where: 2.weight.*to_dense"):
         model.load_state_dict(state, assign=True)
+
+
+def test_sparse_weights_are_refused_where_a_mask_stays():
+    model, _ = trained()
+    with pytest.raises(fxmask.errors.UnsupportedError, match=r"has become a torch.sparse_coo tensor"):
+        model.load_state_dict({name: t.to_sparse() if name == "2.weight" else t for name, t in model.state_dict().items()}, assign=True)
+
+
+def anew(model, other):
+    return same(fxmask.masks(model), fxmask.masks(fxmask.apply(copy.deepcopy(other), ratio=0.6)))
+
+
+def _assigned(model, other):
+    model.to("meta").load_state_dict(other.state_dict(), assign=True)
+    return model
+
+
+def _meta_first(model, other):
+    model.load_state_dict(copy.deepcopy(other).to("meta").state_dict(), assign=True)
+    model.load_state_dict(other.state_dict(), assign=True)
+    return model
+
+
+def _read_on_meta(model, other):
+    torch.save(model, saved := io.BytesIO())
+    model = torch.load(io.BytesIO(saved.getvalue()), map_location="meta", weights_only=False)
+    model.load_state_dict(other.state_dict(), assign=True)
+    return model
+
+
+@pytest.mark.parametrize("way", [_assigned, _meta_first, _read_on_meta])
+def test_real_weights_for_a_model_on_the_meta_device_build_it(way):
+    model, _ = trained()
+    other = mlp(seed=5)
+    model = way(model, other)
+    assert anew(model, other)
+    assert torch.equal(model(x := torch.randn(3, 64)), fxmask.apply(other, ratio=0.6)(x))
+
+
+def test_masks_that_were_given_come_through_the_meta_device():
+    kept = fxmask.masks(fxmask.apply(mlp(), ratio=0.6, criterion="random"))
+    for way in (_assigned, _meta_first):
+        model, _ = trained(masks=kept, ratio=0.5)
+        assert same(fxmask.masks(way(model, mlp(seed=5))), kept)
+    model, _ = trained(masks=kept, ratio=0.5)
+    with pytest.raises(fxmask.errors.StateError, match="were lost on the meta device"):
+        _read_on_meta(model, mlp(seed=5))
+
+
+def test_a_load_that_moves_the_state_takes_the_mask_along():
+    model, _ = trained()
+    kept = fxmask.masks(model)
+    for site in (model[0], model[2]):
+        site._fxmask_keep = site._fxmask_keep.to("meta")  # as if the weight had come to another device than the state
+    model.load_state_dict(mlp(seed=5).state_dict())
+    assert same(kept, fxmask.masks(model))
+    assert int(model[0]._fxmask_keep) == int(kept["0.weight"].sum())
+
+
+def test_what_was_refreshed_since_its_last_step_is_built_anew():
+    model, _ = trained()
+    model.load_state_dict(mlp(seed=7).state_dict())
+    fxmask.refresh(model)
+    other = mlp(seed=5)
+    model.load_state_dict(other.state_dict())
+    assert anew(model, other)
+
+
+def test_at_the_first_step_of_a_phase_or_a_start_no_step_was_made_under_it():
+    for options in (dict(refresh=5, phases={30: dict(refresh=0)}), dict(start=30)):
+        model, optimizer = trained(**options)
+        other = mlp(seed=5)
+        model.load_state_dict(other.state_dict())
+        assert anew(model, other), options
+        optimizer.zero_grad()
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        kept = fxmask.masks(model)
+        model.load_state_dict(mlp(seed=6).state_dict())
+        assert same(kept, fxmask.masks(model)), options
+
+
+def test_steps_that_are_told_before_any_forward_are_none_under_it():
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    fxmask.step(model, 1000)
+    other = mlp(seed=5)
+    model.load_state_dict(other.state_dict())
+    assert anew(model, other)
+
+
+def test_layers_that_share_a_weight_stay_together():
+    model = fxmask.apply(tied(), ratio=0.6, refresh=0)
+    model(torch.randn(2, 64))
+    fxmask.step(nn.Sequential(model[0], model[1]))  # of one of the two
+    model.load_state_dict(mlp(seed=5, sizes=(64, 64, 64, 10)).state_dict())
+    masks = fxmask.masks(model)
+    assert torch.equal(masks["0.weight"], masks["2.weight"])
+
+
+def test_regions_that_are_compiled_once_stay_too():
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(64, 64)
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x):
+            return self.fc(x).tanh()
+
+    model = fxmask.apply(nn.Sequential(*(Region() for _ in range(4))), ratio=0.6, refresh=0)
+    model[1:].requires_grad_(False)
+    optimizer, compiled = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.compile(model, backend="aot_eager")
+    fxmask.guard(optimizer, model)
+    kept = fxmask.masks(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        compiled(torch.randn(4, 64)).square().sum().backward()
+        optimizer.step()
+    assert not model[3].fc._fxmask_called  # the code of another serves it, and nothing is noted
+    model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
+    assert same(kept, fxmask.masks(model))
+
+
+def test_a_copy_whose_weights_are_averaged_in_place_says_nothing(recwarn):
+    model, _ = trained(refresh=5, phases={10: dict(refresh=0)})
+    average = torch.optim.swa_utils.AveragedModel(model).eval()
+    average.update_parameters(model)
+    model.load_state_dict(mlp(seed=5).state_dict())
+    average.update_parameters(model)
+    with torch.no_grad():
+        average(torch.randn(2, 64))
+    assert [str(w.message) for w in recwarn] == []
+
+
+def test_meta_weights_inside_dense():
+    model, _ = trained()
+    other = mlp(seed=5)
+    with fxmask.dense(model):
+        _assigned(model, other)
+        assert all(mask.all() for mask in fxmask.masks(model).values())
+    assert anew(model, other)
