@@ -68,7 +68,7 @@ print("hit", hits > 0)
 """
 
 
-@pytest.mark.parametrize("error", ["RuntimeError", "BaseException"])
+@pytest.mark.parametrize("error", ["RuntimeError", pytest.param("BaseException", marks=pytest.mark.slow)])
 def test_a_handler_that_raises_leaves_the_pool_whole(error):
     """Wherever it comes: no thread waits for ever, none is lost, nothing is computed twice, and the error is the caller's."""
     done = program(INTERRUPTED.replace("ERROR", error))

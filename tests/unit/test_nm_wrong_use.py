@@ -1,7 +1,5 @@
 """What `NMMask` refuses: the text of each message, and that nothing has changed."""
 
-import re
-
 import numpy
 import pytest
 import torch

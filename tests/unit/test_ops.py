@@ -40,7 +40,7 @@ def test_opcheck_block_index(tensors, criterion):
     torch.library.opcheck(ops.block_index, (w, torch.tensor(3), torch.tensor(0), *BLOCK, criterion, "lowest", 7))
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bias", "no-bias"])
 def test_masked_is_a_true_gradient_twice(tensors, bias):
     x, w, b, _, mask = tensors
     inputs = (x, w, b) if bias else (x, w)

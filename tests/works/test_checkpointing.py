@@ -55,7 +55,7 @@ def test_gradients(how):
 
 
 @pytest.mark.parametrize("options", [dict(refresh=2), dict(backward="rigl"), dict(schedule=fxmask.Schedule(steps=5)), dict(criterion="random")], ids=str)
-@pytest.mark.parametrize("how", ["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("how", [pytest.param("reentrant", marks=pytest.mark.slow), "not-reentrant"])
 def test_a_second_forward_counts_no_step(how, options):
     """Three guarded steps end with the weights of three steps without checkpoints, to the bit."""
     ends = []
