@@ -62,7 +62,8 @@ def warn_of_ranks(found: Iterable[tuple[str, Site, torch.Tensor | None]]) -> Non
 
     No error: stages of a pipeline may give other layers the same name.
     """
-    own = {name: hashlib.sha256(site._fxmask_own.numpy().tobytes()).hexdigest() for name, site, _ in found if site._fxmask_own is not None}
+    given = [(name, site._fxmask_own) for name, site, _ in found if site._fxmask_own is not None and not site._fxmask_own.is_meta]
+    own = {name: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for name, t in given}  # torch.load may have put it on a device
     all_ranks: list[Any] = ranks.gathered(own) if own else []
     differ = [name for name, digest in own.items() if any(other.get(name, digest) != digest for other in all_ranks)]
     if differ:
