@@ -12,7 +12,7 @@ from torch import Tensor
 from .kernels.errors import ConfigError, UnsupportedError, first_of, meant, message
 from .kernels.grid import expand_mask, grid_shape, matrix_shape, ratio_keeping, to_blocks
 from .passes.finding.candidate import Candidate
-from .passes.finding.choose import Decision, Patterns, check_selected
+from .passes.finding.choose import NOT_INCLUDED, Decision, Patterns, check_selected
 from .passes.settings.config import WeightMask
 from .passes.state import ranks
 from .passes.state.saliency import GIVEN
@@ -64,7 +64,7 @@ class Given:
             self._refuse_idle([d for d in new if d.config is not None], config)
             check_selected(new)
         if self and include is None:
-            new = [dataclasses.replace(d, reason=UNNAMED) if d.reason == "not in include" else d for d in new]
+            new = [dataclasses.replace(d, reason=UNNAMED) if d.reason == NOT_INCLUDED else d for d in new]
         return new
 
     def _one(self, d: Decision, config: WeightMask) -> Decision:

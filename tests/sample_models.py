@@ -69,6 +69,18 @@ class Computed(nn.Module):
         return F.linear(x, self.v * 2)
 
 
+class Region(nn.Module):
+    """A layer whose forward the compiler traces once for all that are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return self.fc(x).tanh()
+
+
 def best_blocks(w, block, ratio):
     """The mask by the definition, in float64, block by block; for weights without near-ties."""
     nb, kb = -(-w.shape[0] // block[0]), -(-w.shape[1] // block[1])

@@ -23,6 +23,7 @@ Patterns = Pattern | Sequence[Pattern] | None
 LORA_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up", "lora_embedding_A", "lora_embedding_B"}
 SMALLEST = 16
 DEFAULT = "default exclusion"
+NOT_INCLUDED = "not in include"
 
 
 @dataclasses.dataclass
@@ -119,7 +120,7 @@ def choose(
 
 def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Pattern] | None, defaults: bool) -> str:
     if included is not None and not any(matches(p, c) for p in included):
-        return "not in include"
+        return NOT_INCLUDED
     if excluded and any(matches(p, c) for p in excluded):
         return "in exclude"
     if not defaults or (included is not None and c.name in [p for p in included if isinstance(p, str)]):

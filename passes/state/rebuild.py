@@ -136,7 +136,8 @@ def after_load(site: Site, weight: Tensor) -> None:
             state.move(site, weight.device)
         else:
             state.place_on(site, weight.device)
-            site._fxmask_saved = None if site._fxmask_saved is None or site._fxmask_mask is None else (site._fxmask_mask, site._fxmask_lists)
+            if site._fxmask_saved is not None and site._fxmask_mask is not None:  # inside fxmask.dense
+                site._fxmask_saved = (site._fxmask_mask, site._fxmask_lists)
             site._fxmask_lost = site._fxmask_mask is not None and (weight.is_meta or site._fxmask_step >= site._fxmask_config.start)
     if weight.is_meta:
         return

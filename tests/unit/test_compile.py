@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from resmlp import PRESETS, ResMLP
-from sample_models import Residual, mlp
+from sample_models import Region, Residual, mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -141,16 +141,6 @@ def test_functional_calls_and_transforms_of_a_masked_module():
     assert all(torch.allclose(grads[k], p.grad, atol=1e-4) for k, p in model.named_parameters())
     per_sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
     assert torch.allclose(per_sample["0.weight"].sum(0), grads["0.weight"], atol=1e-4)
-
-
-class Region(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(64, 64)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        return self.fc(x).tanh()
 
 
 class Regions(nn.Module):

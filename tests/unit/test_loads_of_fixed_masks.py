@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from sample_models import mlp
+from sample_models import Region, mlp
 from torch import nn
 
 import fxmask
@@ -233,15 +233,6 @@ def test_layers_that_share_a_weight_stay_together():
 
 def test_regions_that_are_compiled_once_stay_too():
     """The code of one region may serve another (PyTorch 2.13), whose forward then notes nothing."""
-
-    class Region(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 64)
-
-        @torch.compiler.nested_compile_region
-        def forward(self, x):
-            return self.fc(x).tanh()
 
     model = fxmask.apply(nn.Sequential(*(Region() for _ in range(4))), ratio=0.6, refresh=0)
     model[1:].requires_grad_(False)
