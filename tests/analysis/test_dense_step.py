@@ -98,7 +98,11 @@ def analyses(name, config):
     return dense, analyze(fxmask.apply(model, *CONFIGS[config], **layers), x)
 
 
-@pytest.mark.parametrize(("name", "config"), CASES)
+# every second pair, so that each model and each configuration is there
+ALTERNATE = [pytest.param(*case, marks=pytest.mark.slow if (list(MODELS).index(case[0]) + list(CONFIGS).index(case[1])) % 2 else ()) for case in CASES]
+
+
+@pytest.mark.parametrize(("name", "config"), ALTERNATE)
 def test_the_dense_step_is_that_of_the_dense_model(name, config):
     dense, found = analyses(name, config)
     assert found.summary["flop_dense"] == dense.summary["flop"]

@@ -46,8 +46,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("backward", ["masked", "ste"])
-@pytest.mark.parametrize("name", MODELS)
+SELDOM = pytest.mark.slow
+PAIRS = [pytest.param(name, backward, marks=() if backward == "masked" or name == "residual" else SELDOM) for name in MODELS for backward in ("masked", "ste")]
+
+
+@pytest.mark.parametrize(("name", "backward"), PAIRS)
 def test_training_has_the_bits_of_apply(name, backward):
     make, shape = MODELS[name]
     options = dict(OPTIONS, backward=backward)

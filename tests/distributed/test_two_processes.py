@@ -12,7 +12,7 @@ from distributed.launch import torchrun
 from distributed.resumed import here, resumes_as_one_process  # noqa: F401  # a fixture
 
 LONG = ["ddp-1000-steps", "ddp-1000-steps-cached"]
-SLOW = ["ddp-ste", "ddp-rigl", "ddp-phases", "ddp-flips", "fsdp-ste", "fsdp-rigl", "fsdp-compiled"]
+SLOW = ["ddp-cached", "ddp-ste", "ddp-rigl", "ddp-phases", "ddp-flips", "fsdp-decay", "fsdp-ste", "fsdp-rigl", "fsdp-flips", "fsdp-compiled"]
 EVERY = [*ddp_cases.CASES, *fsdp_cases.CASES, *recipe_cases.CASES]
 SHORT = [name for name in EVERY if name not in (*LONG, *SLOW)]
 BODIES = Path(__file__).parent / "bodies.py"

@@ -26,7 +26,7 @@ from thesis.recipe import CIFAR10
 import fxmask
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ["--data", "digits", "--holdout", "200", "--epochs", "2", "--seeds", "0"]
+DIGITS = ["--data", "digits", "--holdout", "200", "--epochs", "1", "--seeds", "0"]
 EVERY = {**recipes.SEARCH, **recipes.FINAL, **recipes.ISOFLOP}
 
 

@@ -22,7 +22,7 @@ def measured(contender, refresh):
     ("contender", "refresh", "launches"),
     # two layers: 2 forwards, 1 dX, 2 dW; 4 for each mask that a forward builds, 2 where the guard does; freeze sets aside and puts back, 2 for all layers
     [
-        ("masked_step", 1, (5 + 8 + 4) / 2),
+        pytest.param("masked_step", 1, (5 + 8 + 4) / 2, marks=pytest.mark.slow),
         ("masked_step", 100, 5 / 2),
         pytest.param("freeze", 1, (5 + 8 + 4 + 2) / 2, marks=pytest.mark.slow),
         pytest.param("dense", 1, 0, marks=pytest.mark.slow),
@@ -34,5 +34,6 @@ def test_what_a_layer_launches(contender, refresh, launches):
     assert min(row[f"{part}_us"] for part in ("forward", "backward", "step")) > 0 and row["calls"] > 0
 
 
+@pytest.mark.slow
 def test_cached_masks_take_fewer_calls():
     assert measured("masked_step", 100)["calls"] < measured("masked_step", 1)["calls"]

@@ -113,6 +113,7 @@ def test_broken_off_beside_the_row(before, options, whole, tmp_path, monkeypatch
     assert_same_end(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_killed(options, whole, tmp_path):
     """kill -9 in the middle of an epoch, with workers that outlive it by a moment and must not hold the folder."""
     command = [sys.executable, str(ROOT / "examples" / "thesis" / "imagenet.py"), *options, str(tmp_path), "--workers", "1", "--threads", "1"]

@@ -92,6 +92,7 @@ for seed in range(15):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_write_one_table_lose_no_row(tmp_path):
     """Rows of the same settings replace each other."""
     path, folder = tmp_path / "t.csv", Path(table_1.__file__).resolve().parents[1]

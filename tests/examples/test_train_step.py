@@ -214,8 +214,8 @@ def test_wrong_losses_give_no_speed():
     "options",
     [
         ("--model", "gpt", "--width", "64", "--depth", "1", "--sequence", "8", "--block", "16", "--batch", "2"),
-        ("--dtype", "bf16", "--masked-step", "auto"),
-        ("--one-at-a-time", "--optimizer", "sgd", "--impl", "reference", "--masked-step", "off"),
+        pytest.param(("--dtype", "bf16", "--masked-step", "auto"), marks=pytest.mark.slow),
+        pytest.param(("--one-at-a-time", "--optimizer", "sgd", "--impl", "reference", "--masked-step", "off"), marks=pytest.mark.slow),
     ],
     ids=["gpt", "bf16", "one-at-a-time"],
 )

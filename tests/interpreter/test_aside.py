@@ -180,7 +180,7 @@ def trained(impl, optimiser, make=net, steps=4, guard=None, **options):
 
 
 RAMP = {"refresh": 2, "schedule": fxmask.Schedule("linear", steps=3)}
-FEW = [*(({}, name) for name in ("clearing", "odd", "fused", "replacing")), *((RAMP, name) for name in ("adamw", "odd", "replacing"))]
+FEW = [({}, "odd"), ({}, "fused"), (RAMP, "clearing"), (RAMP, "replacing")]
 MORE = [(options, name) for options in ({}, {"refresh": 2}, RAMP) for name in OPTIMISERS if (options, name) not in FEW]
 
 
@@ -209,7 +209,7 @@ def test_a_step_that_takes_its_gradients_away_is_frozen_too(impl):
         assert not opt.state[p]["momentum_buffer"][out].any() and opt.state[p]["momentum_buffer"].any()
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "replacing"])
+@pytest.mark.parametrize("optimiser", [pytest.param("adamw", marks=pytest.mark.slow), "replacing"])
 def test_a_mask_that_is_rewritten_in_place_meanwhile(optimiser, monkeypatch):
     """As a graph's is, by a hook between the guard's and the step: what was set aside is put back, and nothing that was not."""
     empty = torch.empty
@@ -242,11 +242,11 @@ def test_a_mask_that_is_rewritten_in_place_meanwhile(optimiser, monkeypatch):
 
 
 def test_what_is_much_goes_in_pieces(monkeypatch):
-    expected = trained("triton", "adamw")
+    expected = trained("reference", "adamw")
     monkeypatch.setattr("fxmask.passes.stepping.set_aside.PIECE", 4000)  # three tensors of 48x40 and 36x48 are more
     ours = trained("triton", "adamw")
     assert same(ours[0].state_dict(), expected[0].state_dict()) and same(ours[1].state_dict(), expected[1].state_dict())
-    assert (expected[2], ours[2]) == (8, 2 + 2 * 3 * 4 + 2)  # AdamW's first step has the weights alone: three small pieces
+    assert ours[2] == 2 + 2 * 3 * 4 + 2  # instead of 8; AdamW's first step has the weights alone: three small pieces
 
 
 @pytest.mark.parametrize("guard", [{"masked_weights": "decay"}, {"masked_weights": "free"}, {"returning": "zero"}])

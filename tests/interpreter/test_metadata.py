@@ -35,7 +35,7 @@ def weights():
 
 
 WEIGHTS = dict(weights())
-FEW = [("special", (16, 64)), *((name, block) for name in WEIGHTS for block in BLOCKS if name in ("random", "half") or block in ((16, 16), (128, 32)))]
+FEW = [("special", (16, 64)), *((name, block) for name in WEIGHTS for block in BLOCKS if name == "random" or block == (128, 32))]
 ALL = [(name, block) for name in WEIGHTS for block in BLOCKS if (name, block) not in FEW]
 
 
@@ -98,13 +98,13 @@ def test_lists(block, strip):
 
 def test_lists_of_more_than_a_chunk(monkeypatch):
     monkeypatch.setattr(refresh, "LIST_CHUNK", 32)
-    for grid, block in (((1, 100), (16, 16)), ((100, 3), (128, 16)), ((300, 1), (128, 64))):
+    for grid, block in (((1, 70), (16, 16)), ((40, 3), (128, 16)), ((70, 1), (128, 64))):
         mask = torch.rand(grid, generator=torch.Generator().manual_seed(1)) < 0.5
         same_lists(refresh.strip_lists(mask, block), mask, block)
 
 
 @pytest.mark.parametrize(("most", "dtype"), [(16_384, torch.float32), (8, torch.bfloat16)], ids=["small-fp32", "large-bf16"])
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", [pytest.param(b, marks=() if b in ((32, 16), (128, 128)) else pytest.mark.slow) for b in BLOCKS], ids=str)
 def test_a_model_at_once(monkeypatch, most, block, dtype):
     """A group of weights gets the masks and lists that each would get alone, in as many launches as one weight."""
     monkeypatch.setattr(refresh, "SELECT_MAX", most)
@@ -161,6 +161,6 @@ def test_lists_say_what_the_mask_says():
 def test_the_op(criterion, ties):
     w = WEIGHTS["quantised"]
     for block in ((16, 16), (64, 32), (8, 8), (5, 7)):
-        for k in (1, 7, 20):
+        for k in (1, 7):
             args = (w, torch.tensor(k), torch.tensor(4), *block, criterion, ties, 9)
             assert torch.equal(ops.block_index(*args, "triton"), ops.block_index(*args, "reference"))

@@ -35,7 +35,7 @@ CASES = [
 ]
 ODD_BLOCKS = [((0, 9, 33), (1, 1), 0.5), ((0, 40, 130), (3, 5), 0.9), ((0, 16, 200), (2, 128), 0.0), ((0, 37, 41), (8, 8), 0.99)]
 NAMES = ["M{}-N{}-K{}-b{}x{}-r{}-{}-{}{}".format(*s, *b, r, str(d)[-7:], "bias" * h, e) for s, b, r, d, h, e in CASES]
-SELDOM = [s in ((70, 160, 128), (70, 160, 72)) and r in (0.0, 0.9) for s, _, r, *_ in CASES]  # ratios between those that the default run has
+SELDOM = [(s[1] == 160 and r in (0.0, 0.9)) or (s == (40, 150, 170) and r == 0.9) for s, _, r, *_ in CASES]  # ratios between those that the default run has
 case = pytest.mark.parametrize(
     ("shape", "block", "ratio", "dtype", "has_bias", "extra"),
     [pytest.param(*c, marks=[pytest.mark.slow] if seldom else []) for c, seldom in zip(CASES, SELDOM, strict=True)],
@@ -159,11 +159,11 @@ def test_metadata(shape, block, ratio, dtype, has_bias, extra):
 
 
 @pytest.mark.parametrize("tile", [tiles.Tile(32, 64, 32, 4, 2), tiles.Tile(16, 256, 64, 4, 2)], ids=["strip-below-a-block", "strip-of-16-blocks"])
-@pytest.mark.parametrize("block", [(128, 128), (16, 16), (32, 128)])
+@pytest.mark.parametrize("block", [(128, 128), pytest.param((16, 16), marks=pytest.mark.slow), (32, 128)])
 def test_other_tiles(tile, block):
     for transposed in (False, True):
-        check_list_matmul((70, 300, 200), block, 0.7, FP16, True, "", transposed, tile)
-    check_sampled_matmul((70, 300, 200), block, 0.7, FP16, True, "", 3, tile)
+        check_list_matmul((70, 150, 200), block, 0.7, FP16, True, "", transposed, tile)
+    check_sampled_matmul((70, 150, 200), block, 0.7, FP16, True, "", 3, tile)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])

@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from property.often import examples
 from torch import nn
 
 import fxmask
@@ -66,14 +67,14 @@ def tried(*args, **options):
 
 
 @given(st.integers(1, 10**6).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_the_ratio_that_keeps_so_many(case):
     kept, n = case
     assert 0 <= ratio_keeping(kept, n) < 1 and keep_count(n, ratio_keeping(kept, n)) == kept
 
 
 @given(SHAPES, RATIOS, BLOCKS, st.sampled_from(["uniform", "erk", "global"]))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_a_budget_of_blocks_is_met_to_the_block(shapes, ratio, block, method):
     found, counts = tried(Layers(shapes), ratio, method, block), blocks_of(shapes, block)
     kept = kept_by(applied(shapes, found, block, ratio))
@@ -101,7 +102,7 @@ def erk_by_the_authors(shapes, ratio):
 
 
 @given(st.lists(st.tuples(st.integers(2, 12), st.integers(2, 12)), min_size=1, max_size=7), st.floats(0.0, 0.9))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @example([(2, 2), (2, 8)], 0.796875)
 def test_erk_is_the_authors_to_a_block(grids, ratio):
     """Where no layer has less than a block; weights are whole blocks, so that elements and blocks say the same."""
@@ -123,7 +124,7 @@ ITEMS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1,
 
 
 @given(ITEMS, st.floats(0, 1))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_shares_of_any_cost(rows, part):
     """Never more than the budget, no block left that would fit, and each share within rounding of a common eps."""
     items, densities = [Item(n, c, n * c) for n, c, _ in rows], [Fraction(d, 7) for *_, d in rows]
@@ -145,7 +146,7 @@ def test_shares_of_any_cost(rows, part):
 
 
 @given(SHAPES, RATIOS, BLOCKS, st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_global_is_one_threshold(shapes, ratio, block, seed):
     """By mean squares in float64: no block that is left out is better than one that is kept, but for the best of each layer, which stay."""
     model = Layers(shapes, seed=seed)
@@ -160,7 +161,7 @@ def test_global_is_one_threshold(shapes, ratio, block, seed):
 
 
 @given(SHAPES, RATIOS, BLOCKS, st.sampled_from(["flop", "byte"]), st.lists(st.integers(1, 40), min_size=6, max_size=6), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_flop_and_bytes_stay_in_the_budget(shapes, ratio, block, method, tokens, seed):
     """As the masks that come of it use them, counted here; and no block is left that would fit, edges taken as whole blocks."""
     tokens = tokens[: len(shapes)]
@@ -183,7 +184,7 @@ def test_flop_and_bytes_stay_in_the_budget(shapes, ratio, block, method, tokens,
 
 
 @given(ITEMS, st.floats(0, 1), st.integers(0, 999))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_ranked_is_greedy(rows, part, seed):
     """Against a loop over all blocks, best first, that takes what fits and shuts a layer whose next block does not."""
     g = torch.Generator().manual_seed(seed)

@@ -5,8 +5,9 @@ from math import ceil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from torch import nn
 
 import fxmask
@@ -87,7 +88,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")  # PyTorch's own
 @pytest.mark.filterwarnings("ignore:no block can be masked at this ratio:fxmask.FxMaskWarning")
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     convs(), st.tuples(st.integers(1, 9), st.integers(1, 40)), st.sampled_from((0.0, 0.3, 0.5, 0.9)), st.sampled_from(MODES),
     st.sampled_from(("reference", "auto", "cpu")), st.tuples(st.integers(7, 9), st.integers(7, 9)), st.booleans(), st.booleans(), st.integers(0, 2**31),
@@ -132,7 +133,7 @@ def test_a_masked_convolution_is_that_of_the_masked_weight(m, block, ratio, mode
     assert type(m) is nn.Conv2d and m.weight.stride() == dense.weight.stride() and torch.equal(m(x), dense(x))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.tuples(*[st.integers(1, 5)] * 4), st.tuples(st.integers(1, 7), st.integers(1, 60)), st.booleans(), st.integers(0, 2**31))
 def test_a_weight_of_four_axes_is_a_matrix_row_by_row(shape, block, last, seed):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -5,8 +5,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from sample_models import mlp
 from torch import fx
 
@@ -52,7 +53,7 @@ def by_definition(keys, k):
 
 
 @given(cases())
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_the_definition(case):
     keys, k = case
     mask = chosen(keys, k)
@@ -60,7 +61,7 @@ def test_the_definition(case):
 
 
 @given(cases())
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_exactly_k_and_nothing_empty(case):
     keys, k = case
     mask = chosen(keys, k)
@@ -73,7 +74,7 @@ def test_exactly_k_and_nothing_empty(case):
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_room_for_all_is_the_plain_greedy(case):
     """Every row's best block and every column's own are kept; where the plain mask has them already, it is the mask."""
     keys, k = case
@@ -88,7 +89,7 @@ def test_room_for_all_is_the_plain_greedy(case):
 
 
 @given(cases(sides=st.integers(1, 3)))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_fewer_than_max_of_rows_and_columns_never_suffice(case):
     """So k >= max(NB, KB) is all that can be asked: every choice of fewer blocks leaves a row or a column empty."""
     keys, k = case
@@ -99,7 +100,7 @@ def test_fewer_than_max_of_rows_and_columns_never_suffice(case):
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.floats(0, 0.95), st.sampled_from(CRITERIA), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_by_the_op_in_every_form(n, k, ratio, criterion, seed):
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
     keep = torch.tensor(keep_count(grid_shape(w.shape, (8, 8))[0] * grid_shape(w.shape, (8, 8))[1], ratio))

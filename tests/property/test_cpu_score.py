@@ -4,8 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.kernels import reference
 from fxmask.kernels.cpu import implementation, score
@@ -57,7 +58,7 @@ def laid_out(w, layout):
 
 
 @given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.sampled_from(LAYOUTS), st.sampled_from(KINDS), st.integers(-44, 38), SUMS, st.integers(0, 99))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_the_keys_of_sums_are_equal_to_the_bit(n, k, rows, cols, dtype, layout, kind, power, criterion, seed):
     g = torch.Generator().manual_seed(seed)
     w = laid_out(values(n, k, kind, power, g).to(dtype), layout)
@@ -69,7 +70,7 @@ def test_the_keys_of_sums_are_equal_to_the_bit(n, k, rows, cols, dtype, layout, 
 
 
 @given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.sampled_from(KINDS), st.sampled_from(CRITERIA), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_keys_of_every_criterion(n, k, rows, cols, dtype, kind, criterion, seed):
     w = values(n, k, kind, 0, torch.Generator().manual_seed(seed)).to(dtype)
     step = torch.tensor(seed)

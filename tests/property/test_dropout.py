@@ -6,8 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.errors import ConfigError, ShapeError
 from fxmask.kernels import dropout, dropout_ops
@@ -45,7 +46,7 @@ def test_a_mask_is_a_function_of_its_seed():
 FIXED = [[0, 0, 0, 0, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 1, 0], [1, 1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1, 1]]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 150), st.integers(1, 150), st.integers(1, 40), st.integers(1, 70), st.integers(1, 70), st.floats(0, 0.95), st.integers(0, 99))
 def test_the_products_are_the_formulas(m, k, n, bm, bk, p, s):
     g = torch.Generator().manual_seed(s)

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from property.often import examples
 from sample_models import mlp
 from torch import nn
 
@@ -42,7 +43,7 @@ def ratio(model):
 
 
 @given(feedbacks("loss"))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_levels_lead_from_the_initial_ratio_to_the_target(given_):
     f, target = given_
     top = f.levels(target)
@@ -71,7 +72,7 @@ def by_hand(f, target, losses):
 
 
 @given(feedbacks("loss"), st.lists(LOSSES, max_size=12), st.sampled_from([0.0, 0.1, 1.0]), st.one_of(st.none(), LOSSES))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_any_reports(given_, losses, tolerance, goal):
     f, target = given_
     f = dataclasses.replace(f, tolerance=tolerance, goal=goal)
@@ -93,7 +94,7 @@ def moved(model, strength, seed):
 
 
 @given(feedbacks("flip_rate", goal=0.2), st.lists(st.sampled_from([0.0, 0.0, 0.1, 1.0]), min_size=4, max_size=14), st.integers(0, 3), st.booleans())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_any_flips(given_, strengths, start, cached):
     """Monotone, within bounds; a rise follows a look with fewer flips than the goal, and no rise one with more."""
     f, target = given_
@@ -130,7 +131,7 @@ BLOCKS = st.tuples(st.sampled_from([4, 8, 16, 20]), st.sampled_from([4, 8, 16]))
 
 
 @given(feedbacks("bytes", goal=1), SHAPES, BLOCKS, st.floats(0, 1.1), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_budget_is_met_and_hardly_more_or_told(given_, shapes, block, share, dtype):
     f, target = given_
     layers = [nn.Linear(k, n, bias=False, dtype=dtype) for n, k in shapes]
@@ -170,7 +171,7 @@ def test_a_budget_is_met_and_hardly_more_or_told(given_, shapes, block, share, d
 
 
 @given(feedbacks("loss"), st.lists(st.tuples(st.booleans(), LOSSES), min_size=1, max_size=10), st.integers(0, 9), st.sampled_from([1, 2]))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_a_save_changes_nothing(given_, events, cut, refresh):
     """Anywhere between reports and steps: each event is a report with its loss, or a step."""
     f, target = given_
@@ -190,7 +191,7 @@ def test_a_save_changes_nothing(given_, events, cut, refresh):
 
 
 @given(feedbacks("loss"))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_it_is_plain_and_frozen(given_):
     f, _ = given_
     assert fxmask.Feedback(**dataclasses.asdict(f)) == f and hash(f) == hash(dataclasses.replace(f))

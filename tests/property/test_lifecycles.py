@@ -9,9 +9,9 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property.often import examples
 from saved_states import same, through_a_file
 from torch import fx, nn, optim
 
@@ -283,7 +283,7 @@ class GraphLives(Lives):
 def case(machine, lives):
     """The TestCase of a machine, of its own each time."""
     found = type(machine.__name__, (machine,), {}).TestCase
-    found.settings = settings(max_examples=lives, stateful_step_count=20, deadline=None)
+    found.settings = examples(lives, stateful_step_count=20)
     return found
 
 

@@ -4,8 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.kernels import reference
 from fxmask.kernels.cpu import chosen, masked_dense
@@ -40,7 +41,7 @@ def operands(n, k, block, dtype, seed, m=5):
 
 
 @given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.booleans(), st.integers(0, 99))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_masked_weight_is_equal_to_the_bit(n, k, rows, cols, dtype, transposed, seed):
     *_, w, _, mask = operands(n, k, (rows, cols), dtype, seed)
     for i, value in enumerate(BROKEN):
@@ -52,7 +53,7 @@ def test_a_masked_weight_is_equal_to_the_bit(n, k, rows, cols, dtype, transposed
 
 
 @given(SIZES, SIZES, SIDES, SIDES, DTYPES, st.sampled_from(["plain", "tokens contiguous", "three axes"]), st.booleans(), st.integers(0, 99))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_op_is_equal_to_the_bit(n, k, rows, cols, dtype, layout, transposed, seed):
     b = rows, cols
     x, gy, w, bias, mask = operands(n, k, b, dtype, seed, 6)

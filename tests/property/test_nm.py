@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.errors import UnsupportedError
 from fxmask.kernels import nm, nm_permute
@@ -26,7 +27,7 @@ def by_loop(w: torch.Tensor, n: int, m: int) -> torch.Tensor:
     return mask
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(NM), st.integers(0, 5), st.integers(1, 4), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**31))
 def test_exactly_n_of_m_by_magnitude(ratio, rows, groups, dtype, few_values, seed):
     n, m = ratio
@@ -53,7 +54,7 @@ def test_patterns_are_all_and_each_once(n, m):
     assert table.tolist() == [list(p) for p in want] and len(want) == math.comb(m, n)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.sampled_from(NM), st.integers(1, 12), st.integers(1, 5), st.booleans(), st.integers(0, 2**31))
 def test_a_permutation_keeps_at_least_what_none_keeps(ratio, rows, groups, odd, seed):
     n, m = ratio
@@ -69,7 +70,7 @@ def test_a_permutation_keeps_at_least_what_none_keeps(ratio, rows, groups, odd, 
     assert nm.retained(w, mask) >= nm.retained(w, nm.magnitude_mask(w, n, m))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 5), st.integers(1, 20), st.integers(0, 2**31))
 def test_what_stands_in_an_order_is_put_back(rows, columns, seed):
     g = torch.Generator().manual_seed(seed)
@@ -95,7 +96,7 @@ def test_a_wide_weight_is_searched_in_parts():
     assert nm.retained(w, nm_permute.permuted_mask(w, order, 2, 4)) > 1.01 * nm.retained(w, nm.magnitude_mask(w, 2, 4))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**31))
 def test_transposable_tiles_are_the_best_of_90(rows, columns, dtype, odd, seed):
     w = torch.randn(4 * rows, 4 * columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -115,7 +116,7 @@ def test_transposable_tiles_are_the_best_of_90(rows, columns, dtype, odd, seed):
         assert torch.equal(tiles[r, :, c], table[max(range(90), key=lambda i: (round(sums[i], 12), -i))].reshape(4, 4))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.sampled_from(NM), st.sampled_from([0.01, 0.1, 1.0]), st.sampled_from(DTYPES), st.integers(0, 2**31))
 def test_drawn_masks_are_patterns_and_soft_ones_sum_to_n(ratio, tau, dtype, seed):
     n, m = ratio

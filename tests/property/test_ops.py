@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.kernels import ops, reference
 from fxmask.kernels.grid import grid_shape
@@ -47,7 +48,7 @@ def run(x, w, b, mask, block, gy, mode):
 @given(
     st.lists(st.integers(1, 5), min_size=0, max_size=3), st.integers(1, 150), st.integers(1, 150), BLOCKS, st.floats(0, 1), st.booleans(), st.integers(0, 99)
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_every_mode_against_its_definition(mode, lead, n, k, block, density, bias, seed):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(*lead, k, generator=g, dtype=torch.float64)

@@ -5,8 +5,9 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from sample_models import mlp
 
 import fxmask
@@ -64,7 +65,7 @@ def plain(c, values, **more):
 
 
 @given(configs())
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_each_step_has_the_masks_of_its_phase(c):
     """Those of a model that had its phase's values all along, built when the phase says so."""
     model, built = fxmask.apply(mlp(), c), 0
@@ -90,7 +91,7 @@ def test_each_step_has_the_masks_of_its_phase(c):
 
 
 @given(configs(), st.integers(0, LAST), st.integers(0, LAST))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_a_save_changes_nothing(c, cut, other):
     """Loaded by a run that is anywhere else, in another phase perhaps."""
     first, second = fxmask.apply(mlp(), c), fxmask.apply(mlp(1), c)
@@ -112,7 +113,7 @@ def test_a_save_changes_nothing(c, cut, other):
 
 
 @given(configs())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_it_is_plain_frozen_and_its_own_input(c):
     assert fxmask.WeightMask(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c)}) == c and hash(c) == hash(dataclasses.replace(c))
     assert dataclasses.replace(c, phases={s: dict(new) for s, new in c.phases or ()}) == c

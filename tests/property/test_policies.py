@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from torch import nn, optim
 
 import fxmask
@@ -31,7 +32,7 @@ def steps(model, optimizer, count=3):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @given(CASES)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_freeze_keeps_bits_and_decay_is_the_formula(kind, case):
     n, k, block, ratio, lr, decay = case
     for policy in ("freeze", "decay"):
@@ -51,7 +52,7 @@ def test_freeze_keeps_bits_and_decay_is_the_formula(kind, case):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @given(CASES)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_kept_weights_move_as_without_a_guard_and_free_is_no_guard(kind, case):
     n, k, block, ratio, lr, decay = case
     after = {}

@@ -4,8 +4,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.analysis.barley import kept_blocks
 from fxmask.errors import ConfigError
@@ -76,7 +77,7 @@ def test_when_strips_pay(shape, out, block, ratio, turned, pays):
     assert prune_strips.pays(gy, values, list(shape), turned) == pays
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(33, 200), st.sampled_from([32, 48, 64]), st.floats(0, 0.99), st.integers(0, 9))
 def test_strips_give_the_dense_product(samples, rows, features, block, ratio, seed):
     x = case((samples, rows, features), False, seed)

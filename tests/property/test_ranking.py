@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from torch import nn, optim
 
 import fxmask
@@ -18,7 +19,7 @@ VALUES = st.one_of(st.floats(-1e6, 1e6, width=32), st.floats(-(2.0**-130), 2.0**
 
 
 @given(st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=40))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_ranks_have_the_exact_order_of_the_scores(pairs):
     """By the scores, then by the second ones, then by the index; in Python's arithmetic."""
     first, second = (torch.tensor(values, dtype=torch.float32) for values in zip(*pairs, strict=True))
@@ -45,7 +46,7 @@ def exchanges(draw):
 
 
 @given(exchanges(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_an_exchange_keeps_exactly_k_and_the_best(case, cover):
     nb, kb, keep, old_count, n, seed = case
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +69,7 @@ def test_an_exchange_keeps_exactly_k_and_the_best(case, cover):
 
 
 @given(st.floats(0.01, 0.99), st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 500))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_share_exchanged_falls_to_none(fraction, until, kept):
     regrow = fxmask.Regrow("random", fraction, until)
     counts = [regrow.exchanged(step, kept) for step in range(220)]
@@ -105,7 +106,7 @@ def linear(k=64, n=64, seed=0, **config):
 
 
 @given(st.integers(0, 10**6), st.floats(0, 3), st.floats(0.1, 0.9))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_hysteresis_lets_in_only_what_exceeds_by_its_share(seed, hysteresis, ratio):
     """Against the definition: kept blocks' norms count (1 + h) times."""
     model = linear(seed=seed, hysteresis=hysteresis, ratio=ratio)
@@ -184,7 +185,7 @@ def norm_of(model):
 
 
 @given(st.integers(0, 10**6), st.floats(0.1, 0.95), st.sampled_from(["random", "fro"]))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_gain_keeps_the_norm_of_a_static_mask(seed, ratio, criterion):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64))

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from sample_models import mlp
 
 import fxmask
@@ -33,7 +34,7 @@ def path(s, target, beyond=3):
 
 
 @given(schedules(), RATIOS)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_bounds_and_ends(s, target):
     ratios = path(s, target)
     assert all(min(s.initial, target) <= r <= max(s.initial, target) for r in ratios)
@@ -46,7 +47,7 @@ def test_bounds_and_ends(s, target):
 
 
 @given(schedules(kinds=MONOTONE, longest=400), RATIOS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_all_but_cyclic_are_monotone(s, target):
     units = [ratio_units(r) for r in path(s, target)]
     up = target >= s.initial
@@ -54,7 +55,7 @@ def test_all_but_cyclic_are_monotone(s, target):
 
 
 @given(st.sampled_from(["linear", "cubic", "cosine", "exponential"]), st.integers(2, 500), st.integers(0, 9), st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_ramp_moves_from_its_first_step(kind, ramp, warmup, cooldown):
     """So warm-up and cool-down are not a step longer than they say."""
     s = fxmask.Schedule(kind, ramp + warmup + cooldown, 0.1, 1, warmup, cooldown)
@@ -71,7 +72,7 @@ FORMULAS = {
 
 
 @given(schedules(kinds=tuple(FORMULAS)), RATIOS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_papers_formulas(s, target):
     ramp = s.steps - s.warmup - s.cooldown
     for done in range(ramp + 1):
@@ -80,7 +81,7 @@ def test_the_papers_formulas(s, target):
 
 
 @given(st.integers(1, 8), st.integers(1, 30), st.integers(0, 5), st.integers(0, 5), RATIOS, RATIOS)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_cycle_is_the_same_cubic(cycles, length, warmup, cooldown, initial, target):
     """Bit for bit where the cycles are of equal length; a cubic of one cycle is the cubic."""
     s = fxmask.Schedule("cyclic", warmup + cycles * length + cooldown, initial, cycles, warmup, cooldown)
@@ -94,7 +95,7 @@ def test_every_cycle_is_the_same_cubic(cycles, length, warmup, cooldown, initial
 
 
 @given(schedules(), RATIOS, st.integers(1, 500), st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_exactly_the_blocks_of_the_ratio(s, target, blocks, start):
     config = fxmask.WeightMask(ratio=target, schedule=s, start=start)
     for step in range(s.steps + start + 2):
@@ -105,7 +106,7 @@ def test_exactly_the_blocks_of_the_ratio(s, target, blocks, start):
 
 
 @given(schedules(longest=12), st.sampled_from([0.5, 0.7, 0.9]), st.integers(0, 20), st.booleans())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_a_save_changes_nothing(s, ratio, cut, cached):
     """A run that is saved and loaded anywhere on its way keeps the same blocks at every later step."""
     make = lambda: fxmask.apply(mlp(), ratio=ratio, block=(8, 8), schedule=s, refresh=2 if cached else 1)  # noqa: E731
@@ -122,7 +123,7 @@ def test_a_save_changes_nothing(s, ratio, cut, cached):
 
 
 @given(schedules())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_it_is_plain_and_frozen(s):
     assert fxmask.Schedule(**dataclasses.asdict(s)) == s
     assert all(type(v) in (str, int, float) for v in dataclasses.asdict(s).values())

@@ -5,8 +5,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 
 from fxmask.kernels import ops
 from fxmask.kernels.grid import grid_shape, keep_count, to_blocks
@@ -42,7 +43,7 @@ def exact_square_sums(w, block):
 
 
 @given(SIZES, SIZES, BLOCKS, RATIOS, SCALES, st.sampled_from(CRITERIA), st.integers(0, 99))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_exactly_k(n, k, block, ratio, scale, criterion, seed):
     nb, kb = grid_shape((n, k), block)
     mask = build(weight(n, k, scale, seed), block, ratio, criterion)
@@ -51,7 +52,7 @@ def test_exactly_k(n, k, block, ratio, scale, criterion, seed):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), BLOCKS, RATIOS, SCALES, st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_best_blocks_by_exact_arithmetic(n, k, block, ratio, scale, seed):
     """The key keeps 21 bits below the leading one, so blocks closer than 2^-20 may stand either way; all others may not."""
     w = weight(n, k, scale, seed)
@@ -62,7 +63,7 @@ def test_the_best_blocks_by_exact_arithmetic(n, k, block, ratio, scale, seed):
 
 
 @given(SIZES, SIZES, BLOCKS, RATIOS, SCALES, st.sampled_from(["fro", "l1", "linf"]), st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_same_mask_in_every_order_of_summation(n, k, block, ratio, scale, criterion, seed):
     w = weight(n, k, scale, seed)
     blocks = to_blocks(w, block)
@@ -75,14 +76,14 @@ def test_the_same_mask_in_every_order_of_summation(n, k, block, ratio, scale, cr
 
 
 @given(SIZES, SIZES, BLOCKS, st.integers(-60, 60), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_scaling_by_a_power_of_two_changes_no_mask(n, k, block, power, seed):
     w = weight(n, k, 1.0, seed)
     assert torch.equal(build(w, block, 0.5), build(w * 2.0**power, block, 0.5))
 
 
 @given(SIZES, SIZES, BLOCKS, RATIOS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_ties_go_to_the_lowest_flat_index(n, k, block, ratio):
     w = torch.full((n * block[0], k * block[1]), -0.5)  # whole blocks, so that all are equal
     mask = build(w, block, ratio)

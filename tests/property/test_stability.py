@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property.often import examples
 from torch import nn
 
 from fxmask.chains import Link, chain_of
@@ -63,7 +64,7 @@ def predicts(links, j, weight, x):
     return int(h.argmax())
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(CASES)
 def test_above_a_bound_nothing_changes_the_prediction(case):
     links, x, g = chain(case)
@@ -90,7 +91,7 @@ def _holds(links, j, weight, x, bound, norm):
         assert predicts(above, j, weight, x) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(CASES)
 def test_all_masks_at_once(case):
     links, x, g = chain(case)
@@ -106,7 +107,7 @@ def test_all_masks_at_once(case):
         assert above is None or int(_logits(above, x[:1], above).argmax()) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(CASES)
 def test_the_printed_bounds_are_never_below_ours_where_they_hold(case):
     links, x, _ = chain(case)

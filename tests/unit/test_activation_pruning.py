@@ -52,7 +52,7 @@ def test_token_mixing_is_cut_along_its_channels():
     assert 0.45 < float((kept == 0).double().mean()) < 0.55
 
 
-def test_the_dense_input_is_freed_after_the_forward():
+def test_the_dense_input_is_freed_after_the_forward(little_garbage):
     lin = nn.Linear(64, 64)
 
     def held(layer: nn.Module) -> bool:

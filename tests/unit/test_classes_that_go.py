@@ -11,6 +11,8 @@ from torch import nn
 import fxmask
 from fxmask import ActivationPruning, NMMask, WeightMask
 
+pytestmark = pytest.mark.usefixtures("little_garbage")
+
 
 def one(kind, config, taken_off):
     data = torch.randn(10)

@@ -113,7 +113,7 @@ def test_blocks_lie_along_the_axis_of_stride_one():
     assert prune.is_turned(x, 16) and saved_bytes(narrow, x) == 3 * 20 * (8 * 8 + 2)
 
 
-def test_the_dense_input_is_freed_after_the_forward():
+def test_the_dense_input_is_freed_after_the_forward(little_garbage):
     def held(layer: nn.Module) -> bool:
         x = torch.randn(8, 10, 64, requires_grad=True) * 1  # nothing else holds it
         ref, y = weakref.ref(x), layer(x)

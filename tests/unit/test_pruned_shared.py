@@ -170,7 +170,7 @@ def test_memory_that_is_filled_again_is_packed_again(packed):
     assert y is not None and not layer.weight.grad.any()
 
 
-def test_nothing_is_held_for_it_and_the_input_stays_an_ordinary_tensor():
+def test_nothing_is_held_for_it_and_the_input_stays_an_ordinary_tensor(little_garbage):
     model, inputs = fxmask.apply(Reader(between=lambda x: inputs.append(x)), CONFIG), []
     y = model(X)
     assert inputs[0] in compress_ops._seen and not vars(inputs[0])

@@ -16,7 +16,7 @@ def compiled(model, counter=None, **options):
     return torch.compile(model, backend=counter or "aot_eager", **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "mlp", "encoder"))
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
 def test_stances(stance, name):
     make, shape = MODELS[name]
@@ -94,7 +94,7 @@ class Reader(nn.Module):
         return x @ self.fc.weight.t()
 
 
-@pytest.mark.parametrize("where", ["", "first", "loop", "method"])
+@pytest.mark.parametrize("where", slow_but(["", "first", "loop", "method"], "first", "method"))
 @pytest.mark.parametrize("nested", slow_but([False, True], False), ids=["alone", "nested"])
 def test_graph_breaks_in_a_reader(where, nested):
     model = Reader(where)

@@ -5,6 +5,7 @@ import torch
 from sample_models import mlp
 from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from works.twin import slow_but
 
 import fxmask
 from fxmask.errors import UnsupportedError
@@ -57,9 +58,12 @@ def quantise(model):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, dict(refresh=0), dict(overrides={"0": dict(read="weight")})], ids=["each forward", "cached", "read"])
-def test_a_forward_says_what_to_do(options):
-    model = quantise(fxmask.apply(mlp(), ratio=0.75, **options)).eval()
+OPTIONS = {"each forward": {}, "cached": dict(refresh=0), "read": dict(overrides={"0": dict(read="weight")})}
+
+
+@pytest.mark.parametrize("name", slow_but(OPTIONS, "cached"))
+def test_a_forward_says_what_to_do(name):
+    model = quantise(fxmask.apply(mlp(), ratio=0.75, **OPTIONS[name])).eval()
     for ask in (lambda: model(torch.randn(4, 64)), lambda: torch.compile(model, backend="aot_eager")(torch.randn(4, 64))):
         with pytest.raises(UnsupportedError, match=SAID):
             ask()
