@@ -80,9 +80,9 @@ def check_model(model: nn.Module) -> None:
     """UnsupportedError for a model that is compiled, wrapped or sharded already, ConfigError for what is no model."""
     expect_module(model, "fxmask.apply")
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled before it is imported, which takes seconds
+    optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # nothing is compiled before it is imported, which takes seconds
     for name, m in model.named_modules():
-        compiled = (dynamo is not None and isinstance(m, dynamo.OptimizedModule)) or m._compiled_call_impl is not None
+        compiled = isinstance(m, optimized) or m._compiled_call_impl is not None
         what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
         what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
         what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")

@@ -48,7 +48,7 @@ class HealthLog:
     Args:
         model: one that `fxmask.apply` has changed. path: a csv that every update appends to, or None; a file that is there is taken up by `load_state_dict`
             alone, which drops the rows of later updates.
-        still: updates without a flip, at a constant ratio, after which a warning says once that the mask has stopped moving.
+        still: updates without a flip, at a constant ratio, after which a warning says once that a mask that could move has stopped.
 
     `activity`: {name: int64 [NB, KB]}, how many updates saw each block kept: figure 6.6 of Bespalov 2025 when called after every step. `report()`: the latest
     rows. `plot(path)` and `heatmap(path, name)` need matplotlib. `state_dict()` and `load_state_dict()` carry it over a resume.

@@ -84,7 +84,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     Args:
         health: True: kept_norm_fraction, dead_rows and dead_cols of every masked weight, too (one pass over each weight). A `HealthLog` of this model: also
             flip_rate, age_mean, age_max and never_kept of its last update.
-    Raises: ConfigError for a `health` that is neither.
+    Raises: ConfigError for a `health` that is neither, and for a compiled function: ask for its model.
     """
     expect_module(model, "fxmask.explain")
     assert isinstance(model, nn.Module)  # what torch.compile gives is one, though its type does not say so

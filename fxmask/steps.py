@@ -104,16 +104,20 @@ def dense(model: M) -> Iterator[M]:
     """Context manager: inside, every block is kept, so that the model computes what its dense weights say (a teacher, an evaluation, a bisection).
 
     Nothing recompiles: only device scalars change. A nested use of the same model is an error, and so is copying or restoring it inside. A forward under
-    activation checkpointing runs again in the backward, so its backward belongs inside, too. Raises: StateError.
+    activation checkpointing runs again in the backward, so its backward belongs inside, too. It is the model that is dense, for all threads: one that trains
+    it meanwhile computes densely, too, and its guarded step is an error; give other threads a copy. Raises: StateError.
     """
-    found = sites_in_force(model, "fxmask.dense")
-    for _, site, _ in found:
-        _lay_aside(site)
+    entered: list[Site] = []
     try:
+        with rebuild.switching:
+            for _, site, _ in sites_in_force(model, "fxmask.dense"):
+                entered.append(site)
+                _lay_aside(site)
         yield model
-    finally:
-        for _, site, _ in found:
-            _bring_back(site)
+    finally:  # also where it was broken off on the way in
+        with rebuild.switching:
+            for site in entered:
+                _bring_back(site)
 
 
 def _lay_aside(site: Site) -> None:

@@ -127,5 +127,5 @@ register_autograd(_graft, lambda ctx, gy: (None, gy), lambda ctx, inputs, output
 
 
 def graft(value: Tensor, other: Tensor) -> Tensor:
-    """`value`, with the gradient of `other`, which may be infinite where `value` is not. Under function transforms its plain form, of finite `other`."""
-    return value.detach() + (other - other.detach()) if operands.is_transformed("auto") else _graft(value.detach(), other)
+    """`value`, with the gradient of `other`, which may be infinite where `value` is not. Under function transforms its plain form, where `other` is finite."""
+    return value.detach() + reference.zero_of(other) if operands.is_transformed("auto") else _graft(value.detach(), other)

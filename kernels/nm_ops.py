@@ -108,7 +108,8 @@ nm_magnitude.register_autograd(_magnitude_backward, setup_context=_save_magnitud
 def learned(w: Tensor, soft: Tensor, hard: Tensor) -> Tensor:
     """`nm_learned`, or its plain form where function transforms and forward-mode AD are active, which see into that."""
     if operands.is_transformed("auto"):
-        return torch.where(hard, w, 0) + (soft - soft.detach()).to(w.dtype) * w
+        reached = torch.where(hard | torch.isfinite(w), w, 0)  # 0 * Inf would be NaN
+        return torch.where(hard, w, 0) + (soft - soft.detach()).to(w.dtype) * reached
     return nm_learned(w, soft, hard)
 
 

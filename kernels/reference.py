@@ -92,12 +92,18 @@ def masked_linear_backward(
 def composite(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], backward: str, dense: Tensor | None = None) -> Tensor:
     """The masked linear out of aten ops alone, with the mode's gradient: for function transforms and forward-mode AD, which cannot see into a custom op.
 
-    Costs one dense matmul more in mode `unmasked`. Same values as `masked_linear`.
+    Costs one dense matmul more in mode `unmasked`, whose gradients are those of finite masked elements. Same values as `masked_linear`.
     """
-    if backward == "unmasked":  # the gradients of the dense layer, with the value of the masked one; full - full is an exact zero
-        full = F.linear(x, w)
-        return F.linear(x.detach(), masked(w, mask, block).detach(), bias) + (full - full.detach())
+    if backward == "unmasked":  # the gradients of the dense layer, with the value of the masked one
+        full = F.linear(x, torch.where(expand_mask(mask, w.shape, block) | torch.isfinite(w), w, 0))
+        return F.linear(x.detach(), masked(w, mask, block).detach(), bias) + zero_of(full)
     return F.linear(x, straight_through(w, mask, block, gradient_mask(mask, dense, backward)), bias)
+
+
+def zero_of(t: Tensor) -> Tensor:
+    """An exact zero with the gradient of t, but of what is not finite in it, which has none: Inf - Inf would be NaN."""
+    finite = torch.where(torch.isfinite(t), t, 0)
+    return finite - finite.detach()
 
 
 def softened(w: Tensor, mask: Tensor, block: tuple[int, int], scale: Tensor) -> Tensor:
@@ -111,5 +117,4 @@ def straight_through(w: Tensor, mask: Tensor, block: tuple[int, int], wanted: Te
         return masked(w, mask, block)
     kept = expand_mask(mask, w.shape, block)
     reached = w if wanted is None else masked(w, wanted, block)
-    zero = torch.where(kept | ~torch.isfinite(reached), 0, reached)  # Inf - Inf would be NaN
-    return torch.where(kept, reached, zero - zero.detach())
+    return torch.where(kept, reached, zero_of(torch.where(kept, 0, reached)))

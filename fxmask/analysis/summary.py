@@ -119,14 +119,14 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
 
 
 def _of_times(masked: list[Work], added: list[Work], works: list[Work], device: Device, tf32: bool) -> list[str]:
-    """What least times bound: the masked ops, by which roof, and the whole step. added: what a dense step does not have."""
+    """What least times say: of the masked ops, by which roof, and of the whole step. added: what a dense step does not have."""
     said = []
     by_bound = Counter(max(b := roofline.bounds(w, device, tf32), key=lambda n: b[n]) for w in masked)
     t, t_dense = sum(roofline.seconds(w, device, tf32) for w in masked), sum(roofline.seconds(roofline.dense_of(w), device, tf32) for w in masked)
     parts = ", ".join(f"{n} {c}" for n, c in by_bound.most_common())
     said.append(
         f"On {device.name} their {len(masked)} ops are bound by: {parts}. Least time {1e6 * t:.4g} us, of the dense ones {1e6 * t_dense:.4g} us: "
-        f"at most {t_dense / t if t else 0:.2f} times as fast as dense."
+        f"{t_dense / t if t else 0:.2f} times as fast as dense, were both at theirs; where dense ops are further from theirs, masks gain more."
     )
     if by_bound["launch"] > len(masked) / 2:
         said.append("Launch-bound: most of these ops are shorter than a launch, so masking cannot make them faster; larger batches or CUDA graphs first.")
@@ -136,12 +136,12 @@ def _of_times(masked: list[Work], added: list[Work], works: list[Work], device: 
     if t + rest:
         share, gain = rest_dense / (t_dense + rest_dense), (t_dense + rest_dense) / (t + rest)
         which = "Other ops, the masked step among them," if any(w.dense for w in others) else "Ops that no mask touches"
-        said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is at most {gain:.2f} times as fast as dense.")
+        said.append(f"{which} take {share:.0%} of the dense step's least time: the whole step is {gain:.2f} times as fast as dense, were all at theirs.")
         made = sum(roofline.seconds(w, device, tf32) for w in added)
         bare = (t_dense + rest_dense) / (t + rest - made) if t + rest > made else gain
         if f"{bare:.2f}" != f"{gain:.2f}":  # a dense step has none of it, and no share of the step's time names it
             what = _named(added)
-            said[-1] += f" {what[0].upper()}{what[1:]} takes {1e6 * made:.4g} us, which a dense step does not have: without it at most {bare:.2f} times."
+            said[-1] += f" {what[0].upper()}{what[1:]} takes {1e6 * made:.4g} us, which a dense step does not have: {bare:.2f} times without it."
     return said
 
 
@@ -186,6 +186,6 @@ def _of_l2(masked: list[Work], device: Device, tf32: bool) -> list[str]:
     gain = sum(max(roofline.seconds(w, device, tf32), w.cost.bytes_req / known) for w in plain) / limited
     given = "the device gives" if device.l2_bytes_s else "no datasheet says what it gives, dense matmuls at their least time need"
     return [
-        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. At that, the matmuls "
-        f"of masked layers are at most {gain:.2f} times as fast as dense; larger blocks ask for less."
+        f"L2-bound: for its least time {where} ({w.phase}) needs {need / 1e12:.3g} TB/s from the L2 cache; {given} {known / 1e12:.3g}. Were that all "
+        f"that it gives, the matmuls of masked layers would be {gain:.2f} times as fast as dense; larger blocks ask for less."
     ]

@@ -34,6 +34,7 @@ class Done(NamedTuple):
     shape: tuple[int, ...] = ()  # of a weight that the graph computes
     made_of: tuple[int, ...] = ()  # and which inputs of the graph are Parameters that it is made of
     told: bool = False  # that names in the graph are not the model's
+    required: bool = False  # by `require`
 
     @property
     def changes(self) -> bool:
@@ -48,10 +49,11 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass
 class Use:
-    """How often graphs that mask a weight were called, and had been at the last optimiser step; and what the last graph that has run does to it."""
+    """How often graphs that mask a weight were called with gradients on, and had been at the last optimiser step; and what the last that ran does to it."""
 
     name: str
     masks: bool = False  # whether there are such graphs
+    required: bool = False
     done: Done | None = None
     calls: int = 0
     seen: int = 0
@@ -98,8 +100,9 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
         nonlocal warns
+        trains = torch.is_grad_enabled()  # an evaluation between two steps says nothing of what trains
         for u, done in fixed:
-            u.calls, u.done = u.calls + done.changes, done
+            u.calls, u.done = u.calls + (done.changes and trains), done
         for j, (i, name, done, given, u) in enumerate(last):
             known = given() is args[i]
             if done.changes:
@@ -115,7 +118,7 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
             if not known:  # looked up only then, as a lookup costs microseconds
                 u = _use(f"{name} (of another layer, which shares its graph)", args[i], done)
                 last[j] = (i, name, done, weakref.ref(args[i]), u)
-            u.calls, u.done = u.calls + done.changes, done
+            u.calls, u.done = u.calls + (done.changes and trains), done
         if note is not None:
             note(args)
         return compiled(*args)
@@ -168,6 +171,7 @@ def _use(name: str, w: Tensor, done: Done) -> Use:
     if found is None:
         found = _uses[w] = Use(name)
     found.masks |= done.changes
+    found.required |= done.changes and done.required
     return cast(Use, found)
 
 
@@ -182,7 +186,8 @@ def _use_of(w: Tensor) -> Use | None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    around, unmet = [], []
+    around: list[tuple[Use, Tensor]] = []
+    unmet = []
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Tensor) and p.grad is not None]
     look(params)
     for p in params:
@@ -194,14 +199,31 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         grad = local(cast(Tensor, p.grad))
         same = use.gradient is not None and use.gradient() is grad and use.version == grad._version
         if use.calls == use.seen and not same:
-            around.append(use.name)
-        use.seen, use.gradient, use.version = use.calls, weakref.ref(grad), grad._version
+            around.append((use, grad))
+        else:
+            _note(use, grad)
     for text in _missed(optimizer, unmet):
         warnings.warn(text, FxMaskWarning, stacklevel=3)
     if around:
-        what = f"an optimiser step has gradients of {', '.join(around[:3])}{' ...' if len(around) > 3 else ''} though no masked graph ran since the last one."
-        why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), and that is dense"
-        warnings.warn(message(what, "", f"{why}; fxmask.apply(model, ...) is masked in eager code, too."), FxMaskWarning, stacklevel=3)
+        _of_eager_gradients([use for use, _ in around])
+    for use, grad in around:
+        _note(use, grad)
+
+
+def _note(use: Use, grad: Tensor) -> None:
+    use.seen, use.gradient, use.version = use.calls, weakref.ref(grad), grad._version
+
+
+def _of_eager_gradients(around: list[Use]) -> None:
+    """Of weights whose gradients no masked graph has made. Raises: UnsupportedError where `require` says that they are masked; the step is then not made."""
+    names = [u.name for u in sorted(around, key=lambda u: not u.required)]
+    what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} though no masked graph ran since the last one"
+    what += " with gradients on"
+    why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), or the model was called past its compiled form"
+    fix = f"{why}: that is dense; fxmask.apply(model, ...) is masked in eager code, too."
+    if any(u.required for u in around):
+        raise UnsupportedError(message(f"{what}, and `require` wants them masked.", "", fix))
+    warnings.warn(message(f"{what}.", "", fix), FxMaskWarning, stacklevel=4)
 
 
 def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:

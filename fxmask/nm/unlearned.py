@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 _names: weakref.WeakKeyDictionary[NMLayer, str] = weakref.WeakKeyDictionary()  # of layers whose logits no optimiser has stepped yet
 _once: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[NMLayer]] = weakref.WeakKeyDictionary()  # and which an optimiser has passed over once
 _hooks: list[Any] = []
+_adding = threading.Lock()  # other threads may add layers while one looks through them
 
 
 def expect_learning(m: NMLayer, name: str) -> None:
     """Watch who steps the logits of a layer."""
-    _names[m] = name
+    with _adding:
+        _names[m] = name
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -33,14 +36,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _names or torch.compiler.is_compiling():
         return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with _adding:
+        watched = list(_names.items())
     passed, left = _once.setdefault(optimizer, weakref.WeakSet()), []
-    for m, name in list(_names.items()):
+    for m, name in watched:
         logits, weight = m._parameters.get(LOGITS), m._parameters.get("weight")
         if logits is None or not logits.requires_grad or id(logits) in held:  # restored, frozen, or learned
-            del _names[m]
+            _names.pop(m, None)
         elif logits.grad is not None and id(weight) in held:
             if m in passed:
-                del _names[m]
+                _names.pop(m, None)
                 left.append(name)
             passed.add(m)
     if left:

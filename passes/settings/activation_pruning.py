@@ -32,11 +32,11 @@ REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__
 class ActivationPruning(Options):
     """The input of a linear is saved for the backward block-sparse: the blocks with the smallest norms are dropped (Barley and Fröning 2023).
 
-    The forward, dX and db are those of the layer, exactly; dW = dY^T X_s sees the pruned input X_s, unscaled. What autograd holds is the kept blocks and their
-    numbers; the dense input is free after the forward, unless another op saves it, too. ReLU, tanh, sigmoid, softmax and scaled_dot_product_attention save what
-    they return: behind them nothing is freed, and the blocks' numbers are all that is held more (GELU and SiLU save what they were given). Layers that read one
-    input, as q, k and v, hold its kept blocks once (same ratio and block, no noise; an input that an op made). Beside a `WeightMask` the layer's forward is the
-    masked one (SWAT's form is `WeightMask(backward="ste")` with this; Raihan and Aamodt 2020).
+    The forward, dX and db are those of the layer, exactly; dW = dY^T X_s sees the pruned input X_s, unscaled. What autograd holds is the kept blocks and
+    their numbers; the dense input is free after the forward, unless another op saves it, too. ReLU, tanh, sigmoid, softmax and scaled_dot_product_attention
+    save what they return: behind them nothing is freed, and the blocks' numbers are all that is held more (GELU and SiLU save what they were given). Layers
+    that read one input, as q, k and v, hold its kept blocks once (same ratio and block, no noise; an input that carries a gradient). Beside a `WeightMask`
+    the layer's forward is the masked one (SWAT's form is `WeightMask(backward="ste")` with this; Raihan and Aamodt 2020).
 
     Args:
         ratio: share of blocks that are dropped, in [0, 1); round(n * ratio) of a sample's n blocks, halves to even, in every sample as many, never all.

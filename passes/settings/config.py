@@ -53,7 +53,8 @@ class WeightMask(Options):
             `passes.state.ranking.keep_norm`. Weights that are loaded later are left as they are, and other blocks at the same ratio scale nothing.
         phases: None, or {optimiser step: dict of new values, ...} for block, backward, criterion, ties, cover and refresh: from that step on, and until another
             phase names them. A phase that changes more than backward begins with a new mask where it is cached. Under torch.compile one recompile for each set
-            of values, of which Dynamo takes 8 (`torch._dynamo.config.recompile_limit`). In a traced graph block and backward stay.
+            of values, of which Dynamo takes 8 (`torch._dynamo.config.recompile_limit`). In a traced graph block and
+            backward are no phases: UnsupportedError.
 
     `gradient` and its like, average, hysteresis, regrow and gain keep the mask between steps whatever `refresh` says, and so need `fxmask.guard` or
     `fxmask.step`. Impl: they rank in plain PyTorch, between steps, on [NB, KB] scores.

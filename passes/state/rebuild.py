@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from . import site as state
 from .ranking import held_mask, keep_norm, start_at_zero
 from .site import Site
 from .site_forward import traced_alike
+
+switching = threading.RLock()  # the switch of `fxmask.dense`: a thread that sets it anew would undo what another one does to it meanwhile
 
 
 class Job(NamedTuple):
@@ -41,16 +44,17 @@ def rebuild(jobs: Sequence[Job], compute: Callable[[Sequence[Job]], None] | None
     jobs = [j for j in jobs if j.site._fxmask_mask is not None and j.site._fxmask_step >= j.site._fxmask_config.start]
     if not jobs:
         return
-    inside = [j.site._fxmask_is_dense for j in jobs]
-    try:
-        for j in jobs:
-            j.site._fxmask_is_dense = False
-        state.sync(*(j.site for j in jobs))
-        (compute or computed)(jobs)
-    finally:
-        for j, dense in zip(jobs, inside, strict=True):
-            j.site._fxmask_is_dense = dense
-        state.sync(*(j.site for j in jobs))
+    with switching:
+        inside = [j.site._fxmask_is_dense for j in jobs]
+        try:
+            for j in jobs:
+                j.site._fxmask_is_dense = False
+            state.sync(*(j.site for j in jobs))
+            (compute or computed)(jobs)
+        finally:
+            for j, dense in zip(jobs, inside, strict=True):
+                j.site._fxmask_is_dense = dense
+            state.sync(*(j.site for j in jobs))
     for site, *_ in jobs:
         state.note_weight(site, site._parameters.get("weight"))
         site._fxmask_built = site._fxmask_step

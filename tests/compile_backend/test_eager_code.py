@@ -1,6 +1,7 @@
 """Eager code is dense, and says so where an optimiser can see it."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from sample_models import mlp
 from torch import nn
 
 from fxmask.compiler import backend, backend_watch
-from fxmask.errors import FxMaskWarning
+from fxmask.errors import FxMaskWarning, UnsupportedError
 
 
 def test_a_step_around_the_graph_is_a_warning():
@@ -68,6 +69,41 @@ def test_the_recompile_limit_is_a_warning():
     call = torch.compile(model, backend=backend.fxmask_backend, dynamic=False, options={**OPTIONS, "inner": "eager"})
     with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(FxMaskWarning, match="the recompile limit"):
         steps_of(model, call, 4)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_between_two_steps_hides_nothing(mode):
+    model = Wrap(mlp())
+    call, x = compiled(model, **OPTIONS), torch.randn(4, 64)
+    for how, told in ((call, 0), (model, 2), (call, 0)):  # compiled steps, steps of the model itself, compiled ones
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", FxMaskWarning)
+            for _ in range(2):
+                with mode():
+                    call(x)
+                steps_of(model, how, 1)
+        assert [("inner.0, inner.2 though" in str(w.message), w.category) for w in seen] == [(True, FxMaskWarning)] * told
+
+
+@pytest.mark.parametrize(("require", "refused"), [(True, True), (["inner.0"], True), (False, False)])
+def test_require_refuses_the_gradients_of_eager_code(require, refused):
+    """Again where the step is tried again; nothing has moved by then, and a masked step goes on."""
+    model = Wrap(mlp())
+    call, optimizer, x = compiled(model, **OPTIONS, require=require), torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 64)
+    steps_of(model, call, 1)
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2 * refused):
+        with pytest.raises(UnsupportedError, match=r"(?s)gradients of inner\.0, inner\.2 though.*`require` wants them masked.*past its compiled form"):
+            optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    if not refused:
+        with pytest.warns(FxMaskWarning, match="though no masked graph ran"):
+            optimizer.step()
+    optimizer.zero_grad()
+    call(x).sum().backward()
+    optimizer.step()
 
 
 def test_a_backend_that_no_graph_reaches_is_a_warning(monkeypatch):

@@ -224,4 +224,6 @@ def test_a_graft_has_the_value_of_one_and_the_gradient_of_the_other():
     torch.autograd.gradcheck(lambda b: graft(b.detach() * 2 - b.detach(), b), b)
     graft(a, b * torch.tensor([1.0, torch.inf, 3.0])).sum().backward()
     assert a.grad is None and b.grad.tolist() == [1.0, torch.inf, 3.0]
+    y, t = torch.func.jvp(lambda b: graft(a, b * torch.tensor([1.0, torch.inf, 3.0])), (b,), (torch.ones(3),))
+    assert torch.equal(y, a) and (t[0], t[2]) == (1, 3)  # by the plain form, which gives what is not finite no gradient
     torch.library.opcheck(torch.ops.fxmask.graft.default, (a.detach(), b))

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from works.twin import MODELS, elements, near, pair, slow_but, some
 
 import fxmask
+from fxmask.kernels.grid import expand_mask
 
 COMPILERS = {
     "eager": lambda f: f,
@@ -181,3 +182,40 @@ def test_other_modes(backward):
     ts = {key: some(*p.shape, seed=6) for key, p in model.named_parameters()}
     tangent = jvp(lambda p: loss(p, x), (params_of(model),), (ts,))[1]
     near(tangent, sum((ts[key] * g).sum() for key, g in found.items()))
+
+
+WILD = [torch.inf, -torch.inf, torch.nan]
+
+
+FIXED = [fxmask.WeightMask(0.5, (16, 16), backward=mode, refresh=0) for mode in ("unmasked", "ste")]
+
+
+@pytest.mark.parametrize("config", [*FIXED, fxmask.NMMask(2, 4, mode="learned")], ids=["unmasked", "ste", "learned 2:4"])
+@pytest.mark.parametrize("value", WILD)
+def test_what_is_masked_may_be_infinite(config, value):
+    """Outputs, tangents and gradients of the layer with a zero there, where a function transform sees into the op, too."""
+    model = fxmask.apply(torch.nn.Linear(32, 32), config, exclude=())
+    with torch.no_grad():
+        for name in dict(model.named_parameters()).keys() & {"nm_logits"}:
+            model.get_parameter(name).mul_(1e6)  # what is drawn is the likeliest mask
+    (mask,) = fxmask.masks(model).values()
+    masked = ~(mask if mask.shape == model.weight.shape else expand_mask(mask, model.weight.shape, (16, 16)))
+    x, t = some(4, 32), some(4, 32, seed=3)
+
+    def results():
+        w, b = model.weight.detach(), model.bias.detach()
+        call = lambda w, x: functional_call(model, {"weight": w, "bias": b}, (x,))  # noqa: E731
+        return *jvp(lambda x: call(w, x), (x,), (t,)), vmap(lambda x: call(w, x[None]), randomness="same")(x), grad(lambda w: call(w, x).pow(2).sum())(w)
+
+    at, found = masked.nonzero()[3].tolist(), []
+    for v in (value, 0.0):
+        with torch.no_grad():
+            model.weight[at[0], at[1]] = v
+        found.append(results())
+    found, expected = found
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        near(a, b)
+    there = torch.ones_like(masked)
+    there[at[0], at[1]] = False
+    near(found[3][there], expected[3][there])
+    assert torch.isfinite(found[3][there]).all()
