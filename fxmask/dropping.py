@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -50,8 +51,8 @@ class DroppedLinear(Swapped):
 class Pair:
     """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it.
 
-    waiting: forwards of the Dropout that no forward of the linear has followed yet. p: the Dropout's when it was fused. on: whether its last forward was in
-    train(). rests: the Dropout itself; of a copy since that has run.
+    waiting: the thread whose forward of the Dropout no forward of the linear has followed yet, or 0. p: the Dropout's when it was fused. on: whether its last
+    forward was in train(). rests: the Dropout itself; of a copy since that has run.
     """
 
     waiting = 0
@@ -93,11 +94,11 @@ class FusedDropout(nn.Dropout):
             if pair.p is not None and self.p != pair.p:
                 warn_of_fused(f"the p of a Dropout that rests for the linear behind it was changed: expected {pair.p:g}, of which it knows, got {self.p:g}.")
         if self.training and not compiling and torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward may end here
-            if pair.waiting:
+            if pair.waiting == threading.get_ident():  # another thread may be on its way to the linear
                 what = f"a Dropout(p={self.p:g}) rests for the linear behind it, and that has not run since: nothing was dropped there."
                 fix = "fxmask.restore(model) before a layer is replaced or called alone, then fxmask.apply again."
                 warnings.warn(message(what, "nn.Sequential", fix), FxMaskWarning, stacklevel=2)
-            pair.waiting = 1
+            pair.waiting = threading.get_ident()
         return input
 
     def extra_repr(self) -> str:

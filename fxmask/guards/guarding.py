@@ -49,6 +49,9 @@ def guard(
             step moves each element by its own gradient and state, from param_groups and self.state. Not with closures, torch.compile of the step, CUDA graphs
             around it, differentiable=True, fully_shard or ZeroRedundancyOptimizer.
 
+    A step that raises half-way (out of memory, Ctrl-C) leaves what it has moved, masked weights among it, unless `masked_step` made it: go on from a saved
+    state.
+
     Returns: a handle with `policies`, `masked_step` and `remove()`.
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or
     guarded already), UnsupportedError (freeze or decay where masked weights must move, or of a weight that another parameter makes; masked_step where it says

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -25,6 +26,16 @@ def model(*configs: object) -> nn.Sequential:
 
 
 MASKED = fxmask.WeightMask(ratio=0.5, block=(16, 16))
+
+
+def test_a_thread_between_dropout_and_linear_is_no_layer_that_is_gone() -> None:
+    m = model()
+    other = threading.Thread(target=m[:3], args=(X,))  # up to the Dropout, and the linear is still to come
+    other.start()
+    other.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        m(X)
 
 
 @pytest.mark.parametrize("configs", [(), (MASKED,)], ids=["alone", "masked"])
