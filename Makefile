@@ -15,6 +15,8 @@ READY := $(if $(filter command line,$(origin PY)),,$(STAMP))
 
 # torch takes every core by default and slows down on a shared machine
 export OMP_NUM_THREADS ?= 2
+# the tests begin some dozens of processes, and each would compile all modules anew
+export PYTHONDONTWRITEBYTECODE :=
 
 PIP := $(PY) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 

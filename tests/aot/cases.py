@@ -230,7 +230,6 @@ SMOKE: list[tuple[Op, Case]] = [
     (dw, ("bf16", (128, 128), "even", "split")),
     (turned_matmul, (BF16, (64, 64), "even", 64, False)),
     (turned_dw, (BF16, (64, 64), "even", 64, "both")),
-    (tile, (BF16, (128, 128), 2, False, "even")),
     (tile, (BF16, (128, 128), 4, False, "even")),
     *((dropped_op, (op, "bf16", (128, 128), "even", 4096, True)) for op in ("forward", "dx", "dw")),
     (group, (FP32, (16, 16), 4096, 0)),

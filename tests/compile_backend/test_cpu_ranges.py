@@ -6,7 +6,7 @@ import torch
 import fxmask
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -41,7 +41,8 @@ def no_caches():
     torch.compiler.reset()
 
 
-CONFIGS = [fxmask.WeightMask(block=(16, 16)), fxmask.WeightMask(block=(16, 16), backward="ste"), fxmask.NMMask(), fxmask.ActivationPruning(block=16)]
+STE = pytest.param(fxmask.WeightMask(block=(16, 16), backward="ste"), marks=pytest.mark.slow)
+CONFIGS = [fxmask.WeightMask(block=(16, 16)), STE, fxmask.NMMask(), fxmask.ActivationPruning(block=16)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{type(c).__name__}-{getattr(c, 'backward', '')}".rstrip("-"))

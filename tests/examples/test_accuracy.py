@@ -54,6 +54,7 @@ def test_recipes_of_the_thesis_length_are_its_table(name):
     assert (args.teacher is not None) == name.endswith("-taught") and args.weight_decay == (0.1 if "-muon" in name else 1e-4)
 
 
+@pytest.mark.slow
 def test_runs_in_turns_as_graphs(tmp_path, capsys):
     """In one process, a row each; again nothing is run; without --graphs they are other runs."""
     command = ["thesis", *DIGITS, "--epochs", "1", "--only", "thesis-dense", "thesis-b32-80", "--runs", str(tmp_path), "--csv", str(tmp_path / "a.csv")]

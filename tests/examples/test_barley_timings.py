@@ -123,6 +123,7 @@ def test_epochs(tmp_path, capsys, monkeypatch):
     assert barley_figure_10.main(command) == 0 and plots.read_csv(path) == rows
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
     seen = []
     with pytest.MonkeyPatch.context() as patch:

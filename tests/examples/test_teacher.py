@@ -72,6 +72,7 @@ def test_a_gain_is_of_the_weights_that_a_pupil_begins_with(dense, tmp_path):
         assert torch.allclose((g * kept).norm(), w.norm(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_other_batches_and_other_hidden_layers(dense, tmp_path):
     """Its own steps say whether it has ended; its blocks give the same shapes."""
     small = tmp_path / "small"
@@ -121,7 +122,8 @@ def test_the_teacher_is_the_run_that_ended(dense, tmp_path):
     assert not run.teacher.loss(mixed, torch.randn(4, 10), [], torch.tensor(1.0)).requires_grad  # neither its weights nor anything else of it
 
 
-@pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", ["none", "bf16"])
 def test_a_stopped_pupil_goes_on(amp, dense, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     options = [*SHORT, "--batch", "512", "--teacher", str(dense), "--opt", "muon", "--teach-blocks", "0.5", "--from-teacher", "--amp", amp]

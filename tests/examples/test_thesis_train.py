@@ -89,6 +89,7 @@ def test_resume_is_exact(options, tmp_path, monkeypatch, whole):
     assert_same_end(out, expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_device(tmp_path, monkeypatch, whole):
     """What a GPU's checkpoint holds is brought to the device that goes on, and run.json names both."""
     asked, honest = [], torch.load

@@ -80,6 +80,7 @@ def test_dense_run_has_no_masks(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"log.csv", "run.json", "accuracy.png"}
 
 
+@pytest.mark.slow
 def test_nothing_of_an_earlier_run_stays(tmp_path):
     run(tmp_path, "--epochs", "1", "--batch", "500")
     assert (tmp_path / "active_blocks.png").exists()

@@ -37,6 +37,7 @@ def all_of_them(tmp_path_factory):
     return csv, run(csv, "--compile-backend", "aot_eager", "--warm-up", "3")
 
 
+@pytest.mark.slow
 def test_steps_as_graphs(tmp_path):
     """Right beside those that are none; of a graph, which holds its memory, no peak is told."""
     rows = run(tmp_path / "a.csv", "--contenders", "dense_eager", "dense_graphed", "masked_dense", "fxmask_graphed", "--refresh", "1", "10", "--warm-up", "3")
@@ -162,6 +163,7 @@ def test_stopped_and_gone_on_with(tmp_path, monkeypatch, capsys):
     assert measured == [0.5, 0.75, 0.75, 0.5, 0.75]
 
 
+@pytest.mark.slow
 def test_other_code_is_measured_anew(tmp_path, monkeypatch):
     few = ("--contenders", "dense_eager")
     assert len(run(tmp_path / "steps.csv", *few)) == 1

@@ -59,6 +59,7 @@ def close(got, exact, low, dtype, what):
     assert error <= (error_budget(exact, low, dtype) if exact.numel() else 0), (what, error)
 
 
+SELDOM = pytest.mark.slow
 SHAPES = [(37, 64, 96), (1, 100, 70), (130, 128, 192), (65, 40, 200), (16, 257, 130)]
 SQUARE = [(16, 16), (32, 32), (64, 64), (128, 128)]
 WIDE = [(16, 128), (128, 16), (32, 64), (64, 32)]
@@ -193,8 +194,10 @@ def test_split_tokens_and_accumulation(splits):
     assert torch.allclose(added, start + expected, atol=1e-3) and torch.equal(added[~kept], start[~kept])
 
 
-@pytest.mark.parametrize("block", [(16, 16), (64, 32), (128, 128)], ids=str)
-@pytest.mark.parametrize("shape", [(3, 24, 200, 130), (1, 136, 64, 96), (2, 8, 40, 300)], ids=str)
+MIXED = [(s, b) for s in ((3, 24, 200, 130), (1, 136, 64, 96), (2, 8, 40, 300)) for b in ((16, 16), (64, 32), (128, 128))]
+
+
+@pytest.mark.parametrize(("shape", "block"), [pytest.param(*c, marks=SELDOM if i % 2 else ()) for i, c in enumerate(MIXED)], ids=str)
 def test_token_mixing(shape, block):
     """Inputs whose tokens lie side by side: the result has their layout, as the fake says, and their numbers."""
     (b, c, n, k), dtype = shape, torch.float16
@@ -263,7 +266,6 @@ def test_lists_are_made_once_for_forward_and_backward():
     torch.library.opcheck(ops.strip_lists, (mask, 16, 16, "reference"))
 
 
-SELDOM = pytest.mark.slow
 PAIRS = [("graph", "masked"), *(pytest.param(*pair, marks=SELDOM) for pair in (("module", "masked"), ("graph", "rigl"), ("module", "rigl")))]
 
 

@@ -111,7 +111,7 @@ def check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed, t
 
 
 @case
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits):
     check_sampled_matmul(shape, block, ratio, dtype, has_bias, extra, splits)
 

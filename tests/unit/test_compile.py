@@ -8,6 +8,7 @@ from resmlp import PRESETS, ResMLP
 from sample_models import Region, Residual, mlp
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from works.twin import slow_but
 
 import fxmask
 
@@ -70,7 +71,10 @@ def test_training_equals_eager_without_recompiles(name, make, backend):
     assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), eager.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("options", [dict(refresh=1), dict(refresh=2), dict(backward="rigl"), dict(schedule=fxmask.Schedule(steps=3))], ids=str)
+MOVING = [dict(refresh=2), dict(backward="rigl"), dict(refresh=1), dict(schedule=fxmask.Schedule(steps=3))]
+
+
+@pytest.mark.parametrize("options", slow_but(MOVING, *MOVING[:2]), ids=str)
 def test_a_step_between_forward_and_backward(options):
     torch._dynamo.reset()
     eager, model = (fxmask.apply(mlp(), ratio=0.7, **options) for _ in range(2))
@@ -154,7 +158,10 @@ class Regions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("own", [dict(block=(8, 8)), dict(backward="ste"), dict(criterion="l1"), dict(cover=True)], ids=str)
+OWN = [dict(backward="ste"), dict(block=(8, 8)), dict(cover=True), dict(criterion="l1")]
+
+
+@pytest.mark.parametrize("own", slow_but(OWN, *OWN[::2]), ids=str)
 def test_regions_compiled_once_keep_the_masks_of_their_own_layers(own):
     """PyTorch compares ints alone before it takes one region's code for another."""
     torch.manual_seed(0)

@@ -231,7 +231,7 @@ class Doubling(nn.Module):
         return 2 * x if self.training else x
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_dense_model_in_eval(named):
     """One that is named is compared: the mode and the classes of its modules; of another one the graph holds them."""
     runs = []

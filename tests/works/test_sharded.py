@@ -24,8 +24,11 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("options", [{}, dict(refresh=0)], ids=str)
+FORMS = [pytest.param({}, False, id="eager"), pytest.param({}, True, id="compiled", marks=pytest.mark.slow)]
+FORMS += [pytest.param(dict(refresh=0), False, id="cached-eager"), pytest.param(dict(refresh=0), True, id="cached-compiled")]
+
+
+@pytest.mark.parametrize(("options", "compiled"), FORMS)
 def test_tensor_parallel_raises(one_process, options, compiled):
     model = parallelize_module(fxmask.apply(mlp(), ratio=0.75, **options), one_process, PLAN)
     call = torch.compile(model, backend="aot_eager") if compiled else model
