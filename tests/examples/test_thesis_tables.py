@@ -190,6 +190,7 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["table.csv"]
 
 
+@pytest.mark.slow
 def test_runs_from_any_folder(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = ROOT / "examples" / "thesis" / "barley_table_2.py"
