@@ -95,12 +95,13 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
     words = {id(d): config.words() for d, config in chosen}
-    required = {id(d.candidate.weight) for d in decisions if _is_required(d, o)}
+    required = {id(d.candidate.weight) for d in decisions if _wants(o, d)}
     found = _done(decisions, {id(d) for d in done}, words, made)
     return [(name, w, what._replace(told=told, required=id(w) in required)) for name, w, what in found]
 
 
-def _is_required(d: Decision, o: Options) -> bool:
+def _wants(o: Options, d: Decision) -> bool:
+    """Whether `require` wants this linear masked, alone or among others."""
     return o.require if isinstance(o.require, bool) else any(matches(p, d.candidate) for p in as_patterns("require", o.require) or [])
 
 

@@ -162,8 +162,8 @@ def test_metadata(shape, block, ratio, dtype, has_bias, extra):
 @pytest.mark.parametrize("block", [(128, 128), pytest.param((16, 16), marks=pytest.mark.slow), (32, 128)])
 def test_other_tiles(tile, block):
     for transposed in (False, True):
-        check_list_matmul((70, 150, 200), block, 0.7, FP16, True, "", transposed, tile)
-    check_sampled_matmul((70, 150, 200), block, 0.7, FP16, True, "", 3, tile)
+        check_list_matmul((70, 300, 200), block, 0.7, FP16, True, "", transposed, tile)
+    check_sampled_matmul((70, 300, 200), block, 0.7, FP16, True, "", 3, tile)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])

@@ -1,4 +1,4 @@
-"""fxmask.dense and what several threads do at once: masks stay, whoever leaves first."""
+"""What several threads do to one model at once, or beside each other: masks stay, whoever leaves fxmask.dense first."""
 
 import sys
 import threading
@@ -24,7 +24,7 @@ def masked():
 def test_two_threads_that_enter_at_once(monkeypatch):
     """One is refused; the mask that the other one lays aside is the layer's own."""
     model, before = masked()
-    honest, begun = steps.sites_in_force, threading.Barrier(2)
+    honest, begun, refused = steps.sites_in_force, threading.Barrier(2), threading.Event()
 
     def slow(*args):
         found = honest(*args)
@@ -37,8 +37,9 @@ def test_two_threads_that_enter_at_once(monkeypatch):
         begun.wait()
         try:
             with fxmask.dense(model):
-                time.sleep(0.05)
+                refused.wait(10)
         except StateError as error:
+            refused.set()
             return str(error)
         return ""
 
