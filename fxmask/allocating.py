@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
+from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .kernels.grid import grid_shape, matrix_shape, ratio_keeping, ratio_units
 from .passes.counting import rules  # noqa: F401  (they register the costs of ops)
 from .passes.counting.capture import capture
@@ -145,7 +144,7 @@ def _warn_of_starved(found: Allocation, ratio: float, method: str) -> None:
     if starved:
         what = f"allocation by {method!r} nearly cuts layers out: expected each to keep at least a tenth of what ratio={ratio} leaves on average."
         fix = "of a model that is not trained yet the scores are its initialiser's variances: take 'erk', or allocate once it is trained;"
-        warnings.warn(message(what, first_of(starved), f"{fix} overrides={{layer: dict(ratio=...)}} pins one."), FxMaskWarning, stacklevel=4)
+        warn(message(what, first_of(starved), f"{fix} overrides={{layer: dict(ratio=...)}} pins one."))
 
 
 def _shares(
@@ -187,7 +186,7 @@ def _values(weight: Tensor, group: list[Decision]) -> Tensor:
 
 def _uses(model: nn.Module, layers: Sequence[list[Decision]], inputs: Any, kwargs: Any) -> list[int]:
     """FLOP of one weight element of each layer in a forward: twice the tokens that it meets, over all calls."""
-    args, named = arguments(inputs, kwargs)
+    args, named = arguments({} if inputs is None else inputs, kwargs)
     if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
         what = f"method='flop' counts the tokens of each layer: expected inputs= with the model's arguments, got {type(inputs).__name__}."
         raise ConfigError(message(what, "fxmask.allocate", "a tensor, a tuple of arguments, or a dict of keyword arguments; shapes are enough (meta tensors)."))

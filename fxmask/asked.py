@@ -41,7 +41,8 @@ def configs_of(configs: tuple[Any, ...], options: Mapping[str, Any], more: Mappi
         return WeightMask().replace({**options, **more}, where), None
     for c in configs:
         if not isinstance(c, (WeightMask, ActivationPruning, BlockDropout, NMMask)):
-            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}.")
+            hint = f"; a ratio goes by name: fxmask.apply(model, ratio={c!r})." if isinstance(c, float) else "."
+            raise ConfigError(f"config: expected a fxmask.WeightMask, ActivationPruning, BlockDropout or NMMask, got {c!r}{hint}")
     given = [*more, *(n for n, v in options.items() if v is not DEFAULTS[n])]
     if given:
         _refuse_beside(configs, given, {**options, **more})
@@ -69,6 +70,10 @@ def _refuse_beside(configs: tuple[Any, ...], given: list[str], values: Mapping[s
     if lost:
         each = "; ".join(f"{c.__name__}: {', '.join(fields)}" for c, fields in known.items())
         raise ConfigError(f"unknown option beside configs: expected options inside of them ({each}), got {', '.join(map(repr, lost))}.")
+    alone = [name for name, classes in homes.items() if NMMask in there and NMMask.__name__ not in classes]
+    if alone:
+        fields = ", ".join(known[NMMask])
+        raise ConfigError(f"an NMMask goes alone, without the options of a WeightMask: expected some of {fields}, inside of it, got {', '.join(alone)}.")
     inside = sorted({c for classes in homes.values() for c in classes})
     what = f"configs and {', '.join(homes)}: expected options of the mask inside {'(...) or '.join(inside)}(...), got both."
     written = ", ".join(f"{name}={values[name]!r}" for name in homes)

@@ -23,6 +23,7 @@ from .sites import any_masked, expect_module, values_of
 SLOPES: dict[type[nn.Module], float] = {
     nn.Identity: 1.0, nn.ReLU: 1.0, nn.ReLU6: 1.0, nn.Hardtanh: 1.0, nn.Tanh: 1.0, nn.Softplus: 1.0, nn.Sigmoid: 0.25, nn.GELU: 1.13, nn.SiLU: 1.1,
 }  # fmt: skip
+CALLER = "fxmask.stability"
 RESTS = (nn.Dropout, nn.AlphaDropout)  # the identity in eval()
 ENDS = (nn.Softmax, nn.LogSoftmax)
 
@@ -79,13 +80,13 @@ def row_sum(w: Tensor) -> float:
     return float(torch.linalg.matrix_norm(w, math.inf))
 
 
-def chain_of(model: nn.Module, caller: str) -> tuple[list[nn.Module], list[Link]]:
+def chain_of(model: nn.Module) -> tuple[list[nn.Module], list[Link]]:
     """(what stands in front of the first Linear, the links) of softmax∘f_d∘..∘f_1; the softmax itself may be missing.
 
     Raises: UnsupportedError for a model that is no such chain, and for weights without values.
     """
-    expect_module(model, caller)
-    steps = list(_steps(model, "", caller))
+    expect_module(model, CALLER)
+    steps = list(_steps(model, ""))
     if steps and type(steps[-1][1]) in ENDS:
         steps.pop()
     kept = _kept(model)
@@ -93,44 +94,44 @@ def chain_of(model: nn.Module, caller: str) -> tuple[list[nn.Module], list[Link]
     links: list[Link] = []
     for name, m in steps:
         if isinstance(m, nn.Linear):
-            links.append(_link(name, m, kept.get(join(name, "weight")), caller))
+            links.append(_link(name, m, kept.get(join(name, "weight"))))
         elif not links:
             front.append(m)
         elif not isinstance(m, nn.Flatten):  # behind a Linear there is nothing to flatten
             last = links[-1]
-            links[-1] = replace(last, activations=(*last.activations, m), slope=last.slope * slope_of(m, name, caller))
+            links[-1] = replace(last, activations=(*last.activations, m), slope=last.slope * slope_of(m, name))
     weights = [id(peek_weight(m)) for _, m in steps if isinstance(m, nn.Linear)]
     if len(set(weights)) < len(weights):  # a mask of one changes the other
-        raise _refusal(caller, "a weight in two places", type(model).__name__)
+        raise _refusal("a weight in two places", type(model).__name__)
     if not links:
-        raise _refusal(caller, "no Linear at all", type(model).__name__)
+        raise _refusal("no Linear at all", type(model).__name__)
     return front, links
 
 
-def _steps(m: nn.Module, name: str, caller: str) -> Iterator[tuple[str, nn.Module]]:
+def _steps(m: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules that run, one after the other, without what does nothing in eval()."""
     base = getattr(m, "_fxmask_base", type(m))
     if m._forward_hooks or m._forward_pre_hooks:
-        raise _refusal(caller, "forward hooks, which may change what passes", name or type(m).__name__)
+        raise _refusal("forward hooks, which may change what passes", name or type(m).__name__)
     if isinstance(m, nn.Sequential) and base.forward is nn.Sequential.forward:
         for child, part in m._modules.items():  # one that stands in several places runs in each
             if part is None:
                 continue
-            yield from _steps(part, join(name, child), caller)
+            yield from _steps(part, join(name, child))
     elif isinstance(m, nn.Linear) and base.forward is nn.Linear.forward:
         dropping = m.__dict__.get("_fxmask_dropping")
         if dropping is not None and dropping.mc:
-            raise _refusal(caller, "block dropout with mc=True, which drops in eval(), too", name)
+            raise _refusal("block dropout with mc=True, which drops in eval(), too", name)
         yield name, m
     elif isinstance(m, nn.Flatten) and (m.start_dim, m.end_dim) == (1, -1):
         yield name, m
     elif not isinstance(m, RESTS):
         if type(m) not in ENDS:
-            slope_of(m, name, caller)  # raises where there is none
+            slope_of(m, name)  # raises where there is none
         yield name, m
 
 
-def slope_of(m: nn.Module, name: str, caller: str) -> float:
+def slope_of(m: nn.Module, name: str) -> float:
     """The Lipschitz constant of an activation; UnsupportedError for a module of which it is not known."""
     if type(m) in SLOPES:
         return SLOPES[type(m)]
@@ -138,12 +139,12 @@ def slope_of(m: nn.Module, name: str, caller: str) -> float:
         return max(1.0, abs(m.negative_slope))
     if type(m) is nn.ELU:
         return max(1.0, abs(m.alpha))
-    raise _refusal(caller, "a softmax before the end" if type(m) in ENDS else type(m).__name__, name)
+    raise _refusal("a softmax before the end" if type(m) in ENDS else type(m).__name__, name)
 
 
-def _refusal(caller: str, got: str, where: str) -> UnsupportedError:
+def _refusal(got: str, where: str) -> UnsupportedError:
     known = ", ".join(t.__name__ for t in [*SLOPES, nn.LeakyReLU, nn.ELU])
-    what = f"{caller} is for softmax after a chain of layers: expected an nn.Sequential of Linear, Flatten, Dropout and {known}, got {got}."
+    what = f"{CALLER} is for softmax after a chain of layers: expected an nn.Sequential of Linear, Flatten, Dropout and {known}, got {got}."
     fix = "put the layers themselves into an nn.Sequential, which shares weights and masks; convolutions, norms and branches have no such bound here."
     return UnsupportedError(message(what, where, fix))
 
@@ -165,10 +166,10 @@ def _kept(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _link(name: str, m: nn.Linear, mask: Tensor | None, caller: str) -> Link:
+def _link(name: str, m: nn.Linear, mask: Tensor | None) -> Link:
     with torch.no_grad():
-        w = values_of(name, peek_weight(m), caller).detach()
+        w = values_of(name, peek_weight(m), CALLER).detach()
         if w.numel() == 0:
-            raise ShapeError(message(f"{caller}: expected a weight with elements, got shape {tuple(w.shape)}.", name, "leave that layer out."))
+            raise ShapeError(message(f"{CALLER}: expected a weight with elements, got shape {tuple(w.shape)}.", name, "leave that layer out."))
         bias = None if m.bias is None else m.bias.detach().double()
         return Link(name, w.double(), None if mask is None else torch.where(mask, w, 0).double(), bias)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
-from .kernels.errors import FxMaskWarning, first_of, message
+from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, matrix_shape
 from .passes.finding.candidate import Candidate
-from .passes.finding.choose import Decision, Patterns, as_patterns, names
+from .passes.finding.choose import Decision, Patterns, as_patterns, names, reasons_of
 from .passes.finding.graph_linears import graph_modules, weight_reads
 from .passes.finding.outside import elements, unsaid, words
 from .passes.graphs.trace_check import frozen_randomness
@@ -22,7 +20,7 @@ def warn_of_graphs(model: nn.Module) -> None:
         frozen = frozen_randomness(gm)
         if frozen:
             what = f"the trace {name or type(gm).__name__} no longer follows train() and eval() here: {', '.join(frozen)}; the nn.Module itself would."
-            warnings.warn(what, FxMaskWarning, stacklevel=3)
+            warn(what)
 
 
 def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
@@ -33,7 +31,7 @@ def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
         if reads:
             shown = first_of([f"{name} ({read.node.name})" for name, read in reads.items()], 3)
             what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
-            warnings.warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."), FxMaskWarning, stacklevel=3)
+            warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."))
 
 
 def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:
@@ -44,15 +42,14 @@ def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: P
     if counted and masked < elements(counted) and any(d.config is not None for d in decisions):
         what = f"most of this model is in no nn.Linear, and masks do not reach it: {words(counted)}, beside {masked:,} in linears."
         fix = f"write them as nn.Linear; exclude={counted[0].name!r}, or a glob for all of them, says that it is meant."
-        warnings.warn(message(what, fix=fix), FxMaskWarning, stacklevel=3)
+        warn(message(what, fix=fix))
 
 
 def warn_if_dense(decisions: list[Decision]) -> None:
     """Whatever stays dense though a ratio was asked for is named."""
     selected = [d for d in decisions if d.config is not None]
     if not selected:
-        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
-        warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+        warn(f"fxmask.apply masked nothing: {reasons_of(decisions)}.")
     whole, uncovered, fixed = [], [], []
     for d in selected:
         assert d.config is not None
@@ -68,10 +65,10 @@ def warn_if_dense(decisions: list[Decision]) -> None:
                 fixed.append(f"{name} ({kept} blocks kept)")
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}; choose a smaller block for them."
-        warnings.warn(what, FxMaskWarning, stacklevel=3)
+        warn(what)
     if fixed:
         what = f"regrow exchanges floor(fraction * kept) blocks, which is none in: {', '.join(fixed)}; choose a larger fraction or a smaller block for them."
-        warnings.warn(what, FxMaskWarning, stacklevel=3)
+        warn(what)
     if uncovered:
         what = f"cover=True with fewer blocks than rows or columns, so some stay empty: {', '.join(uncovered)}; choose a smaller ratio or block for them."
-        warnings.warn(what, FxMaskWarning, stacklevel=3)
+        warn(what)

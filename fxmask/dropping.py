@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
-from .kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
+from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import graph_modules
@@ -77,7 +76,7 @@ class Pair:
 def warn_of_fused(what: str) -> None:
     """Say what was done to a fused Dropout, which is without effect."""
     fix = "fxmask.restore(model), change the Dropout, then fxmask.apply again; train() and eval() of the whole model, or of the linear, are seen."
-    warnings.warn(message(what, "nn.Sequential", fix), FxMaskWarning, stacklevel=5)
+    warn(message(what, "nn.Sequential", fix))
 
 
 class FusedDropout(nn.Dropout):
@@ -97,7 +96,7 @@ class FusedDropout(nn.Dropout):
             if pair.waiting == threading.get_ident():  # another thread may be on its way to the linear
                 what = f"a Dropout(p={self.p:g}) rests for the linear behind it, and that has not run since: nothing was dropped there."
                 fix = "fxmask.restore(model) before a layer is replaced or called alone, then fxmask.apply again."
-                warnings.warn(message(what, "nn.Sequential", fix), FxMaskWarning, stacklevel=2)
+                warn(message(what, "nn.Sequential", fix))
             pair.waiting = threading.get_ident()
         return input
 
@@ -182,7 +181,7 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         shown = first_of(list(dict.fromkeys(found)))
         what = f"BlockDropout(p=...) drops beside {shown}, which stays: expected one dropout before a layer, and where one of them feeds it there are two."
         fix = "set that one's p to 0 where it does; a trace (torch.fx.symbolic_trace) shows which, and has it fused."
-        warnings.warn(message(what, first_of(names), fix), FxMaskWarning, stacklevel=4)
+        warn(message(what, first_of(names), fix))
 
 
 def undrop(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .dropping import any_dropped
 from .inspection import masks
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from .kernels.reference import masked
 from .masking import restore
 from .nm.nm_finalizing import finalize_nm
@@ -35,6 +34,7 @@ from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
 FORMATS = ("dense", "bsr", "2:4")
+FINAL_NOW = "This model is final by now: begin again from its checkpoint."
 
 
 @torch.inference_mode(False)
@@ -72,13 +72,15 @@ def finalize(model: M, format: str = "dense") -> M:
         _check(name, site, weight, format, users)
     early = [f"{name} at {now:g} of {_end(site):g}" for name, site, _ in found if (now := _ratio(site)) != _end(site)]
     early += [f"{name}, whose masked blocks still count by a factor and become zeros" for name, site, _ in found if site._fxmask_softening]
+    kept = masks(model)
+    early += [f"{name}, whose mask is older than its ratio" for name, site, _ in found if name in kept and _is_behind(site, kept[name])]
     if early:
         what = f"fxmask.finalize before the schedule has come to its end: {', '.join(early[:3])}{' ...' if len(early) > 3 else ''}."
-        warnings.warn(message(what, "", "train on, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict."), FxMaskWarning, 2)
+        fix = "train on before that, or tell the steps that were taken by fxmask.step(model, n) or fxmask.load_state_dict; a mask that is built every so many "
+        warn(message(what, "", f"{fix}steps and is behind its schedule is brought to it by fxmask.refresh(model). {FINAL_NOW}"))
     old = [name for name, site, weight in found if weight is not None and uncounted(site) and is_stale(site, weight)]
     if old:
-        warnings.warn(message(f"fxmask.finalize makes permanent {STALE}", first_of(old), REFRESH), FxMaskWarning, 2)
-    kept = masks(model)
+        warn(message(f"fxmask.finalize makes permanent {STALE}", first_of(old), f"before that {REFRESH} {FINAL_NOW}"))
     _check_shared(found, kept)
     made: dict[int, Tensor] = {}  # by the weight: layers that share one share what becomes of it
     for name, site, weight in found:
@@ -112,7 +114,15 @@ def _without_masks(model: M, format: str) -> M:
 
 
 def _ratio(site: Site) -> float:
-    return site._fxmask_config.ratio_at(site._fxmask_step)
+    """The ratio of the mask that is made permanent; a cached one has that of the step at which it was built."""
+    c = site._fxmask_config
+    return c.ratio_at(site._fxmask_built if c.cached else site._fxmask_step)
+
+
+def _is_behind(site: Site, mask: Tensor) -> bool:
+    """Whether a feedback has raised the ratio since its cached mask was built; a schedule says so by its steps."""
+    c = site._fxmask_config
+    return site._fxmask_progress is not None and c.cached and c.ties == "lowest" and int(mask.sum()) > c.keep_at(site._fxmask_step, mask.numel())
 
 
 def _end(site: Site) -> float:

@@ -6,7 +6,6 @@ import csv
 import errno
 import math
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, FxMaskWarning, StateError
+from .errors import ConfigError, StateError
 from .files import cannot_write
 from .health_plots import curves, heatmaps
 from .health_signs import signs
-from .kernels.errors import message
+from .kernels.errors import message, warn
 from .kernels.grid import grid_shape, plain_int
 from .passes.settings.phases import in_turn
 from .passes.state import ranks
@@ -27,7 +26,7 @@ from .passes.state import site as state
 from .passes.state.saliency import GIVEN
 from .passes.state.site_mask import mask_outside
 from .report import Report
-from .sites import required_sites, values_of
+from .sites import required_sites, sites_in_force, values_of
 
 COLUMNS = (
     "update", "step", "name", "blocks", "kept", "ratio", "flips", "flip_rate", "flips_total", "age_mean", "age_max", "never_kept", "kept_norm_fraction",
@@ -52,14 +51,16 @@ class HealthLog:
 
     `activity`: {name: int64 [NB, KB]}, how many updates saw each block kept: figure 6.6 of Bespalov 2025 when called after every step. `report()`: the latest
     rows. `plot(path)` and `heatmap(path, name)` need matplotlib. `state_dict()` and `load_state_dict()` carry it over a resume.
-    Raises: StateError without masks, UnsupportedError for meta weights, ConfigError. Cost of an update: one `block_index` a layer that has no cached mask, one
-    pass over each weight, and a host sync; nothing between updates, and no hooks.
+    Raises: StateError without masks, and of an update inside `fxmask.dense`; UnsupportedError for meta weights, ConfigError.
+    Cost of an update: one `block_index` a layer that has no cached mask, one pass over each weight, and a host sync; nothing between updates, and no hooks.
     """
 
     def __init__(self, model: nn.Module, path: str | Path | None = None, still: int = STILL) -> None:
         known = plain_int(still)
         if known is None or known < 1:
             raise ConfigError(f"HealthLog: still counts updates: expected an int of at least 1, got {still!r}.")
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"HealthLog: expected a path or None, got {path!r}.")
         self.model, self.path, self.still = model, None if path is None else Path(path), known
         self.updates, self.rows = 0, list[dict[str, Any]]()
         self.activity: dict[str, Tensor] = {}
@@ -79,21 +80,25 @@ class HealthLog:
             what = f"HealthLog: {self.path} holds the rows of another run: expected a new file, or a log that goes on by load_state_dict."
             raise StateError(message(what, fix="name another path, or load the state of the log that has written it."))
         found = []  # before anything is counted, as this, and a file that cannot be opened, may raise
-        for name, site, weight in required_sites(self.model, "HealthLog.update"):
+        for name, site, weight in sites_in_force(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
             found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True)))  # a cached one may be rewritten in place
         with nullcontext() if self.path is None else _appended(self.path) as file:
             self.updates += 1
-            rows = [self._row(name, site, ranks.whole(w), mask) for name, site, w, mask in found]  # whole weights one at a time
+            looked = [self._row(name, site, ranks.whole(w), mask) for name, site, w, mask in found]  # whole weights one at a time
+            rows = [row for row, _ in looked]
             self.rows += rows
             if file is not None:
                 writer = csv.DictWriter(file, COLUMNS)
                 if not file.tell():
                     writer.writeheader()
                 writer.writerows(rows)
+        for row, norms in looked:  # last, as a filter may make them errors
+            self._warn(row["name"], *norms)
         return self.report()
 
-    def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor) -> dict[str, Any]:
+    def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor) -> tuple[dict[str, Any], tuple[bool, int, float, float]]:
+        """A row, and what `_warn` asks of it."""
         last = self._since_blocks(name, mask, site._fxmask_config.block)
         changed = mask != last["mask"]
         flips = int(changed.sum())
@@ -121,8 +126,8 @@ class HealthLog:
             "never_kept": float((active == 0).double().mean()),
             **now,
         }
-        self._warn(name, config.refresh != 0 and config.criterion != GIVEN and row["kept"] < row["blocks"], last["quiet"], held, total)
-        return row
+        moves = config.refresh != 0 and config.criterion != GIVEN and row["kept"] < row["blocks"]
+        return row, (moves, last["quiet"], held, total)
 
     def _since_blocks(self, name: str, mask: Tensor, block: tuple[int, int]) -> dict[str, Any]:
         """What is known of a layer since it has these blocks: nothing at its first update, and at the first one in other blocks."""
@@ -137,17 +142,17 @@ class HealthLog:
         if moves and quiet >= self.still and ("still", name) not in self._said:
             self._said.add(("still", name))
             what = f"the mask of {name} has stopped moving: no block changed place in {quiet} updates, though it is built anew."
-            warnings.warn(f"{what} Masks by magnitude let go of nothing once masked weights rest; a ramp of the ratio, backward='ste' or 'rigl', or cover=True "
-                          "are ways out; refresh=0 keeps it on purpose.", FxMaskWarning, stacklevel=4)  # fmt: skip
+            warn(f"{what} Masks by magnitude let go of nothing once masked weights rest; a ramp of the ratio, backward='ste' or 'rigl', or cover=True "
+                          "are ways out; refresh=0 keeps it on purpose.")  # fmt: skip
         if not math.isfinite(total) and ("finite", name) not in self._said:
             self._said.add(("finite", name))
             what = f"the weight {name} is not finite: expected a finite sum of squares, got {total}"
             where = "in masked blocks alone" if math.isfinite(held) else "in kept blocks, so that the layer's output is not finite either"
-            warnings.warn(f"{what}, {where}. Go back to a checkpoint from before it.", FxMaskWarning, stacklevel=4)
+            warn(f"{what}, {where}. Go back to a checkpoint from before it.")
         if not held and ("dead", name) not in self._said:
             self._said.add(("dead", name))
             what = f"the layer of {name} has died: its kept blocks hold 0 of the weight's norm."
-            warnings.warn(f"{what} Its output is its bias alone.", FxMaskWarning, stacklevel=4)
+            warn(f"{what} Its output is its bias alone.")
 
     def report(self) -> Report:
         """The rows of the latest update; totals in the summary."""
@@ -165,9 +170,7 @@ class HealthLog:
         """Go on where a saved log stopped; StateError for what is none, or one of other weights."""
         found = {name: site for name, site, _ in required_sites(self.model, "HealthLog.load_state_dict")}
         names = {name: {grid_shape(s._fxmask_shape, c.block) for c in in_turn(s._fxmask_given)} for name, s in found.items()}
-        last = saved.get("last") if isinstance(saved, dict) else None
-        fits = isinstance(last, dict) and all(n in names and tuple(e["mask"].shape) in names[n] for n, e in last.items())
-        if not fits or set(saved) != {"updates", "last", "activity"}:
+        if not _fits(saved, names):
             what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
         held = {n: {**e, "mask": e["mask"].cpu(), "age": e["age"].cpu()} for n, e in saved["last"].items()}  # torch.load(map_location=...) may have moved them
@@ -201,6 +204,22 @@ class HealthLog:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
         seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}
         return heatmaps({n: self.activity[n] / updates for n, updates in seen.items()}, path)
+
+
+def _fits(saved: Any, names: dict[str, set[tuple[int, int]]]) -> bool:
+    """Whether it is what `state_dict` returns of these weights, each of one of these numbers of blocks."""
+    if not isinstance(saved, dict) or set(saved) != {"updates", "last", "activity"} or not all(isinstance(saved[k], dict) for k in ("last", "activity")):
+        return False
+    if plain_int(saved["updates"]) is None or set(saved["last"]) != set(saved["activity"]) or not set(saved["last"]) <= set(names):
+        return False
+    for name, e in saved["last"].items():
+        if not isinstance(e, dict) or any(plain_int(e.get(k)) is None for k in ("flips", "quiet")):
+            return False
+        held = [t for t in (e.get("mask"), e.get("age"), saved["activity"][name]) if isinstance(t, Tensor)]
+        shapes = {tuple(t.shape) for t in held}
+        if [t.dtype for t in held] != [torch.bool, torch.int64, torch.int64] or len(shapes) > 1 or not shapes <= names[name]:
+            return False
+    return True
 
 
 @contextmanager

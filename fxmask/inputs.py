@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -11,9 +10,9 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
-from .kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, first_of, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import Candidate
-from .passes.finding.choose import Decision, matches
+from .passes.finding.choose import Decision, matches, reasons_of
 from .passes.finding.products import find_products
 from .passes.settings.activation_pruning import ActivationPruning
 from .passes.settings.block_dropout import BlockDropout
@@ -43,7 +42,7 @@ def has_input(d: Decision) -> bool:
     c = d.candidate
     if nn.Conv2d in c.types:
         return False
-    return c.module is None or not (isinstance(c.module, NonDynamicallyQuantizableLinear) or any(c.module is owner for owner in c.owners))
+    return c.module is None or not (isinstance(c.module, NonDynamicallyQuantizableLinear) or c.reads_itself)
 
 
 def selected(
@@ -96,7 +95,7 @@ def _changes(config: Config, overrides: Mapping[Any, Any] | None, alone: bool) -
 def out_of_reach(found: list[Candidate]) -> list[Candidate]:
     """The layers of a model for a config of inputs alone: what a forward of one's own does with its input cannot be changed, and read='weight' is of masks."""
     for c in found:
-        if c.module is not None and any(owner is c.module for owner in c.owners):
+        if c.reads_itself:
             c.skip = f"{type(c.module).__name__} has its own forward, whose input is out of reach; {OWN_FORWARD}"
     return found
 
@@ -113,10 +112,10 @@ def warn_of_products(decisions: list[Decision]) -> None:
     if left:
         names = first_of([d.candidate.name for d in left])
         fix = "graphs have them as calls: apply it to a torch.fx.symbolic_trace or torch.export of the model, or torch.compile(model, backend='fxmask')."
-        warnings.warn(message(f"affine=True leaves products with these parameters dense: {names}: {left[0].reason}.", "", fix), FxMaskWarning, stacklevel=3)
+        warn(message(f"affine=True leaves products with these parameters dense: {names}: {left[0].reason}.", "", fix))
     if all(d.config is None for d in products) and any(d.config is not None for d in decisions):
         what = f"affine=True prunes no product: expected a selected product with a parameter, got {len(products)}, none of them selected."
-        warnings.warn(message(what, "", "leave affine out, or include the parameters' names."), FxMaskWarning, stacklevel=3)
+        warn(message(what, "", "leave affine out, or include the parameters' names."))
 
 
 def check_inputs(model: nn.Module, alone: bool) -> None:
@@ -143,7 +142,7 @@ class Inputs:
             why = "none that is masked is a Linear that somebody calls"
             if isinstance(self.config, BlockDropout) and self.wanted:
                 why = "none has an active dropout right before it, and no p was given"
-            warnings.warn(f"fxmask.apply: {type(self.config).__name__} changes no layer: {why}.", FxMaskWarning, stacklevel=3)
+            warn(f"fxmask.apply: {type(self.config).__name__} changes no layer: {why}.")
 
     def change(self, model: nn.Module) -> None:
         """Change what was chosen; masks are in place by then."""
@@ -174,7 +173,6 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
             left = "overrides: False" if id(d) not in inputs.wanted else "no active dropout before it, and no p was given"
             d.reason = left if has_input(d) else "its owner reads its weight and never calls it: it has no input"
     if not done:
-        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no linear"
-        warnings.warn(f"fxmask.apply changed nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+        warn(f"fxmask.apply changed nothing: {reasons_of(decisions)}.")
     model.__dict__[REASONS] = {d.candidate.name: d.reason for d in decisions}
     return model

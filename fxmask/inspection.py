@@ -90,6 +90,8 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     assert isinstance(model, nn.Module)  # what torch.compile gives is one, though its type does not say so
     if not isinstance(health, (bool, HealthLog)):
         raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
+    if isinstance(health, HealthLog) and {id(m) for m in health.model.modules()}.isdisjoint(id(m) for m in model.modules()):
+        raise ConfigError(f"explain: health: expected a fxmask.HealthLog of this model, got one of another {type(health.model).__name__}.")
     reasons, nm = _reasons(model), dict(nm_layers(model))
     traced, by_graphs = list(exported_masks(model)), computed(model.parameters())
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,11 @@ def watch_loads(gm: GraphModule) -> None:
 def unwatch_loads(gm: GraphModule) -> None:
     """Remove what `watch_loads` registered."""
     for m in gm.modules():
-        hooks = m._load_state_dict_post_hooks
-        for key in [k for k, hook in hooks.items() if _is_ours(hook)]:
-            del hooks[key]
+        unhook(m, _is_ours)
+
+
+def unhook(m: nn.Module, ours: Callable[[Any], bool]) -> None:
+    """Remove those hooks of a module's loads that are ours."""
+    hooks = m._load_state_dict_post_hooks
+    for key in [k for k, hook in hooks.items() if ours(hook)]:
+        del hooks[key]

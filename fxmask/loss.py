@@ -34,7 +34,7 @@ def feedback(model: nn.Module, value: float | Tensor) -> dict[str, float]:
         if site._fxmask_is_dense:
             what = "fxmask.feedback inside fxmask.dense, where a loss is the dense model's: expected masks in force."
             raise StateError(message(what, name, "leave the with block, and report the loss of the masked model."))
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
     loss = float(number) if isinstance(number, Real) and not isinstance(number, bool) else None
     reported = ranks.gathered(loss)  # before anything raises, or the other ranks would wait
     if len(set(map(repr, reported))) > 1:

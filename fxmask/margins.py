@@ -64,7 +64,9 @@ def stability(model: nn.Module, inputs: Tensor, updated: Mapping[str, Tensor] | 
     Raises: UnsupportedError for another model, ShapeError, ConfigError. Not differentiable.
     Cost: a singular value decomposition or two a layer and a forward for each masked one, in float64. Exact to its rounding.
     """
-    front, links = chain_of(model, "fxmask.stability")
+    if type(literal) is not bool:
+        raise ConfigError(f"fxmask.stability: literal: expected True or False, got {literal!r}.")
+    front, links = chain_of(model)
     h = _inputs(inputs, front, links[0])
     if len(links[-1].weight) < 2:
         raise ShapeError(message("fxmask.stability: expected at least two classes to choose among, got one output.", links[-1].name, "give a classifier."))
@@ -137,8 +139,8 @@ def _run(links: Sequence[Link], h: Tensor) -> tuple[Tensor, Tensor, list[Tensor]
 
 
 def _inputs(inputs: Tensor, front: Sequence[nn.Module], first: Link) -> Tensor:
-    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or not inputs.numel():
-        got = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or not inputs.numel() or inputs.is_meta:
+        got = f"{inputs.dtype} {tuple(inputs.shape)} on {inputs.device}" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise ConfigError(message(f"fxmask.stability: expected inputs (B, ...), a floating tensor with elements, got {got}.", "inputs", "give a batch."))
     h = inputs.detach().to(first.weight.device).double()
     for m in front:

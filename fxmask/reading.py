@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .kernels.errors import FxMaskWarning, StateError, message
+from .kernels.errors import StateError, message, warn
 
 if TYPE_CHECKING:
     from .swap import ReadWeight
@@ -63,7 +62,7 @@ def _refuse_part(context: Any) -> None:
     if _is_part(compiled) and not _is_of_another(tx):
         what = "a compiled part of a module's forward is called outside of it: it reads the dense weight, and by this code so would a checkpoint of it."
         fix = "call the module; or let that part call the layer instead of reading its weight."
-        warnings.warn(message(what, "a module that reads a weight", fix), FxMaskWarning, stacklevel=2)
+        warn(message(what, "a module that reads a weight", fix))
 
 
 def _compiled(tx: Any) -> list[Called]:

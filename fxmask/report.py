@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -21,10 +22,10 @@ def _text(value: Any) -> str:
 
 
 def _table(columns: list[str], rows: list[dict[str, Any]], tablefmt: str = "simple") -> str:
-    from tabulate import tabulate, tabulate_formats  # here, so that kernels and benchmarks do without it
+    from tabulate import TableFormat, tabulate, tabulate_formats  # here, so that kernels and benchmarks do without it
 
     form = "github" if tablefmt == "markdown" else tablefmt
-    if isinstance(form, str) and form not in tabulate_formats:  # tabulate takes an unknown one for `simple`
+    if not isinstance(form, TableFormat) and form not in tabulate_formats:  # tabulate takes an unknown one for `simple`
         raise ConfigError(f"table: expected markdown or one of {', '.join(tabulate_formats)}, got {tablefmt!r}.")
     return tabulate([[_text(row.get(c)) for c in columns] for row in rows], headers=columns, tablefmt=form, disable_numparse=True)
 
@@ -77,6 +78,8 @@ class Report:
 
     def save(self, path: str | Path) -> Path:
         """Write the report; the suffix chooses the format, and a folder that is missing is made. Raises ConfigError for an unknown one, and where it cannot."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"Report.save: expected a path, got {path!r}.")
         path = Path(path)
         form = FORMATS.get(path.suffix)
         if form is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import plain_int
-from .nm.nm_masking import refresh_nm, step_nm
+from .nm.nm_masking import moving_nm, refresh_nm, step_nm
 from .passes.state import rebuild
 from .passes.state import site as state
 from .passes.state.pruning_schedule import advance
@@ -21,6 +21,7 @@ from .passes.state.site_mask import check_agreed
 from .passes.stepping.bypass import warn_of_dense_readers
 from .pruning import scheduled_layers
 from .sites import any_masked, expect_module, sites_in_force, values_of
+from .untold import expect_steps
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,7 +33,7 @@ def step(model: nn.Module, n: int = 1) -> None:
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing. The optimiser's state is left alone:
     blocks that come back under `regrow` keep the momenta that they have, which `fxmask.guard` clears.
     Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`, UnsupportedError inside a CUDA graph. Warns where a weight has a
-    gradient though its masked forward never ran.
+    gradient though its masked forward never ran, and where steps were announced and an optimiser makes more than 10 of which none is told.
     Cost: the scalars that change, and where masks are due, one set of launches for all weights of one dtype and block.
     """
     taken = plain_int(n)
@@ -45,11 +46,8 @@ def step(model: nn.Module, n: int = 1) -> None:
         what = "fxmask.step inside a CUDA graph, whose replays would not count: expected it after each replay, or a guard."
         raise UnsupportedError(message(what, type(model).__name__, "call it after the replay; or let fxmask.guard count, and fxmask.graphed capture the step."))
     pruned = scheduled_layers(model)
-    if not any_masked(model) and (step_nm(model, n) or pruned):
-        for _, m in pruned:
-            advance(m, n)
-        return
-    found = sites_in_force(model, "fxmask.step")
+    alone = not any_masked(model) and (pruned or moving_nm(model))
+    found = [] if alone else sites_in_force(model, "fxmask.step")
     for name, site, weight in found:
         if n and site._fxmask_guard is not None:
             what = "fxmask.step under a guard: expected one of them, or every optimiser step would count twice."
@@ -67,6 +65,10 @@ def step(model: nn.Module, n: int = 1) -> None:
     step_nm(model, n)
     for _, m in pruned:
         advance(m, n)
+    if not n:
+        counting = [(name, site) for name, site, w in found if site._fxmask_guard is None and site._fxmask_given.needs_steps]
+        expect_steps(model, ((name, site, name) for name, site in counting))
+        expect_steps(model, ((name, m, None) for name, m in (*pruned, *moving_nm(model))))
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

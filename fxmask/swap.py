@@ -21,6 +21,7 @@ from torch.fx import Proxy
 from .kernels import ops, reference
 from .kernels.errors import UnsupportedError, message
 from .late_forwards import ended
+from .loads import unhook
 from .lost_writes import look_at
 from .passes.finding.readers import forward_codes
 from .passes.finding.weights import peek_weight, raw_weight
@@ -267,6 +268,4 @@ def unswap(m: nn.Module) -> None:
         unmasked.add(m)
         m.__class__ = m._fxmask_base  # type: ignore[assignment]
         state.uninstall(m)
-        hooks = m._load_state_dict_post_hooks
-        for key in [k for k, hook in hooks.items() if hook is _after_load]:
-            del hooks[key]
+        unhook(m, lambda hook: hook is _after_load)

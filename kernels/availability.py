@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from functools import cache
 from types import ModuleType
 
 import torch
 
-from .errors import FxMaskWarning, UnsupportedError
+from .errors import UnsupportedError, warn
 
 
 def triton_ops() -> ModuleType:
@@ -56,6 +55,6 @@ def _try_on(device: torch.device) -> bool:
         keep = torch.ones((), dtype=torch.int64, device=device)
         triton_ops().block_index(torch.ones(16, 16, device=device, dtype=torch.float16), keep, keep, (16, 16), "fro", "lowest", 0)
     except Exception as e:
-        warnings.warn(f"impl='auto' stays masked-dense on {device}: Triton does not run there ({type(e).__name__}: {e}).", FxMaskWarning, stacklevel=2)
+        warn(f"impl='auto' stays masked-dense on {device}: Triton does not run there ({type(e).__name__}: {e}).")
         return False
     return True

@@ -214,6 +214,8 @@ def drawn_by_one_op(impl: str | None) -> Iterator[None]:
 
 def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Tensor:
     """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"input of block dropout: expected a Tensor (..., K), got {type(x).__name__}.")
     if x.is_nested or operands.is_transformed("auto"):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")

@@ -1,13 +1,17 @@
 """Every error that fxmask raises, and its warning.
 
-One root, so that `except fxmask.FxMaskError` catches all of it; each subclass is also the builtin that a caller would expect. They live at the bottom of
-the import order because the kernels raise them too; users find them in `fxmask.errors`.
+One root, so that `except fxmask.FxMaskError` catches all of it, but for the TypeError of a layer that is called with no tensor; each subclass is also the
+builtin that a caller would expect. They live at the bottom of the import order because the kernels raise them too; users find them in `fxmask.errors`.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+import torch
 
 OTHERS_SAY = {  # their word, in papers and other libraries: ours
     "sparsity": "ratio",
@@ -56,6 +60,19 @@ def message(what: str, where: str = "", fix: str = "") -> str:
     if fix:
         lines.append(f"  fix: {fix}")
     return "\n".join(lines)
+
+
+NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")  # packages whose frames a warning passes over
+
+
+def warn(text: str) -> None:
+    """Give an `FxMaskWarning` that points at the user's own line: at the nearest frame outside of this library and of PyTorch."""
+    level = 2
+    if not torch.compiler.is_dynamo_compiling():  # a graph looks at no frames
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_USERS:
+            frame, level = frame.f_back, level + 1
+    warnings.warn(text, FxMaskWarning, stacklevel=level)
 
 
 def first_of(names: Sequence[str], most: int = 5) -> str:

@@ -103,7 +103,7 @@ def pays_from(shape: tuple[int, int], block: tuple[int, int], density: float, ba
     return found
 
 
-def choice(device: torch.device, dtype: torch.dtype, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float, backward: str) -> str:
-    """`triton` or `masked_dense`: what `auto` runs of a layer whose lists are given."""
-    pays = dtype in DTYPES and takes(device, shape, block) and tokens >= pays_from(shape, block, density, backward)
+def choice(device: torch.device, dtype: torch.dtype, tokens: int, shape: tuple[int, int], block: tuple[int, int], density: float) -> str:
+    """`triton` or `masked_dense`: what `auto` would run of a layer in mode `masked` whose lists are given, for the benchmark."""
+    pays = dtype in DTYPES and takes(device, shape, block) and tokens >= pays_from(shape, block, density)
     return "triton" if pays else MASKED_DENSE

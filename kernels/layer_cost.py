@@ -17,9 +17,6 @@ from .grid import expand_mask, grid_shape, kept_elements
 from .lists import STEP, listed
 from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
 
-OPS = ("forward", "dx", "dw")
-
-
 Number = TypeVar("Number", int, float)
 
 

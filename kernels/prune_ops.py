@@ -6,7 +6,6 @@ anyway (`kernels.producer`), it is saved itself, which costs nothing, and its ke
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from . import operands, ops, producer, prune, reference
 from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
-from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
+from .errors import ShapeError, UnsupportedError, message, warn
 from .grid import grid_shape
 from .inductor import register_fake
 from .lean import register_autograd
@@ -194,6 +193,8 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
 
     UnsupportedError under torch.func and for nested tensors, ShapeError where x has no axis or no floats. Warns where a ratio rounds to no block.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"input of a layer that saves it pruned: expected a Tensor (..., K), got {type(x).__name__}.")
     if x.is_nested or operands.is_transformed(impl):
         what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
         raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
@@ -215,7 +216,7 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
 def warn_of_nothing(what: str) -> None:
     """That pruning drops nothing of an input."""
     fix = "a smaller block, or an input with samples of several rows."
-    warnings.warn(message(f"activation pruning drops nothing of {what}.", "", fix), FxMaskWarning, stacklevel=4)
+    warn(message(f"activation pruning drops nothing of {what}.", "", fix))
 
 
 def draw_unused(x: Tensor, block: int, ratio: float) -> None:

@@ -5,7 +5,6 @@ y, dx = a dY and db are those of the dense product, to the bit; only da sees the
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from . import operands, producer, prune
 from .compress_ops import sizes
-from .errors import FxMaskWarning, ShapeError, UnsupportedError, message
+from .errors import ShapeError, UnsupportedError, message, warn
 from .inductor import register_fake
 from .lean import register_autograd
 from .prune_ops import plan
@@ -122,7 +121,7 @@ def scale(x: Tensor, a: Tensor, b: Tensor | None, block: int, ratio: float, nois
         planned = plan(x, block, ratio, noise)
     elif not torch.compiler.is_compiling():
         what = f"a product with a parameter stays dense: expected a floating input of its result's shape, got {x.dtype} {tuple(x.shape)} by {tuple(a.shape)}."
-        warnings.warn(message(what, "", "exclude it."), FxMaskWarning, stacklevel=2)
+        warn(message(what, "", "exclude it."))
     if planned is None:
         return dense(x, a, b, inplace)
     kept, turned, drawn = planned

@@ -17,14 +17,13 @@ import platform
 import random
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .errors import FxMaskWarning
+from .errors import warn
 from .file_hash import file_hash
 
 FORMAT = 2
@@ -97,7 +96,7 @@ def _path(key: str) -> Path:
 def _warn(kind: str, text: str) -> None:
     if kind not in _warned:
         _warned.add(kind)
-        warnings.warn(text, FxMaskWarning, stacklevel=2)
+        warn(text)
 
 
 def load(key: str, names: Container[str]) -> Choice | None:

@@ -17,9 +17,11 @@ def conv2d(x: Tensor, m: nn.Conv2d, weight: Tensor | None = None, product: Produ
 
     Args:
         x: (B, c_in, H, W) or (c_in, H, W). m: any stride, padding, dilation and padding_mode; without groups.
-        weight: (c_out, c_in, kh, kw), or what `product` takes for a matrix (c_out, c_in * kh * kw), such as a semi-structured one; the layer's own if None.
+        weight: (c_out, c_in, kh, kw), or what `product` takes for a matrix (c_out, c_in * kh * kw), such as a semi-structured one; the layer's own if None,
+            which a masked layer has to be given: W∘M.
 
-    Returns: (B, c_out, H', W') or (c_out, H', W'). Raises: UnsupportedError for groups, ShapeError. Differentiable as `product` is.
+    Returns: (B, c_out, H', W') or (c_out, H', W'). Raises: UnsupportedError for groups and for a masked layer without `weight`, ShapeError. Differentiable as
+    `product` is.
     Cost: a copy of the input of kh * kw / stride^2 times its size. Patches are rows (B, H' * W', c_in * kh * kw), as a Linear has its tokens.
     """
     if m.groups != 1:
@@ -28,6 +30,9 @@ def conv2d(x: Tensor, m: nn.Conv2d, weight: Tensor | None = None, product: Produ
     if x.dim() not in (3, 4) or x.shape[-3] != m.in_channels:
         what = f"the input of a convolution: expected (B, {m.in_channels}, H, W) or ({m.in_channels}, H, W), got {tuple(x.shape)}."
         raise ShapeError(message(what, "fxmask.kernels.unfolded.conv2d", "give an image of that many channels."))
+    if weight is None and hasattr(m, "_fxmask_base"):  # its own is dense
+        what = "a masked convolution has a dense weight: expected W∘M in `weight`, got None."
+        raise UnsupportedError(message(what, "fxmask.kernels.unfolded.conv2d", "make it by the layer's mask of fxmask.masks; or call the layer itself."))
     matrix = m.weight if weight is None else weight
     around = m._reversed_padding_repeated_twice  # of every padding: int, "same", "valid"
     batch = x if x.dim() == 4 else x.unsqueeze(0)

@@ -78,7 +78,7 @@ def advise(
         stay in the cache of `FXMASK_CACHE`, where training finds them.
     """
     begin, load = time.perf_counter(), load_average()
-    cells = _check(model, target, ratios, blocks, refresh, seconds, optimizer)
+    cells = _check(model, target, ratios, blocks, refresh, seconds, optimizer, loss, check)
     refresh = int(refresh)  # NumPy's could not be saved
     args, named = arguments(inputs, kwargs)
     device = device_of(model, [t for t in tree_leaves((args, named)) if isinstance(t, Tensor)])
@@ -115,7 +115,7 @@ def advise(
     return advice_of(model, layers, found, made, plan, dense, target, refresh, options, device, loads, cells, notes, took, narrowed, steps, trials)
 
 
-def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any) -> list[Cell]:
+def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any, loss: Any, check: Any) -> list[Cell]:
     expect_module(model, "fxmask.advise")
     check_model(model)
     if any_masked(model) or any_pruned(model) or any_dropped(model):
@@ -125,6 +125,8 @@ def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seco
         if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:  # type: ignore[operator]  # numpy's scalars are Real, too
             raise ConfigError(f"{name}: expected a number above 0, got {value!r}.")
     at_least("refresh", refresh, 0)
+    if type(check) is not bool or not (loss is None or callable(loss)):
+        raise ConfigError(f"advise: expected check, True or False, and loss, a function of the model's output, or None, got {check!r} and {loss!r}.")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise ConfigError(f"optimizer: expected a class or a function that makes one from parameters, or None, got {optimizer!r}.")
     return check_cells(blocks, ratios) if blocks is not None else []

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from ..kernels.errors import message
+from ..kernels.grid import plain_int
 from ..passes.settings.config import WeightMask
 from .layers import Layer
 from .unit import MakeOptimizer, Times, Unit
@@ -108,9 +109,9 @@ def whole(layer: Layer, cell: Cell) -> bool:
 
 def check_cells(blocks: Sequence[Any], ratios: Sequence[Any]) -> list[Cell]:
     """Blocks and ratios as the caller gave them, as cells. ConfigError for what WeightMask refuses, and for a ratio of 0."""
-    if isinstance(blocks, (str, int)) or isinstance(ratios, (str, float, int)) or not list(blocks) or not list(ratios):
+    if any(isinstance(s, str) or not isinstance(s, Iterable) or not list(s) for s in (blocks, ratios)):
         raise ConfigError(f"advise: expected blocks and ratios as sequences with at least one each, got blocks={blocks!r}, ratios={ratios!r}.")
-    pairs = [(b, b) if isinstance(b, int) and not isinstance(b, bool) else tuple(b) if isinstance(b, list) else b for b in blocks]
+    pairs = [(n, n) if (n := plain_int(b)) is not None else tuple(b) if isinstance(b, list) else b for b in blocks]
     for b in pairs:
         for r in ratios:
             c = WeightMask(ratio=r, block=b)

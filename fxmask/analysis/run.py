@@ -83,6 +83,9 @@ def analyze(
     target_device = devices.of_machine() or devices.device("h100-sxm") if device is None else devices.device(device)
     phases = _phases(phases)
     _check(impl, memory_model, dtype, steps, progress)
+    for option, value in (("count_elementwise", count_elementwise), ("strict", strict)):
+        if type(value) is not bool:
+            raise ConfigError(f"{option}: expected True or False, got {value!r}.")
     steps = plain_int(steps)
     if masked_step is not None and type(masked_step) is not bool:
         raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
@@ -122,7 +125,7 @@ def _unknown(ops: str, first: str) -> Exception:
 
 
 def _phases(given: Any) -> tuple[str, ...]:
-    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Tensor)) else ()
+    found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Tensor)) and getattr(given, "ndim", 1) == 1 else ()
     if not found or any(p not in PHASES for p in found):
         raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {given!r}.")
     return found

@@ -16,8 +16,6 @@ from ..passes.counting.work import ELEMENTWISE, FREE, UNKNOWN, Work
 from . import roofline, traffic
 from .devices import Device
 
-ORDER = ("fwd", "recompute", "dX", "dW", "db", "opt")
-
 
 def node_names(calls: Iterable[Call]) -> dict[int, str]:
     """{id(call): name of its node}: a graph's own name, else module and op, numbered where a module runs an op again. A backward has its forward's."""

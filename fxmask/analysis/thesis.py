@@ -56,18 +56,18 @@ class Movement:
 
     def gib(self, batches: float) -> float:
         """`total` of `batches` batches in GiB (2^30 bytes); [T] says GB. `batches` may be broken: 390.625 * 200 = 50,000 / 128 * 200."""
-        return float(self.total * positive_real(batches, "batches") / GIB)
+        return float(self.total * positive_real(batches) / GIB)
 
     def dense_gib(self, batches: float) -> float:
         """`dense` of `batches` batches in GiB."""
-        return float(self.dense * positive_real(batches, "batches") / GIB)
+        return float(self.dense * positive_real(batches) / GIB)
 
 
-def positive_real(value: object, name: str) -> Fraction:
-    """`value` as an exact fraction; raises ConfigError unless it is a positive finite number."""
-    if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
-        return Fraction(value)
-    raise ConfigError(f"{name}: expected a positive finite number, got {value!r}.")
+def positive_real(batches: object) -> Fraction:
+    """`batches` as an exact fraction; raises ConfigError unless it is a positive finite number."""
+    if isinstance(batches, (int, float, Fraction)) and not isinstance(batches, bool) and math.isfinite(batches) and batches > 0:
+        return Fraction(batches)
+    raise ConfigError(f"batches: expected a positive finite number, got {batches!r}.")
 
 
 def block_lines(rows: Any, cols: Any, *, itemsize: int = 4, variant: str = "A") -> Any:

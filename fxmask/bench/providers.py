@@ -56,7 +56,7 @@ def pays(i: Inputs) -> bool:
     """Whether `auto` takes the kernels in a layer of this cell: what `passes.state.gpu_site` asks, with the cell's ratio."""
     c, (nb, kb) = i.cell, i.mask.shape
     density = keep_count(nb * kb, c.ratio) / (nb * kb)
-    return gpu_choice.choice(i.device, i.w.dtype, c.M, (c.N, c.K), c.block, density, "masked") == "triton"
+    return gpu_choice.choice(i.device, i.w.dtype, c.M, (c.N, c.K), c.block, density) == "triton"
 
 
 def fxmask(impl: str) -> Provider:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,8 +19,8 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..decided import decided_by_apply, mark_again
-from ..inputs import mask_overrides, selected
-from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from ..inputs import selected
+from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..kernels.grid import grid_shape
 from ..passes.finding.choose import Decision, Pattern, as_patterns, choose, matches
 from ..passes.graphs.canonical import Canonicalise
@@ -78,10 +77,9 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     _refuse_transforms(bodies)
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
-    overrides = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
     linears = find_lifted(bodies, real)
     made = made_of(linears, bodies, real)
-    decisions = choose([*linears, *products], o.config, o.include, o.exclude, overrides, None, of_model)
+    decisions = choose([*linears, *products], o.config, o.include, o.exclude, o.of_masks, None, of_model)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)
     for _, config in chosen:
         refuse_steps(config)
@@ -203,7 +201,7 @@ def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> No
     done = "pruned" if o.alone else "masked"
     if whole:
         what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}."
-        warnings.warn(message(what, WHERE, "choose a smaller block for them."), FxMaskWarning, stacklevel=2)
+        warn(message(what, WHERE, "choose a smaller block for them."))
     if o.require is True:
         missing = [*(d.candidate.name for d in left if not d.reason.startswith(ASKED)), *whole] if masked else ["anything at all"]
     if missing:
@@ -211,7 +209,7 @@ def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> No
         what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
         raise UnsupportedError(message(what, WHERE, f"{WAYS} What is meant to stay dense goes into exclude."))
     if not masked:
-        warnings.warn(message(f"backend='fxmask' {done} nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS), FxMaskWarning, stacklevel=2)
+        warn(message(f"backend='fxmask' {done} nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS))
 
 
 def _keeps_all(d: Decision) -> bool:
@@ -221,6 +219,8 @@ def _keeps_all(d: Decision) -> bool:
 
 
 def _inner(o: Options, mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    if not isinstance(o.inner, str) and not callable(o.inner):
+        raise ConfigError(message(f"inner: expected the name of a backend or a function that is one, got {o.inner!r}.", WHERE, "leave it out: Inductor."))
     if o.inner != "inductor":
         if mode is not None:
             raise ConfigError(message(f"mode={mode!r} is Inductor's, and inner={o.inner!r}: expected one of them.", WHERE, "leave one of them out."))

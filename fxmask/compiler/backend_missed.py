@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..decided import decided_by_apply, mark_again
-from ..inputs import mask_overrides
 from ..kernels.errors import message
+from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
 from ..passes.finding.choose import Decision, as_patterns, choose, matches
 from ..passes.finding.find import find
@@ -88,8 +88,7 @@ def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bo
             called = getattr(o, "_torchdynamo_orig_callable", None)
             if getattr(called, "__name__", "") in FORWARDS:
                 model, callback = getattr(called, "__self__", None), _closure(o).get("callback")
-        while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
-            callback = inner
+        callback = behind_callback(callback)
         if isinstance(model, nn.Module) and getattr(getattr(callback, "compiler_fn", None), "__module__", "") == f"{__package__}.backend":
             yield model, getattr(callback, "kwargs", {}).get("options"), kind is FunctionType
 
@@ -111,10 +110,9 @@ def _chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -
         return []
     for c in linears:
         c.problem, c.skip, c.owners = "", "", []  # graphs can mask what they read in any mode
-    overrides = o.overrides if o.activations is None else mask_overrides(o.overrides, o.activations, o.alone)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of patterns, which is said where a graph is captured
-        decisions = choose(linears, o.config, o.include, o.exclude, overrides, root)
+        decisions = choose(linears, o.config, o.include, o.exclude, o.of_masks, root)
     return [d for d in decisions if d.config is not None and (o.alone or d.config.ratio > 0)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..kernels.errors import FxMaskWarning, message
+from ..kernels.errors import message, warn
 from ..passes.finding.candidate import Candidate, surround
 from ..passes.finding.choose import Decision, as_patterns
 from ..passes.finding.find import find
@@ -36,7 +35,7 @@ def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], whe
         what = f"a graph begins inside of the compiled model, behind a graph break or code that Dynamo skips, and has names of its own: {shown}."
         what += f" {', '.join(by_name)} {'goes' if len(by_name) == 1 else 'go'} by these, alike in all layers that share the graph."
         fix = "remove the break (torch.compile(fullgraph=True) shows it), or use fxmask.apply(model, ...), which knows the whole model."
-        warnings.warn(message(what, where, fix), FxMaskWarning, stacklevel=3)
+        warn(message(what, where, fix))
     return bool(others)
 
 

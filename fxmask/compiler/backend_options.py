@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..kernels.errors import ConfigError, UnsupportedError, message
+from ..inputs import mask_overrides
+from ..kernels.errors import ConfigError, UnsupportedError, meant, message
 from ..passes.finding.choose import as_patterns
 from ..passes.infra import Pass
 from ..passes.settings.activation_pruning import ActivationPruning
@@ -48,6 +49,11 @@ class Options:
     inner: Any = "inductor"
     inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def of_masks(self) -> Mapping[Any, Any] | None:
+        """The overrides, without what they say of pruned inputs."""
+        return self.overrides if self.activations is None else mask_overrides(self.overrides, self.activations, self.alone)
+
 
 def parse(given: Mapping[str, Any] | None) -> Options:
     """Options from what torch.compile was given. Raises: ConfigError, UnsupportedError."""
@@ -61,7 +67,7 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         raise UnsupportedError(message("the backend makes its masks from weights: expected no masks or scores of your own.", WHERE, APPLY))
     unknown = sorted(set(given) - {*MASK, *OWN})
     if unknown:
-        what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}."
+        what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}{meant(unknown[0], (*MASK, *OWN)) or '.'}"
         raise ConfigError(message(what, WHERE, "options of Inductor go into options={'inductor': {...}}."))
     if given.get("match", "linear") not in ("linear", "matmul"):
         raise ConfigError(f"match: expected linear or matmul, got {given['match']!r}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -15,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..decided import decided_by_apply, mark_again
-from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
+from ..kernels.errors import StateError, UnsupportedError, message, warn
 from ..passes.settings.config import WeightMask
 from .backend_missed import APPLY, CONTAINER, SKIPPED, missed
 from .computed import forget_computed, noting
@@ -130,7 +129,7 @@ def _warn_of_sharing(name: str) -> None:
     """Of a layer that has the random mask of another one, `name`: regional compilation of blocks of one class makes each of them the root of its names."""
     what = "criterion='random' goes by names, and several layers, each compiled as a model of its own, share this graph and its name: their masks are the same."
     fix = "use fxmask.apply(model, ...), which knows the whole model; layers of one name in several models have one mask there, too, and are as they should be."
-    warnings.warn(message(what, name, fix), FxMaskWarning, stacklevel=3)
+    warn(message(what, name, fix))
 
 
 def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Sequence[Tensor]) -> Callable[..., Any]:
@@ -203,7 +202,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         else:
             _note(use, grad)
     for text in _missed(optimizer, unmet):
-        warnings.warn(text, FxMaskWarning, stacklevel=3)
+        warn(text)
     if around:
         _of_eager_gradients([use for use, _ in around])
     for use, grad in around:
@@ -223,7 +222,7 @@ def _of_eager_gradients(around: list[Use]) -> None:
     fix = f"{why}: that is dense; fxmask.apply(model, ...) is masked in eager code, too."
     if any(u.required for u in around):
         raise UnsupportedError(message(f"{what}, and `require` wants them masked.", "", fix))
-    warnings.warn(message(f"{what}.", "", fix), FxMaskWarning, stacklevel=4)
+    warn(message(f"{what}.", "", fix))
 
 
 def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:

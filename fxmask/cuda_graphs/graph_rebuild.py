@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels.errors import FxMaskWarning, message
+from ..kernels.errors import message, warn
 from ..passes.state import ranks
 from ..passes.state.rebuild import Job, computed
 from ..passes.state.site import Site
@@ -54,7 +53,7 @@ class Rebuilds:
             graph.record(lambda: computed(jobs))
         except RuntimeError as e:
             what = f"rebuilds of masks cannot be captured, and run launch by launch between the replays: {str(e).splitlines()[0]}"
-            warnings.warn(message(what, "fxmask.graphed", "make room on the device, or build masks less often (refresh)."), FxMaskWarning, stacklevel=2)
+            warn(message(what, "fxmask.graphed", "make room on the device, or build masks less often (refresh)."))
             return False
         return graph
 

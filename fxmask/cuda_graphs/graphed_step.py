@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..guards.guard_handle import GuardHandle, handles_of
-from ..kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, message
+from ..kernels.errors import ConfigError, UnsupportedError, message, warn
 from ..passes.state.site_mask import masks_any
 from .graph_capture import Recorded, captured, recorder
 from .graph_facts import Facts
@@ -59,7 +59,7 @@ class Graphed(Generic[T]):
         if self._calls == TOLD_AFTER and 2 * self.replays < self._calls:
             what = f"fxmask.graphed: expected a step that is mostly replayed, got {self.replays} replays in {self._calls} calls. The last other one was none"
             fix = 'a rate is best a tensor on the device, lr=torch.tensor(1e-3, device="cuda"), which torch\'s schedulers fill; else go on without a graph.'
-            warnings.warn(message(f"{what} because {self._why}.", self._name(), fix), FxMaskWarning, stacklevel=2)
+            warn(message(f"{what} because {self._why}.", self._name(), fix))
         return result
 
     def _called(self) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..decided import decided_by_apply, times_applied
-from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
+from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from ..passes.state import lost_guards, pruning_schedule, rebuild
 from ..passes.state import site as state
 from ..passes.state.saliency import observe
@@ -22,7 +21,7 @@ from ..passes.state.site_mask import masks_any
 from ..passes.stepping import elementwise
 from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
-from ..passes.stepping.held import ids_of, moves_by_grad, state_of
+from ..passes.stepping.held import has_closure, ids_of, moves_by_grad, state_of
 from ..passes.stepping.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
 from ..sites import sites
 from . import other_steps, replaced
@@ -123,7 +122,7 @@ class GuardHandle:
         if bare:
             what, fix = _AGAIN if again else _NEWLY
             what += ": expected a new guard, got none. Masked weights move, steps do not count."
-            warnings.warn(message(what, first_of(bare), fix), FxMaskWarning, stacklevel=5)
+            warn(message(what, first_of(bare), fix))
 
     def _look_for_replaced(self) -> None:
         """Once for each layer: those of a branch that does not always run have no gradient, either."""
@@ -149,7 +148,7 @@ class GuardHandle:
         self._look_for_replaced()
         if self.steps == 0 and self._captures is None and (model := self._model()) is not None:
             warn_of_adapters(model)
-        closure = any(map(callable, (*args[1:], *kwargs.values())))
+        closure = has_closure(args, kwargs)
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
         if masked_step:
             elementwise.refuse_call(optimizer, closure, self._hooks[0].id)

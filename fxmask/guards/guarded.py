@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, first_of, message
+from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from ..passes.finding.weights import peek_weight
 from ..passes.settings import phases
 from ..passes.state import ranks
@@ -69,7 +68,7 @@ def warn_of_ranks(found: Iterable[tuple[str, Site, torch.Tensor | None]]) -> Non
     if differ:
         what = "ranks were given other masks or scores for the same layers: expected the same on all, where they train one model."
         fix = "make them under one seed on all ranks, or on rank 0, and torch.distributed.broadcast them."
-        warnings.warn(message(what, first_of(differ), fix), FxMaskWarning, stacklevel=3)
+        warn(message(what, first_of(differ), fix))
 
 
 def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: str, masked_step: bool = False) -> Guarded:
@@ -83,7 +82,7 @@ def guarded_weight(name: str, site: Site, weight: torch.Tensor, masked_weights: 
         asked, fix = ("masked_step=True", "leave masked_step out.") if masked_step else ("masked_weights='freeze'", "use masked_weights='auto' or 'free'.")
         what = f"{asked} with backward={moving[0]!r} would cancel it, because its masked weights must move: expected backward='masked' with it."
         raise UnsupportedError(message(what, name, fix))
-    return Guarded(name, site, weight, masked_weights, by_momenta=any(c.criterion == "momentum" for c in phases.in_turn(site._fxmask_given)))
+    return Guarded(name, site, weight, masked_weights, by_momenta="momentum" in phases.values(site._fxmask_given, "criterion"))
 
 
 def refuse_another_weight(g: Guarded) -> None:

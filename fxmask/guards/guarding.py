@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
-from ..kernels.errors import ConfigError, FxMaskWarning, UnsupportedError, first_of, message
+from ..kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from ..passes.finding.graph_linears import graph_modules
 from ..passes.graphs.graph_calls import behind, resolve
 from ..passes.settings import phases
@@ -84,7 +83,7 @@ def guard(
     elif any(group.get("caution") for group in optimizer.param_groups):
         what = "a cautious step divides by the share of elements whose gradient agrees with the momentum, and masked ones have none: their layers' rate grows."
         fix = "fxmask.guard(optimizer, model, masked_step='elementwise') shows such an optimiser the kept blocks alone."
-        warnings.warn(message(what, type(optimizer).__name__, fix), FxMaskWarning, stacklevel=2)
+        warn(message(what, type(optimizer).__name__, fix))
     if masked_step_of(optimizer):
         what = "a second guard on an optimiser whose first has masked_step, which has to be the last before the step: expected one for all of its models."
         fix = "call remove() on the first handle, and guard the models together: fxmask.guard(optimizer, nn.ModuleList([a, b]), masked_step=True)."
@@ -112,7 +111,7 @@ def _inner(wrapper: Optimizer) -> str:
 
 def _refuse_scattered(optimizer: Optimizer, found: list[tuple[str, Site, torch.Tensor | None]]) -> None:
     """UnsupportedError where each process has the momenta of a part of the weights, and a mask by them would differ between processes."""
-    by_momenta = [name for name, site, _ in found if any(c.criterion == "momentum" for c in phases.in_turn(site._fxmask_given))]
+    by_momenta = [name for name, site, _ in found if "momentum" in phases.values(site._fxmask_given, "criterion")]
     if by_momenta and ranks.several() and ranks.stepping(optimizer) is not optimizer:
         what = f"criterion='momentum' under {type(optimizer).__name__}, which leaves each rank the momenta of its share: expected all of them on each."
         fix = "use criterion='gradient' with average=0.9, which every rank computes for itself; or a plain optimiser under DistributedDataParallel."
@@ -127,7 +126,7 @@ def _warn_of_made_weights(optimizer: Optimizer, model: nn.Module, found: list[tu
         what = "weights that other parameters make (by a parametrisation, a pruning or a graph) cannot be guarded: the optimiser moves what they are computed"
         what += " from, and their masked weights with it."
         fix = "remove that before fxmask.apply (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or exclude the layer; "
-        warnings.warn(message(what, first_of(left), fix + "masked_weights='free' says that it is meant."), FxMaskWarning, stacklevel=3)
+        warn(message(what, first_of(left), fix + "masked_weights='free' says that it is meant."))
 
 
 def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:

@@ -7,7 +7,6 @@ own where the guarded optimiser neither stepped inside of it nor runs around it,
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,13 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..kernels.errors import FxMaskWarning, first_of, message
+from ..kernels.errors import first_of, message, warn
 from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.site import capturing
 from ..passes.state.weak_sets import alive
 from ..passes.stepping.elementwise import STEP
-from ..passes.stepping.held import ids_of
+from ..passes.stepping.held import has_closure, ids_of
 
 if TYPE_CHECKING:
     from .guard_handle import GuardHandle
@@ -78,7 +77,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     under_way = [*_under_way()]
     if sum(o is optimizer for o in under_way) > 1:  # of a subclass that calls super().step()
         return
-    closure, begun = any(map(callable, (*args[1:], *kwargs.values()))), dict[Any, Begun]()
+    closure, begun = has_closure(args, kwargs), dict[Any, Begun]()
     for handle in alive(seen.guards):
         if handle in _guards and not any(o is handle.optimizer() for o in under_way):
             may_move = [(n, w) for n, w in _shared(handle, optimizer) if (w.grad is not None or closure) and not capturing(w)]
@@ -99,7 +98,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             what += " Masked weights can move, its steps do not count."
             fix = "where it has taken over, call remove() on the handle of the old guard, then fxmask.guard(optimizer, model); of two that step in turn give"
             fix += " each weights of its own and a guard, or call remove() and fxmask.step(model) after each step: masked weights are left to them then."
-            warnings.warn(message(what, first_of(moved), fix), FxMaskWarning, stacklevel=3)
+            warn(message(what, first_of(moved), fix))
 
 
 def _counted(handle: GuardHandle) -> tuple[int, int | None]:

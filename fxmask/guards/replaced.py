@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 from torch import nn
 
-from ..kernels.errors import FxMaskWarning, first_of, message
+from ..kernels.errors import first_of, message, warn
 from ..passes.finding.candidate import join
 from ..passes.stepping.optimiser import Guarded
 from ..sites import SELECTED, read_dense
@@ -24,7 +23,7 @@ def warn_of_lost(model: nn.Module) -> None:
         if found := [name for name in names if isinstance(m := now.get(name), KINDS) and not isinstance(m, MaskedLayer) and m not in unmasked]:
             what = "masked layers were replaced since fxmask.apply: expected theirs in the model, got layers that it has not seen, which are dense."
             fix = "fxmask.apply(model, ..., include=[...]) for the new layers before fxmask.guard; or replace layers first, then call fxmask.apply."
-            warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=3)
+            warn(message(what, first_of(found), fix))
 
 
 def warn_of_dense_owners(model: nn.Module) -> None:
@@ -32,7 +31,7 @@ def warn_of_dense_owners(model: nn.Module) -> None:
     if found := read_dense(model):
         what = "a module of this model reads the weights of masked layers without their masks: expected fxmask.apply to be given it, got a part without it."
         fix = "fxmask.restore what was masked, then fxmask.apply(model, ..., include=[...]) on the whole model."
-        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=3)
+        warn(message(what, first_of(found), fix))
 
 
 def without_gradient(guarded: Iterable[Guarded]) -> list[Guarded]:
@@ -48,4 +47,4 @@ def warn_of_replaced(model: nn.Module, suspects: Iterable[Guarded]) -> None:
     if found:
         what = "masked layers were replaced since fxmask.guard: expected theirs in the model, got layers that fxmask.apply has not seen, which are dense."
         fix = "call remove() on the guard's handle, fxmask.apply(model, ..., include=[...]) for the new layers, then fxmask.guard again."
-        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=6)
+        warn(message(what, first_of(found), fix))

@@ -6,13 +6,12 @@ step.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.errors import FxMaskWarning, StateError, UnsupportedError, message
+from ..kernels.errors import StateError, UnsupportedError, message, warn
 from ..passes.finding.weights import is_ensemble
 from ..passes.state import ranks
 
@@ -144,4 +143,4 @@ def warn_scaled(w: Tensor) -> None:
     if w.requires_grad and torch.is_grad_enabled() and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
         what = "SR-STE's decay in float16 autocast is divided by a GradScaler's scale, and so lost."
         fix = "autocast to bfloat16, which needs no scaler; or decay=0 and weight decay of your own."
-        warnings.warn(message(what, "NMMask(mode='sr-ste')", fix), FxMaskWarning, stacklevel=4)
+        warn(message(what, "NMMask(mode='sr-ste')", fix))

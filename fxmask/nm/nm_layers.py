@@ -15,6 +15,7 @@ from ..kernels import nm
 from ..kernels.conv import in_format_of
 from ..kernels.errors import StateError, UnsupportedError, message
 from ..kernels.nm_ops import by_kernel, learned, sr_ste
+from ..loads import unhook
 from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
@@ -172,9 +173,7 @@ def unswap_nm(model: nn.Module) -> None:
                 p.requires_grad_(True)
         for name in [name for name in m.__dict__ if name in ATTRIBUTES or name.startswith("_fxmask_nm")]:
             del m.__dict__[name]
-        hooks = m._load_state_dict_post_hooks
-        for key in [k for k, hook in hooks.items() if hook is _after_load]:
-            del hooks[key]
+        unhook(m, lambda hook: hook is _after_load)
 
 
 @torch.inference_mode(False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -12,9 +11,9 @@ from torch import nn
 from ..compiler.backend_watch import forget
 from ..decided import mark_decided
 from ..inputs import mask_overrides
-from ..kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..passes.finding.candidate import Candidate
-from ..passes.finding.choose import Decision, Patterns, choose, matches
+from ..passes.finding.choose import Decision, Patterns, choose, matches, reasons_of
 from ..passes.finding.conv import KINDS
 from ..passes.finding.graph_linears import graph_modules
 from ..passes.finding.nm_find import find_nm
@@ -49,8 +48,7 @@ def apply_nm(
         unswap_nm(model)
         raise
     if not chosen:
-        reasons = "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or "it has no Linear and no Conv2d"
-        warnings.warn(f"fxmask.apply masked nothing: {reasons}.", FxMaskWarning, stacklevel=3)
+        warn(f"fxmask.apply masked nothing: {reasons_of(decisions, 'it has no Linear and no Conv2d')}.")
     model.__dict__.pop(FINAL, None)
     for d, c in chosen:
         if c.mode == "learned":
@@ -116,12 +114,15 @@ def refresh_nm(model: nn.Module) -> bool:
     return any_nm(model)
 
 
-def step_nm(model: nn.Module, n: int) -> bool:
-    """Move temperatures that depend on the step; whether there are such."""
-    moving = [m for _, m in nm_layers(model) if m._fxmask_nm.tau_from is not None]
-    for m in moving:
+def moving_nm(model: nn.Module) -> list[tuple[str, NMLayer]]:
+    """Layers whose temperature depends on the step."""
+    return [(name, m) for name, m in nm_layers(model) if m._fxmask_nm.tau_from is not None]
+
+
+def step_nm(model: nn.Module, n: int) -> None:
+    """Move temperatures that depend on the step."""
+    for _, m in moving_nm(model):
         advance(m, n)
-    return bool(moving)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..kernels.errors import FxMaskWarning, first_of, message
+from ..kernels.errors import first_of, message, warn
 from .nm_attributes import LOGITS
 
 if TYPE_CHECKING:
@@ -51,4 +50,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if left:
         what = "the logits of learned N:M masks have gradients, and the optimiser that holds the weights steps without them: expected one that has them."
         fix = "make the optimiser after fxmask.apply, or optimizer.add_param_group({'params': logits}), of the parameters whose names end in nm_logits."
-        warnings.warn(message(what, first_of(sorted(left)), fix), FxMaskWarning, stacklevel=3)
+        warn(message(what, first_of(sorted(left)), fix))

@@ -55,10 +55,10 @@ def tile_for(dtype: torch.dtype, strip: int, tf32: bool = False) -> Tile:
     return Tile(128, strip, STEP if dtype != torch.float32 else 32 if tf32 else 16, 8, 3)
 
 
-def candidates(dtype: torch.dtype, block: tuple[int, int], transposed: bool, tf32: bool = False) -> list[Tile]:
+def candidates(dtype: torch.dtype, block: tuple[int, int], transposed: bool) -> list[Tile]:
     """Tiles of the list matmul that are worth a measurement; the plain one is the first."""
     strip = strip_for(block, transposed)
-    plain = tile_for(dtype, strip, tf32)
+    plain = tile_for(dtype, strip)
     if dtype == torch.float32:
         return [plain]
     found = [plain, plain._replace(warps=4, stages=3 if strip == STRIP else 4), plain._replace(tokens=256, stages=4)]

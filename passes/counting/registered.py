@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,15 @@ from .calls import Call, Place
 from .moves import stream_of
 from .work import REGISTERED, RULES, Target, Work, phase_of
 
+_ours: set[Any] = set()  # ops whose formula was registered here, which another may replace, as a notebook's cell that runs again does
+
 
 def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorator: give an op a cost, for `analyze` and for `torch.utils.flop_counter.FlopCounterMode` alike.
 
     op: `torch.ops.lib.name`. The function gets the op's arguments with a shape (a tuple) for every tensor, and `out_shape`, and gives the useful FLOP, an int;
     bytes are those of the operands, each once.
-    Raises ConfigError for what is no op, and for one that has a cost already.
+    Another function for the same op takes the place of the first. Raises ConfigError for what is no op, and for one that `analyze` itself knows.
 
         @fxmask.register_cost(torch.ops.mylib.norm_matmul)
         def _(x_shape, w_shape, *, out_shape): return 2 * x_shape[0] * x_shape[1] * w_shape[0]
@@ -29,14 +32,25 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         raise ConfigError(f"register_cost: expected an op such as torch.ops.mylib.name, got {op!r}.")
     name = str(packet)
-    if name in RULES:
+    if name in RULES and packet not in _ours:
         raise ConfigError(f"register_cost: {name} has a cost already: expected an op that `analyze` lists as unknown.")
 
     def decorate(formula: Callable[..., int]) -> Callable[..., int]:
+        if not callable(formula):
+            raise ConfigError(f"register_cost: expected a function of the arguments of {name} that gives its FLOP, got {formula!r}.")
+
         def rule(call: Call, t: Target) -> list[Work]:
             args, kwargs = tree_map(lambda a: a.shape if isinstance(a, Place) else a, (call.args, call.kwargs))
             outs = [p.shape for p in call.outputs]
-            flop = formula(*args, out_shape=outs[0] if len(outs) == 1 else tuple(outs), **kwargs)
+            named = {**kwargs, "out_shape": outs[0] if len(outs) == 1 else tuple(outs)}
+            try:
+                inspect.signature(formula).bind(*args, **named)
+            except ValueError:  # a builtin that tells nothing of its arguments
+                pass
+            except TypeError as e:
+                got = f"{len(args)} positional arguments and {', '.join(named)}"
+                raise ConfigError(f"the registered cost of {name} does not take the op's arguments: {e}; it was given {got}.") from None
+            flop = formula(*args, **named)
             if isinstance(flop, bool) or not isinstance(flop, int) or flop < 0:
                 raise ConfigError(f"the registered cost of {name} must give FLOP: expected an int of at least 0, got {flop!r}.")
             cost = stream_of(call).with_flop(flop, flop)
@@ -44,8 +58,10 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
             return [Work(call, phase_of(call), REGISTERED, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
 
         RULES[name] = rule
-        if packet not in flop_registry:
+        if packet not in flop_registry or packet in _ours:
+            flop_registry.pop(packet, None)
             register_flop_formula(packet)(formula)
+            _ours.add(packet)
         return formula
 
     return decorate

@@ -111,7 +111,7 @@ def _convolution(call: Call, t: Target) -> list[Work]:
     x, w, bias = call.args[:3]
     transposed = len(call.args) > 6 and call.args[6] is True
     groups = call.args[8] if len(call.args) > 8 and isinstance(call.args[8], int) else x.shape[1] // w.shape[1]
-    return [_conv_work(call, t, "fwd" if phase_of(call) == "fwd" else phase_of(call), x, w, call.outputs[0], transposed, groups, bias is not None)]
+    return [_conv_work(call, t, phase_of(call), x, w, call.outputs[0], transposed, groups, bias is not None)]
 
 
 def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, transposed: bool, groups: int, bias: bool) -> Work:

@@ -19,6 +19,8 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
 
 def arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a forward is called with: `inputs` is one argument, a tuple or list of them, or a dict of keyword arguments, to which `kwargs` adds."""
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
+        raise ConfigError(f"kwargs: expected a dict of the forward's keyword arguments, or None, got {kwargs!r}.")
     if isinstance(inputs, Mapping):
         return (), {**inputs, **(kwargs or {})}
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs or {})
@@ -45,10 +47,15 @@ def runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
 
 def backend_of(model: Any) -> str:
     """The name of the backend that `torch.compile` was given by name for this model; empty for Inductor, and where there is none."""
-    backend = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
-    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
-        backend = inner
+    backend = behind_callback(getattr(getattr(model, "dynamo_ctx", None), "callback", None))
     return str(getattr(backend, "compiler_name", ""))
+
+
+def behind_callback(callback: Any) -> Any:
+    """The backend that Dynamo's callback calls in the end."""
+    while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
+        callback = inner
+    return callback
 
 
 def placeholders(gm: fx.GraphModule | None, args: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -50,6 +50,11 @@ class Candidate:
         self.types = (*self.types, *nn.Linear.__mro__) if nn.Linear not in self.types else self.types
 
     @property
+    def reads_itself(self) -> bool:
+        """Whether it is a layer with a forward of its own, which reads the weight."""
+        return self.module is not None and any(owner is self.module for owner in self.owners)
+
+    @property
     def call(self) -> str | None:
         """The name of the call of a weight that its graph computes, by which `explain` tells several of one module apart; None for a parameter."""
         return self.nodes[0].name if self.nodes and self.weight_path is None else None

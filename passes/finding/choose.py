@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...kernels.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError, message
+from ...kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from ...kernels.grid import matrix_shape
 from ..settings.config import WeightMask
 from ..settings.phases import IN_NODES, changes_any, in_turn
@@ -34,6 +33,11 @@ class Decision:
     config: WeightMask | None
     reason: str
     own: Tensor | None = None  # float32 [NB, KB], scores of the user's by which its blocks are ranked
+
+
+def reasons_of(decisions: list[Decision], none: str = "it has no linear") -> str:
+    """Why nothing came of any."""
+    return "; ".join(f"{d.candidate.name or 'the model itself'}: {d.reason}" for d in decisions) or none
 
 
 def matches(pattern: Pattern, c: Candidate) -> bool:
@@ -92,6 +96,8 @@ def choose(
     changes = _check_overrides(overrides)
     named = [p for p in excluded or [] if any(names(p, c) for c in left)]
     _warn_unused(found, {"include": included or [], "exclude": [p for p in excluded or [] if p not in named], "overrides": list(changes)}, others)
+    if model is not None:  # all of its linears, and not those of a graph
+        _warn_overtaken(found, changes)
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
     overridden = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
     for c in found:
@@ -102,13 +108,13 @@ def choose(
                 chosen = None if change is False else config.replace(change, f"overrides[{pattern!r}]")
         if not reason and chosen is None:
             reason = "overrides: False"
-        if not reason and c.skip and not (c.module in c.owners and chosen is not None and chosen.read == "weight"):
+        if not reason and c.skip and not (c.reads_itself and chosen is not None and chosen.read == "weight"):
             reason = c.skip
             if not c.quiet or id(c) in asked:
-                warnings.warn(f"{c.name or 'the model'} stays dense: {reason}.", FxMaskWarning, stacklevel=4)
+                warn(f"{c.name or 'the model'} stays dense: {reason}.")
         if reason.startswith(DEFAULT) and c.name in overridden:
             what = f"overrides[{c.name!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
-            warnings.warn(what, FxMaskWarning, stacklevel=4)
+            warn(what)
         if reason:
             chosen = None
         elif c.owners and not c.masked and chosen is not None:
@@ -161,7 +167,16 @@ def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]], othe
             if not any(matches(p, c) for c in (*found, *(c for c in others() if id(c.weight) not in here))):
                 under = f"{p}.*" if isinstance(p, str) else ""
                 hint = f" For what lies in it write {under!r}." if under and any(matches(under, c) for c in found) else ""
-                warnings.warn(f"{option}: {p!r} matches nothing; there are: {names}.{hint}", FxMaskWarning, stacklevel=5)
+                warn(f"{option}: {p!r} matches nothing; there are: {names}.{hint}")
+
+
+def _warn_overtaken(found: list[Candidate], changes: dict[Any, Any]) -> None:
+    """A pattern that matches every linear leaves those before it without effect, as the last match wins and nothing adds up."""
+    patterns = list(changes)
+    last = max((i for i, p in enumerate(patterns) if found and all(matches(p, c) for c in found)), default=0)
+    if lost := [repr(p) for p in patterns[:last] if any(matches(p, c) for c in found)]:
+        what = f"overrides: no effect has {first_of(lost)}, as {patterns[last]!r} behind it matches every layer: the last match wins"
+        warn(f"{what}, and options do not add up. Put {patterns[last]!r} first, or its options into the config.")
 
 
 def _asked_in_vain(found: list[Candidate], patterns: list[Pattern]) -> set[int]:

@@ -73,12 +73,14 @@ class Names(ast.NodeVisitor):
                 return {(*p, *_key(name).split(".")) for p in flat(self.value(owner))}
             case ast.Call(func=ast.Name(id=name), args=[of, *_]) if name in AS_IT_IS:
                 return self.value(of)
+            case ast.Call(func=ast.Name(id="next"), args=[of, *_]):
+                return self.elements(of)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), args=[of, *_]) if name in VIEWS and weights(self.value(of)):
                 return flat(self.value(of))
             case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in VIEWS and weights(self.value(owner)):
                 return flat(self.value(owner))
             case ast.Call(func=ast.Attribute(value=owner, attr="values" | "children")):
-                return flat(self.value(owner))
+                return self.value(owner)
             case ast.IfExp(body=a, orelse=b):
                 return flat(self.value(a)) | flat(self.value(b))
             case ast.BoolOp(values=parts):
@@ -88,6 +90,8 @@ class Names(ast.NodeVisitor):
                 return self.value(v)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 return tuple(map(self.value, parts))
+            case ast.Dict(values=parts):
+                return (flat(tuple(map(self.value, parts))),)  # whatever the key is
             case ast.ListComp(elt=elt, generators=loops) | ast.GeneratorExp(elt=elt, generators=loops):
                 return (self.within(loops, lambda: self.value(elt)),)
         return set()
@@ -101,8 +105,9 @@ class Names(ast.NodeVisitor):
                 return tuple(map(self.elements, of))
             case ast.Call(func=ast.Name(id=name), args=[of, *_]) if name in AS_IT_IS:
                 return self.elements(of)
-            case ast.Call(func=ast.Attribute(value=owner, attr="items" | "namedchildren")):
-                return set(), child(self.value(owner), "*")
+            case ast.Call(func=ast.Attribute(value=owner, attr="items" | "named_children")):
+                whole = self.value(owner)
+                return set(), flat(whole) if isinstance(whole, tuple) else child(whole, "*")
             case ast.Call(func=ast.Name(id="chain") | ast.Attribute(attr="chain"), args=of):
                 return set().union(*(flat(self.elements(part)) for part in of))
             case ast.BinOp(left=a, op=ast.Add(), right=b):

@@ -15,7 +15,7 @@ def find_nm(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[Candid
     for c in found:
         if c.skip == IN_PROJ:
             c.skip = "its in_proj is a Parameter and no Linear"
-        if c.module is not None and any(owner is c.module for owner in c.owners):
+        if c.reads_itself:
             c.skip = f"{type(c.module).__name__} has a forward of its own, which a mask would not reach"
     others = list(convs(model))
     for c in others:

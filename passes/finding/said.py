@@ -183,7 +183,7 @@ class _Walk(Names):
         outside = dict(self.names)
         args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         self.names = {name: value for name, value in outside.items() if name == "self" or name not in {a.arg for a in args}}
-        for part in (*node.args.defaults, *([node.body] if isinstance(node, ast.Lambda) else node.body)):
+        for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *([node.body] if isinstance(node, ast.Lambda) else node.body)):
             self.visit(part)
         self.names = outside
 

@@ -166,8 +166,7 @@ def source_name(node: Node) -> str:
     source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
         return ""
-    name = source.name if isinstance(source.name, str) else source.name()
-    head, _, rest = name.partition("]")  # L['self'], or another local or global
+    _, _, rest = source.name.partition("]")  # L['self'], or another local or global
     if not rest:
         return ""
     parts = [a or b or c for a, b, c in PARTS.findall(rest)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 
-from ...kernels.errors import ConfigError, FxMaskWarning, message
+from ...kernels.errors import ConfigError, message, warn
 from ...kernels.grid import RATIO_UNIT, grid_shape, keep_count, matrix_shape, ratio_units
 from ..finding.choose import Decision
 from .allocation import Item
@@ -61,7 +60,7 @@ def stop_of(f: Feedback, layers: Sequence[Layer], where: str) -> float:
     if spent(layers, low) <= goal:
         if not low:
             what = f"a budget that masks nothing: expected fewer than the {spent(layers, 0):,} bytes of these {len(layers)} layers, got goal={goal:,}."
-            warnings.warn(message(what, where, "a smaller goal; these layers stay dense."), FxMaskWarning, stacklevel=4)
+            warn(message(what, where, "a smaller goal; these layers stay dense."))
         return f.initial
     while high - low > 1:  # too much at low, enough at high
         middle = (low + high) // 2

@@ -12,7 +12,7 @@ from ...kernels.grid import plain_int
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:  # an array has no single truth
         raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}{meant(value, allowed) or '.'}")
 
 

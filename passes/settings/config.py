@@ -115,7 +115,8 @@ class WeightMask(Options):
             raise ConfigError(f"schedule: expected None or a fxmask.Schedule (or fxmask.Feedback), got {self.schedule!r}.")
         if self.refresh == 0 and self.schedule is not None and self.schedule.moves:
             what = "refresh=0 builds the mask once, and a schedule wants it to move: expected refresh of at least 1 with a schedule"
-            raise ConfigError(f"{what}; phases={{step: dict(refresh=0)}} holds it from the ramp's end on.")
+            ramp = isinstance(self.schedule, Schedule)
+            raise ConfigError(f"{what}{'; phases={step: dict(refresh=0)} holds it, from a step at which the ramp has ended on' if ramp else ''}.")
         check_dynamics(self)
         if isinstance(self.schedule, Feedback):
             self.schedule.check_mask(self.ratio, self.refresh)
@@ -173,6 +174,11 @@ class WeightMask(Options):
     def ever_cached(self) -> bool:
         """Whether it does in any phase."""
         return any(c.cached for c in in_turn(self))
+
+    @property
+    def touches_weight(self) -> bool:
+        """Whether optimiser steps of any phase read the weight's gradient, or write the weight."""
+        return any(c.observes or c.regrow is not None or c.gain for c in in_turn(self))
 
     @property
     def wants_weight(self) -> bool:

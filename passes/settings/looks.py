@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.errors import FxMaskWarning, message
+from ...kernels.errors import message, warn
 from ..state import site as state
 from ..state.site import Site
 from ..state.site_mask import mask_outside
@@ -92,7 +91,7 @@ def _warn_of_silence(sites: list[Site]) -> None:
     names = [s._fxmask_name for s in sites if feedback_of(s, "loss") is not None and s._fxmask_progress == Progress()]
     if names and sites[0]._fxmask_step - sites[0]._fxmask_given.start < 2 * SILENT:  # once
         what = f"no loss was reported in {SILENT:,} optimiser steps, so the ratio of Feedback('loss') stays at its first value."
-        warnings.warn(message(what, names[0], "call fxmask.feedback(model, loss) after each validation."), FxMaskWarning, stacklevel=6)
+        warn(message(what, names[0], "call fxmask.feedback(model, loss) after each validation."))
 
 
 # ---- to save and to load -----------------------------------------------------------------------------------------------------------------------------------

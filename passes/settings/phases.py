@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from ...kernels.errors import ConfigError, UnsupportedError
+from ...kernels.errors import ConfigError, UnsupportedError, meant
 from ...kernels.grid import plain_int
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def check_phases(config: WeightMask) -> Phases | None:
     for step, new in given:
         unknown = sorted(set(new) - set(FIELDS))
         if unknown:
-            raise ConfigError(f"phases[{step}]: expected some of {', '.join(FIELDS)}, got {', '.join(unknown)}; the ratio moves by schedule=.")
+            near = meant(unknown[0], FIELDS) or "; the ratio moves by schedule=."
+            raise ConfigError(f"phases[{step}]: expected some of {', '.join(FIELDS)}, got {', '.join(unknown)}{near}")
         changes |= new
         try:
             now = _with(config, step, changes)

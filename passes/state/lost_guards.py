@@ -5,7 +5,6 @@ Masks in traced graphs do not hold their weights, and are not seen here.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...kernels.errors import FxMaskWarning, first_of, message
+from ...kernels.errors import first_of, message, warn
 from ..stepping.held import ids_of
 from .weak_sets import alive
 
@@ -57,4 +56,4 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         what = "this model had a guard, which has ended with its optimiser, or follows no copy and no pickle: expected a new one, got none."
         what += " Masked weights can move."
         fix = "call fxmask.guard(optimizer, model); without one on purpose: fxmask.step(model, 0)."
-        warnings.warn(message(what, first_of(left), fix), FxMaskWarning, stacklevel=3)
+        warn(message(what, first_of(left), fix))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import dispatch, gpu_choice
-from ...kernels.errors import FxMaskWarning, UnsupportedError, first_of, message
+from ...kernels.errors import UnsupportedError, first_of, message, warn
 from ...kernels.grid import as_matrix
 from ..settings import looks, phase_change
 from . import ranks, site_mask
@@ -170,7 +169,7 @@ def _warn_of_order(site: Site, restored: list[str]) -> None:
     names = first_of(restored, 3)
     fix = "load the weights first, then the masks: model.load_state_dict, then fxmask.load_state_dict, for all layers."
     restored.clear()
-    warnings.warn(message(what, f"{site._fxmask_name}; masks had been brought for {names}", fix), FxMaskWarning, stacklevel=2)
+    warn(message(what, f"{site._fxmask_name}; masks had been brought for {names}", fix))
 
 
 def start_gain(sites: Sequence[tuple[Site, Tensor]]) -> None:

@@ -25,7 +25,6 @@ from ...kernels.bits import bits_as
 from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import as_matrix, to_blocks
 from ...kernels.score import CRITERIA, block_keys, sum_of_keys
-from ..settings import phases
 from . import ranks
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _holds(new: Tensor, skipped: Tensor | None) -> Tensor:
 
 def refuse_shard(site: Site, weight: Tensor) -> None:
     """Raise UnsupportedError where a step, of whatever phase, would have to read or write the whole of a weight that is shared out."""
-    if ranks.is_shard(weight) and any(c.observes or c.regrow is not None or c.gain for c in phases.in_turn(site._fxmask_given)):
+    if ranks.is_shard(weight) and site._fxmask_given.touches_weight:
         what = "gradient criteria, average, regrow and gain work on whole weights between steps: expected a weight that is not sharded."
         raise UnsupportedError(message(what, site._fxmask_name, "leave them out under fully_shard; or use DistributedDataParallel."))
 

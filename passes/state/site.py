@@ -287,7 +287,6 @@ def reads_lists(site: Site, device: torch.device) -> bool:
 
 def check_plain(site: Site, weight: Tensor) -> None:
     """Raise UnsupportedError where a step has to read the gradient of a weight, or to write it, that is no Parameter."""
-    touches = any(c.observes or c.regrow is not None or c.gain for c in phases.in_turn(site._fxmask_given))
-    if touches and not isinstance(weight, nn.Parameter):
+    if site._fxmask_given.touches_weight and not isinstance(weight, nn.Parameter):
         what = "gradient criteria, average, regrow and gain read or write the weight between steps: expected a Parameter, got one that the model computes."
         raise UnsupportedError(message(what, site._fxmask_name, "remove the parametrisation, or use a criterion of the weight alone for this layer."))

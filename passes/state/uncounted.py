@@ -5,12 +5,10 @@ So it is with a copy that averages the weights of a run: it is never stepped, an
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
-from ...kernels.errors import FxMaskWarning, StateError, message
+from ...kernels.errors import StateError, message, warn
 from ..finding.weights import is_ensemble
 from ..settings import phases
 from . import site as state
@@ -42,7 +40,7 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
         return
     warn_of_steps(site)
     if is_stale(site, weight):
-        warnings.warn(message(f"a masked model is evaluated with {STALE}", site._fxmask_name, REFRESH), FxMaskWarning, stacklevel=4)
+        warn(message(f"a masked model is evaluated with {STALE}", site._fxmask_name, REFRESH))
 
 
 def warn_of_steps(site: Site) -> None:
@@ -51,10 +49,10 @@ def warn_of_steps(site: Site) -> None:
     now = c.ratio_at(site._fxmask_step)
     if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
         what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
-        warnings.warn(f"{what} (fxmask.step).", FxMaskWarning, stacklevel=5)
+        warn(f"{what} (fxmask.step).")
     if now != given.final_ratio and not site._fxmask_is_dense:
         what = f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step)."
-        warnings.warn(what, FxMaskWarning, stacklevel=5)
+        warn(what)
 
 
 def is_stale(site: Site, weight: Tensor) -> bool:

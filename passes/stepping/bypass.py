@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels.errors import FxMaskWarning, first_of, message
+from ...kernels.errors import first_of, message, warn
 from ...kernels.grid import expand_mask, to_blocks
 from ..finding.candidate import join
 from ..state import ranks
@@ -31,7 +30,7 @@ def warn_of_dense_readers(found: Found) -> None:
         fix += " Where a copy of the model has made the gradients, they are as the copy is."
         if ranks.several():
             fix += " This is what this process saw: a layer that ran on another rank alone is masked there."
-        warnings.warn(message(what, first_of([name for name, _ in bypassed]), fix), FxMaskWarning, stacklevel=4)
+        warn(message(what, first_of([name for name, _ in bypassed]), fix))
 
 
 def never_run(found: Found) -> list[str]:
@@ -58,7 +57,7 @@ def warn_of_adapters(model: nn.Module) -> None:
     if found := read_by_adapters(model):
         what = "a frozen masked layer never runs, though the adapter around it trains: it computes with the layer's weight as it is, which is dense."
         fix = "fxmask.finalize(model) before the adapter is put around it writes the zeros into the weight; or exclude these layers from fxmask.apply."
-        warnings.warn(message(what, first_of(found), fix), FxMaskWarning, stacklevel=4)
+        warn(message(what, first_of(found), fix))
 
 
 def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
@@ -125,4 +124,4 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
         why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), the backward ran inside fxmask.dense, or"
         why += " the gradient is of before fxmask.apply: optimizer.zero_grad() clears it. Or the weights were others in the forward (SAM, extragradient) and"
         why += " their masks, too, which refresh=2 and more would hold; or something has written into .grad. The step drops it."
-        warnings.warn(f"{what} {why}", FxMaskWarning, stacklevel=5)
+        warn(f"{what} {why}")

@@ -17,6 +17,11 @@ def ids_of(optimizer: Optimizer) -> tuple[int, ...]:
     return tuple([id(p) for group in optimizer.param_groups for p in group["params"]])
 
 
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step, whose arguments a hook sees, was given a closure: `args` begins with the optimiser."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
 _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] = weakref.WeakKeyDictionary()
 
 

@@ -229,9 +229,24 @@ def test_register_cost_refuses(registries):
     for known in (torch.ops.aten.mm, torch.ops.aten.mm.default, torch.ops.fxmask.masked_linear):
         with pytest.raises(ConfigError, match=r"register_cost: \S+ has a cost already: expected an op that `analyze` lists as unknown"):
             fxmask.register_cost(known)
-    fxmask.register_cost(op.default)(lambda *a, out_shape: 7)
-    with pytest.raises(ConfigError, match=rf"fxmask_analysis.{name} has a cost already"):
-        fxmask.register_cost(op)
+    for wrong in (None, 7, "x"):
+        with pytest.raises(ConfigError, match=rf"register_cost: expected a function of the arguments of fxmask_analysis.{name} that gives its FLOP, got"):
+            fxmask.register_cost(op)(wrong)
+
+
+def test_a_cost_can_be_put_right(registries):
+    """A wrong one is said when it is used, and another takes its place, for PyTorch's counter, too."""
+    model, op, name = custom_op()
+    fxmask.register_cost(op.default)(lambda *a: 7)
+    with pytest.raises(ConfigError, match=rf"the registered cost of fxmask_analysis.{name} does not take the op's arguments: .*out_shape.* 3 positional"):
+        analyze(model, X)
+    for flop in (7, 8):
+        fxmask.register_cost(op)(lambda *a, out_shape, flop=flop: flop)
+        report = analyze(model, X)
+        assert next(r["flop"] for r in report.tables["nodes"] if r["status"] == "registered") == flop
+        with FlopCounterMode(display=False) as counter:
+            model(X)
+        assert counter.get_total_flops() == 2 * 3 * 24 * 16 + flop
 
 
 @pytest.mark.parametrize("flop", [1.5, True, -1, None, "2"], ids=repr)

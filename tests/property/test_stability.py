@@ -29,7 +29,7 @@ def chain(case) -> tuple[list[Link], torch.Tensor, torch.Generator]:
         linear.weight.data = scale * torch.randn(widths[i + 1], widths[i], dtype=torch.float64, generator=g)
         linear.bias.data = biased * torch.randn(widths[i + 1], dtype=torch.float64, generator=g)
         parts += [linear, activation()] if i < depth - 1 else [linear]
-    return chain_of(nn.Sequential(*parts), "test")[1], torch.randn(3, widths[0], dtype=torch.float64, generator=g), g
+    return chain_of(nn.Sequential(*parts))[1], torch.randn(3, widths[0], dtype=torch.float64, generator=g), g
 
 
 def barely_above(links, x, bound):
@@ -127,7 +127,7 @@ def test_the_bounds_say_something():
     for p in model.parameters():
         p.data *= 0.2
     model[2].bias.data = torch.tensor([4.0, 0.0, 0.0])
-    links, x = chain_of(model, "test")[1], 0.5 * torch.rand(50, 8, dtype=torch.float64)
+    links, x = chain_of(model)[1], 0.5 * torch.rand(50, 8, dtype=torch.float64)
     links = [dataclasses.replace(link, masked=torch.where(link.weight > 0, link.weight, 0)) for link in links]
     margin, _, arrived = _run(links, x)
     found = bounds_of(links, arrived, {link.name: 0.1 * link.weight for link in links}, literal=False)

@@ -83,6 +83,41 @@ class Items(Held):
         return x
 
 
+class NamedChildren(Held):
+    """named.a named.b"""
+
+    def forward(self, x):
+        for _, layer in self.named.named_children():
+            x = F.linear(x, layer.weight)
+        return x
+
+
+class Next(Held):
+    """layers.0 layers.1"""
+
+    def forward(self, x):
+        layers = iter(self.layers)
+        return F.linear(x, next(layers).weight)
+
+
+class InADict(Held):
+    """fc fc1"""
+
+    def forward(self, x):
+        found = {0: self.fc1, "a": self.fc}
+        for layer in found.values():
+            x = F.linear(x, layer.weight)
+        return x
+
+
+class InADictByKey(Held):
+    """fc fc1"""
+
+    def forward(self, x):
+        found = {1: self.fc, 0: self.fc1}
+        return F.linear(x, found[1].weight)
+
+
 class Some(Held):
     """fc fc2"""
 

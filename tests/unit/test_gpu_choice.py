@@ -36,7 +36,7 @@ def test_no_loss_above_3_percent_and_no_missed_win_above_10(hopper):
     found = recorded_steps()
     assert len(found) >= 12
     for (tokens, shape, block, density), factor in found:
-        taken = gpu_choice.choice(CUDA, torch.bfloat16, tokens, shape, block, density, "masked") == "triton"
+        taken = gpu_choice.choice(CUDA, torch.bfloat16, tokens, shape, block, density) == "triton"
         assert factor >= 0.97 if taken else factor <= 1.1, (tokens, shape, block, density, factor)
 
 
@@ -53,7 +53,7 @@ def test_predictions_are_near_the_recorded_steps():
 
 def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):
     def chosen(dtype=torch.bfloat16, tokens=8192, shape=WIDE, block=BLOCK, density=0.1):
-        return gpu_choice.choice(CUDA, dtype, tokens, shape, block, density, "masked")
+        return gpu_choice.choice(CUDA, dtype, tokens, shape, block, density)
 
     assert chosen() == chosen(torch.float16) == "triton"
     assert not gpu_choice.listable((16, 1 << 21), (16, 16)) and chosen(shape=(16, 1 << 21), block=(16, 16), density=0.01) == "masked_dense"

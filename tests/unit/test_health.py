@@ -177,6 +177,64 @@ def test_wrong_use():
         fxmask.HealthLog(empty).update()
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s: s.update(updates="x"),
+        lambda s: s.update(activity={}),
+        lambda s: s.update(last=[]),
+        lambda s: s["last"].update({"0.weight": 3}),
+        lambda s: s["last"]["0.weight"].update(mask=None),
+        lambda s: s["last"]["0.weight"].update(flips=None),
+        lambda s: s["last"]["0.weight"].update(age=torch.zeros(3, 4)),
+        lambda s: s["activity"].update({"0.weight": torch.zeros(2, 2, dtype=torch.int64)}),
+    ],
+)
+def test_a_state_that_is_none_changes_nothing(spoil):
+    log = fxmask.HealthLog(model())
+    log.update()
+    saved, before = log.state_dict(), log.update().rows
+    spoil(saved)
+    with pytest.raises(StateError, match="expected what state_dict returned"):
+        log.load_state_dict(saved)
+    assert (log.updates, log.report().rows) == (2, before)
+    assert log.update().rows[0]["age_max"] == 2
+
+
+def test_inside_dense_there_is_no_mask_to_look_at():
+    m = model(refresh=0)
+    log = fxmask.HealthLog(m)
+    before = log.update().rows
+    with fxmask.dense(m), pytest.raises(StateError, match="leave the with block"):
+        log.update()
+    assert log.updates == 1 and log.report().rows == before and log.update().summary["flips"] == 0
+
+
+def test_a_warning_that_is_an_error_leaves_a_whole_update(tmp_path):
+    m, path = model(), tmp_path / "health.csv"
+    log = fxmask.HealthLog(m, path)
+    with torch.no_grad():
+        m[0].weight.zero_()
+    with pytest.raises(FxMaskWarning, match="has died"):
+        log.update()
+    assert log.updates == 1 and [r["name"] for r in log.report().rows] == ["0.weight", "2.weight"] and len(path.read_text().splitlines()) == 3
+    log.update()
+    assert len(path.read_text().splitlines()) == 5
+
+
+def test_a_log_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match=r"expected a fxmask\.HealthLog of this model, got one of another Sequential"):
+        fxmask.explain(model(), health=fxmask.HealthLog(model()))
+    m = model()
+    assert fxmask.explain(m[0], health=fxmask.HealthLog(m)).rows
+
+
+@pytest.mark.parametrize("path", [3, b"x", ["x"]], ids=repr)
+def test_a_path_that_is_none(path):
+    with pytest.raises(ConfigError, match="expected a path or None, got"):
+        fxmask.HealthLog(model(), path)
+
+
 def test_explain_tells_of_health():
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), ratio=0.75, block=(16, 16))
     log = fxmask.HealthLog(model)

@@ -12,6 +12,7 @@ from unit.reads_by_name import (
     Chained,
     Chosen,
     Copied,
+    Default,
     Got,
     GotByName,
     Held,
@@ -27,14 +28,34 @@ from unit.reads_by_name import (
     WeightNamed,
     WeightsUnpacked,
 )
-from unit.reads_in_loops import Added, Comprehended, Counted, Enumerated, InARow, Items, Key, Last, Listed, Looped, Pairs, Sliced, Some, Values, Zipped
+from unit.reads_in_loops import (
+    Added,
+    Comprehended,
+    Counted,
+    Enumerated,
+    InADict,
+    InADictByKey,
+    InARow,
+    Items,
+    Key,
+    Last,
+    Listed,
+    Looped,
+    NamedChildren,
+    Next,
+    Pairs,
+    Sliced,
+    Some,
+    Values,
+    Zipped,
+)
 
 import fxmask
 from fxmask.passes.finding.readers import weight_readers
 
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
-READS += [Added, InARow, Matched, Tried]
+READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default]
 
 
 class Calls(Held):

@@ -72,3 +72,13 @@ def test_wrong_use():
         unfolded.conv2d(torch.randn(1, 4, 5, 5), nn.Conv2d(4, 4, 3, groups=2))
     with pytest.raises(fxmask.FxMaskError, match=r"expected \(B, 4, H, W\) or \(4, H, W\), got \(1, 3, 5, 5\)"):
         unfolded.conv2d(torch.randn(1, 3, 5, 5), nn.Conv2d(4, 4, 3))
+
+
+@pytest.mark.parametrize("config", [fxmask.NMMask(2, 4), fxmask.WeightMask(ratio=0.5, block=(4, 4))], ids=["2:4", "blocks"])
+def test_a_masked_layer_is_not_taken_for_a_dense_one(config):
+    model, x = fxmask.apply(nn.Sequential(nn.Conv2d(16, 16, 3)), config, layers=nn.Conv2d), torch.randn(2, 16, 5, 5)
+    with pytest.raises(fxmask.FxMaskError, match="expected W∘M in `weight`, got None"):
+        unfolded.conv2d(x, model[0])
+    y = model(x)
+    fxmask.finalize(model)
+    torch.testing.assert_close(unfolded.conv2d(x, model[0]), y)

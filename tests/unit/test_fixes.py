@@ -1,0 +1,125 @@
+"""What errors and warnings recommend works, they say what was meant, and warnings point at the user's own line."""
+
+import linecache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.errors import ConfigError, FxMaskWarning
+
+
+def net(width=32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def late():
+    model = fxmask.apply(net(), ratio=0.5, schedule=fxmask.Schedule("linear", steps=4))
+    fxmask.step(model, 2)
+    return model
+
+
+def dead():
+    model = fxmask.apply(net(), ratio=0.5)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    return fxmask.HealthLog(model)
+
+
+def starved():
+    model = net(128)
+    with torch.no_grad():
+        model[0].weight.mul_(1e-3)
+    return model
+
+
+WARNED = {
+    "no-match": lambda: fxmask.apply(net(), ratio=0.5, exclude="nothing"),
+    "no-match-of-inputs": lambda: fxmask.apply(net(), fxmask.ActivationPruning(ratio=0.5, block=8), exclude="nothing"),
+    "no-match-of-an-allocation": lambda: fxmask.allocate(net(), 0.5, "erk", exclude="nothing"),
+    "own-forward": lambda: fxmask.apply(nn.Sequential(Own(32, 32), nn.Linear(32, 32)), ratio=0.5, include=("0", "1")),
+    "override-of-a-default": lambda: fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), ratio=0.5, overrides={"1": {"ratio": 0.25}}),
+    "starved": lambda: fxmask.apply(starved(), ratio=0.5, allocation="global"),
+    "early": lambda: fxmask.finalize(late()),
+    "dead": lambda: dead().update(),
+    "overtaken": lambda: fxmask.apply(net(), ratio=0.5, overrides={"0": False, "*": {"ratio": 0.25}}),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_a_warning_points_at_the_users_line(case):
+    with pytest.warns(FxMaskWarning) as caught:
+        WARNED[case]()
+    assert {w.filename for w in caught} == {__file__} and all(f'"{case}": lambda' in linecache.getline(__file__, w.lineno) for w in caught)
+
+
+def test_an_override_that_a_later_one_overtakes():
+    """The last match wins: what stands in front of a pattern that takes every layer has no effect."""
+    for overrides, lost in [
+        ({"0": False, "*": {"ratio": 0.25}}, "'0'"),
+        ({"*": {"block": (8, 8)}, nn.Linear: {"ratio": 0.25}}, r"'\*'"),
+        ({"0": False, "2": {"ratio": 0.75}, "re:.*": {"ratio": 0.25}}, "'0', '2'"),
+    ]:
+        with pytest.warns(FxMaskWarning, match=f"overrides: no effect has {lost}, as .* behind it matches every layer: the last match wins"):
+            model = fxmask.apply(net(), ratio=0.5, block=(16, 16), overrides=overrides)
+        assert [int(m.sum()) for m in fxmask.masks(model).values()] == [3, 3]
+    for overrides in ({"*": {"ratio": 0.25}, "0": False}, {"0": False, "2": {"ratio": 0.25}}, {"*": {"ratio": 0.25}}, {"[01]": False, "[12]": {"ratio": 0.25}}):
+        fxmask.apply(net(), ratio=0.5, overrides=overrides)  # without a word
+
+
+REFUSED = {
+    "nm-with-a-ratio": (lambda: fxmask.apply(net(), fxmask.NMMask(), ratio=0.6), "an NMMask goes alone, without the options of a WeightMask: .*got ratio"),
+    "feedback-at-rest": (lambda: fxmask.WeightMask(refresh=0, schedule=fxmask.Feedback("loss", every=1)), r"refresh of at least 1 with a schedule\.$"),
+    "ramp-at-rest": (lambda: fxmask.WeightMask(refresh=0, schedule=fxmask.Schedule("cubic", steps=9)), "from a step at which the ramp has ended on"),
+    "inputs-alone": (
+        lambda: fxmask.apply(net(), ratio=0.5, overrides={"0": {"activations": {"ratio": 0.25}}}),
+        "got 'activations'; it wants an ActivationPruning in the same fxmask.apply",
+    ),
+    "positional-ratio": (lambda: fxmask.apply(net(), 0.5), r"a ratio goes by name: fxmask.apply\(model, ratio=0.5\)"),
+    "phase-typo": (lambda: fxmask.WeightMask(phases={4: {"refesh": 2}}), "got refesh; did you mean 'refresh'"),
+    "option-typo": (lambda: torch.compile(net(), backend="fxmask", options={"sparsity": 0.5})(torch.randn(2, 32)), "did you mean 'ratio'"),
+    "no-backend": (lambda: torch.compile(net(), backend="fxmask", options={"ratio": 0.5, "inner": 3})(torch.randn(2, 32)), "inner: expected the name of a b"),
+    "kwargs": (lambda: fxmask.allocate(net(), 0.5, "flop", kwargs=[torch.randn(2, 32)]), "kwargs: expected a dict of the forward's keyword arguments"),
+    "models": (lambda: fxmask.graphed(lambda: None, torch.optim.SGD(net().parameters()), models=net()), "expected models, a list of nn.Modules.*Sequential"),
+    "models-none": (lambda: fxmask.graphed(lambda: None, torch.optim.SGD(net().parameters()), models=None), "expected models, a list.*got NoneType"),
+    "array": (lambda: fxmask.WeightMask(criterion=np.array(["fro", "l1"])), "unknown criterion: expected one of"),
+    "tolerance": (lambda: fxmask.Feedback("loss", every=2, tolerance=torch.tensor([0.1, 0.2])), "Feedback.tolerance is a share of the loss"),
+    "strict": (lambda: fxmask.analyze(net(), torch.randn(2, 32), strict="no"), "strict: expected True or False, got 'no'"),
+    "literal": (lambda: fxmask.stability(net(), torch.randn(2, 32), literal="no"), "literal: expected True or False, got 'no'"),
+    "meta-inputs": (lambda: fxmask.stability(net(), torch.randn(2, 32, device="meta")), "expected inputs .* on meta"),
+    "table": (lambda: fxmask.explain(fxmask.apply(net(), ratio=0.5)).table(3), "table: expected markdown or one of"),
+    "save": (lambda: fxmask.explain(fxmask.apply(net(), ratio=0.5)).save(None), "Report.save: expected a path, got None"),
+    "check": (lambda: fxmask.advise(net(), torch.randn(2, 32), check="no"), "advise: expected check, True or False"),
+    "loss": (lambda: fxmask.advise(net(), torch.randn(2, 32), loss="mse"), "and loss, a function of the model's output"),
+    "ratios": (lambda: fxmask.advise(net(), torch.randn(2, 32), ratios=None), "advise: expected blocks and ratios as sequences|expected blocks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_use_is_said(case):
+    call, words = REFUSED[case]
+    with pytest.raises(Exception, match=f"(?s){words}") as caught:
+        call()
+    assert isinstance(caught.value, ConfigError) or "ConfigError" in str(caught.value)  # what Dynamo wraps names it
+
+
+def test_arguments_by_name_alone():
+    model, x = net(), torch.randn(6, 32)
+    by_place, by_name = (fxmask.allocate(model, 0.5, "flop", **given) for given in ({"inputs": x}, {"kwargs": {"input": x}}))
+    assert dict(by_place) == dict(by_name) and by_place.spent == by_name.spent
+
+
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(ratio=0.5, block=8), fxmask.BlockDropout(p=0.5, block=(8, 8))], ids=lambda c: type(c).__name__)
+def test_a_layer_that_is_given_no_tensor(config):
+    model = fxmask.apply(net(), config)
+    for wrong in (None, [1.0]):
+        with pytest.raises(TypeError, match=f"expected a Tensor .*, got {type(wrong).__name__}"):
+            model[0](wrong)

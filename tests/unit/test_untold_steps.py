@@ -1,0 +1,118 @@
+"""Steps that `fxmask.step(model, 0)` announced and nobody tells: a ramp stands at its beginning, densely, and a warning says so."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+
+RAMP = {"schedule": fxmask.Schedule("linear", steps=50)}
+NEVER = r"fxmask.step\(model, 0\) has announced that steps will be told: expected fxmask.step\(model\) after every optimizer.step\(\), got none in 11"
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+
+def train(model, steps, tell=None, parameters=None, x=None):
+    optimizer = torch.optim.SGD(model.parameters() if parameters is None else parameters, lr=0.01)
+    for i in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32) if x is None else x).square().mean().backward()
+        optimizer.step()
+        if tell is not None:
+            tell(i)
+
+
+CASES = {
+    "ramp": (lambda m: fxmask.apply(m, ratio=0.5, block=(8, 8), **RAMP), "0.weight, 2.weight"),
+    "refresh": (lambda m: fxmask.apply(m, ratio=0.5, block=(8, 8), refresh=5), "0.weight, 2.weight"),
+    "trace": (lambda m: fxmask.apply(torch.fx.symbolic_trace(m), ratio=0.5, block=(8, 8), **RAMP), "0.weight, 2.weight"),
+    "inputs": (lambda m: fxmask.apply(m, fxmask.ActivationPruning(ratio=0.5, block=8, **RAMP)), "0, 2"),
+    "tau": (lambda m: fxmask.apply(m, fxmask.NMMask(mode="learned", tau_from=4.0, tau_steps=50)), "0, 2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_none_is_told(case):
+    make, names = CASES[case]
+    model = make(net())
+    fxmask.step(model, 0)
+    train(model, 10)  # without a word
+    with pytest.warns(FxMaskWarning, match=rf"{NEVER}(?s:.)*where: {names}\n") as caught:
+        train(model, 1)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    train(model, 12)  # once
+
+
+def test_a_part_is_told():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(model, 0)
+    with pytest.warns(FxMaskWarning, match=rf"{NEVER}(?s:.)*where: 2.weight\n"):
+        train(model, 11, lambda i: fxmask.step(model[0]))
+
+
+def test_one_of_two_models_is_told():
+    model, other = (fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP) for _ in range(2))
+    both = nn.ModuleList([model, other])
+    both.forward = lambda x: model(x) + other(x)
+    fxmask.step(model, 0), fxmask.step(other, 0)
+    with pytest.warns(FxMaskWarning, match=NEVER) as caught:
+        train(both, 11, lambda i: fxmask.step(model))
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("announce", "tell"),
+    [
+        (lambda m: fxmask.step(m, 0), lambda m, i: fxmask.step(m)),
+        (lambda m: fxmask.step(m, 0), lambda m, i: (i + 1) % 4 or fxmask.step(m, 4)),
+        (lambda m: fxmask.load_state_dict(m, fxmask.state_dict(m)) or fxmask.step(m, 0), lambda m, i: fxmask.step(m)),
+    ],
+    ids=["each", "four-at-once", "resumed"],
+)
+def test_told_steps_say_nothing(announce, tell):
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    announce(model)
+    train(model, 24, lambda i: tell(model, i))  # a warning would be an error here
+    assert fxmask.explain(model).rows[0]["step"] == 24
+
+
+def test_others_steps_and_what_counts_nothing_say_nothing():
+    model, other = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP), net()
+    fxmask.step(model, 0)
+    train(nn.Sequential(model, other), 12, parameters=other.parameters())  # its weights rest
+    plain = fxmask.apply(net(), ratio=0.5, block=(8, 8))
+    fxmask.step(plain, 0)
+    train(plain, 12)
+
+
+def test_a_guard_that_comes_counts():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(model, 0)
+    train(model, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fxmask.guard(optimizer, model)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+    assert fxmask.explain(model).rows[0]["step"] == 12
+
+
+def test_another_weight_in_its_place_and_a_model_that_is_gone():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(model, 0)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.warns(FxMaskWarning, match=NEVER):
+        train(model, 11)
+    gone = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(gone, 0)
+    fxmask.restore(gone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(gone, 12)
