@@ -93,7 +93,8 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     c = site._fxmask_config
     nb, kb = site._fxmask_grid
     wrapped = weight is not None and is_wrapped(weight)
-    known = weight is not None and not weight.is_meta and not wrapped
+    resized = weight is not None and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape
+    known = weight is not None and not weight.is_meta and not wrapped and not resized
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
     mask = mask_outside(site, weight.detach()) if known and weight is not None else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
@@ -101,6 +102,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
     reason = soft if site._fxmask_softening else "selected"
     reason += f"; its weight has become a {type(weight).__name__} since, and its forward raises" if wrapped else ""
+    reason += f"; its weight has been replaced by one of another size, and its forward raises: the mask is of {site._fxmask_shape}" if resized else ""
     row = dense_row(name, torch.empty(shape, device="meta"), reason)
     row.update(
         masked=True,
@@ -112,7 +114,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
-        **({} if wrapped else _implementation(c, weight, mask, site)),
+        **({} if wrapped or resized else _implementation(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),

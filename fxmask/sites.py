@@ -73,6 +73,9 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         if next(exported_masks(model), None) is not None:
             what = f"{caller}: the masks of this model are part of its trace, which was made after fxmask.apply: {EXPECTED}."
             raise StateError(message(what, type(model).__name__, "use the model that was traced, or call fxmask.apply on the trace of a dense one."))
+        if FINAL in model.__dict__:
+            what = f"{caller}: nothing is masked in this model, whose masks fxmask.finalize has made permanent: {EXPECTED}."
+            raise StateError(message(what, type(model).__name__, "do that before fxmask.finalize; fxmask.apply(model, ...) masks it anew."))
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:

@@ -70,7 +70,7 @@ def warn(text: str) -> None:
     level = 2
     if not torch.compiler.is_dynamo_compiling():  # a graph looks at no frames
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_USERS:
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in NOT_THE_USERS:
             frame, level = frame.f_back, level + 1
     warnings.warn(text, FxMaskWarning, stacklevel=level)
 

@@ -58,9 +58,10 @@ def test_an_encoding_without_some_signs(monkeypatch):
         (("bench", "--device", "cpu", "--dtype", "tf32", "--list"), "--dtype tf32 is a mode of GPUs: expected another dtype on a CPU."),
         (("explain", SPEC, "--ratio", "0.5", "--block", ""), "block: expected out x in, such as 16x16, got ''."),
         (("explain", SPEC, "--ratio", "0.5", "-o", ""), "-o: expected a path, got ''."),
+        (("explain", SPEC, "--ratio", "0.5", "-o", ".csv"), "-o: expected a path, got '.csv'."),
         (("analyze", SPEC, "--input", "99999999999999999999x64"), "input: expected fewer than 2^63 elements, got '99999999999999999999x64'."),
     ],
-    ids=["out is a file", "dispatch", "tf32", "block", "out", "size"],
+    ids=["out is a file", "dispatch", "tf32", "block", "out", "a suffix alone", "size"],
 )
 def test_requests_that_cannot_be_meant(args, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -111,6 +111,25 @@ def test_wrong_use_is_said(case):
     assert isinstance(caught.value, ConfigError) or "ConfigError" in str(caught.value)  # what Dynamo wraps names it
 
 
+def test_a_final_model_is_known_as_one():
+    model = fxmask.finalize(fxmask.apply(net(), ratio=0.5))
+    for call in (fxmask.step, fxmask.state_dict, fxmask.refresh, fxmask.HealthLog, fxmask.finalize):
+        with pytest.raises(fxmask.FxMaskError, match=r"whose masks fxmask.finalize has made permanent"):
+            call(model)
+    fxmask.step(fxmask.apply(model, ratio=0.5))  # as the fix says
+
+
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_explain_of_a_weight_of_another_size(refresh):
+    model = fxmask.apply(net(), ratio=0.5, refresh=refresh)
+    model[0].weight = nn.Parameter(torch.randn(16, 32))
+    rows = {r["name"]: r for r in fxmask.explain(model).rows}
+    assert rows["0"]["reason"].endswith("replaced by one of another size, and its forward raises: the mask is of (32, 32)")
+    assert rows["0"]["achieved_ratio"] is None and rows["2"]["achieved_ratio"] == 0.5
+    with pytest.raises(fxmask.FxMaskError, match="replaced by one of another size"):
+        model(torch.randn(2, 32))
+
+
 def test_arguments_by_name_alone():
     model, x = net(), torch.randn(6, 32)
     by_place, by_name = (fxmask.allocate(model, 0.5, "flop", **given) for given in ({"inputs": x}, {"kwargs": {"input": x}}))
