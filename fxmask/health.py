@@ -210,16 +210,24 @@ def _fits(saved: Any, names: dict[str, set[tuple[int, int]]]) -> bool:
     """Whether it is what `state_dict` returns of these weights, each of one of these numbers of blocks."""
     if not isinstance(saved, dict) or set(saved) != {"updates", "last", "activity"} or not all(isinstance(saved[k], dict) for k in ("last", "activity")):
         return False
-    if plain_int(saved["updates"]) is None or set(saved["last"]) != set(saved["activity"]) or not set(saved["last"]) <= set(names):
+    if not _counts(saved["updates"]) or set(saved["last"]) != set(saved["activity"]) or not set(saved["last"]) <= set(names):
         return False
     for name, e in saved["last"].items():
-        if not isinstance(e, dict) or any(plain_int(e.get(k)) is None for k in ("flips", "quiet")):
+        if not isinstance(e, dict) or not all(_counts(e.get(k, missing)) for k, missing in (("flips", None), ("quiet", None), ("since", 1))):
+            return False
+        block = e.get("block", (1, 1))  # one of earlier logs names none
+        if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(_counts(n) for n in block):
             return False
         held = [t for t in (e.get("mask"), e.get("age"), saved["activity"][name]) if isinstance(t, Tensor)]
         shapes = {tuple(t.shape) for t in held}
-        if [t.dtype for t in held] != [torch.bool, torch.int64, torch.int64] or len(shapes) > 1 or not shapes <= names[name]:
+        kinds = [(t.dtype, t.layout) for t in held]
+        if kinds != [(d, torch.strided) for d in (torch.bool, torch.int64, torch.int64)] or len(shapes) > 1 or not shapes <= names[name]:
             return False
     return True
+
+
+def _counts(n: Any) -> bool:
+    return type(n) is int and n >= 0
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import plain_int
 from .nm.nm_masking import moving_nm, refresh_nm, step_nm
+from .passes.finding.candidate import join
 from .passes.state import rebuild
 from .passes.state import site as state
 from .passes.state.pruning_schedule import advance
@@ -66,9 +67,8 @@ def step(model: nn.Module, n: int = 1) -> None:
     for _, m in pruned:
         advance(m, n)
     if not n:
-        counting = [(name, site) for name, site, w in found if site._fxmask_guard is None and site._fxmask_given.needs_steps]
-        expect_steps(model, ((name, site, name) for name, site in counting))
-        expect_steps(model, ((name, m, None) for name, m in (*pruned, *moving_nm(model))))
+        counting = [(name, site) for name, site, _ in found if site._fxmask_given.needs_steps]
+        expect_steps(model, [*counting, *((join(name, "weight"), m) for name, m in (*pruned, *moving_nm(model)))])
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

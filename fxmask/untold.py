@@ -6,7 +6,7 @@ Masks would stay at the ratio of the first step, all blocks in place, and nothin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,75 +15,84 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .guards.other_steps import under_way
 from .kernels.errors import first_of, message, warn
-from .passes.finding.weights import peek_weight
+from .nm.nm_attributes import LOGITS
+from .passes.state.site import Site
 from .passes.stepping.held import ids_of
 
 PATIENCE = 10  # optimiser steps of a weight; whoever tells several at once, as step(model, 4), is given time
+FOREIGN = 1000  # steps of optimisers that hold other weights, after which it is taken for one that rests
 COUNTS = ("_fxmask_step", "_fxmask_pruning_step", "_fxmask_nm_step")
 GUARDS = ("_fxmask_guard", "_fxmask_pruning_guard")
 
 
 @dataclass
 class Promise:
-    """What a layer had counted when its steps were announced, and how many optimiser steps its weight has made since."""
+    """Who holds the weight of a layer, and how many optimiser steps there were since its steps were announced: of its weight, and of others."""
 
     name: str
-    weight: Callable[[], Tensor | None]
-    told: tuple[Any, ...]
+    owner: weakref.ref[nn.Module]
     steps: int = 0
+    foreign: int = 0
+
+    def parameters(self) -> Iterable[Tensor]:
+        """The weight, or what a parametrisation computes it from, which is not asked to; and logits, which may move alone."""
+        owner = self.owner()
+        if owner is None:
+            return ()
+        leaf = self.name.rpartition(".")[2]
+        weight, made = owner._parameters.get(leaf), owner._modules.get("parametrizations")
+        if weight is not None:
+            return [p for p in (weight, owner._parameters.get(LOGITS)) if p is not None]
+        return made[leaf].parameters() if isinstance(made, nn.ModuleDict) and leaf in made else ()
 
 
 _promised: weakref.WeakKeyDictionary[nn.Module, Promise] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
-def expect_steps(model: nn.Module, layers: Iterable[tuple[str, nn.Module, str | None]]) -> None:
-    """Watch the optimiser steps of layers, each by (name for a message, what counts, the parameter's name in the model; None: its own)."""
-    root = weakref.ref(model)
-    for name, m, parameter in layers:
-        _promised[m] = Promise(name, _weight_of(weakref.ref(m) if parameter is None else root, parameter), _told(m))
+def expect_steps(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Watch the optimiser steps of layers, each by (its parameter's name in the model, what counts), but for those that have counted, as under a guard."""
+    for name, m in layers:
+        if m not in _promised and not _told(m):
+            _promised[m] = Promise(name, weakref.ref(model.get_submodule(name.rpartition(".")[0])))
     if _promised and not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _weight_of(of: weakref.ref[nn.Module], parameter: str | None) -> Callable[[], Tensor | None]:
-    """A weight by its place, as another Parameter may stand there later."""
-
-    def weight() -> Tensor | None:
-        m = of()
-        if m is None or parameter is None:
-            return None if m is None else peek_weight(m)
-        owner, _, leaf = parameter.rpartition(".")
-        try:
-            return getattr(m.get_submodule(owner), leaf, None)
-        except AttributeError:  # the layer is gone
-            return None
-
-    return weight
-
-
-def _told(m: nn.Module) -> tuple[Any, ...]:
-    return tuple(m.__dict__.get(name) for name in COUNTS)
+def _told(m: nn.Module) -> bool:
+    """Whether a step of the layer was told, or a guard counts them, or it counts nothing any more."""
+    d = m.__dict__
+    counted = [d[name] for name in COUNTS if name in d]
+    return not counted or any(counted) or any(d.get(name) is not None for name in GUARDS)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn, once for a layer, where its steps are not told."""
-    if torch.compiler.is_compiling() or not _promised:
+    if torch.compiler.is_compiling() or not _promised or len([*under_way()]) > 1:  # an optimiser that another one wraps, or super().step()
         return
-    held, late, steps = set(ids_of(optimizer)), [], 0
-    for m, promise in [(of(), promise) for of, promise in list(_promised.data.items())]:  # type: ignore[attr-defined]  # others may add to it
+    held, late = set(ids_of(optimizer)), []
+    for of, promise in list(_promised.data.items()):  # type: ignore[attr-defined]  # other threads may add to it
+        m = of()
         if m is None:
             continue
-        if _told(m) != promise.told or any(m.__dict__.get(name) is not None for name in GUARDS):
+        ours = [p for p in promise.parameters() if id(p) in held]
+        promise.foreign += not ours
+        promise.steps += any(p.requires_grad and p.grad is not None for p in ours)
+        if _told(m) or promise.foreign > FOREIGN:
             _promised.pop(m, None)
-        elif id(promise.weight()) in held:
-            promise.steps += 1
-            if promise.steps > PATIENCE:
-                _promised.pop(m, None)
-                late.append(promise.name)
-                steps = promise.steps
+        elif promise.steps > PATIENCE:
+            _promised.pop(m, None)
+            late.append((promise.name, m))
     if late:
-        what = f"fxmask.step(model, 0) has announced that steps will be told: expected fxmask.step(model) after every optimizer.step(), got none in {steps}."
-        what += " What counts steps stands still, a ramp at its beginning, where nothing is masked."
-        warn(message(what, first_of(late), "call it, or fxmask.guard(optimizer, model) in place of both."))
+        what = "fxmask.step(model, 0) has announced that steps will be told: expected fxmask.step(model) after every optimizer.step(), got none"
+        what += f" in {PATIENCE + 1}. What counts steps stands still{_at(late[0][1])}."
+        warn(message(what, first_of([name for name, _ in late]), "call it, or fxmask.guard(optimizer, model) in place of both."))
+
+
+def _at(m: nn.Module) -> str:
+    """Where a ramp stands."""
+    if not isinstance(m, Site) or (now := m._fxmask_config.ratio_at(m._fxmask_step)) == m._fxmask_given.final_ratio:
+        return ""
+    return f", at ratio {round(now, 6):g} instead of {m._fxmask_given.final_ratio:g}"

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from types import FrameType
 
 import torch
 
@@ -65,12 +66,17 @@ def message(what: str, where: str = "", fix: str = "") -> str:
 NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")  # packages whose frames a warning passes over
 
 
+def _is_not_the_users(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in NOT_THE_USERS or frame.f_code.co_filename.startswith("<eval_with_key>")  # the code of a torch.fx graph
+
+
 def warn(text: str) -> None:
     """Give an `FxMaskWarning` that points at the user's own line: at the nearest frame outside of this library and of PyTorch."""
     level = 2
     if not torch.compiler.is_dynamo_compiling():  # a graph looks at no frames
         frame = sys._getframe(1)
-        while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in NOT_THE_USERS:
+        while frame.f_back is not None and _is_not_the_users(frame):
             frame, level = frame.f_back, level + 1
     warnings.warn(text, FxMaskWarning, stacklevel=level)
 

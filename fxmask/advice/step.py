@@ -59,7 +59,7 @@ def stepper(
 def optimizer_of(model: nn.Module, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
     trained = [p for p in model.parameters() if p.requires_grad]
     made = make(trained) if make is not None and trained else None
-    if made is not None and not isinstance(made, torch.optim.Optimizer):
+    if made is not None and not all(callable(getattr(made, name, None)) for name in ("step", "zero_grad")):
         raise ConfigError(f"optimizer: expected what makes a torch.optim.Optimizer from parameters, got {type(made).__name__} from it.")
     if isinstance(made, torch.optim.LBFGS):
         raise UnsupportedError(message("advise takes steps without a closure: expected an optimiser that needs none, got LBFGS.", "", "optimizer=None."))

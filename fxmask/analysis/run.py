@@ -126,7 +126,7 @@ def _unknown(ops: str, first: str) -> Exception:
 
 def _phases(given: Any) -> tuple[str, ...]:
     found = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, Tensor)) and getattr(given, "ndim", 1) == 1 else ()
-    if not found or any(p not in PHASES for p in found):
+    if not found or not all(isinstance(p, str) and p in PHASES for p in found):
         raise ConfigError(f"phases: expected a sequence of {', '.join(PHASES)}, got {given!r}.")
     return found
 

@@ -59,7 +59,7 @@ def graphed(step: Callable[[], T], *optimizers: Optimizer, models: Iterable[nn.M
     stays allocated. Masks, lists, scores and scalars of watched layers are rewritten in place from now on: a backward belongs before the next step.
     Not from a paper: CUDA graphs of PyTorch (`torch.cuda.graph`), which by themselves would never replay the host's counts.
     """
-    if isinstance(models, nn.Module) or not isinstance(models, Iterable):  # an nn.Sequential would be taken apart
+    if (isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)) or not isinstance(models, Iterable):  # an nn.Sequential would be taken apart
         raise ConfigError(f"fxmask.graphed: expected models, a list of nn.Modules that the step runs, got {type(models).__name__}.")
     named = tuple(models)
     if not callable(step):

@@ -74,12 +74,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         seen = _seen[optimizer] = Seen(ids, _times, weakref.WeakSet(found))
     if not seen.guards:
         return
-    under_way = [*_under_way()]
-    if sum(o is optimizer for o in under_way) > 1:  # of a subclass that calls super().step()
+    stepping = [*under_way()]
+    if sum(o is optimizer for o in stepping) > 1:  # of a subclass that calls super().step()
         return
     closure, begun = has_closure(args, kwargs), dict[Any, Begun]()
     for handle in alive(seen.guards):
-        if handle in _guards and not any(o is handle.optimizer() for o in under_way):
+        if handle in _guards and not any(o is handle.optimizer() for o in stepping):
             may_move = [(n, w) for n, w in _shared(handle, optimizer) if (w.grad is not None or closure) and not capturing(w)]
             begun[handle] = Begun(_counted(handle), [(n, w, ranks.part(w.detach()).clone()) for n, w in may_move])
     _begun[optimizer] = begun
@@ -87,7 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn, once for a guard, of a step of another optimiser's own."""
-    if torch.compiler.is_compiling() or optimizer not in _begun or sum(o is optimizer for o in _under_way()) > 1:
+    if torch.compiler.is_compiling() or optimizer not in _begun or sum(o is optimizer for o in under_way()) > 1:
         return
     for handle, (counted, weights) in _begun.pop(optimizer).items():
         if counted != _counted(handle):
@@ -105,7 +105,7 @@ def _counted(handle: GuardHandle) -> tuple[int, int | None]:
     return handle.steps, handle._captures
 
 
-def _under_way() -> Iterator[Optimizer]:
+def under_way() -> Iterator[Optimizer]:
     """The optimisers whose steps are running."""
     frame = sys._getframe()
     while frame is not None:

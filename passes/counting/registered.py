@@ -15,7 +15,7 @@ from .calls import Call, Place
 from .moves import stream_of
 from .work import REGISTERED, RULES, Target, Work, phase_of
 
-_ours: set[Any] = set()  # ops whose formula was registered here, which another may replace, as a notebook's cell that runs again does
+_ours: dict[Any, bool] = {}  # ops that were registered here, which may be again, as by a notebook's cell, and whether PyTorch's counter has that formula
 
 
 def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -39,14 +39,18 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
         if not callable(formula):
             raise ConfigError(f"register_cost: expected a function of the arguments of {name} that gives its FLOP, got {formula!r}.")
 
+        try:
+            signature = inspect.signature(formula, follow_wrapped=False)  # a decorator may take other arguments than what it wraps
+        except (TypeError, ValueError):  # a builtin that tells nothing of its arguments
+            signature = None
+
         def rule(call: Call, t: Target) -> list[Work]:
             args, kwargs = tree_map(lambda a: a.shape if isinstance(a, Place) else a, (call.args, call.kwargs))
             outs = [p.shape for p in call.outputs]
             named = {**kwargs, "out_shape": outs[0] if len(outs) == 1 else tuple(outs)}
             try:
-                inspect.signature(formula).bind(*args, **named)
-            except ValueError:  # a builtin that tells nothing of its arguments
-                pass
+                if signature is not None:
+                    signature.bind(*args, **named)
             except TypeError as e:
                 got = f"{len(args)} positional arguments and {', '.join(named)}"
                 raise ConfigError(f"the registered cost of {name} does not take the op's arguments: {e}; it was given {got}.") from None
@@ -58,10 +62,11 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
             return [Work(call, phase_of(call), REGISTERED, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
 
         RULES[name] = rule
-        if packet not in flop_registry or packet in _ours:
+        if packet not in flop_registry or _ours.get(packet):
             flop_registry.pop(packet, None)
             register_flop_formula(packet)(formula)
-            _ours.add(packet)
+            _ours[packet] = True
+        _ours.setdefault(packet, False)
         return formula
 
     return decorate

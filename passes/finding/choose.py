@@ -97,7 +97,7 @@ def choose(
     named = [p for p in excluded or [] if any(names(p, c) for c in left)]
     _warn_unused(found, {"include": included or [], "exclude": [p for p in excluded or [] if p not in named], "overrides": list(changes)}, others)
     if model is not None:  # all of its linears, and not those of a graph
-        _warn_overtaken(found, changes)
+        _warn_overtaken([c for c in found if not c.skip and not _why_not(c, included, excluded, defaults)], changes)
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
     overridden = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
     for c in found:
@@ -171,11 +171,12 @@ def _warn_unused(found: list[Candidate], options: dict[str, list[Pattern]], othe
 
 
 def _warn_overtaken(found: list[Candidate], changes: dict[Any, Any]) -> None:
-    """A pattern that matches every linear leaves those before it without effect, as the last match wins and nothing adds up."""
+    """A pattern that matches every linear that could be masked leaves those before it without effect, as the last match wins and nothing adds up."""
     patterns = list(changes)
-    last = max((i for i, p in enumerate(patterns) if found and all(matches(p, c) for c in found)), default=0)
-    if lost := [repr(p) for p in patterns[:last] if any(matches(p, c) for c in found)]:
-        what = f"overrides: no effect has {first_of(lost)}, as {patterns[last]!r} behind it matches every layer: the last match wins"
+    last = max((i for i, p in enumerate(patterns) if len(found) > 1 and all(matches(p, c) for c in found)), default=0)
+    spoken = [p for p in patterns[:last] if changes[p] is False or changes[p]]  # of masks, and not of what goes beside them alone
+    if lost := [repr(p) for p in spoken if any(matches(p, c) for c in found)]:
+        what = f"overrides: no effect on masks has {first_of(lost)}, as {patterns[last]!r} behind it matches every layer: the last match wins"
         warn(f"{what}, and options do not add up. Put {patterns[last]!r} first, or its options into the config.")
 
 

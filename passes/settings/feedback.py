@@ -67,7 +67,8 @@ class Feedback:
             raise ConfigError(f"Feedback.change: expected a change of the ratio above 0 (and of at least 1e-9), got {self.change!r}.")
         self._check_goal()
         for name, unused, measure in (("tolerance", 0.0, "loss"), ("stop", None, "bytes")):
-            if self.measure != measure and not (type(getattr(self, name)) is type(unused) and getattr(self, name) == unused):
+            given = getattr(self, name)
+            if self.measure != measure and not (given is unused or (is_number(given) and given == unused)):
                 raise ConfigError(f"Feedback.{name} is for measure={measure!r}: expected {unused} with {self.measure!r}, got {getattr(self, name)!r}.")
         if not is_number(self.tolerance) or self.tolerance < 0:
             raise ConfigError(f"Feedback.tolerance is a share of the loss: expected a finite number of at least 0, got {self.tolerance!r}.")

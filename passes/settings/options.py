@@ -20,7 +20,7 @@ class Options:
         known = [f.name for f in dataclasses.fields(self)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
-            beside = {"activations": "an ActivationPruning", "dropout": "a BlockDropout"}.get(unknown[0], "") if "overrides" in where else ""
+            beside = {"activations": "an ActivationPruning", "dropout": "a BlockDropout"}.get(unknown[0], "") if where.startswith("overrides[") else ""
             near = meant(unknown[0], [*known, *(BESIDE if where.startswith("fxmask.apply") else ())])
             near = f"; it wants {beside} in the same fxmask.apply." if beside else near
             raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")

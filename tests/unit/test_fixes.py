@@ -68,11 +68,14 @@ def test_an_override_that_a_later_one_overtakes():
         ({"*": {"block": (8, 8)}, nn.Linear: {"ratio": 0.25}}, r"'\*'"),
         ({"0": False, "2": {"ratio": 0.75}, "re:.*": {"ratio": 0.25}}, "'0', '2'"),
     ]:
-        with pytest.warns(FxMaskWarning, match=f"overrides: no effect has {lost}, as .* behind it matches every layer: the last match wins"):
+        with pytest.warns(FxMaskWarning, match=f"overrides: no effect on masks has {lost}, as .* behind it matches every layer: the last match wins"):
             model = fxmask.apply(net(), ratio=0.5, block=(16, 16), overrides=overrides)
         assert [int(m.sum()) for m in fxmask.masks(model).values()] == [3, 3]
     for overrides in ({"*": {"ratio": 0.25}, "0": False}, {"0": False, "2": {"ratio": 0.25}}, {"*": {"ratio": 0.25}}, {"[01]": False, "[12]": {"ratio": 0.25}}):
         fxmask.apply(net(), ratio=0.5, overrides=overrides)  # without a word
+    configs = fxmask.WeightMask(ratio=0.5, block=(8, 8)), fxmask.ActivationPruning(ratio=0.5, block=8)
+    model = fxmask.apply(net(), *configs, overrides={"0": {"activations": {"ratio": 0.25}}, "*": {"ratio": 0.75}})  # the inputs of layer 0 are its own
+    assert "25 %" in str(model[0]) and "50 %" in str(model[2])
 
 
 REFUSED = {
@@ -88,6 +91,8 @@ REFUSED = {
     "option-typo": (lambda: torch.compile(net(), backend="fxmask", options={"sparsity": 0.5})(torch.randn(2, 32)), "did you mean 'ratio'"),
     "no-backend": (lambda: torch.compile(net(), backend="fxmask", options={"ratio": 0.5, "inner": 3})(torch.randn(2, 32)), "inner: expected the name of a b"),
     "kwargs": (lambda: fxmask.allocate(net(), 0.5, "flop", kwargs=[torch.randn(2, 32)]), "kwargs: expected a dict of the forward's keyword arguments"),
+    "phases": (lambda: fxmask.analyze(net(), torch.randn(2, 32), phases=[np.array(["fwd", "dX"])]), "phases: expected a sequence of fwd"),
+    "no-optimiser": (lambda: fxmask.advise(net(), torch.randn(2, 32), optimizer=lambda p: 3), "expected what makes a torch.optim.Optimizer.*got int"),
     "models": (lambda: fxmask.graphed(lambda: None, torch.optim.SGD(net().parameters()), models=net()), "expected models, a list of nn.Modules.*Sequential"),
     "models-none": (lambda: fxmask.graphed(lambda: None, torch.optim.SGD(net().parameters()), models=None), "expected models, a list.*got NoneType"),
     "array": (lambda: fxmask.WeightMask(criterion=np.array(["fro", "l1"])), "unknown criterion: expected one of"),

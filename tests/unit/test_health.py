@@ -181,6 +181,10 @@ def test_wrong_use():
     "spoil",
     [
         lambda s: s.update(updates="x"),
+        lambda s: s.update(updates=-1),
+        lambda s: s["last"]["0.weight"].update(block=7),
+        lambda s: s["last"]["0.weight"].update(since="x"),
+        lambda s: s["last"]["0.weight"].update(mask=s["last"]["0.weight"]["mask"].to_sparse()),
         lambda s: s.update(activity={}),
         lambda s: s.update(last=[]),
         lambda s: s["last"].update({"0.weight": 3}),

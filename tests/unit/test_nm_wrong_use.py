@@ -42,7 +42,7 @@ WRONG = {
     "again": (lambda: fxmask.apply(fxmask.apply(net(), NMMask()), NMMask()), "has N:M masks already"),
     "blocks later": (lambda: fxmask.apply(fxmask.apply(net(), NMMask()), ratio=0.5), "has N:M masks already"),
     "after blocks": (lambda: fxmask.apply(fxmask.apply(net()), NMMask()), "masked, pruned or dropped already"),
-    "ratio beside it": (lambda: fxmask.apply(net(), NMMask(), ratio=0.5), "configs and ratio"),
+    "ratio beside it": (lambda: fxmask.apply(net(), NMMask(), ratio=0.5), "an NMMask goes alone, without the options of a WeightMask: .*got ratio"),
     "allocation": (lambda: fxmask.apply(net(), NMMask(), allocation="erk"), "expected None beside an NMMask"),
     "option": (lambda: fxmask.apply(net(), NMMask(), overrides={"3": {"ratio": 0.5}}), "unknown option .* got 'ratio'"),
     "trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(net()), NMMask()), "on the nn.Module instead of its trace"),

@@ -32,9 +32,24 @@ CASES = {
     "ramp": (lambda m: fxmask.apply(m, ratio=0.5, block=(8, 8), **RAMP), "0.weight, 2.weight"),
     "refresh": (lambda m: fxmask.apply(m, ratio=0.5, block=(8, 8), refresh=5), "0.weight, 2.weight"),
     "trace": (lambda m: fxmask.apply(torch.fx.symbolic_trace(m), ratio=0.5, block=(8, 8), **RAMP), "0.weight, 2.weight"),
-    "inputs": (lambda m: fxmask.apply(m, fxmask.ActivationPruning(ratio=0.5, block=8, **RAMP)), "0, 2"),
-    "tau": (lambda m: fxmask.apply(m, fxmask.NMMask(mode="learned", tau_from=4.0, tau_steps=50)), "0, 2"),
+    "inputs": (lambda m: fxmask.apply(m, fxmask.ActivationPruning(ratio=0.5, block=8, **RAMP)), "0.weight, 2.weight"),
+    "tau": (lambda m: fxmask.apply(m, fxmask.NMMask(mode="learned", tau_from=4.0, tau_steps=50)), "0.weight, 2.weight"),
 }
+
+
+class Counted(nn.Module):
+    """A parametrisation that counts its calls."""
+
+    calls = 0
+
+    def forward(self, w):
+        Counted.calls += 1
+        return w
+
+
+class Over(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -47,6 +62,44 @@ def test_none_is_told(case):
         train(model, 1)
     assert len(caught) == 1 and caught[0].filename == __file__
     train(model, 12)  # once
+
+
+@pytest.mark.parametrize(("case", "at"), [("ramp", ", at ratio 0 instead of 0.5."), ("refresh", ".")])
+def test_where_it_stands(case, at):
+    model = CASES[case][0](net())
+    fxmask.step(model, 0)
+    with pytest.warns(FxMaskWarning) as caught:
+        train(model, 11)
+    assert f"What counts steps stands still{at}\n" in str(caught[0].message)
+
+
+def test_a_computed_weight_is_not_computed_for_this():
+    model = net()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Counted())
+    fxmask.apply(model, ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(model, 0)
+    train(model, 10)
+    before = Counted.calls
+    with pytest.warns(FxMaskWarning, match=rf"{NEVER}(?s:.)*where: 0.weight, 2.weight\n"):
+        train(model, 1)
+    assert Counted.calls - before == 1  # by the forward
+
+
+def test_a_root_that_is_gone():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(nn.ModuleList([model]), 0)
+    with pytest.warns(FxMaskWarning, match=NEVER):
+        train(model, 11)
+
+
+def test_announced_anew_each_epoch():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    for _ in range(2):
+        fxmask.step(model, 0)
+        train(model, 5)
+    fxmask.step(model, 0)
+    with pytest.warns(FxMaskWarning, match=NEVER):
+        train(model, 1)
 
 
 def test_a_part_is_told():
@@ -80,6 +133,41 @@ def test_told_steps_say_nothing(announce, tell):
     announce(model)
     train(model, 24, lambda i: tell(model, i))  # a warning would be an error here
     assert fxmask.explain(model).rows[0]["step"] == 24
+
+
+def test_without_a_guard_on_purpose():
+    """As the warning of a guard that is gone recommends."""
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), schedule=fxmask.Schedule("linear", steps=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = fxmask.guard(optimizer, model)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+    handle.remove()
+    fxmask.step(model, 0)
+    train(model, 12)
+
+
+def test_steps_inside_of_steps_count_once():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(model, 0)
+    torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = Over(model.parameters(), lr=0.01)
+    for i in range(16):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+        if i % 8 == 7:
+            fxmask.step(model, 8)
+
+
+def test_weights_that_rest_make_no_steps():
+    model = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(model, 0)
+    model.requires_grad_(False)
+    head = nn.Linear(32, 32)
+    train(nn.Sequential(model, head), 12)
 
 
 def test_others_steps_and_what_counts_nothing_say_nothing():
