@@ -176,8 +176,8 @@ def _warn_overtaken(found: list[Candidate], changes: dict[Any, Any]) -> None:
     last = max((i for i, p in enumerate(patterns) if len(found) > 1 and all(matches(p, c) for c in found)), default=0)
     spoken = [p for p in patterns[:last] if changes[p] is False or changes[p]]  # of masks, and not of what goes beside them alone
     if lost := [repr(p) for p in spoken if any(matches(p, c) for c in found)]:
-        what = f"overrides: no effect on masks has {first_of(lost)}, as {patterns[last]!r} behind it matches every layer: the last match wins"
-        warn(f"{what}, and options do not add up. Put {patterns[last]!r} first, or its options into the config.")
+        what = f"overrides: no effect has {first_of(lost)} (what they say of inputs beside masks aside), as {patterns[last]!r} behind matches every layer"
+        warn(f"{what}: the last match wins, and options do not add up. Put {patterns[last]!r} first, or its options into the config.")
 
 
 def _asked_in_vain(found: list[Candidate], patterns: list[Pattern]) -> set[int]:
