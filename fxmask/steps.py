@@ -12,7 +12,6 @@ from torch import nn
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import plain_int
 from .nm.nm_masking import moving_nm, refresh_nm, step_nm
-from .passes.finding.candidate import join
 from .passes.state import rebuild
 from .passes.state import site as state
 from .passes.state.pruning_schedule import advance
@@ -68,7 +67,7 @@ def step(model: nn.Module, n: int = 1) -> None:
         advance(m, n)
     if not n:
         counting = [(name, site) for name, site, _ in found if site._fxmask_given.needs_steps]
-        expect_steps(model, [*counting, *((join(name, "weight"), m) for name, m in (*pruned, *moving_nm(model)))])
+        expect_steps(model, [*counting, *pruned, *moving_nm(model)])
 
 
 def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None:

@@ -6,7 +6,7 @@ Masks would stay at the ratio of the first step, all blocks in place, and nothin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .guards.other_steps import under_way
 from .kernels.errors import first_of, message, warn
 from .nm.nm_attributes import LOGITS
+from .passes.finding.candidate import join
 from .passes.state.site import Site
 from .passes.stepping.held import ids_of
 
@@ -36,16 +37,9 @@ class Promise:
     steps: int = 0
     foreign: int = 0
 
-    def parameters(self) -> Iterable[Tensor]:
-        """The weight, or what a parametrisation computes it from, which is not asked to; and logits, which may move alone."""
+    def parameters(self) -> list[Tensor]:
         owner = self.owner()
-        if owner is None:
-            return ()
-        leaf = self.name.rpartition(".")[2]
-        weight, made = owner._parameters.get(leaf), owner._modules.get("parametrizations")
-        if weight is not None:
-            return [p for p in (weight, owner._parameters.get(LOGITS)) if p is not None]
-        return made[leaf].parameters() if isinstance(made, nn.ModuleDict) and leaf in made else ()
+        return [] if owner is None else _held(owner, self.name.rpartition(".")[2])
 
 
 _promised: weakref.WeakKeyDictionary[nn.Module, Promise] = weakref.WeakKeyDictionary()
@@ -53,12 +47,36 @@ _hooks: list[Any] = []
 
 
 def expect_steps(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
-    """Watch the optimiser steps of layers, each by (its parameter's name in the model, what counts), but for those that have counted, as under a guard."""
+    """Watch the optimiser steps of layers, each by (its own or its parameter's name, what counts), but for those that have counted, as under a guard.
+
+    A weight that a graph computes is no optimiser's, and is not watched.
+    """
     for name, m in layers:
-        if m not in _promised and not _told(m):
-            _promised[m] = Promise(name, weakref.ref(model.get_submodule(name.rpartition(".")[0])))
+        if m not in _promised and not _told(m) and (found := _place(model, name)) is not None:
+            _promised[m] = Promise(*found)
     if _promised and not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _held(owner: nn.Module, leaf: str) -> list[Tensor]:
+    """A weight, or what a parametrisation computes it from, which is not asked to; and logits, which may move alone."""
+    weight, made = owner._parameters.get(leaf), owner._modules.get("parametrizations")
+    if weight is not None:
+        return [p for p in (weight, owner._parameters.get(LOGITS)) if p is not None]
+    return list(made[leaf].parameters()) if isinstance(made, nn.ModuleDict) and leaf in made else []
+
+
+def _place(model: nn.Module, name: str) -> tuple[str, weakref.ref[nn.Module]] | None:
+    """The name of a layer's weight, or of a parameter, and the module that holds it."""
+    for path in (join(name, "weight"), name):
+        prefix, _, leaf = path.rpartition(".")
+        try:
+            owner = model.get_submodule(prefix)
+        except AttributeError:  # a graph's name of it
+            continue
+        if _held(owner, leaf):
+            return path, weakref.ref(owner)
+    return None
 
 
 def _told(m: nn.Module) -> bool:

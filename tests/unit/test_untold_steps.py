@@ -37,6 +37,28 @@ CASES = {
 }
 
 
+class Gated(nn.Module):
+    """A product with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gamma = nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return self.fc(x) * self.gamma
+
+
+class Branched(nn.Module):
+    """A linear in a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > -1e9, lambda x: self.fc(x) * 1.0, lambda x: self.fc(x) * 2.0, (x,))
+
+
 class Counted(nn.Module):
     """A parametrisation that counts its calls."""
 
@@ -83,6 +105,20 @@ def test_a_computed_weight_is_not_computed_for_this():
     with pytest.warns(FxMaskWarning, match=rf"{NEVER}(?s:.)*where: 0.weight, 2.weight\n"):
         train(model, 1)
     assert Counted.calls - before == 1  # by the forward
+
+
+def test_a_product_with_a_parameter():
+    config = fxmask.ActivationPruning(ratio=0.5, block=8, affine=True, **RAMP)
+    gm = fxmask.apply(torch.fx.symbolic_trace(Gated()), config)
+    fxmask.step(gm, 0)
+    with pytest.warns(FxMaskWarning, match=rf"{NEVER}(?s:.)*where: fc.weight, gamma\n"):
+        train(gm, 11)
+
+
+def test_a_body_of_control_flow():
+    gm = fxmask.apply(torch.export.export(Branched(), (torch.randn(8, 32),)).module(), ratio=0.5, block=(8, 8), **RAMP)
+    fxmask.step(gm, 0)
+    train(gm, 11, lambda i: fxmask.step(gm))
 
 
 def test_a_root_that_is_gone():
