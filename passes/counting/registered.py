@@ -15,7 +15,7 @@ from .calls import Call, Place
 from .moves import stream_of
 from .work import REGISTERED, RULES, Target, Work, phase_of
 
-_ours: dict[Any, bool] = {}  # ops that were registered here, which may be again, as by a notebook's cell, and whether PyTorch's counter has that formula
+_registered: dict[Any, bool] = {}  # ops that were registered here, which may be again, as by a notebook's cell, and whether PyTorch's counter has that formula
 
 
 def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -32,7 +32,7 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         raise ConfigError(f"register_cost: expected an op such as torch.ops.mylib.name, got {op!r}.")
     name = str(packet)
-    if name in RULES and packet not in _ours:
+    if name in RULES and packet not in _registered:
         raise ConfigError(f"register_cost: {name} has a cost already: expected an op that `analyze` lists as unknown.")
 
     def decorate(formula: Callable[..., int]) -> Callable[..., int]:
@@ -62,11 +62,11 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
             return [Work(call, phase_of(call), REGISTERED, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
 
         RULES[name] = rule
-        if packet not in flop_registry or _ours.get(packet):
+        if packet not in flop_registry or _registered.get(packet):
             flop_registry.pop(packet, None)
             register_flop_formula(packet)(formula)
-            _ours[packet] = True
-        _ours.setdefault(packet, False)
+            _registered[packet] = True
+        _registered.setdefault(packet, False)
         return formula
 
     return decorate

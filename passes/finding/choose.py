@@ -174,8 +174,8 @@ def _warn_overtaken(found: list[Candidate], changes: dict[Any, Any]) -> None:
     """A pattern that matches every linear that could be masked leaves those before it without effect, as the last match wins and nothing adds up."""
     patterns = list(changes)
     last = max((i for i, p in enumerate(patterns) if len(found) > 1 and all(matches(p, c) for c in found)), default=0)
-    spoken = [p for p in patterns[:last] if changes[p] is False or changes[p]]  # of masks, and not of what goes beside them alone
-    if lost := [repr(p) for p in spoken if any(matches(p, c) for c in found)]:
+    with_masks = [p for p in patterns[:last] if changes[p] is False or changes[p]]  # and not those of what goes beside them alone
+    if lost := [repr(p) for p in with_masks if any(matches(p, c) for c in found)]:
         what = f"overrides: no effect has {first_of(lost)} (what they say of inputs beside masks aside), as {patterns[last]!r} behind matches every layer"
         warn(f"{what}: the last match wins, and options do not add up. Put {patterns[last]!r} first, or its options into the config.")
 

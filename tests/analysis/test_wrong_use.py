@@ -1,6 +1,7 @@
 """What `fxmask.analyze` cannot serve: each error says what was expected, where, and how to go on."""
 
 import builtins
+import functools
 import logging
 import threading
 import warnings
@@ -247,6 +248,22 @@ def test_a_cost_can_be_put_right(registries):
         with FlopCounterMode(display=False) as counter:
             model(X)
         assert counter.get_total_flops() == 2 * 3 * 24 * 16 + flop
+
+
+def test_a_cost_may_be_decorated(registries):
+    """What a decorator takes counts, and not what the function behind it takes."""
+    model, op, name = custom_op()
+
+    def by_the_input(formula):
+        @functools.wraps(formula)
+        def cost(x_shape, *others, out_shape):
+            return formula(x_shape)
+
+        return cost
+
+    fxmask.register_cost(op)(by_the_input(lambda x_shape: 5 * x_shape[0]))
+    report = analyze(model, X)
+    assert next(r["flop"] for r in report.tables["nodes"] if r["status"] == "registered") == 15
 
 
 @pytest.mark.parametrize("flop", [1.5, True, -1, None, "2"], ids=repr)
