@@ -3,6 +3,8 @@
     python examples/own_pass.py
 """
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -51,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

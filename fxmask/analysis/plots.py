@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
+from ..files import cannot_write
 
 if TYPE_CHECKING:
     from .report import Analysis
@@ -30,7 +31,7 @@ def roofline(report: Analysis, path: str | Path) -> Path:
     plt = available()
     peaks, bandwidth = report.meta["peaks"], report.meta["dram_bytes_s"]
     rows = [r for r in report.tables["roofline"] if r["ai_dram"] and r["flop"]]
-    fig, ax = plt.subplots(figsize=(7, 4.5))
+    fig, ax = plt.subplots(layout="constrained", figsize=(7, 4.5))
     ridges = [r["ridge_dram"] for r in rows if r["ridge_dram"]] or [1.0]
     low, high = min([r["ai_dram"] for r in rows] + ridges) / 4, max([r["ai_dram"] for r in rows] + ridges) * 4
     used = {p for p in peaks.values() if any(r["ridge_dram"] and abs(r["ridge_dram"] * bandwidth - p) < 1e-3 * p for r in rows)}
@@ -56,7 +57,7 @@ def traffic(report: Analysis, path: str | Path) -> Path:
     rows = report.tables["traffic"]
     phases = list(dict.fromkeys(r["phase"] for r in rows))
     levels = ("bytes_min", "bytes_dram_est", "bytes_req", "bytes_sector", "bytes_line")
-    fig, ax = plt.subplots(figsize=(7, 4))
+    fig, ax = plt.subplots(layout="constrained", figsize=(7, 4))
     for i, level in enumerate(levels):
         heights = [sum(r[level] for r in rows if r["phase"] == p) / 1e9 for p in phases]
         ax.bar([x + i / (len(levels) + 1) for x in range(len(phases))], heights, width=1 / (len(levels) + 1), label=level)
@@ -68,7 +69,14 @@ def traffic(report: Analysis, path: str | Path) -> Path:
 
 
 def save(fig: Any, plt: Any, path: str | Path) -> Path:
-    fig.tight_layout()
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
-    return Path(path)
+    """Write a figure and close it; ConfigError where its file cannot be written, or has a suffix that matplotlib does not know."""
+    path = Path(path)
+    try:
+        fig.savefig(path, dpi=120)
+    except OSError as e:
+        raise cannot_write(path.parent, e) from None
+    except ValueError as e:
+        raise ConfigError(f"a picture in {str(path)!r}: expected a suffix that matplotlib knows, such as .png, got {path.suffix!r} ({e}).") from None
+    finally:
+        plt.close(fig)
+    return path

@@ -258,6 +258,13 @@ def test_percentiles():
     assert clock.percentiles([float(n) for n in range(101)]) == (10, 50, 90)
 
 
+def test_the_clock_of_a_cpu_tells_sleep_from_work():
+    calls = []
+    times = clock.time_cpu(lambda: calls.append(time.sleep(0.004)))
+    assert 4 <= times.warm[0] <= times.warm[1] <= times.warm[2] and len(calls) >= 6
+    assert times.cpu < 0.8 * times.warm[1] and times.how == "wall" and times.cold is None
+
+
 def test_ceilings_are_optional(tmp_path):
     assert read_ceilings(tmp_path) == {}
     (tmp_path / "ceilings.json").write_text('{"flops_per_s": 7.8e14, "bytes_per_s": 4.3e12}')

@@ -1,4 +1,4 @@
-"""The table of devices, this machine's own, and the time of a step."""
+"""The table of devices, and this machine's own."""
 
 import copy
 import pickle
@@ -9,8 +9,7 @@ import torch
 
 from fxmask.analysis import devices
 from fxmask.analysis.devices import DEVICES, Device, cpu, device, last_cache_bytes, of_machine
-from fxmask.analysis.measure import time_step
-from fxmask.errors import ConfigError, UnsupportedError
+from fxmask.errors import ConfigError
 
 # SMs, dense FLOP a clock and SM in 16 bits with tensor cores, boost clock: the chips' own arithmetic, which no datasheet's asterisk can double
 CHIPS = {
@@ -100,8 +99,6 @@ def test_no_gpu(monkeypatch):
     assert of_machine() is None
     with pytest.raises(ConfigError, match="no such device here"):
         device(torch.device("cuda"))
-    with pytest.raises(UnsupportedError, match="time_step: expected a CUDA device that is here, got 'cuda'"):
-        time_step(lambda: None, "cuda")
 
 
 def test_this_cpu_is_measured():
@@ -124,13 +121,3 @@ def test_the_last_cache(tmp_path):
         (tmp_path / f"index{i}").mkdir()
         (tmp_path / f"index{i}" / "size").write_text(f"{size}\n")
     assert last_cache_bytes(tmp_path) == 33 << 20
-
-
-def test_the_time_of_a_step_on_a_cpu():
-    calls = []
-    row = time_step(lambda: calls.append(time.sleep(0.004)))
-    assert 4e3 <= row["t_p10_us"] <= row["t_meas_us"] <= row["t_p90_us"] and len(calls) >= 6
-    assert row["t_cpu_us"] < 0.8 * row["t_meas_us"]  # asleep
-    assert row["how"] == "wall" and "t_warm_us" not in row
-    with pytest.raises(ConfigError, match="expected a CUDA device or 'cpu', got 'meta'"):
-        time_step(lambda: None, "meta")

@@ -159,6 +159,11 @@ def test_pictures(tmp_path):
         assert log.heatmap(tmp_path / "blocks.png", ["0.weight"]).stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"expected names among 0.weight, 2.weight, got \['1'\]"):
         log.heatmap(tmp_path / "x.png", ["1"])
+    for draw in (log.plot, log.heatmap):
+        with pytest.raises(ConfigError, match=r"expected a suffix that matplotlib knows, such as \.png, got '\.csv'"):
+            draw(tmp_path / "x.csv")
+        with pytest.raises(ConfigError, match="the output folder cannot be written: No such file or directory"):
+            draw(tmp_path / "nowhere" / "x.png")
 
 
 def test_wrong_use():
