@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .dense_warnings import warn_of_regions
 from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
 from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import Candidate
@@ -161,6 +162,7 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
 
 def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     """`apply` without a WeightMask."""
+    warn_of_regions(model, [*inputs.pruned, *((d, config) for d, config, _ in inputs.dropped)])
     inputs.change(model)
     model.__dict__.pop(REASONS, None)
     done = {name for name, _ in dropped_layers(model)}

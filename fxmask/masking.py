@@ -13,7 +13,7 @@ from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, S
 from .compiler.backend_watch import forget, seen
 from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
-from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads
+from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads, warn_of_regions
 from .dropping import DroppedLinear, any_dropped, undrop
 from .given import Given, refuse_given
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
@@ -138,6 +138,7 @@ def apply(
     warn_if_dense(decisions)
     warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()
+    warn_of_regions(model, [*((d, d.config) for d in decisions if d.config is not None), *inputs.pruned])
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
     inputs.change(model)

@@ -19,7 +19,7 @@ from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
-from .swap import MaskedLinear, Swapped, masked_class, of_now
+from .swap import MaskedLinear, Swapped, look, masked_class, of_now
 
 
 class Pruned(Swapped):
@@ -47,6 +47,7 @@ class PrunedLinear(Pruned):
         if not isinstance(self, PrunedLinear):
             return of_now(self, input)
         _refuse_tracing(self, input)
+        look(self)
         return self._fxmask_pruning.linear(input, raw_weight(self), self.bias, self.training)
 
 
@@ -59,6 +60,7 @@ class PrunedProduct(Pruned):
         if not isinstance(self, PrunedProduct):
             return of_now(self, input)
         _refuse_tracing(self, input)
+        look(self)
         p = self._fxmask_product
         b = getattr(self, p.b) if p.b else None
         inplace = bool(p.inplace and getattr(self, p.inplace))

@@ -78,6 +78,7 @@ class MaskedLinear(MaskedLayer):
             refuse_tracing(self)
         dropping: BlockDropout | None = self.__dict__.get("_fxmask_dropping")
         ran(self)
+        look(self)
         check_input(self, input, weight)
         input = input if dropping is None else dropping.drop(input, self.training)
         mask = forward_mask(self, weight)
@@ -97,6 +98,11 @@ class MaskedLinear(MaskedLayer):
 def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward that a module has by now, for one of ours that was bound before `fxmask.restore`, as wrappers of forwards keep it (Accelerate's hooks)."""
     return type(m).forward(m, *args, **kwargs)
+
+
+def look(m: nn.Module) -> None:
+    """Look at the number of the options that are in force, because the compiler compares what is looked at; see `Options.kind`."""
+    assert m.__dict__["_fxmask_beside"] >= 0
 
 
 def ran(m: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..compiler.backend_watch import forget
 from ..decided import mark_decided
+from ..dense_warnings import warn_of_regions
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..passes.finding.candidate import Candidate
@@ -40,6 +41,7 @@ def apply_nm(
     decisions = choose(find_nm(model, kinds), WeightMask(), include, exclude, mask_overrides(overrides, config, True), model)
     chosen = _selected(decisions, config, overrides)
     _check(chosen)
+    warn_of_regions(model, chosen)
     try:
         for d, c in chosen:
             assert d.candidate.module is not None  # no graph is left

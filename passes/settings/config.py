@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
-from zlib import crc32
 
 from ...kernels.dispatch import IMPLEMENTATIONS, check_available
 from ...kernels.errors import ConfigError, UnsupportedError
@@ -84,7 +83,6 @@ class WeightMask(Options):
 
     _observes: ClassVar[bool]  # plain attributes of each instance, and no fields
     _remembers: ClassVar[bool]
-    _kind: ClassVar[int]
     _wants_weight: ClassVar[bool]
 
     def __post_init__(self) -> None:
@@ -128,15 +126,9 @@ class WeightMask(Options):
             object.__setattr__(self, "phases", check_phases(self))
             if GIVEN in values(self, "criterion"):
                 raise ConfigError(f"{ONLY_GIVEN}: expected it from the first step on, got it in phases={self.phases!r}.")
-        object.__setattr__(self, "_kind", crc32(repr((self.block, self.backward, self.criterion, self.ties, self.cover, self.impl)).encode()))
+        self._number(self.block, self.backward, self.criterion, self.ties, self.cover, self.impl)
         counts_flips = isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate"
         object.__setattr__(self, "_wants_weight", counts_flips or self.ever_cached)
-
-    @property
-    def kind(self) -> int:
-        """A number for what compiled code holds fixed. `torch.compiler.nested_compile_region` takes one region's code for another by ints alone: text and
-        tuples, as most options are, it does not compare."""
-        return self._kind
 
     @property
     def needs_steps(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+from zlib import crc32
 
 from ...kernels.errors import ConfigError, meant
 
@@ -14,6 +15,18 @@ BESIDE = ("include", "exclude", "overrides", "allocation", "layers", "masks", "s
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Base of a frozen, validated configuration, whose fields are its options."""
+
+    _kind: ClassVar[int]  # a plain attribute of each instance, and no field
+
+    @property
+    def kind(self) -> int:
+        """A number for what compiled code holds fixed. `torch.compiler.nested_compile_region` takes one region's code for another by ints alone, and of those
+        by a module's own: text and tuples, as most options are, it does not compare. So layers hold it, and forwards look at it."""
+        return self._kind
+
+    def _number(self, *fixed: Any) -> None:
+        """Set `kind`, by what compiled code holds fixed of it."""
+        object.__setattr__(self, "_kind", crc32(repr(fixed).encode()))
 
     def replace(self: C, changes: dict[str, Any], where: str) -> C:
         """A copy with some fields changed; ConfigError names the fields that there are."""

@@ -1,0 +1,108 @@
+"""Regions that the compiler traces once for all layers alike (`torch.compiler.nested_compile_region`), where fxmask makes layers differ."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from sample_models import Region
+from torch import nn
+
+import fxmask
+from fxmask import ActivationPruning, BlockDropout, NMMask, WeightMask
+from fxmask.errors import FxMaskWarning
+
+
+def regions():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return nn.Sequential(nn.Linear(64, 64), *(Region() for _ in range(3)))
+
+
+def step(model, call):
+    torch.manual_seed(1)
+    y = call(torch.randn(8, 64))
+    y.square().sum().backward()
+    return y, [p.grad for p in model.parameters()]
+
+
+def compiled_like_eager(model):
+    """Outputs and gradients of the compiled model and of the model itself."""
+    other = copy.deepcopy(model)
+    found = step(other, torch.compile(other, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(found, step(model, model))
+
+
+PRUNED = ActivationPruning(ratio=0.5, block=16)
+
+
+OWN = {
+    "pruned": ([PRUNED], "3.fc", dict(ratio=0.25)),
+    "not pruned": ([PRUNED], "3.fc", False),
+    "masked, not pruned": ([WeightMask(), PRUNED], "1.fc", dict(activations=False)),
+    "n:m": ([NMMask()], "2.fc", dict(n=1)),
+    "decay": ([NMMask(mode="sr-ste")], "3.fc", dict(decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_layers_with_options_of_their_own(name):
+    configs, layer, own = OWN[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fxmask.apply(regions(), *configs, overrides={layer: own})
+    compiled_like_eager(model)
+
+
+@pytest.mark.parametrize("beside", [[], [WeightMask(ratio=0.0)]])
+def test_dropout_of_its_own(beside):
+    own = dict(p=0.0) if not beside else dict(dropout=dict(p=0.0))
+    model = fxmask.apply(regions(), *beside, BlockDropout(p=0.5, block=(8, 16)), overrides={"3.fc": own})
+    _, grads = step(model, torch.compile(model, backend="aot_eager", fullgraph=True))
+    dropped = [int((grads[i] == 0).all(0).sum()) for i in (4, 6)]  # features of a batch that is one block high
+    assert dropped[0] in (16, 32, 48) and dropped[1] == 0
+
+
+@pytest.mark.parametrize("configs", [[], [NMMask()], [PRUNED], [BlockDropout(p=0.5)], [WeightMask(), PRUNED]], ids=["mask", "n:m", "pruned", "dropped", "both"])
+def test_a_dense_region_before_others_is_warned_of(configs):
+    with pytest.warns(FxMaskWarning, match=r"1\.fc is dense before 2\.fc: compiled, 2\.fc and its like would run dense"):
+        fxmask.apply(regions(), *configs, exclude="1.*")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxmask.apply(regions(), *configs, exclude="3.*")  # that one is traced by itself
+        fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), *configs, exclude="0")
+
+
+def test_what_the_warning_recommends():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fxmask.apply(regions(), overrides={"1.fc": dict(ratio=0.0)})
+    assert fxmask.masks(model)["1.fc.weight"].all() and not fxmask.masks(model)["2.fc.weight"].all()
+    compiled_like_eager(model)
+
+
+@pytest.mark.parametrize(
+    ("configs", "own"),
+    [([], dict(phases={1: dict(block=(8, 8))})), ([PRUNED], dict(start=3)), ([WeightMask(), PRUNED], dict(activations=dict(start=3)))],
+    ids=["phases", "pruned", "both"],
+)
+def test_options_that_change_in_one_layer_alone_are_warned_of(configs, own):
+    with pytest.warns(FxMaskWarning, match=r"what changes by the step in 2\.fc is not what does in 1\.fc: compiled, it would not change"):
+        fxmask.apply(regions(), *configs, overrides={"2.fc": own})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fxmask.apply(regions(), *configs, overrides={"?.fc": own})  # all alike
+
+
+def test_phases_of_all_regions_are_followed():
+    model = fxmask.apply(regions(), phases={1: dict(block=(8, 8))})
+    fxmask.step(model, 0)
+    other = copy.deepcopy(model)
+    fxmask.step(other, 0)
+    call = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(step(other, call), step(model, model))
+        model.zero_grad()
+        other.zero_grad()
+        fxmask.step(model)
+        fxmask.step(other)
