@@ -13,10 +13,11 @@ from ..errors import ConfigError
 from ..places import place
 from . import floor, interleaved, regret, systems
 from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
+from .compare import MACHINE
 from .driver import CSV, Run, check_device, run_cells
 from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
-from .table import Row, Table
+from .table import Row, Table, what
 
 C = TypeVar("C")
 
@@ -66,7 +67,7 @@ def main(a: argparse.Namespace) -> int:
         return 0
     run = Run(check_device(a.device), a.out, a.time_limit, a.sample_s)
     run_cells(run, cells)
-    rows = [r for r in run.table.rows if all(r[c] == run.shared[c] for c in ("source", "device", "torch", "triton"))]
+    rows = _own(run.table, run.shared)
     print("\n".join(crossover_lines(rows)))
     refused = [r for r in rows if r["gate"] == "fail"]
     for r in refused:
@@ -140,10 +141,9 @@ def _matching(found: list[C], cells: str, name: Callable[[C], str]) -> list[C]:
     return chosen
 
 
-def _own(table: Table) -> list[Row]:
+def _own(table: Table, shared: Row) -> list[Row]:
     """The rows of these sources, on this machine, with so many threads: a csv may hold others too."""
-    own = provenance(torch.device("cpu"))
-    return [r for r in table.rows if all(r[c] == own[c] for c in ("source", "device", "torch", "threads"))]
+    return [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
 
 
 def steps(a: argparse.Namespace, dtype: str) -> int:
@@ -154,6 +154,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
     _set_threads(a.threads)
+    shared = provenance(torch.device("cpu"))
     if a.dispatch or a.floor:
         fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
         _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
@@ -163,9 +164,11 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
             print("\n".join(f"{c.group}/{c.phase}" for c in grid))
             return 0
         if a.dispatch:
-            text, good = regret.summary(_own(regret.run(grid, a.out, a.sample_s, a.time_limit)))
+            table = regret.run(grid, a.out, a.sample_s, a.time_limit)
+            text, good = regret.summary(table.of({**shared, **what(c)} for c in grid))
         else:
-            text, good = floor.summary(_own(interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)))
+            table = interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)
+            text, good = floor.summary(table.of({**shared, **what(c.by(name))} for c in grid for name in floor.CONTENDERS))
         print(text)
         return 0 if good else 1
     kinds = tuple(k for k in MASKS if k in names(a.masks))
@@ -176,7 +179,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or interleaved.CONTENDERS)
-    rows = _own(table)
+    rows = _own(table, shared)
     print("\n".join(crossover_lines(rows)))
     if a.plot and crossovers(rows):
         name = f"cpu-{torch.get_num_threads()}-threads.png"

@@ -8,7 +8,7 @@ from .cells import Cell
 from .table import Row, number, text, what
 
 REFRESHES = (1, 10, 100)
-MACHINE = ("source", "device", "torch", "triton")
+MACHINE = ("source", "device", "torch", "triton", "threads")
 CELL = ("op", "phase", "provider", "M", "N", "K", "dtype", "block_n", "block_k", "ratio", "mask", "mask_seed")
 
 

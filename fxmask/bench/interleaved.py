@@ -197,7 +197,7 @@ def run(
 ) -> Table:
     """Measure what the csv lacks, until the time limit."""
     shared = provenance(torch.device("cpu"))
-    table = Table(out / csv, COLUMNS, (*WHAT, "threads"))
+    table = Table(out / csv, COLUMNS)
     begin = time.monotonic()
     for cell in found:
         if all({**shared, **what(cell.by(name))} in table for name in names):

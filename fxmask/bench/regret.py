@@ -31,7 +31,6 @@ COLUMNS = (
     *WHERE, "load", "verdict", *WHAT, "chosen", "why", "best", "chosen_ms", "best_ms", "masked_dense_ms", "regret", "x_masked_dense", "times",
     "max_err", "gate",
 )  # fmt: skip
-NAMES = (*WHAT, "threads")
 GOOD, SHARE = 0.05, 0.95  # regret of a good choice; how many of them have to be good
 SHAPES = ((1024, 1024), (1536, 384), (384, 1536), (768, 768), (1000, 768), (2048, 512), (196, 196), (256, 1024))
 TOKENS, BLOCKS, RATIOS, OPS = (256, 1024, 2048, 4096), (16, 32, 64, 128), (0.5, 0.7, 0.8, 0.9, 0.95), ("forward", "dx", "dw", "backward")
@@ -129,7 +128,7 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
 def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: Callable[[str], None] = print) -> Table:
     """Measure what the csv lacks, until the time limit."""
     shared = provenance(torch.device("cpu"))
-    table, begin = Table(out / CSV, COLUMNS, NAMES), time.monotonic()
+    table, begin = Table(out / CSV, COLUMNS), time.monotonic()
     for cell in found:
         if {**shared, **what(cell)} in table:
             continue
@@ -144,7 +143,7 @@ def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: 
 
 def summary(rows: list[Row]) -> tuple[str, bool]:
     """How many choices are good, and the worst; what was not judged; and whether enough of them are good and no result is wrong."""
-    rows = [*{key(r, NAMES): r for r in rows}.values()]  # what was busy may have been measured again
+    rows = [*{key(r): r for r in rows}.values()]  # what was busy may have been measured again
     wrong = [r for r in rows if r["gate"] != "pass"]
     usable = [r for r in rows if r["verdict"] == "ok" and r["gate"] == "pass"]
     lines = [f"  {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']}: wrong results, error {r['max_err']}" for r in wrong]

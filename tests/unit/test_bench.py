@@ -1,6 +1,7 @@
 """`fxmask bench` on the CPU, with tiny shapes."""
 
 import csv
+import os
 import re
 import subprocess
 import sys
@@ -111,6 +112,22 @@ def test_a_second_run_goes_on(tmp_path):
     third.shared["source"] = "other kernels"
     run_cells(third, chosen[:2])
     assert len(said) == 2  # measured again: another provenance
+
+
+def test_rows_of_other_threads_are_no_baselines_and_are_not_shown(tmp_path, capsys, monkeypatch):
+    """They are other measurements: each is measured again, and stands beside its own alone."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    before = torch.get_num_threads()
+    command = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b64x64/r0.8/*", "--sample-s", "0"]
+    try:
+        assert main([*command, "--out", str(tmp_path), "--threads", "1"]) == 0 and "fxmask_reference forward" in capsys.readouterr().out
+        assert main([*command, "--out", str(tmp_path), "--threads", "2", "--providers", "fxmask_reference"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    out = capsys.readouterr().out
+    assert "1 of 1 cells" not in out and "no row can be compared" in out
+    *_, last = table.read(tmp_path / CSV)
+    assert (last["threads"], last["provider"], last["x_dense"]) == ("2", "fxmask_reference", "")
 
 
 def test_a_wrong_provider_gets_no_time(tmp_path):

@@ -232,15 +232,31 @@ def test_the_floor_says_what_it_could_not_judge():
     assert floor.summary(busy + again) == floor.summary(again)
 
 
-def test_rows_of_other_sources_and_threads_are_not_counted(tmp_path, capsys):
+OTHERS = ({"source": "another"}, {"threads": "7"}, {"device": "another"}, {"dtype": "bf16"}, {"mask_seed": "1"}, {"M": "21"})
+
+
+def test_rows_of_other_sources_threads_and_settings_are_not_counted(tmp_path, capsys):
     command = ["bench", "--device", "cpu", "--floor", "--cells", "step/20x32->48*", "--sample-s", "0", "--out", str(tmp_path), "--threads"]
     with mock.patch.object(floor, "GRID", (((48, 32), (20,), ("interleaved",)),)), mock.patch.object(floor, "BLOCKS", (16,)):
         main([*command, "1"])
         kept = table.Table(tmp_path / floor.CSV, interleaved.COLUMNS)
-        for changes in ({"source": "another"}, {"threads": "7"}, {"device": "another"}):
-            kept.extend([r | {"M": "21"} | changes for r in kept.rows[: len(floor.CONTENDERS)]])
+        for changes in OTHERS:
+            kept.extend([r | {"gate": "fail"} | changes for r in kept.rows[: len(floor.CONTENDERS)]])
         main([*command, "1"])
-    assert [line.split("; ")[1].split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("floor: ")] == ["3", "3"]
+    out = capsys.readouterr().out
+    assert [line.split("; ")[1].split()[2] for line in out.splitlines() if line.startswith("floor: ")] == ["3", "3"] and "wrong" not in out
+
+
+def test_the_dispatch_judges_its_own_cases_alone(tmp_path, monkeypatch, capsys):
+    for name, value in (("SHAPES", ((48, 32),)), ("TOKENS", (40,)), ("BLOCKS", (16,)), ("RATIOS", (0.5,)), ("OPS", ("dx",))):
+        monkeypatch.setattr(regret, name, value)
+    command = ["bench", "--device", "cpu", "--dispatch", "1", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]
+    main(command)
+    kept = table.Table(tmp_path / regret.CSV, regret.COLUMNS)
+    kept.extend([kept.rows[0] | {"gate": "fail"} | changes for changes in OTHERS])
+    main(command)
+    out = capsys.readouterr().out
+    assert out.count("dispatch: ") == out.count(" of 1 choices ") == 2 and "wrong" not in out
 
 
 def test_token_mixing_has_contiguous_tokens():
