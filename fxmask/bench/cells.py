@@ -73,16 +73,16 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def providers_of(op: str, mask: str, device: str) -> tuple[str, ...]:
-    """Who can be asked for an op, baselines first. Anchors and the dispatcher are compared on random masks only."""
+def providers_of(cell: Cell, device: str) -> tuple[str, ...]:
+    """Who can be asked for a cell, baselines first. Anchors and the dispatcher are compared on random masks only; it makes masks, and no lists."""
     own = "fxmask_triton" if device == "cuda" else "fxmask_reference"
-    if op == "metadata":
-        return (own, "fxmask_reference") if device == "cuda" else (own,)
+    if cell.op == "metadata":
+        return (own, "fxmask_reference", *(("fxmask_auto",) if cell.phase == "block_index" else ()))
     names = ["dense", "masked_dense", own]
-    if mask == "random":
+    if cell.mask == "random":
         bsr = ("torch_bsr", "torch_bsr_s4") if device == "cuda" else ("torch_bsr",)
-        names += {"forward": bsr, "dx": bsr, "dw": ("torch_sampled",) if device == "cuda" else ()}.get(op, ())
-        names += ["fxmask_auto"] if op == "forward" else []
+        names += {"forward": bsr, "dx": bsr, "dw": ("torch_sampled",) if device == "cuda" else ()}.get(cell.op, ())
+        names += ["fxmask_auto"] if cell.op == "forward" else []
     return tuple(names)
 
 
@@ -134,7 +134,7 @@ def _expand(groups: Iterable[Cell], device: str, providers: tuple[str, ...]) -> 
     for group in groups:
         if group.op == "metadata" and (group.mask != "random" or group.ratio != RATIOS[0]):
             continue
-        for name in providers_of(group.op, group.mask, device):
+        for name in providers_of(group, device):
             cell = group.dense() if name == "dense" else group.by(name)
             if cell not in done and (not providers or name in providers):
                 done.add(cell)

@@ -65,6 +65,15 @@ def test_rows_of_auto_say_what_ran(tmp_path):
     assert {r["ran"] for r in table.read(tmp_path / CSV) if r["provider"] != "fxmask_auto"} == {""}
 
 
+def test_a_refresh_is_that_of_the_provider(tmp_path):
+    """`auto` makes its masks another way than the reference does."""
+    run, _ = make_run(tmp_path)
+    run_cells(run, some_cells("forward/*/b64x64/r0.8/*,metadata*"))
+    rows = [r for r in table.read(tmp_path / CSV) if r["block_n"] == "64"]
+    masks = {r["provider"]: r["ms_p50"] for r in rows if r["phase"] == "block_index"}
+    assert {r["provider"]: r["metadata_ms"] for r in rows if r["metadata_ms"]} == masks and set(masks) == {"fxmask_reference", "fxmask_auto"}
+
+
 def test_what_ran_is_what_was_decided(monkeypatch):
     i = inputs.make_inputs(cells.Cell("step", "step", 40, 48, 32, "fp32", (16, 16), 0.5, "random", 0, "fxmask_auto"), CPU)
     asked = []
@@ -150,7 +159,7 @@ def test_a_wrong_provider_gets_no_time(tmp_path):
         assert rows["masked_dense"]["gate"] == "pass"
     run, _ = make_run(tmp_path / "metadata", registry={**providers.REGISTRY, "fxmask_reference": wrong})
     run_cells(run, some_cells("metadata.block_index*"))
-    assert {r["gate"] for r in run.table.rows} == {"fail"}
+    assert {(r["provider"], r["gate"]) for r in run.table.rows} == {("fxmask_reference", "fail"), ("fxmask_auto", "pass")}
 
 
 def test_a_busy_machine_gives_no_verdict(tmp_path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fxmask.bench import compare, findings, goals, gpu, summary, sweeps, table
+from fxmask.bench import cells, compare, findings, goals, gpu, summary, sweeps, table
 from fxmask.bench.probes import BANDWIDTH, TENSORCORE
 from fxmask.bench.refreshes import METADATA
 
@@ -56,6 +56,16 @@ def test_refresh_columns():
     assert row == {"ms_p50": "1.0"}
     compare.add_refreshes(row, [{"ms_p50": "0.5"}, {"ms_p50": "0.3"}])
     assert (row["ms_refresh_1"], row["ms_refresh_10"], row["ms_refresh_100"]) == ("1.8", "1.08", "1.008")
+
+
+@pytest.mark.parametrize(("ran", "ms"), [("forward triton", "0.3"), ("forward masked_dense", "0.1")])
+def test_lists_are_added_where_kernels_ran(ran, ms):
+    cell = cells.Cell("forward", "forward", 8192, 4096, 4096, "bf16", (64, 64), 0.8, "random", 0, "fxmask_auto")
+    own = dict.fromkeys(table.COLUMNS, "") | {"ms_p50": "1", "ran": ran}
+    made = (("block_index", "fxmask_auto", "0.1"), ("block_index", "fxmask_triton", "5"), ("lists", "fxmask_triton", "0.2"), ("lists", "fxmask_reference", "7"))
+    rows = [synthetic(by, 0.8, "", op="metadata", phase=phase, block_k="64", ms_p50=t) for phase, by, t in made]
+    compare.with_refreshes(rows, cell, own)
+    assert own["metadata_ms"] == ms
 
 
 def test_every_column_is_explained():
