@@ -24,6 +24,7 @@ from . import clock, gate
 from .cells import Cell
 from .inputs import TORCH_DTYPES, make_mask
 from .provenance import provenance, utc
+from .session import within
 from .table import BUSY, WHAT, WHERE, Row, Table, key, number, text, what
 
 CSV = "dispatch.csv"
@@ -128,13 +129,8 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
 def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: Callable[[str], None] = print) -> Table:
     """Measure what the csv lacks, until the time limit."""
     shared = provenance(torch.device("cpu"))
-    table, begin = Table(out / CSV, COLUMNS), time.monotonic()
-    for cell in found:
-        if {**shared, **what(cell)} in table:
-            continue
-        if limit is not None and time.monotonic() - begin > limit:
-            say(f"stopped by the time limit of {limit:g} s; the same command goes on from here")
-            break
+    table = Table(out / CSV, COLUMNS)
+    for cell in within([c for c in found if {**shared, **what(c)} not in table], limit, say):
         row = measure(cell, shared, seconds)
         table.append(row)
         say(f"{cell.group}  chosen {row['chosen']} {row['chosen_ms']} ms  best {row['best']} {row['best_ms']} ms")

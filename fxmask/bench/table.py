@@ -43,6 +43,11 @@ def number(row: Row, column: str) -> float | None:
         return None
 
 
+def time_column(row: Row) -> str:
+    """The column that decides on a CPU: process time on one thread, which other processes disturb least, and wall time on more."""
+    return "cpu_ms_p50" if row["threads"] == "1" else "ms_p50"
+
+
 def what(cell: Cell, density: float | None = None) -> Row:
     """The columns that name a cell."""
     values = (cell.op, cell.phase, cell.provider, cell.M, cell.N, cell.K, cell.dtype, *cell.block, cell.ratio, density, cell.mask, cell.seed)

@@ -200,6 +200,27 @@ def test_command_line(tmp_path, capsys):
         assert e.value.code == 2
 
 
+def test_masks_that_are_asked_for(capsys):
+    """Also by a quick run, and with the refreshes of these masks; what an error suggests matches something."""
+
+    def listed(*options):
+        assert main(["bench", "--device", "cpu", "--op-by-op", "--list", *options]) == 0
+        return capsys.readouterr().out.split()
+
+    for quick in ((), ("--quick",)):
+        every = listed("--masks", "rows", *quick)
+        assert {name.split("/")[5] for name in every} == {"rows", "-"} and [n for n in every if n.startswith("metadata")]
+        assert {name.split("/")[5] for name in listed("--masks", "random,rows", *quick)} == {"random", "rows", "-"}
+    assert {name.split("/")[5] for name in listed("--quick")} == {"random", "-"}
+    assert listed("--cells", "metadata*", "--masks", "rows")
+    for options in (("--masks", "rows"), ("--providers", "torch_bsr"), ("--quick", "--providers", "fxmask_auto")):
+        assert main(["bench", "--device", "cpu", "--op-by-op", "--list", "--cells", "nothing", *options]) == 2
+        assert listed("--cells", capsys.readouterr().err.split("'")[3], *options)
+    assert main(["bench", "--device", "cpu", "--op-by-op", "--list", "--providers", "torch_bsr,fxmask_auto", "--masks", "rows"]) == 0  # auto's own masks
+    assert main(["bench", "--device", "cpu", "--op-by-op", "--list", "--providers", "torch_bsr", "--masks", "rows"]) == 2
+    assert capsys.readouterr().err == "fxmask: --providers: expected some for rows masks on cpu, got torch_bsr.\n"
+
+
 def test_env_as_a_module():
     done = subprocess.run([sys.executable, "-m", "fxmask", "env"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert re.search(rf"^torch +{re.escape(torch.__version__)}$", done.stdout, re.MULTILINE)
