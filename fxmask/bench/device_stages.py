@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import FxMaskError
 from ..kernels import nm_ops, ops, prune, prune_ops
 from ..kernels.dispatch import triton_ops
 from .clock import flush_buffer, time_cuda
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if a.stage in PARTS or a.stage in OPS:
             return measure(a.stage, a.out, a.quick, a.time_limit, a.one_by_one)
         return tiny(a.kernel) if a.stage == "tiny" else ceilings(a.out) if a.stage == "ceilings" else precompile()
-    except UnsupportedError as e:
+    except FxMaskError as e:
         print(f"fxmask: {e}", file=sys.stderr)
         return 2
 

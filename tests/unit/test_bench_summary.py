@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from fxmask.bench import cells, compare, findings, goals, gpu, summary, sweeps, table
+from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, summary, sweeps, table
 from fxmask.bench.probes import BANDWIDTH, TENSORCORE
 from fxmask.bench.refreshes import METADATA
 
@@ -134,3 +135,18 @@ def test_findings(tmp_path):
     assert findings.limits(tmp_path, found) == {"l2_bytes_per_s_128": 7.25e12, "l2_bytes_per_s_32": 4.5e12}
     closing = "\n".join(gpu.summary([], tmp_path))
     assert "n = 16: 333" in closing and "goal / measured / bound" in closing
+
+
+def test_a_csv_of_another_version_leaves_the_rest(tmp_path, monkeypatch, capsys):
+    """Its stage says so, and so does the closing table, which is made after hours."""
+    write(TENSORCORE, tmp_path, [of_part(TENSORCORE, n="16", programs_per_sm="4", tflop_per_s="333.4")])
+    for name in ("bandwidth.csv", "bench.csv"):
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    lines = gpu.summary([], tmp_path)
+    said = [line.partition(": expected a csv with this version's columns")[0] for line in lines if line.startswith("not read")]
+    assert said == ["not read: bandwidth.csv", "not read: bench.csv"] and "n = 16: 333" in "\n".join(lines)
+    assert sum(line.startswith("10 ") for line in lines) == 6
+    pytest.importorskip("triton")
+    monkeypatch.setattr(device_stages, "check_device", lambda name: torch.device("cpu"))
+    assert device_stages.main(["bandwidth", "--quick", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("fxmask: bandwidth.csv: expected a csv with this version's columns")
