@@ -75,5 +75,6 @@ def materialised(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def filled(t: Tensor, device: torch.device) -> Tensor:
-    """N(0, 1) in a floating tensor, zeros in another."""
-    return torch.randn(t.shape, dtype=t.dtype, device=device) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype, device=device)
+    """N(0, 1) in a floating tensor, zeros in another, and in 8 bits, of which PyTorch draws none."""
+    make = torch.randn if t.is_floating_point() and t.itemsize > 1 else torch.zeros
+    return make(t.shape, dtype=t.dtype, device=device)

@@ -156,7 +156,7 @@ class _progress:
         self.name, self.shown = name, False
 
     def __enter__(self) -> Callable[[int], None] | None:
-        return self._tick if sys.stderr.isatty() else None
+        return self._tick if sys.stderr is not None and sys.stderr.isatty() else None
 
     def _tick(self, ops: int) -> None:
         if ops % 200 == 0:

@@ -88,6 +88,8 @@ def check(a: argparse.Namespace) -> None:
         given = getattr(a, name)
         if given is not None and not given >= least:  # nan, too
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least {least}.")
+    if abs(a.seed) >= 1 << 53:
+        raise ConfigError(f"--seed {a.seed}: expected a number nearer to 0 than 2^53.")
     if a.dtype == "tf32" and a.device == "cpu":
         raise ConfigError("--dtype tf32 is a mode of GPUs: expected another dtype on a CPU.\n  fix: --dtype fp32, or --device cuda.")
     if set(names(a.masks)) - set(MASKS) or (a.masks and not names(a.masks)):
