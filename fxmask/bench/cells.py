@@ -64,6 +64,11 @@ class Cell:
         return Cell(self.op, self.phase, self.M, self.N, self.K, self.dtype)
 
 
+def products(op: str) -> tuple[str, ...]:
+    """The matmuls of an op: a step is all three."""
+    return ("forward", "dx", "dw") if op == "step" else (op,)
+
+
 def parse_shape(text: str) -> tuple[int, int, int]:
     """(M, N, K) of `tokens x in -> out`, e.g. 8192x4096->14336; ConfigError otherwise."""
     found = re.fullmatch(r"(\d+)x(\d+)->(\d+)", text.strip())
