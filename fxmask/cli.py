@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a formula has signs that not every encoding has
     try:
         code = int(a.run(a))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever calls
+            sys.stdout.flush()
         return code
     except FxMaskError as e:
         print(f"fxmask: {e}", file=sys.stderr)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from .files import csv_text
 from .kernels.errors import ConfigError, message
 
-FORMATS = {".csv": "csv", ".json": "json", ".md": "github", ".html": "html", ".tex": "latex"}
+SUFFIX = {"csv": ".csv", "json": ".json", "markdown": ".md", "html": ".html", "latex": ".tex", "text": ".txt"}
+FORMATS = {suffix: form for form, suffix in SUFFIX.items()}
+TABLEFMT = {"markdown": "github", "html": "html", "latex": "latex_booktabs", "text": "simple"}
 WIDE, LONG = 120, 48  # characters: a table that is not printed as it is, and a cell that is then cut
 CUT = " .."
 WHOLE = 3  # leading columns that say what a row is: name, masked, reason
@@ -34,7 +36,7 @@ class Report:
     """Rows of one kind, with a title and notes.
 
     `print(report)` shows it, what would be wide in a short form; `report.table()` is the whole table, `report.rows` a list of dicts, `report.to_dict()` plain
-    data, and `report.save(path)` writes csv, json, markdown, html or LaTeX by the path's suffix. Missing values are None.
+    data, and `report.save(path)` writes csv, json, markdown, html, LaTeX or text by the path's suffix. Missing values are None.
     """
 
     def __init__(self, title: str, rows: list[dict[str, Any]], notes: list[str] | None = None, summary: dict[str, Any] | None = None) -> None:
@@ -86,13 +88,7 @@ class Report:
             raise ConfigError(f"Report.save: expected a path that ends in {', '.join(FORMATS)}, got {path.name!r}.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w", newline="" if form == "csv" else None, encoding="utf-8") as f:
-                if form == "csv":
-                    writer = csv.DictWriter(f, self.columns)
-                    writer.writeheader()
-                    writer.writerows(self.rows)
-                else:
-                    f.write(json.dumps(self.to_dict(), indent=2) if form == "json" else self.table(form) + "\n")
+            path.write_text(formatted(self, form) + "\n", encoding="utf-8")
         except OSError as e:
             what = f"the report cannot be written: expected a path that takes a file, got: {e.strerror or e}."
             raise ConfigError(message(what, str(path), "name a file in a folder that you may write to.")) from None
@@ -110,3 +106,12 @@ class Report:
         return self._lines(self._short())
 
     __repr__ = __str__
+
+
+def formatted(report: Report, form: str) -> str:
+    """A report in one of the forms of `SUFFIX`, as it is written and printed."""
+    if form == "json":
+        return json.dumps(report.to_dict(), indent=1)
+    if form == "csv":
+        return csv_text(report.rows).rstrip("\n")
+    return report.whole() if form == "text" else report.table(TABLEFMT[form])

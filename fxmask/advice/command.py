@@ -27,7 +27,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default=None, help="bfloat16 or float16: steps under torch.autocast with it")
     p.add_argument("--threads", type=int, default=None, help="of a CPU")
-    p.add_argument("-o", "--out", default=None, help="write the advice there, too: .json, .csv, .md, .html, .tex")
+    p.add_argument("-o", "--out", default=None, help=f"write the advice there, too: {', '.join(FORMATS)}")
 
 
 def main(a: argparse.Namespace) -> int:
@@ -55,9 +55,9 @@ def main(a: argparse.Namespace) -> int:
             model, tuple(filled(t, device) for t in shapes), target=a.target, blocks=None if a.blocks is None else [models.make_block(b) for b in a.blocks],
             refresh=a.refresh, include=a.include, exclude=a.exclude, seconds=a.seconds, **more,
         )  # fmt: skip
+    print(found)  # first, as a file that cannot be written would lose what the search has found
     if a.out is not None:
         found.save(a.out)
-    print(found)
     return 0
 
 
@@ -75,5 +75,6 @@ def materialised(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def filled(t: Tensor, device: torch.device) -> Tensor:
-    """N(0, 1) in a floating tensor, zeros in another."""
-    return torch.randn(t.shape, dtype=t.dtype, device=device) if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype, device=device)
+    """N(0, 1) in a floating tensor, zeros in another, and in 8 bits, of which PyTorch draws none."""
+    make = torch.randn if t.is_floating_point() and t.itemsize > 1 else torch.zeros
+    return make(t.shape, dtype=t.dtype, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,12 @@ from ..masking import apply
 from ..nm.nm_layers import any_nm
 from ..places import place
 from ..pruning import any_pruned
-from ..report import FORMATS as FILES
+from ..report import FORMATS, SUFFIX, formatted
 from ..sites import any_masked
 from . import devices, models, optimiser, plots
-from .report import SUFFIX, TABLES, Analysis
+from .report import TABLES, Analysis
 from .run import IMPLS, analyze
 
-FORMATS = tuple(SUFFIX)
 WITHOUT_VALUES = (
     "This command builds its model on the meta device: weights that its code seeds or loads have no values here, and masks are not theirs; "
     "fxmask.analyze(model, inputs) reads the weights of a model that you built."
@@ -51,7 +51,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--compare", action="store_true", help="dense and masked side by side")
     p.add_argument("--explain", metavar="NODE", default=None, help="print the formulas of a node or module with their numbers")
     p.add_argument("--table", choices=TABLES, action="append", default=None, help="print these tables instead")
-    p.add_argument("--format", choices=FORMATS, action="append", default=None, help="of what is written (csv, json, markdown) or printed")
+    p.add_argument("--format", choices=SUFFIX, action="append", default=None, help="of what is written (csv, json, markdown) or printed")
     p.add_argument("-o", "--out", default=None, metavar="DIR", help="write all tables there, and plots with --plot")
     p.add_argument("--plot", action="store_true", help="roofline.png and traffic.png in DIR (needs matplotlib)")
 
@@ -73,6 +73,15 @@ def check_mask_options(a: argparse.Namespace, options: tuple[str, ...] = (), unl
         raise ConfigError(f"{', '.join(given)}: needs --ratio, which asks for masks: expected one in [0, 1){unless}, got none; add --ratio 0.5.")
 
 
+def check_formats(given: list[str] | None, out: Path | None, printed: bool = False) -> None:
+    """A form that would be neither written nor printed is refused. `printed`: a table is printed in it, whatever is written."""
+    forms, one = ", ".join(given or ()), None if out is None else FORMATS.get(out.suffix)
+    if one is not None and not printed and forms not in ("", one):
+        raise ConfigError(f"--format: expected {one}, as the file of -o is by its name, got {forms}.\n  fix: leave it out, or give -o a folder.")
+    if given and len(given) > 1 and (out is None or one is not None):
+        raise ConfigError(f"--format: expected one form to print, got {forms}.\n  fix: give one, or -o a folder, which takes several.")
+
+
 def masked(model: nn.Module, a: argparse.Namespace, **options: Any) -> None:
     """Apply the masks that were asked for."""
     if a.ratio is not None:
@@ -84,9 +93,10 @@ def main(a: argparse.Namespace) -> int:
     """Build, mask, analyse, print or write."""
     if a.plot and a.out is None:
         raise ConfigError("--plot writes into a folder: expected -o DIR, got none.")
-    out = None if a.out is None else place(a.out, FILES)
-    if a.plot and out is not None and out.suffix in FILES:
+    out = None if a.out is None else place(a.out, FORMATS)
+    if a.plot and out is not None and out.suffix in FORMATS:
         raise ConfigError(f"--plot writes into a folder: expected -o DIR, got the file {a.out!r}.")
+    check_formats(a.format, out, bool(a.table))
     check_mask_options(a, ("compare",))
     dtype = getattr(torch, a.dtype, None) if a.dtype else None
     if a.dtype and not isinstance(dtype, torch.dtype):
@@ -131,7 +141,9 @@ def _said(a: argparse.Namespace, report: Analysis, plain: Analysis | None) -> st
         form = (a.format or ["text"])[0]
         return "\n\n".join(report.printed(t, form) for t in a.table)
     if a.compare and plain is not None and plain is not report:
-        return f"{plain.compare(report)}\n\n" + "\n".join(report.notes)
+        both = plain.compare(report)
+        both.notes += report.notes
+        return formatted(both, a.format[0]) if a.format and a.out is None else str(both)
     if a.format and a.out is None:
         return report.printed("all", a.format[0])
     return str(report)
@@ -144,7 +156,7 @@ class _progress:
         self.name, self.shown = name, False
 
     def __enter__(self) -> Callable[[int], None] | None:
-        return self._tick if sys.stderr.isatty() else None
+        return self._tick if sys.stderr is not None and sys.stderr.isatty() else None
 
     def _tick(self, ops: int) -> None:
         if ops % 200 == 0:

@@ -35,6 +35,8 @@ def load(spec: str, meta: bool = True) -> nn.Module:
             model = build()
     except Exception as first:  # code that reads values while it builds, as .item() and .tolist() do
         try:
+            if not meta:  # that was it
+                raise
             model = build()
         except Exception as e:
             before = f" (on the meta device: {type(first).__name__}: {first})" if meta and str(first) != str(e) else ""
@@ -92,6 +94,8 @@ def make_input(spec: str) -> Tensor:
     dtype = getattr(torch, match[2] or "float32", None) if match else None
     if not match or not isinstance(dtype, torch.dtype):
         raise ConfigError(f"input: expected sizes and maybe a dtype, such as 1x3x224x224 or 2x128:int64, got {spec!r}.")
+    if str(dtype).startswith(("torch.qint", "torch.quint")):
+        raise ConfigError(f"input: expected a dtype that is not quantized, such as int8, got {spec!r}.")
     sizes = [int(s) for s in match[1].split("x")]
     if max(sizes) >= 2**63 or math.prod(sizes) >= 2**63:
         raise ConfigError(f"input: expected fewer than 2^63 elements, got {spec!r}.")

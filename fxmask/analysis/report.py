@@ -9,12 +9,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..files import csv_text, write_files
-from ..report import FORMATS, Report
+from ..report import FORMATS, SUFFIX, TABLEFMT, Report
 from .measured import attach
 
 SCHEMA = "fxmask.analysis/1"
-SUFFIX = {"csv": ".csv", "json": ".json", "markdown": ".md", "html": ".html", "latex": ".tex", "text": ".txt"}
-TABLEFMT = {"markdown": "github", "html": "html", "latex": "latex_booktabs", "text": "simple"}
 TABLES = ("summary", "modules", "nodes", "traffic", "roofline", "footprint", "coverage", "thesis")
 PRINTED = ("module", "type", "params", "density", "flop", "flop_pct", "flop_dense", "bytes_min", "calls")
 
@@ -115,7 +113,7 @@ class Analysis(Report):
         """
         path = Path(path)
         if path.suffix in FORMATS:
-            form = {"github": "markdown"}.get(FORMATS[path.suffix], FORMATS[path.suffix])
+            form = FORMATS[path.suffix]
             content = json.dumps(self.to_dict(), indent=1) if form == "json" else self._file("nodes" if form == "csv" else "modules", form)
             write_files({path.name: content}, path.parent)
             return path

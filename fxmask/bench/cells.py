@@ -64,6 +64,11 @@ class Cell:
         return Cell(self.op, self.phase, self.M, self.N, self.K, self.dtype)
 
 
+def products(op: str) -> tuple[str, ...]:
+    """The matmuls of an op: a step is all three."""
+    return ("forward", "dx", "dw") if op == "step" else (op,)
+
+
 def parse_shape(text: str) -> tuple[int, int, int]:
     """(M, N, K) of `tokens x in -> out`, e.g. 8192x4096->14336; ConfigError otherwise."""
     found = re.fullmatch(r"(\d+)x(\d+)->(\d+)", text.strip())
@@ -73,16 +78,16 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def providers_of(op: str, mask: str, device: str) -> tuple[str, ...]:
-    """Who can be asked for an op, baselines first. Anchors and the dispatcher are compared on random masks only."""
+def providers_of(cell: Cell, device: str) -> tuple[str, ...]:
+    """Who can be asked for a cell, baselines first. Anchors and the dispatcher are compared on random masks only; it makes masks, and no lists."""
     own = "fxmask_triton" if device == "cuda" else "fxmask_reference"
-    if op == "metadata":
-        return (own, "fxmask_reference") if device == "cuda" else (own,)
+    if cell.op == "metadata":
+        return (own, "fxmask_reference", *(("fxmask_auto",) if cell.phase == "block_index" else ()))
     names = ["dense", "masked_dense", own]
-    if mask == "random":
+    if cell.mask == "random":
         bsr = ("torch_bsr", "torch_bsr_s4") if device == "cuda" else ("torch_bsr",)
-        names += {"forward": bsr, "dx": bsr, "dw": ("torch_sampled",) if device == "cuda" else ()}.get(op, ())
-        names += ["fxmask_auto"] if op == "forward" else []
+        names += {"forward": bsr, "dx": bsr, "dw": ("torch_sampled",) if device == "cuda" else ()}.get(cell.op, ())
+        names += ["fxmask_auto"] if cell.op == "forward" else []
     return tuple(names)
 
 
@@ -96,6 +101,8 @@ def _groups(
             for r, ratio in enumerate(ratios):
                 for op in ops:
                     for q, mask in enumerate(masks):
+                        if op == "metadata" and (r or q):  # costs the same for every ratio and kind of mask
+                            continue
                         found += [(i + 2 * j + r + OP_COST[op] + 4 * q, Cell(op, p, m, n, k, dtype, (b, b), ratio, mask, seed, "")) for p in PHASES[op]]
     return [cell for _, cell in sorted(found, key=lambda t: t[0])]
 
@@ -107,13 +114,12 @@ def make_cells(
     only: str = "",
     providers: Iterable[str] = (),
     shapes: Iterable[str] = (),
-    masks: Iterable[str] = MASKS,
+    masks: Iterable[str] = (),
     seed: int = 0,
 ) -> list[Cell]:
     """The cells of a run, in order of value; within a group the baselines come first, so that a row can be compared when it is written.
 
-    `only`: globs against `Cell.group`, separated by commas. Metadata costs the same for every mask of a grid: one ratio is measured.
-    Raises: ConfigError where nothing is left, or a provider is unknown.
+    `only`: globs against `Cell.group`, separated by commas. Raises: ConfigError where nothing is left, or a provider is unknown.
     """
     unknown = sorted(set(providers) - set(PROVIDERS))
     if unknown:
@@ -121,9 +127,12 @@ def make_cells(
     small = TINY_SHAPES if device == "cpu" else CUDA_SHAPES[:1] + CUDA_SHAPES[2:3]
     shapes = tuple(shapes) or (small if quick else CPU_SHAPES if device == "cpu" else CUDA_SHAPES)
     blocks, ratios = (BLOCKS[:2], RATIOS[:3]) if quick else (BLOCKS, RATIOS)
-    groups = _groups(shapes, blocks, ratios, dtype, OPS, ("random",) if quick else masks, seed)
+    masks, providers = tuple(masks) or (MASKS[:1] if quick else MASKS), tuple(providers)
+    groups = [g for g in _groups(shapes, blocks, ratios, dtype, OPS, masks, seed) if not providers or set(providers) & set(providers_of(g, device))]
+    if not groups:
+        raise ConfigError(f"--providers: expected some for {' and '.join(masks)} masks on {device}, got {', '.join(providers)}.")
     globs = [g.strip() for g in only.split(",") if g.strip()]
-    cells = list(_expand((g for g in groups if not globs or any(fnmatch.fnmatchcase(g.group, p) for p in globs)), device, tuple(providers)))
+    cells = list(_expand((g for g in groups if not globs or any(fnmatch.fnmatchcase(g.group, p) for p in globs)), device, providers))
     if not cells:
         raise ConfigError(f"--cells {only!r} leaves nothing to measure: expected globs that match e.g. {groups[0].group!r}.")
     return cells
@@ -132,9 +141,7 @@ def make_cells(
 def _expand(groups: Iterable[Cell], device: str, providers: tuple[str, ...]) -> Iterator[Cell]:
     done: set[Cell] = set()
     for group in groups:
-        if group.op == "metadata" and (group.mask != "random" or group.ratio != RATIOS[0]):
-            continue
-        for name in providers_of(group.op, group.mask, device):
+        for name in providers_of(group, device):
             cell = group.dense() if name == "dense" else group.by(name)
             if cell not in done and (not providers or name in providers):
                 done.add(cell)

@@ -45,7 +45,7 @@ def load_average() -> float | None:
 
 
 def time_cpu(call: Callable[[], Any], budget_s: float = 1.0, least: int = 5) -> Times:
-    """Wall time of single calls, and the process time of the median one."""
+    """Wall time of single calls, and the median of their process times."""
     call()
     wall: list[float] = []
     cpu: list[float] = []

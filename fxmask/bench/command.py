@@ -12,11 +12,12 @@ import torch
 from ..errors import ConfigError
 from ..places import place
 from . import floor, interleaved, regret, systems
-from .cells import ANCHORS, DTYPES, MASKS, PROVIDERS, Cell, make_cells
+from .cells import ANCHORS, CPU_SHAPES, DTYPES, MASKS, PROVIDERS, Cell, make_cells
+from .compare import MACHINE
 from .driver import CSV, Run, check_device, run_cells
 from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
-from .table import Row, Table
+from .table import Row, Table, what
 
 C = TypeVar("C")
 
@@ -26,7 +27,8 @@ def names(given: str) -> tuple[str, ...]:
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--quick", action="store_true", help="two shapes, blocks of 128 and 64, ratios 0.5, 0.8 and 0.9, random masks; on a CPU tiny shapes")
+    of_steps = "whole steps on a CPU: one shape, blocks of 64, random masks"
+    p.add_argument("--quick", action="store_true", help=f"two shapes, tiny on a CPU, blocks of 128, 64, ratios 0.5, 0.8 and 0.9, random masks; {of_steps}")
     p.add_argument("--system", choices=("weights", *systems.SYSTEMS), default="weights", help="what is timed beside the dense layer; default: weight masks")
     p.add_argument("--op-by-op", action="store_true", help="on a CPU: one op after the other, as on a GPU, instead of whole steps of all contenders in turns")
     p.add_argument("--dispatch", type=int, default=None, metavar="CASES", help="on a CPU: the choice beside every plan, over so many cases; 1 under 95 %%")
@@ -41,7 +43,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cells", default="", metavar="GLOBS", help="e.g. 'forward/*/b64x64/*,metadata*'; --list shows what they are matched with")
     p.add_argument("--providers", default="", metavar="NAMES", help=", ".join(PROVIDERS))
     p.add_argument("--shapes", default="", metavar="SHAPES", help="other shapes, as tokens x in -> out: 8192x4096->4096")
-    p.add_argument("--masks", default=",".join(MASKS), metavar="KINDS", help="random, rows")
+    p.add_argument("--masks", default="", metavar="KINDS", help="random, rows (default: both, with --quick random)")
     p.add_argument("--seed", type=int, default=0, help="of the data and the masks")
     p.add_argument("--sample-s", type=float, default=1.0, metavar="S", help="on a CPU: sample a cell for at most S seconds")
     p.add_argument("--plot", action="store_true", help="write crossover.png too (needs matplotlib)")
@@ -59,14 +61,13 @@ def main(a: argparse.Namespace) -> int:
     of_steps = ("blocks", "ratios", "floor", "dispatch", *(("threads",) if a.device == "cuda" else ()))
     _unused(a, of_steps, f"{'--op-by-op' if a.op_by_op else '--device cuda'}: its cells are fixed; expected --cells to choose among them")
     _set_threads(a.threads)
-    kinds = tuple(k for k in MASKS if k in names(a.masks))
-    cells = make_cells(a.device, dtype, a.quick, a.cells, names(a.providers), names(a.shapes), kinds, a.seed)
+    cells = make_cells(a.device, dtype, a.quick, a.cells, names(a.providers), names(a.shapes), _kinds(a), a.seed)
     if a.list:
         print("\n".join(c.name for c in cells))
         return 0
     run = Run(check_device(a.device), a.out, a.time_limit, a.sample_s)
     run_cells(run, cells)
-    rows = [r for r in run.table.rows if all(r[c] == run.shared[c] for c in ("source", "device", "torch", "triton"))]
+    rows = _own(run.table, run.shared)
     print("\n".join(crossover_lines(rows)))
     refused = [r for r in rows if r["gate"] == "fail"]
     for r in refused:
@@ -87,10 +88,17 @@ def check(a: argparse.Namespace) -> None:
         given = getattr(a, name)
         if given is not None and not given >= least:  # nan, too
             raise ConfigError(f"--{name.replace('_', '-')} {given}: expected at least {least}.")
+    if abs(a.seed) >= 1 << 53:
+        raise ConfigError(f"--seed {a.seed}: expected a number nearer to 0 than 2^53.")
     if a.dtype == "tf32" and a.device == "cpu":
         raise ConfigError("--dtype tf32 is a mode of GPUs: expected another dtype on a CPU.\n  fix: --dtype fp32, or --device cuda.")
-    if not names(a.masks) or set(names(a.masks)) - set(MASKS):
+    if set(names(a.masks)) - set(MASKS) or (a.masks and not names(a.masks)):
         raise ConfigError(f"--masks {a.masks!r}: expected some of {', '.join(MASKS)}, separated by commas.")
+
+
+def _kinds(a: argparse.Namespace) -> tuple[str, ...]:
+    """The kinds of masks that are asked for, in their own order."""
+    return tuple(k for k in MASKS if k in names(a.masks))
 
 
 def _unused(a: argparse.Namespace, options: Iterable[str], why: str) -> None:
@@ -140,10 +148,9 @@ def _matching(found: list[C], cells: str, name: Callable[[C], str]) -> list[C]:
     return chosen
 
 
-def _own(table: Table) -> list[Row]:
+def _own(table: Table, shared: Row) -> list[Row]:
     """The rows of these sources, on this machine, with so many threads: a csv may hold others too."""
-    own = provenance(torch.device("cpu"))
-    return [r for r in table.rows if all(r[c] == own[c] for c in ("source", "device", "torch", "threads"))]
+    return [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
 
 
 def steps(a: argparse.Namespace, dtype: str) -> int:
@@ -151,9 +158,10 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     unknown = sorted(set(names(a.providers)) - set(interleaved.KNOWN))
     if unknown:
         raise ConfigError(f"unknown provider: expected some of {', '.join(interleaved.KNOWN)}, got {', '.join(unknown)}; others need --op-by-op.")
-    blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS
+    blocks = _numbers(a.blocks, "--blocks", int, 1, 1 << 31) or interleaved.DEFAULT_BLOCKS[: 1 if a.quick else None]
     ratios = _numbers(a.ratios, "--ratios", float, 0, 1) or interleaved.RATIOS
     _set_threads(a.threads)
+    shared = provenance(torch.device("cpu"))
     if a.dispatch or a.floor:
         fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
         _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
@@ -163,20 +171,22 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
             print("\n".join(f"{c.group}/{c.phase}" for c in grid))
             return 0
         if a.dispatch:
-            text, good = regret.summary(_own(regret.run(grid, a.out, a.sample_s, a.time_limit)))
+            table = regret.run(grid, a.out, a.sample_s, a.time_limit)
+            text, good = regret.summary(table.of({**shared, **what(c)} for c in grid))
         else:
-            text, good = floor.summary(_own(interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)))
+            table = interleaved.run(grid, a.out, a.sample_s, a.time_limit, floor.CONTENDERS, csv=floor.CSV)
+            text, good = floor.summary(table.of({**shared, **what(c.by(name))} for c in grid for name in floor.CONTENDERS))
         print(text)
         return 0 if good else 1
-    kinds = tuple(k for k in MASKS if k in names(a.masks))
-    shapes = names(a.shapes) or (interleaved.TINY if a.quick else interleaved.SHAPES)
-    found: list[Cell] = list(interleaved.cells(shapes, blocks[:1] if a.quick else blocks, ratios, kinds[:1] if a.quick else kinds, dtype, a.seed))
+    shapes = names(a.shapes) or (interleaved.TINY if a.quick else CPU_SHAPES)
+    kinds = _kinds(a) or (MASKS[:1] if a.quick else MASKS)
+    found: list[Cell] = list(dict.fromkeys(interleaved.cells(shapes, blocks, ratios, kinds, dtype, a.seed)))
     chosen = _matching(found, a.cells, lambda c: c.group)
     if a.list:
         print("\n".join(c.group for c in chosen))
         return 0
     table = interleaved.run(chosen, a.out, a.sample_s, a.time_limit, names(a.providers) or interleaved.CONTENDERS)
-    rows = _own(table)
+    rows = _own(table, shared)
     print("\n".join(crossover_lines(rows)))
     if a.plot and crossovers(rows):
         name = f"cpu-{torch.get_num_threads()}-threads.png"

@@ -8,7 +8,7 @@ from .cells import Cell
 from .table import Row, number, text, what
 
 REFRESHES = (1, 10, 100)
-MACHINE = ("source", "device", "torch", "triton")
+MACHINE = ("source", "device", "torch", "triton", "threads")
 CELL = ("op", "phase", "provider", "M", "N", "K", "dtype", "block_n", "block_k", "ratio", "mask", "mask_seed")
 
 
@@ -54,11 +54,10 @@ def with_refreshes(rows: list[Row], cell: Cell, row: Row) -> None:
 
     Metadata costs the same for every number of tokens, ratio and kind of mask, so any row of the same weight shape and block serves.
     """
-    triton = cell.provider == "fxmask_triton"
-    phases = ("block_index", "lists") if triton else ("block_index",)
+    kernels = "triton" in cell.provider or "triton" in row.get("ran", "")
+    parts = {"block_index": cell.provider} | ({"lists": "fxmask_triton"} if kernels else {})
     same = {"N": str(cell.N), "K": str(cell.K), "dtype": cell.dtype, "block_n": str(cell.block[0]), "block_k": str(cell.block[1])}
-    same["provider"] = "fxmask_triton" if triton else "fxmask_reference"
-    add_refreshes(row, [_found(rows, row, {**same, "op": "metadata", "phase": phase}) for phase in phases])
+    add_refreshes(row, [_found(rows, row, {**same, "op": "metadata", "phase": phase, "provider": by}) for phase, by in parts.items()])
 
 
 def add_refreshes(row: Row, parts: Iterable[Row | None]) -> None:

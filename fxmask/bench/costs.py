@@ -10,9 +10,8 @@ from ..kernels.cost import Cost
 from ..kernels.dispatch import triton_ops
 from ..kernels.grid import kept_elements
 from ..kernels.triton.tiles import TILE_FEATURES
+from .cells import products
 from .inputs import Inputs
-
-PARTS = {"step": ("forward", "dx", "dw")}
 
 
 def _metadata(i: Inputs) -> Cost:
@@ -32,7 +31,7 @@ def triton_cost(i: Inputs, tile: Any = None, splits: int = 0, features: int = TI
     try:
         triton_ops()
         mask, shape, tf32 = i.mask.cpu(), (i.cell.N, i.cell.K), i.cell.dtype == "tf32"
-        for op in PARTS.get(i.cell.op, (i.cell.op,)):
+        for op in products(i.cell.op):
             total += layer_cost.by_lists(op, i.cell.M, shape, mask, i.block, i.w.dtype, tf32=tf32, tile=tile, splits=splits, features=features)
     except UnsupportedError:
         return {}
@@ -50,7 +49,7 @@ def cost_of(i: Inputs) -> dict[str, int]:
         return _columns(total) if c.provider == "fxmask_triton" else {"bytes_min": total.bytes_min}
     if c.provider == "fxmask_triton":
         return triton_cost(i)
-    n = len(PARTS.get(c.op, (c.op,)))
+    n = len(products(c.op))
     kept = c.N * c.K if c.provider == "dense" else int(kept_elements(i.mask, (c.N, c.K), i.block))
     least = n * i.w.element_size() * (c.M * c.K + c.M * c.N + kept)
     known = {"flop_useful": 2 * n * c.M * kept, "bytes_min": least}

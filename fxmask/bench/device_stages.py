@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import FxMaskError
 from ..kernels import nm_ops, ops, prune, prune_ops
 from ..kernels.dispatch import triton_ops
 from .clock import flush_buffer, time_cuda
@@ -26,7 +26,7 @@ from .parts import PARTS
 from .precompiling import compile_choices, precompile
 from .session import Session
 from .sweeps import OPS, sweep
-from .table import key, what
+from .table import what
 
 KERNELS = (
     "list_matmul", "list_matmul_dx", "sampled_matmul", "mask_cast", "zero_masked", "aside", "metadata", "group", "dropped", "pruned_matmul", "nm_mask",
@@ -95,8 +95,8 @@ def measure(stage: str, out: Path, quick: bool, time_limit: float | None, one_by
         if not rehearsal and not one_by_one and not compile_choices(run, cells):  # a row of any cell would be wrong
             print(f"{stage}: the device answers no more after one of the choices; with --one-by-one their rows say after which.")
             return 1
-        left, keys = run_cells(run, cells), {key({**run.shared, **what(c)}) for c in cells}
-        rows = [r for r in run.table.rows if key(r) in keys]
+        left = run_cells(run, cells)
+        rows = run.table.of({**run.shared, **what(c)} for c in cells)
     failed = [r for r in rows if r["gate"] == "fail"]
     print(f"{stage}.csv: {len(rows) - len(failed)} of {len(cells)} cells, {len(failed)} failed, {left} left", *sorted({r["verdict"] for r in failed})[:1])
     return 1 if failed else 0
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if a.stage in PARTS or a.stage in OPS:
             return measure(a.stage, a.out, a.quick, a.time_limit, a.one_by_one)
         return tiny(a.kernel) if a.stage == "tiny" else ceilings(a.out) if a.stage == "ceilings" else precompile()
-    except UnsupportedError as e:
+    except FxMaskError as e:
         print(f"fxmask: {e}", file=sys.stderr)
         return 2
 

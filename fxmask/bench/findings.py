@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from ..errors import ConfigError
 from . import sweeps
 from .compare import MACHINE, usable
 from .driver import read_ceilings
+from .goals import NOT_MEASURED
 from .parts import PARTS
 from .table import Row, Table, number
 
-NOT_MEASURED = "not measured"
+
+def latest(table: Callable[[], Table], say: Callable[[str], None], also: Sequence[str] = ()) -> list[Row]:
+    """Rows of the sources and the machine that were measured last, and with the same values in `also`; none, and a word, where a csv is of another version."""
+    try:
+        rows = table().rows
+    except ConfigError as e:
+        say(f"not read: {e}")
+        return []
+    return [r for r in rows if all(r[c] == rows[-1][c] for c in (*MACHINE, *also))]
 
 
-def latest(table: Table) -> list[Row]:
-    """Rows with a time, of the sources and the machine that were measured last."""
-    return [r for r in table.rows if usable(r) and all(r[c] == table.rows[-1][c] for c in MACHINE)]
-
-
-def rows_of(out: Path) -> dict[str, list[Row]]:
-    """The rows of each stage, by its name."""
-    tables = {name: part.table(out) for name, part in PARTS.items()} | {name: sweeps.table(name, out) for name in sweeps.OPS}
-    return {name: latest(table) for name, table in tables.items()}
+def rows_of(out: Path, say: Callable[[str], None] = print) -> dict[str, list[Row]]:
+    """The rows of each stage that have a time, by its name."""
+    tables = {name: partial(part.table, out) for name, part in PARTS.items()} | {name: partial(sweeps.table, name, out) for name in sweeps.OPS}
+    return {name: [r for r in latest(table, say) if usable(r)] for name, table in tables.items()}
 
 
 def _best(rows: Sequence[Row], column: str, **wanted: str) -> Row | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import torch
 
 from ..kernels import gpu_choice
+from .cells import products
 
-PARTS = {"forward": ("forward",), "dx": ("dx",), "dw": ("dw",), "step": ("forward", "dx", "dw")}
 STEPS = 3.0  # weight of a whole step's error, which is what the choice is of
 PROVIDERS = {"triton": "fxmask_triton", "masked_dense": "masked_dense"}
 
@@ -48,9 +48,9 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
     for impl, provider in PROVIDERS.items():
         table, wanted = [], []
         for r in rows:
-            if r["provider"] == provider and r["op"] in PARTS:
+            if r["provider"] == provider and r["op"] != "metadata":
                 sums = [0.0] * 8
-                for op in PARTS[r["op"]]:
+                for op in products(r["op"]):
                     at = 4 * (op == "dw")
                     for i, f in enumerate(gpu_choice.features(op, *sizes(r), impl == "triton")):
                         sums[at + i] += f

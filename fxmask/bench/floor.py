@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .cells import Cell
-from .table import Row, number
+from .table import Row, number, time_column
 
 CSV = "floor.csv"
 CONTENDERS = ("dense", "masked_dense", "fxmask_reference", "fxmask_auto")
@@ -61,8 +61,7 @@ def summary(rows: list[Row]) -> tuple[str, bool]:
             wrong += why.startswith(WRONG)
             lines.append(f"  {name}: {why}")
             continue
-        column = "cpu_ms_p50" if key[-1] == "1" else "ms_p50"
-        base, op, own, dense = (number(found[p], column) or float("nan") for p in ("masked_dense", "fxmask_reference", "fxmask_auto", "dense"))
+        base, op, own, dense = (number(found[p], time_column(found[p])) or float("nan") for p in ("masked_dense", "fxmask_reference", "fxmask_auto", "dense"))
         x, over = base / own, 1e3 * (own - base) / 2  # two calls: forward and backward
         kind = "large" if int(key[1]) >= LEAST else "small"
         good = x >= FLOOR if kind == "large" else over <= OVER

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels import lists, reference
 from . import providers
+from .cells import products
 from .inputs import Inputs
 from .tolerance import allowed, largest
 
@@ -39,11 +40,7 @@ def plain_outputs(i: Inputs, dtype: torch.dtype) -> list[Tensor]:
         "dx": lambda: reference.masked_linear_dx(gy, w, i.mask, block, "masked"),
         "dw": lambda: reference.masked_linear_dw(gy, x, i.mask, None, block, "masked"),
     }
-    return [made[name]() for name in _products(i)]
-
-
-def _products(i: Inputs) -> tuple[str, ...]:
-    return ("forward", "dx", "dw") if i.cell.op == "step" else (i.cell.op,)
+    return [made[name]() for name in products(i.cell.op)]
 
 
 def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
@@ -54,7 +51,7 @@ def check_matmul(i: Inputs, outputs: tuple[Any, ...]) -> Verdict:
     if len(outputs) != len(exact):
         return Verdict(False, None, None, f"expected {len(exact)} outputs, got {len(outputs)}")
     terms = {"forward": i.cell.K, "dx": i.cell.N, "dw": i.cell.M}
-    for name, got, want, low in zip(_products(i), outputs, exact, baseline, strict=True):
+    for name, got, want, low in zip(products(i.cell.op), outputs, exact, baseline, strict=True):
         got = dense_of(got)
         if got.shape != want.shape:
             return Verdict(False, None, None, f"expected shape {tuple(want.shape)}, got {tuple(got.shape)}")

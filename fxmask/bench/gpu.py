@@ -34,10 +34,9 @@ import torch
 
 from ..errors import ConfigError, FxMaskError
 from .command import names
-from .compare import MACHINE
 from .device_stages import KERNELS
 from .driver import CSV
-from .findings import finding_lines, limits, rows_of
+from .findings import finding_lines, latest, limits, rows_of
 from .goals import goal_lines
 from .stages import LOG, ROOT, Result, Stage, python, run_stages
 from .table import Table
@@ -129,10 +128,9 @@ def summary(results: Sequence[Result], out: Path) -> list[str]:
     """The closing table: stages, what they found, then goals."""
     lines = ["", "stage        status   seconds"]
     lines += [f"{r.name:12} {r.status:8} {r.seconds:7.1f}  {'' if r.status == 'ok' else r.last}".rstrip() for r in results]
-    found = rows_of(out)
+    found = rows_of(out, lines.append)
+    same = latest(lambda: Table(out / CSV), lines.append, ("dtype",))
     lines += ["", "found", *finding_lines(found), "", "goal / measured / bound"]
-    rows = Table(out / CSV).rows
-    same = [r for r in rows if all(r[c] == rows[-1][c] for c in (*MACHINE, "dtype"))]  # the sources, machine and dtype that were measured last
     return lines + goal_lines(same, {r.name: r.status for r in results}, limits(out, found), found["metadata"])
 
 

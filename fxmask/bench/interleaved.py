@@ -27,10 +27,11 @@ from . import clock, gate
 from .cells import BLOCKS, Cell, parse_shape
 from .inputs import TORCH_DTYPES
 from .provenance import provenance, utc
-from .table import BUSY, WHAT, WHERE, Row, Table, number, text, what
+from .session import within
+from .table import BUSY, WHAT, WHERE, Row, Table, number, text, time_column, what
 
 CSV = "cpu.csv"
-SHAPES, TINY = ("4096x1024->1024", "4096x384->1536"), ("512x128->256",)
+TINY = ("512x128->256",)
 RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95)
 CONTENDERS = ("dense", "masked_dense", "fxmask_auto", "fxmask_cpu")
 KNOWN = (*CONTENDERS, "fxmask_reference")  # masked-dense behind the op
@@ -162,9 +163,9 @@ def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, loa
         row |= {f"{p}_ms": text(clock.percentiles([t[j][which] for t in own])[1]) for j, p in enumerate(PARTS)}
         row |= {"ms_p10": text(wall[0]), "ms_p50": text(wall[1]), "ms_p90": text(wall[2]), "cpu_ms_p50": text(clock.percentiles([t[1] for t in totals])[1])}
         rows[name] = row
-    column = "cpu_ms_p50" if threads == 1 else "ms_p50"
     for row in rows.values():
         if verdict == "ok" and row["gate"] == "pass":
+            column = time_column(row)
             bases = {b: float(rows[b][column]) for b in ("dense", "masked_dense") if rows.get(b, {}).get("gate") == "pass"}
             row |= {f"x_{b}": text(t / float(row[column])) for b, t in bases.items()}
             row["x_best"] = text(min(bases.values()) / float(row[column])) if len(bases) == 2 else ""
@@ -197,18 +198,13 @@ def run(
 ) -> Table:
     """Measure what the csv lacks, until the time limit."""
     shared = provenance(torch.device("cpu"))
-    table = Table(out / csv, COLUMNS, (*WHAT, "threads"))
-    begin = time.monotonic()
-    for cell in found:
-        if all({**shared, **what(cell.by(name))} in table for name in names):
-            continue
-        if limit is not None and time.monotonic() - begin > limit:
-            say(f"stopped by the time limit of {limit:g} s; the same command goes on from here")
-            break
+    table = Table(out / csv, COLUMNS)
+    todo = [cell for cell in found if not all({**shared, **what(cell.by(name))} in table for name in names)]
+    for cell in within(todo, limit, say):
         rows = measure(cell, names, seconds, shared)
         for row in rows:
             table.append(row)
-        say(f"{cell.group}  " + "  ".join(f"{r['provider']} {number(r, 'cpu_ms_p50') or float('nan'):.1f} ms" for r in rows) + f"  {rows[0]['verdict']}")
+        say(f"{cell.group}  " + "  ".join(f"{r['provider']} {number(r, time_column(r)) or float('nan'):.1f} ms" for r in rows) + f"  {rows[0]['verdict']}")
         ours = [r for r in rows if r.get("forward_plan")]
         say("    " + "  ".join(f"{r['provider']} x_best={r.get('x_best', '')} ({r['forward_plan']}, {r['backward_plan']})" for r in ours))
     return table

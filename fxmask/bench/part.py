@@ -82,5 +82,4 @@ def run_part(session: Session, part: Part, cells: Sequence[Any]) -> tuple[list[R
         session.say(f"{part.name} {' '.join(names_of(cell).values())}  {row['gate']}  {found if row.get('verdict') == 'ok' else row.get('verdict', '')}")
 
     left = session.over(todo, lambda cell: measure(session, part, cell), done)
-    wanted = [{**session.shared, **names_of(c)} for c in cells]
-    return [row for row in table.rows if any(all(row[c] == v for c, v in w.items()) for w in wanted)], left
+    return table.of({**session.shared, **names_of(c)} for c in cells), left

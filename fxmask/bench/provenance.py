@@ -21,7 +21,7 @@ from ..version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # what must agree for a row to count as measured already
-SAME = ("fxmask", "source", "device", "driver", "torch", "triton", "ptxas")
+SAME = ("fxmask", "source", "device", "driver", "torch", "triton", "ptxas", "threads")
 
 
 def utc() -> str:

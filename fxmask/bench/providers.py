@@ -19,6 +19,7 @@ from ..kernels.cpu.plans import Case
 from ..kernels.dispatch import MASKED_DENSE
 from ..kernels.grid import keep_count
 from . import torch_sparse
+from .cells import products
 from .inputs import Inputs
 
 Call = Callable[[], tuple[Any, ...]]
@@ -91,7 +92,7 @@ def ran(i: Inputs) -> str:
     if c.provider != "fxmask_auto" or c.op == "metadata":
         return ""
     found = {}
-    for op in ("forward", "dx", "dw") if c.op == "step" else (c.op,):
+    for op in products(c.op):
         cpu = i.device.type == "cpu"
         choice = deciding.of(Case(op, c.M, (c.N, c.K), c.block, float(i.mask.count_nonzero()) / i.mask.numel(), i.w.dtype), False) if cpu else None
         found[op] = choice.name if choice else "triton" if pays(i) else MASKED_DENSE

@@ -24,6 +24,7 @@ from . import clock, gate
 from .cells import Cell
 from .inputs import TORCH_DTYPES, make_mask
 from .provenance import provenance, utc
+from .session import within
 from .table import BUSY, WHAT, WHERE, Row, Table, key, number, text, what
 
 CSV = "dispatch.csv"
@@ -31,7 +32,6 @@ COLUMNS = (
     *WHERE, "load", "verdict", *WHAT, "chosen", "why", "best", "chosen_ms", "best_ms", "masked_dense_ms", "regret", "x_masked_dense", "times",
     "max_err", "gate",
 )  # fmt: skip
-NAMES = (*WHAT, "threads")
 GOOD, SHARE = 0.05, 0.95  # regret of a good choice; how many of them have to be good
 SHAPES = ((1024, 1024), (1536, 384), (384, 1536), (768, 768), (1000, 768), (2048, 512), (196, 196), (256, 1024))
 TOKENS, BLOCKS, RATIOS, OPS = (256, 1024, 2048, 4096), (16, 32, 64, 128), (0.5, 0.7, 0.8, 0.9, 0.95), ("forward", "dx", "dw", "backward")
@@ -129,13 +129,8 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
 def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: Callable[[str], None] = print) -> Table:
     """Measure what the csv lacks, until the time limit."""
     shared = provenance(torch.device("cpu"))
-    table, begin = Table(out / CSV, COLUMNS, NAMES), time.monotonic()
-    for cell in found:
-        if {**shared, **what(cell)} in table:
-            continue
-        if limit is not None and time.monotonic() - begin > limit:
-            say(f"stopped by the time limit of {limit:g} s; the same command goes on from here")
-            break
+    table = Table(out / CSV, COLUMNS)
+    for cell in within([c for c in found if {**shared, **what(c)} not in table], limit, say):
         row = measure(cell, shared, seconds)
         table.append(row)
         say(f"{cell.group}  chosen {row['chosen']} {row['chosen_ms']} ms  best {row['best']} {row['best_ms']} ms")
@@ -144,7 +139,7 @@ def run(found: list[Cell], out: Path, seconds: float, limit: float | None, say: 
 
 def summary(rows: list[Row]) -> tuple[str, bool]:
     """How many choices are good, and the worst; what was not judged; and whether enough of them are good and no result is wrong."""
-    rows = [*{key(r, NAMES): r for r in rows}.values()]  # what was busy may have been measured again
+    rows = [*{key(r): r for r in rows}.values()]  # what was busy may have been measured again
     wrong = [r for r in rows if r["gate"] != "pass"]
     usable = [r for r in rows if r["verdict"] == "ok" and r["gate"] == "pass"]
     lines = [f"  {r['op']} {r['M']}x{r['K']}->{r['N']} b{r['block_n']} r{r['ratio']}: wrong results, error {r['max_err']}" for r in wrong]

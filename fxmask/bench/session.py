@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,19 +62,27 @@ class Session:
 
     def over(self, cells: Sequence[T], measure: Callable[[T], Row], done: Callable[[T, Row], None]) -> int:
         """Measure cell after cell until the time limit; returns how many are left. `done` writes the row."""
-        begin, longest = time.monotonic(), 0.0
-        for n, cell in enumerate(cells):
-            start, left = time.monotonic(), len(cells) - n
-            if self.time_limit is not None and start - begin + longest > self.time_limit:
-                self.say(f"stopped by the time limit of {self.time_limit:g} s with {left} cells left; the same command goes on from here")
-                return left
+        left = len(cells)
+        for cell in within(cells, self.time_limit, self.say):
             row = measure(cell)
             done(cell, row)
+            left -= 1
             if row.get("verdict") != "ok" and not self.alive():
-                self.say(f"the device answers no more, with {left - 1} cells left; the same command goes on behind this one")
-                return left - 1
-            longest = max(0.9 * longest, time.monotonic() - start)
-        return 0
+                self.say(f"the device answers no more, with {left} cells left; the same command goes on behind this one")
+                break
+        return left
+
+
+def within(cells: Sequence[T], limit: float | None, say: Callable[[str], None]) -> Iterator[T]:
+    """Cell after cell, but for those that would not end within the limit in seconds, were they as long as the longest of late."""
+    begin, longest = time.monotonic(), 0.0
+    for n, cell in enumerate(cells):
+        start = time.monotonic()
+        if limit is not None and start - begin + longest > limit:
+            say(f"stopped by the time limit of {limit:g} s with {len(cells) - n} cells left; the same command goes on from here")
+            return
+        yield cell
+        longest = max(0.9 * longest, time.monotonic() - start)
 
 
 def words(error: BaseException) -> str:

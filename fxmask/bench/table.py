@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ def number(row: Row, column: str) -> float | None:
         return None
 
 
+def time_column(row: Row) -> str:
+    """The column that decides on a CPU: process time on one thread, which other processes disturb least, and wall time on more."""
+    return "cpu_ms_p50" if row["threads"] == "1" else "ms_p50"
+
+
 def what(cell: Cell, density: float | None = None) -> Row:
     """The columns that name a cell."""
     values = (cell.op, cell.phase, cell.provider, cell.M, cell.N, cell.K, cell.dtype, *cell.block, cell.ratio, density, cell.mask, cell.seed)
@@ -65,6 +70,11 @@ class Table:
     def __contains__(self, row: Row) -> bool:
         return key(row, self.names) in self.keys
 
+    def of(self, wanted: Iterable[Row]) -> list[Row]:
+        """The rows that there are of these cells, by these sources on this machine: what a run shows as its own."""
+        keys = {key(row, self.names) for row in wanted}
+        return [row for row in self.rows if key(row, self.names) in keys]
+
     def append(self, row: Row) -> None:
         """Write one row; missing columns are empty."""
         self.extend([row])
@@ -86,7 +96,6 @@ class Table:
             f.write(text.getvalue().encode())
         self.rows += full
         self.keys |= {key(row, self.names) for row in full}
-
 
     def _rewrite(self) -> None:
         """An older file with this version's columns: whole or not at all."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxmask
 from fxmask import cli
 from fxmask.advice import advise as module
-from fxmask.advice import trial
+from fxmask.advice import command, trial
 from fxmask.advice.layers import layers_of
 from fxmask.advice.plan import Plan
 from fxmask.advice.search import Timed
@@ -318,3 +318,13 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     for more in (["--dtype", "int8"], ["--device", "nowhere"], ["--device", "meta"], ["--threads", "0"], ["--blocks", "x"]):
         assert cli.main([*call, *more]) == 2
         assert "expected" in capsys.readouterr().err
+
+
+def test_advice_that_cannot_be_written_is_printed(capsys, tmp_path, monkeypatch):
+    """The search was long."""
+    monkeypatch.setattr(command, "advise", lambda *_, **__: fxmask.Report("what was found", []))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    (tmp_path / "file").touch()
+    assert cli.main(["advise", "test_advise:two_layers", "--input", "8x64", "-o", str(tmp_path / "file" / "a.csv")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "what was found\n" and "the report cannot be written" in said.err

@@ -158,6 +158,35 @@ def test_explain_and_compare(capsys):
     assert code == 0 and "flop_ratio" in out and "A FLOP ratio is not a speed-up." in out and "0.5" in out
 
 
+def test_a_comparison_in_every_form(capsys):
+    compared = ("--input", "7x64", "--ratio", "0.5", "--compare", "--format")
+    text, data = (run(capsys, f"{SPEC}:net", *compared, form)[1] for form in ("text", "json"))
+    found = json.loads(data)
+    assert [r["module"] for r in found["rows"]] == ["(model)", "0", "1", "2"] and all(n in text for n in found["notes"]) and len(found["notes"]) > 3
+    rows = list(csv.DictReader(run(capsys, f"{SPEC}:net", *compared, "csv")[1].splitlines()))
+    assert [float(r["flop_ratio"]) for r in rows if r["module"] in "02"] == [r["flop_ratio"] for r in found["rows"] if r["module"] in "02"]
+
+
+@pytest.mark.parametrize("args", [["analyze", "nowhere:net", "--input", "7x64"], ["explain", "nowhere:net"]], ids=lambda a: a[0])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "y.json", "--format", "csv"], "--format: expected json, as the file of -o is by its name, got csv."),
+        (["-o", "y.json", "--format", "json", "--format", "csv"], "--format: expected json, as the file of -o is by its name, got json, csv."),
+        (["--format", "json", "--format", "csv"], "--format: expected one form to print, got json, csv."),
+    ],
+    ids=["another", "two", "printed"],
+)
+def test_forms_that_would_be_ignored(capsys, args, options, said):
+    """Before the model is looked for."""
+    assert main([*args, *options]) == 2 and capsys.readouterr().err.startswith(f"fxmask: {said}\n  fix: ") and not os.listdir(".")
+
+
+def test_a_table_in_one_form_beside_a_file_of_another(capsys, tmp_path):
+    code, out, _ = run(capsys, f"{SPEC}:net", "--input", "7x64", "-o", tmp_path / "y.json", "--table", "nodes", "--format", "csv")
+    assert code == 0 and out.startswith("node,") and json.loads((tmp_path / "y.json").read_text())["tables"]["nodes"]
+
+
 def test_files(capsys, tmp_path):
     code, out, _ = run(capsys, f"{SPEC}:net", "--input", "7x64", "-o", tmp_path / "a" / "b", "--plot", "--format", "csv", "--format", "json")
     assert code == 0 and out == f"{of()}\n"
@@ -303,6 +332,14 @@ def test_explain_writes_files(capsys, tmp_path):
     assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"explain.csv", "explain.json", "explain.md"}
     assert explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "rows.csv")[:2] == (0, out)
     assert (tmp_path / "rows.csv").read_text() == (tmp_path / "a" / "b" / "explain.csv").read_text()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".md", ".html", ".tex", ".txt"])
+def test_explain_writes_what_the_report_saves(capsys, tmp_path, suffix):
+    assert explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--block", "16", "-o", tmp_path / f"by{suffix}")[0] == 0
+    saved = fxmask.explain(fxmask.apply(net(), ratio=0.5, block=(16, 16))).save(tmp_path / f"own{suffix}").read_bytes()
+    assert saved == (tmp_path / f"by{suffix}").read_bytes() and b"selected" in saved and b"\r" not in saved
+    assert (rb"\toprule" in saved) == (suffix == ".tex")
 
 
 def test_explain_says_what_it_cannot_do(capsys, tmp_path):

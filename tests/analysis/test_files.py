@@ -51,7 +51,7 @@ def test_a_folder_of_all_formats(small, tmp_path):
     assert json.loads((tmp_path / "new" / "out" / "analysis.json").read_text()) == json.loads(json.dumps(small.to_dict()))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".json", ".md", ".html", ".tex"])
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".md", ".html", ".tex", ".txt"])
 def test_one_file(small, tmp_path, suffix):
     path = small.save(str(tmp_path / f"out{suffix}"))
     assert path == tmp_path / f"out{suffix}" and [p.name for p in tmp_path.iterdir()] == [path.name]

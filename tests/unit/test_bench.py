@@ -1,6 +1,7 @@
 """`fxmask bench` on the CPU, with tiny shapes."""
 
 import csv
+import os
 import re
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def test_rows_of_auto_say_what_ran(tmp_path):
     assert {r["ran"] for r in table.read(tmp_path / CSV) if r["provider"] != "fxmask_auto"} == {""}
 
 
+def test_a_refresh_is_that_of_the_provider(tmp_path):
+    """`auto` makes its masks another way than the reference does."""
+    run, _ = make_run(tmp_path)
+    run_cells(run, some_cells("forward/*/b64x64/r0.8/*,metadata*"))
+    rows = [r for r in table.read(tmp_path / CSV) if r["block_n"] == "64"]
+    masks = {r["provider"]: r["ms_p50"] for r in rows if r["phase"] == "block_index"}
+    assert {r["provider"]: r["metadata_ms"] for r in rows if r["metadata_ms"]} == masks and set(masks) == {"fxmask_reference", "fxmask_auto"}
+
+
 def test_what_ran_is_what_was_decided(monkeypatch):
     i = inputs.make_inputs(cells.Cell("step", "step", 40, 48, 32, "fp32", (16, 16), 0.5, "random", 0, "fxmask_auto"), CPU)
     asked = []
@@ -113,6 +123,22 @@ def test_a_second_run_goes_on(tmp_path):
     assert len(said) == 2  # measured again: another provenance
 
 
+def test_rows_of_other_threads_are_no_baselines_and_are_not_shown(tmp_path, capsys, monkeypatch):
+    """They are other measurements: each is measured again, and stands beside its own alone."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    before = torch.get_num_threads()
+    command = ["bench", "--device", "cpu", "--op-by-op", "--quick", "--shapes", TINY[0], "--cells", "forward/*/b64x64/r0.8/*", "--sample-s", "0"]
+    try:
+        assert main([*command, "--out", str(tmp_path), "--threads", "1"]) == 0 and "fxmask_reference forward" in capsys.readouterr().out
+        assert main([*command, "--out", str(tmp_path), "--threads", "2", "--providers", "fxmask_reference"]) == 0
+    finally:
+        torch.set_num_threads(before)
+    out = capsys.readouterr().out
+    assert "1 of 1 cells" not in out and "no row can be compared" in out
+    *_, last = table.read(tmp_path / CSV)
+    assert (last["threads"], last["provider"], last["x_dense"]) == ("2", "fxmask_reference", "")
+
+
 def test_a_wrong_provider_gets_no_time(tmp_path):
     def wrong(i):
         call = providers.REGISTRY["fxmask_reference"](i)
@@ -133,7 +159,7 @@ def test_a_wrong_provider_gets_no_time(tmp_path):
         assert rows["masked_dense"]["gate"] == "pass"
     run, _ = make_run(tmp_path / "metadata", registry={**providers.REGISTRY, "fxmask_reference": wrong})
     run_cells(run, some_cells("metadata.block_index*"))
-    assert {r["gate"] for r in run.table.rows} == {"fail"}
+    assert {(r["provider"], r["gate"]) for r in run.table.rows} == {("fxmask_reference", "fail"), ("fxmask_auto", "pass")}
 
 
 def test_a_busy_machine_gives_no_verdict(tmp_path):
@@ -172,6 +198,27 @@ def test_command_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as e:
             main(bad)
         assert e.value.code == 2
+
+
+def test_masks_that_are_asked_for(capsys):
+    """Also by a quick run, and with the refreshes of these masks; what an error suggests matches something."""
+
+    def listed(*options):
+        assert main(["bench", "--device", "cpu", "--op-by-op", "--list", *options]) == 0
+        return capsys.readouterr().out.split()
+
+    for quick in ((), ("--quick",)):
+        every = listed("--masks", "rows", *quick)
+        assert {name.split("/")[5] for name in every} == {"rows", "-"} and [n for n in every if n.startswith("metadata")]
+        assert {name.split("/")[5] for name in listed("--masks", "random,rows", *quick)} == {"random", "rows", "-"}
+    assert {name.split("/")[5] for name in listed("--quick")} == {"random", "-"}
+    assert listed("--cells", "metadata*", "--masks", "rows")
+    for options in (("--masks", "rows"), ("--providers", "torch_bsr"), ("--quick", "--providers", "fxmask_auto")):
+        assert main(["bench", "--device", "cpu", "--op-by-op", "--list", "--cells", "nothing", *options]) == 2
+        assert listed("--cells", capsys.readouterr().err.split("'")[3], *options)
+    assert main(["bench", "--device", "cpu", "--op-by-op", "--list", "--providers", "torch_bsr,fxmask_auto", "--masks", "rows"]) == 0  # auto's own masks
+    assert main(["bench", "--device", "cpu", "--op-by-op", "--list", "--providers", "torch_bsr", "--masks", "rows"]) == 2
+    assert capsys.readouterr().err == "fxmask: --providers: expected some for rows masks on cpu, got torch_bsr.\n"
 
 
 def test_env_as_a_module():

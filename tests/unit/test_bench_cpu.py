@@ -1,6 +1,7 @@
 """`fxmask bench --device cpu`: whole steps in turns, on tiny shapes."""
 
 import os
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -82,6 +83,32 @@ def test_a_second_run_measures_what_is_missing(tmp_path, monkeypatch):
     assert len(measured) == 3  # another measurement by other threads
     bench(tmp_path, "--ratios", "0.7", "--time-limit", "-1")
     assert len(measured) == 3
+
+
+@pytest.mark.parametrize("module", [interleaved, regret])
+def test_a_cell_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch, module):
+    """As in every other run: the longest cell of late says what the next one takes."""
+    now, real, said = [0.0], module.measure, []
+
+    def takes_ten_seconds(*a):
+        now[0] += 10
+        return real(*a)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "measure", takes_ten_seconds)
+    if module is interleaved:
+        table_of = module.run(list(module.cells((SHAPE,), (32,), (0.5, 0.8, 0.9), ("random",), "fp32", 0)), tmp_path, 0.0, 25, ("dense",), said.append)
+    else:
+        monkeypatch.setattr(regret, "SHAPES", ((48, 32),))
+        monkeypatch.setattr(regret, "TOKENS", (40,))
+        table_of = module.run(regret.draw(3, "fp32", 0), tmp_path, 0.0, 25, said.append)
+    assert len(table_of.rows) == 2 and said[-1] == "stopped by the time limit of 25 s with 1 cells left; the same command goes on from here"
+
+
+def test_the_time_that_decides_is_printed(tmp_path, capsys):
+    for threads, column in (("1", "cpu_ms_p50"), ("2", "ms_p50")):
+        _, rows = bench(tmp_path / threads, "--threads", threads, "--ratios", "0.5")
+        assert "  ".join(f"{r['provider']} {float(r[column]):.1f} ms" for r in rows) in capsys.readouterr().out
 
 
 def test_a_busy_machine_gives_no_verdict_and_is_asked_again(tmp_path, monkeypatch, capsys):
@@ -168,6 +195,9 @@ def test_quick_and_defaults(tmp_path, capsys):
     assert len(listed("--quick")) == len(interleaved.RATIOS) and len(listed()) == 2 * 3 * 2 * len(interleaved.RATIOS)
     assert set(listed("--quick")[0].split("/")) >= {"step", "512x128->256", "fp32", "random"}
     assert listed("--quick", "--dtype", "bf16")[0].split("/")[2] == "bf16"
+    quick = {tuple(line.split("/")[3::2]) for line in listed("--quick", "--blocks", "64,32,64", "--ratios", "0.5", "--masks", "rows,random")}
+    assert quick == {(b, m) for b in ("b64x64", "b32x32") for m in ("random", "rows")}  # what is asked for is not cut short
+    assert len(listed("--quick", "--blocks", "64,32,64", "--ratios", "0.5", "--masks", "rows")) == 2
     assert len(listed("--dispatch", "7")) == 7 and len(listed("--floor")) == len(list(floor.cells("fp32", 0)))
     mixing = listed("--floor", "--cells", "*x196->196/*/token_mixing")
     assert mixing and all(line.split("/")[1].endswith("x196->196") and line.endswith("/token_mixing") for line in mixing)
@@ -232,15 +262,31 @@ def test_the_floor_says_what_it_could_not_judge():
     assert floor.summary(busy + again) == floor.summary(again)
 
 
-def test_rows_of_other_sources_and_threads_are_not_counted(tmp_path, capsys):
+OTHERS = ({"source": "another"}, {"threads": "7"}, {"device": "another"}, {"dtype": "bf16"}, {"mask_seed": "1"}, {"M": "21"})
+
+
+def test_rows_of_other_sources_threads_and_settings_are_not_counted(tmp_path, capsys):
     command = ["bench", "--device", "cpu", "--floor", "--cells", "step/20x32->48*", "--sample-s", "0", "--out", str(tmp_path), "--threads"]
     with mock.patch.object(floor, "GRID", (((48, 32), (20,), ("interleaved",)),)), mock.patch.object(floor, "BLOCKS", (16,)):
         main([*command, "1"])
         kept = table.Table(tmp_path / floor.CSV, interleaved.COLUMNS)
-        for changes in ({"source": "another"}, {"threads": "7"}, {"device": "another"}):
-            kept.extend([r | {"M": "21"} | changes for r in kept.rows[: len(floor.CONTENDERS)]])
+        for changes in OTHERS:
+            kept.extend([r | {"gate": "fail"} | changes for r in kept.rows[: len(floor.CONTENDERS)]])
         main([*command, "1"])
-    assert [line.split("; ")[1].split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("floor: ")] == ["3", "3"]
+    out = capsys.readouterr().out
+    assert [line.split("; ")[1].split()[2] for line in out.splitlines() if line.startswith("floor: ")] == ["3", "3"] and "wrong" not in out
+
+
+def test_the_dispatch_judges_its_own_cases_alone(tmp_path, monkeypatch, capsys):
+    for name, value in (("SHAPES", ((48, 32),)), ("TOKENS", (40,)), ("BLOCKS", (16,)), ("RATIOS", (0.5,)), ("OPS", ("dx",))):
+        monkeypatch.setattr(regret, name, value)
+    command = ["bench", "--device", "cpu", "--dispatch", "1", "--sample-s", "0", "--threads", "1", "--out", str(tmp_path)]
+    main(command)
+    kept = table.Table(tmp_path / regret.CSV, regret.COLUMNS)
+    kept.extend([kept.rows[0] | {"gate": "fail"} | changes for changes in OTHERS])
+    main(command)
+    out = capsys.readouterr().out
+    assert out.count("dispatch: ") == out.count(" of 1 choices ") == 2 and "wrong" not in out
 
 
 def test_token_mixing_has_contiguous_tokens():

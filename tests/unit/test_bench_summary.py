@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from fxmask.bench import compare, findings, goals, gpu, summary, sweeps, table
+from fxmask.bench import cells, compare, device_stages, findings, goals, gpu, summary, sweeps, table
 from fxmask.bench.probes import BANDWIDTH, TENSORCORE
 from fxmask.bench.refreshes import METADATA
 
@@ -56,6 +57,16 @@ def test_refresh_columns():
     assert row == {"ms_p50": "1.0"}
     compare.add_refreshes(row, [{"ms_p50": "0.5"}, {"ms_p50": "0.3"}])
     assert (row["ms_refresh_1"], row["ms_refresh_10"], row["ms_refresh_100"]) == ("1.8", "1.08", "1.008")
+
+
+@pytest.mark.parametrize(("ran", "ms"), [("forward triton", "0.3"), ("forward masked_dense", "0.1")])
+def test_lists_are_added_where_kernels_ran(ran, ms):
+    cell = cells.Cell("forward", "forward", 8192, 4096, 4096, "bf16", (64, 64), 0.8, "random", 0, "fxmask_auto")
+    own = dict.fromkeys(table.COLUMNS, "") | {"ms_p50": "1", "ran": ran}
+    made = (("block_index", "fxmask_auto", "0.1"), ("block_index", "fxmask_triton", "5"), ("lists", "fxmask_triton", "0.2"), ("lists", "fxmask_reference", "7"))
+    rows = [synthetic(by, 0.8, "", op="metadata", phase=phase, block_k="64", ms_p50=t) for phase, by, t in made]
+    compare.with_refreshes(rows, cell, own)
+    assert own["metadata_ms"] == ms
 
 
 def test_every_column_is_explained():
@@ -124,3 +135,18 @@ def test_findings(tmp_path):
     assert findings.limits(tmp_path, found) == {"l2_bytes_per_s_128": 7.25e12, "l2_bytes_per_s_32": 4.5e12}
     closing = "\n".join(gpu.summary([], tmp_path))
     assert "n = 16: 333" in closing and "goal / measured / bound" in closing
+
+
+def test_a_csv_of_another_version_leaves_the_rest(tmp_path, monkeypatch, capsys):
+    """Its stage says so, and so does the closing table, which is made after hours."""
+    write(TENSORCORE, tmp_path, [of_part(TENSORCORE, n="16", programs_per_sm="4", tflop_per_s="333.4")])
+    for name in ("bandwidth.csv", "bench.csv"):
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    lines = gpu.summary([], tmp_path)
+    said = [line.partition(": expected a csv with this version's columns")[0] for line in lines if line.startswith("not read")]
+    assert said == ["not read: bandwidth.csv", "not read: bench.csv"] and "n = 16: 333" in "\n".join(lines)
+    assert sum(line.startswith("10 ") for line in lines) == 6
+    pytest.importorskip("triton")
+    monkeypatch.setattr(device_stages, "check_device", lambda name: torch.device("cpu"))
+    assert device_stages.main(["bandwidth", "--quick", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("fxmask: bandwidth.csv: expected a csv with this version's columns")

@@ -2,11 +2,12 @@
 
 import csv
 import os
+import platform
 
 import pytest
 import torch
 
-from fxmask.bench import dropping, nm, pruning, systems
+from fxmask.bench import dropping, nm, provenance, pruning, systems
 from fxmask.cli import main
 from fxmask.kernels import dropout_ops
 
@@ -43,6 +44,26 @@ def test_every_cell_is_right_and_stands_beside_dense(system, tmp_path, capsys):
         assert line.split()[0] == row[column] and f"{float(dense['ms_p50']) / float(row['ms_p50']):.2f}" in line.split()
     assert bench(system, tmp_path) == 0  # goes on: nothing is measured again
     assert f"{len(rows)} of {len(rows)} cells are in" in capsys.readouterr().out
+
+
+def test_another_commit_goes_on_and_other_threads_measure_anew(tmp_path, capsys, monkeypatch):
+    def shown():
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()[-2:]]
+
+    before = torch.get_num_threads()
+    try:
+        assert bench("nm", tmp_path, "--threads", "1") == 0 and shown() == ["dense", "masked_dense"]
+        first = (tmp_path / "nm.csv").read_text()
+        with monkeypatch.context() as m:
+            m.setattr(provenance, "commit", lambda: ("another", "1"))
+            m.setattr(platform, "python_version", lambda: "3.99.0")
+            assert bench("nm", tmp_path, "--threads", "1") == 0 and shown() == ["dense", "masked_dense"]
+        assert (tmp_path / "nm.csv").read_text() == first
+        assert bench("nm", tmp_path, "--threads", "2") == 0 and shown() == ["dense", "masked_dense"]
+    finally:
+        torch.set_num_threads(before)
+    with (tmp_path / "nm.csv").open(newline="") as file:
+        assert [r["threads"] for r in csv.DictReader(file)] == ["1", "1", "2", "2"]
 
 
 def test_a_wrong_result_gets_no_time(tmp_path, capsys, monkeypatch):

@@ -7,10 +7,13 @@ import io
 import os
 
 import pytest
+import torch
 from torch import nn
 
 from fxmask import cli
+from fxmask.analysis import models
 from fxmask.compiler import sources
+from fxmask.errors import ConfigError
 from fxmask.kernels import tune
 
 SPEC = f"{__name__}:net"
@@ -30,6 +33,28 @@ def test_a_reader_that_has_gone(monkeypatch, capsys):
         assert cli.main(LISTED) == 2
         out.write("more")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_streams_that_are_closed(monkeypatch, closed):
+    """As `>&-` does: nobody reads, and the command does what else it does."""
+    monkeypatch.setattr(f"sys.{closed}", None)
+    assert cli.main(["env"]) == cli.main(["analyze", SPEC, "--input", "8x64"]) == 0
+
+
+@pytest.mark.parametrize(("meta", "builds"), [(True, 2), (False, 1)])
+def test_a_model_that_cannot_be_built_is_not_built_again(monkeypatch, meta, builds):
+    """But with values, where it had none."""
+    made = []
+
+    def breaks():
+        made.append(torch.empty(0).device.type)
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(f"{__name__}.net", breaks)
+    with pytest.raises(ConfigError, match="cannot be built: RuntimeError: no such luck"):
+        models.load(SPEC, meta=meta)
+    assert made == ["meta", "cpu"][-builds:]
 
 
 class Full(io.StringIO):
@@ -60,8 +85,11 @@ def test_an_encoding_without_some_signs(monkeypatch):
         (("explain", SPEC, "--ratio", "0.5", "-o", ""), "-o: expected a path, got ''."),
         (("explain", SPEC, "--ratio", "0.5", "-o", ".csv"), "-o: expected a path, got '.csv'."),
         (("analyze", SPEC, "--input", "99999999999999999999x64"), "input: expected fewer than 2^63 elements, got '99999999999999999999x64'."),
+        (("analyze", SPEC, "--input", "8x64:quint8"), "input: expected a dtype that is not quantized, such as int8, got '8x64:quint8'."),
+        (("advise", SPEC, "--input", "8x64:float8_e4m3fn", "--seconds", "1"), "the model cannot run on these inputs: RuntimeError: "),
+        (("bench", "--device", "cpu", "--seed", "9" * 20, "--list"), f"--seed {'9' * 20}: expected a number nearer to 0 than 2^53."),
     ],
-    ids=["out is a file", "dispatch", "tf32", "block", "out", "a suffix alone", "size"],
+    ids=["out is a file", "dispatch", "tf32", "block", "out", "a suffix alone", "size", "quantized", "8 bits", "seed"],
 )
 def test_requests_that_cannot_be_meant(args, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -52,7 +52,7 @@ def test_it_prints_and_saves(form, tmp_path):
     assert report.save(tmp_path / "r.md").read_text().startswith("| name")
     assert "<table>" in report.save(tmp_path / "r.html").read_text()
     assert r"\begin{tabular}" in report.save(tmp_path / "r.tex").read_text()
-    with pytest.raises(ConfigError, match=r"expected a path that ends in .csv, .json, .md, .html, .tex, got 'r.xls'"):
+    with pytest.raises(ConfigError, match=r"expected a path that ends in .csv, .json, .md, .html, .tex, .txt, got 'r.xls'"):
         report.save(tmp_path / "r.xls")
 
 
