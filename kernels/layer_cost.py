@@ -14,7 +14,7 @@ from torch import Tensor
 from . import dense_cost, mask_cost, matmul_cost, pruned_cost
 from .cost import Cost
 from .grid import expand_mask, grid_shape, kept_elements
-from .lists import STEP, listed
+from .lists import STEP, listed, skips
 from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
 
 Number = TypeVar("Number", int, float)
@@ -74,11 +74,6 @@ def by_lists(
     return total if splits == 1 else total + matmul_cost.sum_splits(shape, block, found.kept, item, splits=splits)
 
 
-def drops(op: str, shape: tuple[int, int], block: tuple[int, int]) -> bool:
-    """Whether the kernels leave dropped blocks of an input (..., K) out of an op; `shape` is W's (N, K). Else they are dropped in one pass, then multiplied."""
-    return listed(block) and shape[1] % 2 == 0 and (op == "forward" or shape[0] % 2 == 0)
-
-
 def dropped(
     op: str, tokens: int, shape: tuple[int, int], keep: Tensor, block: tuple[int, int], dtype: torch.dtype, *, bias: bool = False, splits: int = 0
 ) -> Cost:
@@ -118,7 +113,7 @@ def layer(
     bias: bool = False, inner: bool = False,
 ) -> Cost:  # fmt: skip
     """One op (`forward`, `dx`, `dw`) of a masked layer by `impl`: `triton`, or anything else for masked-dense. `tile`: a dense matmul's, see `dense_cost`."""
-    if impl == "triton" and listed(block):
+    if impl == "triton" and skips(op, shape, block):
         return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, inner=inner)
     return masked_dense(op, tokens, shape, int(kept_elements(mask, shape, block)), dtype.itemsize, tile, bias=bias)
 

@@ -21,8 +21,8 @@ def conv2d(x: Tensor, m: nn.Conv2d, weight: Tensor | None = None, product: Produ
         weight: (c_out, c_in, kh, kw), or what `product` takes for a matrix (c_out, c_in * kh * kw), such as a semi-structured one; the layer's own if None,
             which a masked layer has to be given: W∘M.
 
-    Returns: (B, c_out, H', W') or (c_out, H', W'), in the memory format of the layer's. Raises: UnsupportedError for groups and for a masked layer without `weight`, ShapeError. Differentiable as
-    `product` is.
+    Returns: (B, c_out, H', W') or (c_out, H', W'), in the memory format that the layer gives it. Differentiable as `product` is. Raises: UnsupportedError for
+    groups and for a masked layer without `weight`, ShapeError.
     Cost: a copy of the input of kh * kw / stride^2 times its size. Patches are rows (B, H' * W', c_in * kh * kw), as a Linear has its tokens.
     """
     if m.groups != 1:

@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import listed, unpack
+from ..lists import unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
@@ -24,11 +24,6 @@ def _descriptor(t: Tensor, box: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(t, box)
-
-
-def skips(block: tuple[int, int], *features: int) -> bool:
-    """Whether a matmul over rows of so many features goes through the kernels that skip blocks."""
-    return listed(block) and not any(n % 2 for n in features)
 
 
 def fit_together(*others: Tensor | None, **operands: Tensor | None) -> None:
