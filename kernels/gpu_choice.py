@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool) -> bool:
     """Whether `auto` makes this mask by kernels: to the bit the plain form's, 7 to 31 times faster (bench.csv, block_index), on any device that runs them."""
-    return kernels_run(w.device) and bool(triton_ops().groups(w, block, criterion, ties, cover))
+    return kernels_run(w.device) and bool(triton_ops().builds(w, block, criterion, ties, cover))
 
 
 def takes(device: torch.device, shape: tuple[int, int], block: tuple[int, int]) -> bool:

@@ -26,9 +26,19 @@ from .device import require as require
 from .refresh import refresh_group as refresh_group
 
 
+def scores(w: Tensor, block: tuple[int, int], criterion: str) -> bool:
+    """Whether a kernel has the keys of a weight's blocks."""
+    return criterion == "fro" and listed(block) and w.dtype != torch.float64 and w.numel() > 0
+
+
+def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
+    """Whether the kernels build this mask from end to end."""
+    return scores(w, block, criterion) and ties == "lowest" and not cover
+
+
 def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
-    """Whether the kernels build this mask, and so may build it in a group."""
-    return criterion == "fro" and ties == "lowest" and not cover and listed(block) and w.dtype != torch.float64 and w.numel() > 0
+    """Whether they may build it in a group, whose table holds addresses: rows that are not in one piece would be copied to another one each time."""
+    return builds(w, block, criterion, ties, cover) and w[0].is_contiguous()
 
 
 def block_index(
@@ -40,7 +50,7 @@ def block_index(
     """
     if cover:
         raise UnsupportedError(NO_COVER)
-    if criterion != "fro" or not listed(block) or w.dtype == torch.float64 or not w.numel():
+    if not scores(w, block, criterion):
         return reference.block_index(w, keep, step, block, criterion, ties, stream)
     keys = refresh.block_keys(w, block)
     return refresh.select(keys, keep) if ties == "lowest" else select_blocks(keys, keep, ties)

@@ -38,7 +38,7 @@ def fit_together(*others: Tensor | None, **operands: Tensor | None) -> None:
         named |= {"mask and lists": ", ".join(sorted({str(t.device) for t in others if t is not None}))} if any(t is not None for t in others) else {}
         raise ShapeError(f"impl='triton' reads operands on one device: expected that, got {named}; move the input, or the model, with .to(device).")
     if len(set(found.values())) > 1:
-        raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them, or use impl='reference'.")
+        raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them.")
     if device.interpreting() and torch.bfloat16 in found.values():
         raise UnsupportedError("Triton's interpreter multiplies bfloat16 wrongly: expected float16 or float32 there; use impl='reference'.")
 
