@@ -26,7 +26,9 @@ def useful_flop(tokens: int, kept: Number) -> Number:
 
 
 def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> matmul_cost.Lists:
-    """`kernels.matmul_cost.lists_of`, remembered for the masks that were asked for last."""
+    """`kernels.matmul_cost.lists_of`, remembered for the masks that were asked for last; not of inference tensors, which do not say when they change."""
+    if mask.is_inference():
+        return matmul_cost.lists_of(mask, shape, block, transposed, strip)
     return _lists_of(_Same(mask), shape, block, transposed, strip)
 
 

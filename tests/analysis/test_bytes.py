@@ -126,3 +126,10 @@ def test_where_the_kernels_mask_and_multiply_densely_the_tables_say_so(shape, sk
         dense = layer_cost.dense(op, tokens, shape, 4, tile).flop_issued
         assert row["impl"] == ("triton" if op in skipped.split() else "triton (mask, then dense)")
         assert (row["flop_executed"] == dense) == (op not in skipped.split()) and row["flop"] < 2 * tokens * shape[0] * shape[1]
+
+
+def test_a_mask_of_inference_mode_is_counted_as_it_is_now():
+    with torch.inference_mode():
+        mask = torch.tensor([[True, False], [False, False]])
+        one, mask[1, 1] = layer_cost.by_lists("forward", 70, (32, 32), mask, (16, 16), torch.float32), True
+        assert layer_cost.by_lists("forward", 70, (32, 32), mask, (16, 16), torch.float32).flop_useful == 2 * one.flop_useful == 4 * 70 * 256
