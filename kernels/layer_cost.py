@@ -68,7 +68,7 @@ def by_lists(
     assert tile is not None
     found = lists_of(mask, shape, block, op == "dx", tile.strip)
     if op != "dw":
-        return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
+        return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=inner, tma=tile.tma)
     lay = found.layout
     splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, features // lay.unit)))
     total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=features, whole=whole)
