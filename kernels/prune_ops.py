@@ -170,11 +170,13 @@ def _(
     return gy.new_empty((gy.shape[-1], shape[-1]))
 
 
-def _no_second(ctx: Any, *_: Any) -> Any:
-    raise UnsupportedError("a second derivative through the gradient of a weight under activation pruning: the input was not saved; use it without pruning.")
+def no_second(ctx: Any, *_: Any) -> Any:
+    """The backward of a gradient that a pruned input was used for: UnsupportedError."""
+    what = "a second derivative through the gradient of a parameter under activation pruning: the input was not saved; use it without pruning."
+    raise UnsupportedError(what)
 
 
-pruned_dw.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+pruned_dw.register_autograd(no_second, setup_context=lambda ctx, inputs, output: None)
 
 for _op in ("compress", "pruned_linear", "pruned_dw"):
     for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
