@@ -7,6 +7,7 @@ from functools import cache
 from types import ModuleType
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import UnsupportedError, warn
 
@@ -35,12 +36,17 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 
 def kernels_run(device: torch.device) -> bool:
-    """Whether Triton is there and launches on a device of compute capability 8 or later; tried once, and a warning says why not. Inside a capture: no."""
+    """Whether Triton is there and launches on a device of compute capability 8 or later; tried once, and a warning says why not. Inside a capture, and where
+    memory is short: no, and that is not remembered.
+    """
     if device not in _TRIED:
         found = capability(device)
         if found is None or found[0] < 8 or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return False
-        _TRIED[device] = _try_on(device)
+        try:
+            _TRIED[device] = _try_on(device)
+        except torch.OutOfMemoryError:
+            return False
     return _TRIED[device]
 
 
@@ -50,10 +56,13 @@ _TRIED: dict[torch.device, bool] = {}
 @torch.inference_mode(False)
 @torch.no_grad()
 def _try_on(device: torch.device) -> bool:
-    """A mask of one block. Triton may be missing, or be without the C compiler that it needs."""
+    """A mask of one block. Triton may be missing, or be without the C compiler that it needs. Under a FakeTensorMode, which says nothing of it, as without."""
     try:
-        keep = torch.ones((), dtype=torch.int64, device=device)
-        triton_ops().block_index(torch.ones(16, 16, device=device, dtype=torch.float16), keep, keep, (16, 16), "fro", "lowest", 0)
+        with _disable_current_modes():
+            keep = torch.ones((), dtype=torch.int64, device=device)
+            triton_ops().block_index(torch.ones(16, 16, device=device, dtype=torch.float16), keep, keep, (16, 16), "fro", "lowest", 0)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:
         warn(f"impl='auto' stays masked-dense on {device}: Triton does not run there ({type(e).__name__}: {e}).")
         return False

@@ -47,6 +47,16 @@ def is_channels_last(t: Tensor) -> bool:
     return True
 
 
+def formatted(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """A result (B, c_out, rows, cols) in the memory format that PyTorch's convolution of x and w has. Under function transforms contiguous.
+
+    An axis of length 1 has its stride there, too: views and the next layer go by it, and `contiguous` leaves it as it is.
+    """
+    last = (is_channels_last(x) or is_channels_last(w)) and not operands.is_transformed("auto")
+    wanted = torch.channels_last if last else torch.contiguous_format
+    return y.contiguous(memory_format=wanted) if is_channels_last(y) == last else y.clone(memory_format=wanted)
+
+
 def in_format_of(made: Tensor, weight: Tensor) -> Tensor:
     """W∘M with the strides of its weight, by which PyTorch chooses those of the result. Under function transforms as it is."""
     if made.stride() == weight.stride() or operands.is_transformed("auto"):
@@ -99,11 +109,10 @@ def patchwise(
     channels are not inside.
     """
     images = x if x.dim() == 4 else x[None]
-    last = is_channels_last(images) or is_channels_last(w)
     tokens, (rows, cols) = patches(images, (w.shape[2], w.shape[3]), stride)
     y = ops.linear(tokens, as_matrix(w), bias, mask, block, backward, dense, impl, lists)
     y = y.reshape(images.shape[0], rows, cols, w.shape[0]).permute(0, 3, 1, 2)  # one image, too, has the stride by which PyTorch tells its memory format
-    y = y.contiguous(memory_format=torch.channels_last if last and not operands.is_transformed("auto") else torch.contiguous_format)
+    y = formatted(y, images, w)
     return y if x.dim() == 4 else y[0]
 
 

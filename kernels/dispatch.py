@@ -1,10 +1,11 @@
 """Which implementation an op runs: `reference` (plain PyTorch, everywhere), `cpu` (strips of kept blocks, see `kernels.cpu`), or `triton` (CUDA tensors, or
 CPU tensors in Triton's interpreter).
 
-An explicit request never falls back: it raises. `auto` takes on a CPU the fastest of masked-dense and the strips, case by case. On CUDA an op cannot know the
-density of its mask without a host sync, so its `auto` is masked-dense, with W masked by a kernel where Triton runs (`kernels.triton.masked_dense`); whoever
-knows the ratio asks `kernels.gpu_choice` and requests `triton` where that pays, as masked Linears do. Masks are made by kernels under `auto`, too, where
-those take the case. Both kernels give the bits of the reference.
+An explicit request of an op never falls back: it raises. Modules ask `ops.linear`, which under function transforms, forward-mode AD and for nested tensors has
+one plain form for all but `triton`, `reference.composite`: `cpu` is dense there, too. `auto` takes on a CPU the fastest of masked-dense and the strips, case by
+case. On CUDA an op cannot know the density of its mask without a host sync, so its `auto` is masked-dense, with W masked by a kernel where Triton runs
+(`kernels.triton.masked_dense`); whoever knows the ratio asks `kernels.gpu_choice` and requests `triton` where that pays, as masked Linears do. Masks are made
+by kernels under `auto`, too, where those take the case. Both kernels give the bits of the reference.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from .availability import capability, kernels_run, triton_ops
 from .dispatch import MASKED_DENSE
 from .grid import grid_shape
-from .lists import UNITS, layout, listed
+from .lists import UNITS, layout, skips
 from .triton.tiles import MULTIPROCESSORS, best_dw_tile, best_tile, strip_for
 
 # Seconds once, an issued FLOP, a byte asked of the L2 (masked-dense: of the operands), a byte of the result. Source: examples/results/h200/bench.csv, its last
@@ -37,13 +37,13 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool) -> bool:
     """Whether `auto` makes this mask by kernels: to the bit the plain form's, 7 to 31 times faster (bench.csv, block_index), on any device that runs them."""
-    return kernels_run(w.device) and bool(triton_ops().groups(w, block, criterion, ties, cover))
+    return kernels_run(w.device) and bool(triton_ops().builds(w, block, criterion, ties, cover))
 
 
 def takes(device: torch.device, shape: tuple[int, int], block: tuple[int, int]) -> bool:
     """Whether `auto` may multiply a weight (N, K) by kernels on a device, if it pays."""
     found = capability(device)
-    if found is None or found[0] != 9 or not listed(block) or shape[0] % 2 or shape[1] % 2 or not shape[0] * shape[1]:
+    if found is None or found[0] != 9 or not skips("dx", shape, block) or not shape[0] * shape[1]:
         return False
     return listable(shape, block) and kernels_run(device)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import dense_cost, mask_cost, matmul_cost, pruned_cost
 from .cost import Cost
 from .grid import expand_mask, grid_shape, kept_elements
-from .lists import STEP, listed
+from .lists import STEP, listed, skips
 from .triton.tiles import CHUNK, SELECT_MAX, TILE_FEATURES, Tile, best_dw_tile, best_tile, pruned_tiles, splits_of, strip_for, tile_for
 
 Number = TypeVar("Number", int, float)
@@ -26,7 +26,9 @@ def useful_flop(tokens: int, kept: Number) -> Number:
 
 
 def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], transposed: bool, strip: int) -> matmul_cost.Lists:
-    """`kernels.matmul_cost.lists_of`, remembered for the masks that were asked for last."""
+    """`kernels.matmul_cost.lists_of`, remembered for the masks that were asked for last; not of inference tensors, which do not say when they change."""
+    if mask.is_inference():
+        return matmul_cost.lists_of(mask, shape, block, transposed, strip)
     return _lists_of(_Same(mask), shape, block, transposed, strip)
 
 
@@ -66,17 +68,12 @@ def by_lists(
     assert tile is not None
     found = lists_of(mask, shape, block, op == "dx", tile.strip)
     if op != "dw":
-        return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=tile.tma or inner)
+        return matmul_cost.list_matmul(found, tokens, item, tile_tokens=tile.tokens, step=tile.step, bias=bias, predicated=inner, tma=tile.tma)
     lay = found.layout
     splits = splits or splits_of(tokens, lay.strips * -(-lay.units // max(1, features // lay.unit)))
     total = matmul_cost.sampled_matmul(found, tokens, item, splits=splits, tile_tokens=min(STEP, tile.step), tile_features=features, whole=whole)
     total += matmul_cost.zero_fill(shape, item)
     return total if splits == 1 else total + matmul_cost.sum_splits(shape, block, found.kept, item, splits=splits)
-
-
-def drops(op: str, shape: tuple[int, int], block: tuple[int, int]) -> bool:
-    """Whether the kernels leave dropped blocks of an input (..., K) out of an op; `shape` is W's (N, K). Else they are dropped in one pass, then multiplied."""
-    return listed(block) and shape[1] % 2 == 0 and (op == "forward" or shape[0] % 2 == 0)
 
 
 def dropped(
@@ -118,7 +115,7 @@ def layer(
     bias: bool = False, inner: bool = False,
 ) -> Cost:  # fmt: skip
     """One op (`forward`, `dx`, `dw`) of a masked layer by `impl`: `triton`, or anything else for masked-dense. `tile`: a dense matmul's, see `dense_cost`."""
-    if impl == "triton" and listed(block):
+    if impl == "triton" and skips(op, shape, block):
         return by_lists(op, tokens, shape, mask, block, dtype, bias=bias, inner=inner)
     return masked_dense(op, tokens, shape, int(kept_elements(mask, shape, block)), dtype.itemsize, tile, bias=bias)
 

@@ -35,6 +35,13 @@ def listed(block: tuple[int, int]) -> bool:
     return block[0] in LISTED and block[1] in LISTED
 
 
+def skips(op: str, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Whether the kernels skip blocks in an op (`forward`, `dx`, `dw`) of a weight `shape` (N, K), or of an input (..., K) of it. Else those are masked in one
+    pass, then multiplied: rows of an odd number of elements cannot be copied in pieces of 4 bytes. The forward reads rows of K alone.
+    """
+    return listed(block) and shape[1] % 2 == 0 and (op == "forward" or shape[0] % 2 == 0)
+
+
 def strip_of(row_block: int) -> int:
     """Features of a strip over blocks of `row_block` features.
 

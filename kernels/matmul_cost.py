@@ -57,18 +57,18 @@ def lists_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], trans
 
 
 def list_matmul(
-    lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, step: int = STEP, bias: bool = False, predicated: bool = False, bias_m: bool = False,
-    splits: int = 1,
+    lists: Lists, tokens: int, itemsize: int, *, tile_tokens: int, step: int = STEP, bias: bool = False, predicated: bool = False, tma: bool = False,
+    bias_m: bool = False, splits: int = 1,
 ) -> Cost:  # fmt: skip
     """The list matmul: forward, or dX over transposed lists. One program a token tile and strip, n_s = ⌈c_s / P⌉ U / STEP steps each (U > STEP), or ⌈c_s / P⌉.
 
-    `predicated`: tokens and rows of W behind the last one are left out, as for a transposed input or by TMA, instead of repeating a real one. `bias_m`: the
+    `predicated`: tokens behind the last one are left out, as for a transposed input, instead of repeating a real one; by `tma` rows of W, too. `bias_m`: the
     bias has an element a token. `splits`: shares of every list's steps, whose float32 sums are written apart; `sum_splits` adds them. Block dropout's forward
     and dW are this with the roles exchanged (`kernels.layer_cost.dropped`): M are then the rows of the dense operand, and W is the input.
 
     Useful FLOP   2 M kept
     Issued FLOP   2 T BM BN STEP Σ n_s
-    Requested B   x        b T BM (Σ f_s + empty places * min(U, along)); tokens behind the last one repeat a real one, or M for T BM (predicated)
+    Requested B   x        b T BM (Σ f_s + empty places * min(U, along)); tokens behind the last one repeat a real one, or M for T BM (predicated, TMA)
                   w        b T kept; forward, not by TMA: whole block rows, since rows behind the last one repeat a real one
                   bias     b T across; b S M for `bias_m`
                   y        b M across, written; with splits 4 splits M across
@@ -80,8 +80,8 @@ def list_matmul(
     tiles, per_step, parts = cdiv(tokens, tile_tokens), max(1, step // lay.unit), max(1, lay.unit // step)
     steps = lists.steps(per_step) * parts
     reads = {
-        "x": itemsize * (tokens if predicated else tiles * tile_tokens) * lists.gathered(per_step),
-        "w": itemsize * tiles * (lists.kept if lists.transposed else lists.kept_rows),
+        "x": itemsize * (tokens if predicated or tma else tiles * tile_tokens) * lists.gathered(per_step),
+        "w": itemsize * tiles * (lists.kept if lists.transposed or tma else lists.kept_rows),
         "entries": INDEX * tiles * per_step * (steps + splits * lay.strips),
         "counts": INDEX * tiles * splits * lay.strips,
         "order": INDEX * tiles * splits * lay.strips,

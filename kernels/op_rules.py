@@ -58,10 +58,13 @@ def _loop(op: Any, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -
     def pick(i: int) -> list[Any]:
         return [a.select(d, i) if d is not None else a for a, d in zip(args, in_dims, strict=True)]
 
-    found = [op(*pick(i)) for i in range(info.batch_size)]
+    n = info.batch_size
+    if not n:  # of one of zeros the shapes are the same
+        args = tuple(a if d is None else a.new_zeros([1 if i == d else size for i, size in enumerate(a.shape)]) for a, d in zip(args, in_dims, strict=True))
+    found = [op(*pick(i)) for i in range(n or 1)]
     if isinstance(found[0], tuple):
-        return tuple(torch.stack(t) for t in zip(*found, strict=True)), (0,) * len(found[0])
-    return torch.stack(found), 0
+        return tuple(torch.stack(t)[:n] for t in zip(*found, strict=True)), (0,) * len(found[0])
+    return torch.stack(found)[:n], 0
 
 
 def _fold_tokens(op: Any) -> Callable[..., tuple[Any, Any]]:

@@ -18,24 +18,26 @@ from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
 from .errors import ShapeError, UnsupportedError, message, warn
-from .grid import grid_shape
 from .inductor import register_fake
 from .lean import register_autograd
 from .op_rules import AUTOCAST, autocast_rule, linear_flop
 
 
-def _check(x: Tensor, w: Tensor, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None, rows: int, cols: int) -> None:
+def _check(
+    x: Tensor, w: Tensor, bias: Tensor | None, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None, block: tuple[int, int], backward: str
+) -> None:
     operands.refuse_forward_ad()
-    if x.dim() == 0 or x.shape[-1] != w.shape[1]:
-        raise ShapeError(f"last axis of x: expected {w.shape[1]}, got shape {tuple(x.shape)}.")
+    operands.check_features("x", x, w.shape[1])
     if values.dim() != 3 or index.shape != values.shape[:2] or values.dtype != x.dtype:
         got = f"{values.dtype} {tuple(values.shape)} and {tuple(index.shape)}"
         raise ShapeError(f"kept blocks of x: expected {x.dtype} (samples, kept, features) and their numbers (samples, kept), got {got}.")
     samples, _ = sizes(x, values.shape[2], values.shape[1], turned)
     if samples != values.shape[0]:
         raise ShapeError(f"kept blocks of an input {tuple(x.shape)}: expected {samples} samples, got {values.shape[0]}.")
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != grid_shape(w.shape, (rows, cols))):
-        raise ShapeError(f"mask of a weight {tuple(w.shape)}: expected bool {grid_shape(w.shape, (rows, cols))}, got {mask.dtype} {tuple(mask.shape)}.")
+    if mask is not None:
+        operands.check_mask(mask, w.shape, block)
+        operands.check_bias(bias, w.shape[0])
+        operands.check_backward(backward)
 
 
 def dense_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,14 +78,17 @@ def pruned_linear(
         mask and what follows it: as `masked_linear`. dw_impl: of `pruned_dw`.
 
     Returns: y (..., N), contiguous.
-    Differentiable: x, w, bias, once; dW is `pruned_dw`, the rest is exact. Raises: ShapeError, and UnsupportedError where an explicit impl cannot run on x.
+    Differentiable: x, w, bias, once; dW is `pruned_dw`, the rest is exact. Raises: ShapeError, ConfigError, and UnsupportedError where an explicit impl cannot
+    run on x.
     Cost: the linear.
     """
-    _check(x, w, values, index, turned, mask, block_rows, block_cols)
+    block = (block_rows, block_cols)
+    _check(x, w, bias, values, index, turned, mask, block, backward)
     form(dw_impl, x)  # raises here rather than in the backward
     if mask is None:
         return dense_linear(x, w, bias)
-    return form(impl, x).masked_linear(x, w, bias, mask, (block_rows, block_cols), lists).contiguous()
+    operands.check_lists(lists, mask, block)
+    return form(impl, x).masked_linear(x, w, bias, mask, block, lists).contiguous()
 
 
 @register_fake(pruned_linear)
@@ -92,7 +97,7 @@ def _(
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
     dw_impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    _check(x, w, values, index, turned, mask, block_rows, block_cols)
+    _check(x, w, bias, values, index, turned, mask, (block_rows, block_cols), backward)
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
@@ -144,6 +149,9 @@ def pruned_dw(
     if gy.dim() != len(shape) or tuple(gy.shape[:-1]) != tuple(shape[:-1]):
         raise ShapeError(f"tokens of gy: expected those of an input {tuple(shape)}, got {tuple(gy.shape)}.")
     block = (block_rows, block_cols)
+    if mask is not None:
+        operands.check_mask(mask, (gy.shape[-1], shape[-1]), block)
+        operands.check_lists(lists, mask, block)
     form(impl, gy)  # raises where it cannot
     if impl == "triton":
         return triton_ops().pruned_dw(gy, values, index, tuple(shape), turned, mask, block, lists)
@@ -162,11 +170,13 @@ def _(
     return gy.new_empty((gy.shape[-1], shape[-1]))
 
 
-def _no_second(ctx: Any, *_: Any) -> Any:
-    raise UnsupportedError("a second derivative through the gradient of a weight under activation pruning: the input was not saved; use it without pruning.")
+def no_second(ctx: Any, *_: Any) -> Any:
+    """The backward of a gradient that a pruned input was used for: UnsupportedError."""
+    what = "a second derivative through the gradient of a parameter under activation pruning: the input was not saved; use it without pruning."
+    raise UnsupportedError(what)
 
 
-pruned_dw.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+pruned_dw.register_autograd(no_second, setup_context=lambda ctx, inputs, output: None)
 
 for _op in ("compress", "pruned_linear", "pruned_dw"):
     for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):

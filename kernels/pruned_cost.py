@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from .cost import INDEX, PARTIAL, Cost, cdiv
 from .dense_cost import stream
 from .matmul_cost import Lists
+from .triton.tiles import TILE_FEATURES
 
 
 def pruned_matmul(
-    entries: Sequence[int], rows: int, shape: tuple[int, int], block: int, itemsize: int, *, splits: int = 1, tile_features: int = 128, tile_tokens: int,
+    entries: Sequence[int], rows: int, shape: tuple[int, int], block: int, itemsize: int, *, splits: int = 1, tile_tokens: int,
     lists: Lists | None = None, kept: Sequence[int] = (),
 ) -> Cost:  # fmt: skip
     """dW from a pruned input. E_s = `entries` kept blocks in strip s of `block` = b features of S; `rows` of the input have one. `shape` is W's (N, K).
@@ -32,11 +33,11 @@ def pruned_matmul(
     """
     (n, k), strips, total = shape, len(entries), sum(entries)
     if lists is None:
-        launched = cdiv(n, tile_features)
+        launched = cdiv(n, TILE_FEATURES)
         tiles, features, flop, written = [launched] * strips, [n] * strips, 2 * n * block * total, n * k
     else:
-        q = tile_features // lists.layout.unit
-        launched = cdiv(lists.layout.units * lists.layout.unit, tile_features)
+        q = TILE_FEATURES // lists.layout.unit
+        launched = cdiv(lists.layout.units * lists.layout.unit, TILE_FEATURES)
         tiles, features, written = [cdiv(c, q) for c in lists.counts[:strips]], list(lists.features[:strips]), lists.kept
         flop = 2 * sum(e * of_strip for e, of_strip in zip(entries, kept, strict=True))
     asked = sum(t * e for t, e in zip(tiles, entries, strict=True))
@@ -61,7 +62,7 @@ def pruned_matmul(
         reads |= {"entries": INDEX * splits * lists.layout.unit * listed, "counts": INDEX * programs}
         least |= {"entries": INDEX * listed, "counts": INDEX * strips}
         least["gy"] = min(least["gy"], reads["gy"])
-    issued = 2 * tile_features * block * tile_tokens * sum(t * cdiv(e, tile_tokens) for t, e in zip(tiles, entries, strict=True))
+    issued = 2 * TILE_FEATURES * block * tile_tokens * sum(t * cdiv(e, tile_tokens) for t, e in zip(tiles, entries, strict=True))
     out = {"out": (itemsize if splits == 1 else PARTIAL * splits) * written}
     return Cost(flop, issued, reads, out, least, dict(out))
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from . import operands, producer, prune
 from .compress_ops import sizes
-from .errors import ShapeError, UnsupportedError, message, warn
+from .errors import ShapeError, message, warn
 from .inductor import register_fake
 from .lean import register_autograd
-from .prune_ops import plan
+from .prune_ops import no_second, plan
 
 
 def _check(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool) -> tuple[int, int]:
@@ -101,12 +101,7 @@ def _(gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool,
     return gy.new_empty(like, dtype=torch.promote_types(gy.dtype, values.dtype))
 
 
-def _no_second(ctx: Any, *_: Any) -> Any:
-    what = "a second derivative through the gradient of a parameter under activation pruning: the input was not saved; use it without pruning."
-    raise UnsupportedError(what)
-
-
-pruned_scale_da.register_autograd(_no_second, setup_context=lambda ctx, inputs, output: None)
+pruned_scale_da.register_autograd(no_second, setup_context=lambda ctx, inputs, output: None)
 
 
 def dense(x: Tensor, a: Tensor, b: Tensor | None, inplace: bool) -> Tensor:

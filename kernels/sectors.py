@@ -9,18 +9,17 @@ from __future__ import annotations
 from math import gcd
 
 
-def rounded(requested: int, width: int, pitch: int, granule: int, offset: int = 0) -> int:
+def rounded(requested: int, width: int, pitch: int, granule: int) -> int:
     """Bytes of the granules that `requested` bytes touch, asked for in runs of `width` bytes.
 
-    Runs begin at `offset` plus multiples of gcd(pitch, width): rows lie `pitch` bytes apart, and a tile begins at a multiple of its own width. Those starts
-    are taken as equally frequent, so the result is exact for whole periods of them and an average otherwise; what is left behind whole runs counts as one.
+    Runs begin at multiples of gcd(pitch, width): rows lie `pitch` bytes apart, and a tile begins at a multiple of its own width. Those starts are taken as
+    equally frequent, so the result is exact for whole periods of them and an average otherwise; what is left behind whole runs counts as one.
     """
     if requested <= 0 or width <= 0:
         return 0
     runs, left = divmod(requested, width)
-    step = gcd(pitch, width, granule)
-    phases = granule // step
-    starts = [(offset + i * step) % granule for i in range(phases)]
+    starts = range(0, granule, gcd(pitch, width, granule))
+    phases = len(starts)
 
     def cost(w: int) -> int:
         return sum(-(-(a + w) // granule) for a in starts) * granule

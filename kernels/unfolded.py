@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .conv import formatted
 from .errors import ShapeError, UnsupportedError, message
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -20,8 +21,8 @@ def conv2d(x: Tensor, m: nn.Conv2d, weight: Tensor | None = None, product: Produ
         weight: (c_out, c_in, kh, kw), or what `product` takes for a matrix (c_out, c_in * kh * kw), such as a semi-structured one; the layer's own if None,
             which a masked layer has to be given: W∘M.
 
-    Returns: (B, c_out, H', W') or (c_out, H', W'). Raises: UnsupportedError for groups and for a masked layer without `weight`, ShapeError. Differentiable as
-    `product` is.
+    Returns: (B, c_out, H', W') or (c_out, H', W'), in the memory format that the layer gives it. Differentiable as `product` is. Raises: UnsupportedError for
+    groups and for a masked layer without `weight`, ShapeError.
     Cost: a copy of the input of kh * kw / stride^2 times its size. Patches are rows (B, H' * W', c_in * kh * kw), as a Linear has its tokens.
     """
     if m.groups != 1:
@@ -40,5 +41,5 @@ def conv2d(x: Tensor, m: nn.Conv2d, weight: Tensor | None = None, product: Produ
     size = [(n - d * (k - 1) - 1) // s + 1 for n, k, d, s in zip(padded.shape[2:], m.kernel_size, m.dilation, m.stride, strict=True)]
     patches = F.unfold(padded, m.kernel_size, m.dilation, 0, m.stride).transpose(1, 2)
     y = product(patches, matrix.flatten(1) if matrix.dim() == 4 else matrix, m.bias)
-    y = y.transpose(1, 2).reshape(batch.shape[0], m.out_channels, *size)
+    y = formatted(y.transpose(1, 2).reshape(batch.shape[0], m.out_channels, *size), batch, matrix)
     return y if x.dim() == 4 else y.squeeze(0)

@@ -19,7 +19,7 @@ SMALL = 0.5e-3  # seconds of masked-dense, as estimated, below which it is taken
 NEAR = 4.0  # times masked-dense, as estimated, behind which a plan is not timed
 SAMPLE = 4096  # tokens that they are timed on, at most
 MARGIN = 0.97  # a plan that is not faster than masked-dense by so much may owe it to noise
-decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process
+decisions: dict[tuple[Any, ...], tune.Choice] = {}  # of this process; those made without a tune are others than those made with one
 small: dict[tuple[Any, ...], tune.Choice] = {}  # that needed no decision, by op, shape and block
 lock = threading.RLock()
 Timed = Callable[[Plan, int], Callable[[], Any]]
@@ -36,9 +36,9 @@ if hasattr(os, "register_at_fork"):
 
 
 @lru_cache(maxsize=4096)
-def key_of(case: Case, forced: bool, threads: int) -> tuple[Any, ...]:
+def key_of(case: Case, forced: bool, threads: int, tuned: bool) -> tuple[Any, ...]:
     """Cases that share a decision: tokens by powers of the square root of 2, densities by powers of the fourth root."""
-    return case.op, round(2 * math.log2(case.tokens)), case.shape, case.block, _step(case.density), case.dtype, forced, threads
+    return case.op, round(2 * math.log2(case.tokens)), case.shape, case.block, _step(case.density), case.dtype, forced, threads, tuned
 
 
 def _step(density: float) -> int:
@@ -65,9 +65,10 @@ def decide(case: Case, key: tuple[Any, ...], forced: bool, threads: int, timed: 
         estimates[str(MASKED_DENSE)] = dense
         best.append(str(MASKED_DENSE))
     first = min(best, key=lambda n: estimates[n])
-    if dense < SMALL or len(best) == 1 or not tune.enabled():
+    *named, tuned = key
+    if dense < SMALL or len(best) == 1 or not tuned:
         return tune.Choice(first, "estimated", estimates, case.tokens)
-    name = "/".join(map(str, key))
+    name = "/".join(map(str, named))
     known = tune.load(name, candidates)
     if known is None or tune.stale(known):
         before, tokens = known or decisions.get(key), sample(case, best, threads)
@@ -91,15 +92,15 @@ def sample(case: Case, names: Sequence[str], threads: int) -> int:
 def of(case: Case, forced: bool) -> tune.Choice | None:
     """The choice that this process made for a case; None where it has made none."""
     tiny = None if forced else unasked(case.op, (case.tokens, 0), case.shape, case.block, case.dtype, SMALL)
-    return tiny or decisions.get(key_of(case, forced, torch.get_num_threads()))
+    return tiny or decisions.get(key_of(case, forced, torch.get_num_threads(), tune.enabled()))
 
 
 def made(op: str, shape: tuple[int, int], block: tuple[int, int], density: float, forced: bool) -> dict[int, tune.Choice]:
     """The choices of this process for layers of a shape, block and density, by their number of tokens (in steps); 0: of small ones."""
-    tiny, threads = small.get((op, shape, block)), torch.get_num_threads()
+    tiny, threads, tuned = small.get((op, shape, block)), torch.get_num_threads(), tune.enabled()
     found = {0: tiny} if tiny and not forced else {}
-    for (an_op, tokens, *layer, _, is_forced, count), choice in [*decisions.items()]:
-        if (an_op, *layer, is_forced, count) == (op, shape, block, _step(density), forced, threads):
+    for (an_op, tokens, *layer, _, is_forced, count, is_tuned), choice in [*decisions.items()]:
+        if (an_op, *layer, is_forced, count, is_tuned) == (op, shape, block, _step(density), forced, threads, tuned):
             found[round(2 ** (tokens / 2))] = choice
     return dict(sorted(found.items()))
 
@@ -107,7 +108,7 @@ def made(op: str, shape: tuple[int, int], block: tuple[int, int], density: float
 def choose(case: Case, forced: bool, timed: Timed) -> Plan:
     """The plan for a case, found once."""
     threads = torch.get_num_threads()
-    key = key_of(case, forced, threads)
+    key = key_of(case, forced, threads, tune.enabled())
     choice = decisions.get(key)
     if choice is None or tune.stale(choice):
         with lock:  # another thread may have decided meanwhile

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..reference import rows
+from .runs import runs_of
 
 OFTEN = ((128, 0.1), (64, 0.2), (32, 0.5))  # a block's smaller side, and the probability from which on its runs pay; smaller ones never do
 SHARED = 0.7  # the least probability for sides below 64 on several threads, which wait on such small products
@@ -37,14 +38,7 @@ def pays(t: Tensor, block: tuple[int, int], p: float) -> bool:
 
 def runs(keep: list[bool], side: int, end: int) -> list[tuple[int, int]]:
     """[begin, end) in elements of each run of kept blocks of `side`."""
-    found, begin = [], None
-    for i, kept in enumerate([*keep, False]):
-        if kept and begin is None:
-            begin = i
-        elif not kept and begin is not None:
-            found.append((begin * side, min(i * side, end)))
-            begin = None
-    return found
+    return [(a * side, min(b * side, end)) for a, b in runs_of([i for i, kept in enumerate(keep) if kept])]
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:

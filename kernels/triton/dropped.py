@@ -19,7 +19,7 @@ from torch import Tensor
 
 import triton
 
-from ..lists import layout
+from ..lists import layout, skips
 from ..reference import rows
 from . import launch, refresh
 from .device import aligned, allows_tf32, divisor, rows_of
@@ -40,7 +40,7 @@ def _grid(keep: Tensor) -> tuple[int, int]:
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """y, (..., N)."""
     flat, (n, k) = rows(x), w.shape
-    if not launch.skips(block, k):
+    if not skips("forward", w.shape, block):
         return F.linear(mask_cast(flat, keep, block, x.dtype, scale=scale_of(p)), w, bias).view(*x.shape[:-1], n)
     launch.fit_together(keep, lists, x=x, w=w, bias=bias)
     flat, w, tf32 = aligned(rows_of(flat)), aligned(rows_of(w)), allows_tf32(x)
@@ -55,8 +55,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block: tuple
 
 def dx(gy: Tensor, w: Tensor, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> Tensor:
     """dX, (..., K)."""
-    flat, (n, k) = rows(gy), w.shape
-    if not launch.skips(block, n, k):
+    flat, k = rows(gy), w.shape[1]
+    if not skips("dx", w.shape, block):
         product = torch.matmul(flat, w)
         return mask_cast(product, keep, block, product.dtype, out=product, scale=scale_of(p)).view(*gy.shape[:-1], k)
     turned = aligned(rows_of(flat)).t()[None]  # [1, N, M]: what is summed over lies side by side
@@ -68,7 +68,7 @@ def dw(gy: Tensor, x: Tensor, keep: Tensor, block: tuple[int, int], p: float, li
     """dW, (N, K). `splits` shares of the tokens are added in a fixed order; 0 chooses enough of them to fill the device."""
     g, flat = rows(gy), rows(x)
     n, k = g.shape[1], flat.shape[1]
-    if not launch.skips(block, n, k):
+    if not skips("dw", (n, k), block):
         return g.t() @ mask_cast(flat, keep, block, x.dtype, scale=scale_of(p))
     launch.fit_together(keep, lists, gy=gy, x=x)
     g, flat, tf32 = aligned(rows_of(g)), aligned(rows_of(flat)), allows_tf32(x)

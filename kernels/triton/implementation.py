@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import prune, reference
 from ..errors import UnsupportedError
-from ..lists import listed
+from ..lists import listed, skips
 from ..select import NO_COVER, select_blocks
 from ..strides import tokens_inner
 from . import aside as aside
@@ -26,9 +26,19 @@ from .device import require as require
 from .refresh import refresh_group as refresh_group
 
 
+def scores(w: Tensor, block: tuple[int, int], criterion: str) -> bool:
+    """Whether a kernel has the keys of a weight's blocks."""
+    return criterion == "fro" and listed(block) and w.dtype != torch.float64 and w.numel() > 0
+
+
+def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
+    """Whether the kernels build this mask from end to end."""
+    return scores(w, block, criterion) and ties == "lowest" and not cover
+
+
 def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
-    """Whether the kernels build this mask, and so may build it in a group."""
-    return criterion == "fro" and ties == "lowest" and not cover and listed(block) and w.dtype != torch.float64 and w.numel() > 0
+    """Whether they may build it in a group, whose table holds addresses: rows that are not in one piece would be copied to another one each time."""
+    return builds(w, block, criterion, ties, cover) and w[0].is_contiguous()
 
 
 def block_index(
@@ -40,7 +50,7 @@ def block_index(
     """
     if cover:
         raise UnsupportedError(NO_COVER)
-    if criterion != "fro" or not listed(block) or w.dtype == torch.float64 or not w.numel():
+    if not scores(w, block, criterion):
         return reference.block_index(w, keep, step, block, criterion, ties, stream)
     keys = refresh.block_keys(w, block)
     return refresh.select(keys, keep) if ties == "lowest" else select_blocks(keys, keep, ties)
@@ -58,7 +68,7 @@ def _laid_out(y: Tensor, x: Tensor, block: tuple[int, int]) -> Tensor:
 
 def masked_linear(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, block: tuple[int, int], lists: Tensor | None) -> Tensor:
     """y = x (W∘M)^T + bias, (..., N)."""
-    if not launch.skips(block, w.shape[1]):
+    if not skips("forward", w.shape, block):
         return _laid_out(F.linear(x, masked_dense.masked(w, mask, block), bias), x, block)
     return launch.list_matmul(x, w, bias, mask, block, transposed=False, tf32=allows_tf32(x), lists=lists)
 
@@ -67,7 +77,7 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]
     """dX = dY (W∘M), or dY W in mode `unmasked`; (..., K)."""
     if backward == "unmasked":
         return torch.matmul(gy, w).contiguous()
-    if not launch.skips(block, *w.shape):
+    if not skips("dx", w.shape, block):
         return _laid_out(torch.matmul(gy, masked_dense.masked(w, mask, block)), gy, block)
     return launch.list_matmul(gy, w, None, mask, block, transposed=True, tf32=allows_tf32(gy), lists=lists)
 
@@ -75,7 +85,7 @@ def masked_linear_dx(gy: Tensor, w: Tensor, mask: Tensor, block: tuple[int, int]
 def masked_linear_dw(gy: Tensor, x: Tensor, mask: Tensor, dense: Tensor | None, block: tuple[int, int], backward: str, lists: Tensor | None) -> Tensor:
     """dW = dY^T X, restricted to the blocks that the mode wants; (N, K). The lists are the mask's, and serve where just that is wanted."""
     wanted = reference.gradient_mask(mask, dense, backward)
-    if wanted is not None and launch.skips(block, gy.shape[-1], x.shape[-1]):
+    if wanted is not None and skips("dw", (gy.shape[-1], x.shape[-1]), block):
         return launch.sampled_matmul(gy, x, wanted, block, tf32=allows_tf32(x), lists=lists if wanted is mask else None)
     return masked_dense.masked_linear_dw(gy, x, mask, dense, block, backward)
 

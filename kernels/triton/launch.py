@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 
 from ..errors import ShapeError, UnsupportedError
-from ..lists import listed, unpack
+from ..lists import unpack
 from ..strides import tokens_inner
 from . import device, refresh
 from .device import aligned, divisor, rows_of
@@ -26,11 +26,6 @@ def _descriptor(t: Tensor, box: list[int]) -> Any:
     return TensorDescriptor.from_tensor(t, box)
 
 
-def skips(block: tuple[int, int], *features: int) -> bool:
-    """Whether a matmul over rows of so many features goes through the kernels that skip blocks."""
-    return listed(block) and not any(n % 2 for n in features)
-
-
 def fit_together(*others: Tensor | None, **operands: Tensor | None) -> None:
     """Raise UnsupportedError for operands of several dtypes, ShapeError where these or `others`, which have dtypes of their own, lie on several devices.
 
@@ -43,7 +38,7 @@ def fit_together(*others: Tensor | None, **operands: Tensor | None) -> None:
         named |= {"mask and lists": ", ".join(sorted({str(t.device) for t in others if t is not None}))} if any(t is not None for t in others) else {}
         raise ShapeError(f"impl='triton' reads operands on one device: expected that, got {named}; move the input, or the model, with .to(device).")
     if len(set(found.values())) > 1:
-        raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them, or use impl='reference'.")
+        raise UnsupportedError(f"impl='triton' multiplies operands of one dtype: expected that, got {found}; cast them.")
     if device.interpreting() and torch.bfloat16 in found.values():
         raise UnsupportedError("Triton's interpreter multiplies bfloat16 wrongly: expected float16 or float32 there; use impl='reference'.")
 

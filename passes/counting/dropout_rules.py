@@ -9,7 +9,7 @@ from typing import Any
 
 from ...kernels import layer_cost, mask_cost
 from ...kernels.cost import Cost
-from ...kernels.lists import listed
+from ...kernels.lists import listed, skips
 from ...kernels.triton.tiles import DRAWN
 from .calls import Call, Place, typical_mask
 from .masked_rules import PHASE, ROLES, implementation
@@ -35,7 +35,7 @@ def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int],
     a, (n, k), m, item = call.named, shape, tokens.tokens, tokens.dtype.itemsize
     p, block, impl = a["p"], (a["block_rows"], a["block_cols"]), implementation(a["impl"], t)
     plain = layer_cost.dense(op, m, shape, item, t.tile, bias=bias).renamed(ROLES[op])
-    grid, kernels = a["keep"].shape, impl == "triton" and layer_cost.drops(op, shape, block)
+    grid, kernels = a["keep"].shape, impl == "triton" and skips(op, shape, block)
     nnzb = round((1 - p) * grid[0] * grid[1])
     if kernels:
         made = layer_cost.dropped(op, m, shape, typical_mask((grid[0], grid[1]), nnzb), block, tokens.dtype, bias=bias)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...kernels import layer_cost
 from ...kernels.grid import kept_elements
-from ...kernels.lists import listed
+from ...kernels.lists import skips
 from ...kernels.strides import are_tokens_inner
 from .calls import Call, Place, typical_mask
 from .work import EXACT, Target, Work, phase_of, rule
@@ -45,7 +45,7 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
     cost = plain if whole else layer_cost.layer(
         op, impl, tokens, shape, mask, block, dtype, t.tile, bias=bias, inner=are_tokens_inner(x.shape, x.stride, dtype)
     )
-    if impl == "triton" and not listed(block):
+    if impl == "triton" and not skips(op, shape, block):
         impl = "triton (mask, then dense)"
     names = ROLES[op]
     cost, plain = cost.renamed(names), plain.renamed(names)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ...kernels import dispatch, gpu_choice
 from ...kernels.errors import UnsupportedError, first_of, message, warn
@@ -103,8 +104,8 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         kernels = dispatch.runs_triton(c.impl, weight.device)
         if c.impl == "auto":
             kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
-        kernels = kernels and not c.remembers and not ranks.is_shard(weight)
-        if kernels and dispatch.triton_ops().groups(as_matrix(weight), c.block, c.criterion, c.ties, c.cover):
+        kernels = kernels and not (c.remembers or ranks.is_shard(weight) or isinstance(weight, FakeTensor))
+        if kernels and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties, c.cover):
             groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():

@@ -113,3 +113,23 @@ def test_a_masked_layer_has_the_kernels_bytes(block, dtype):
     assert rows["fwd", "fxmask.block_index"]["bytes_req"] == layer_cost.block_index((n, k), block, dtype.itemsize, True).bytes_req
     assert rows["fwd", "fxmask.strip_lists"]["bytes_req"] == layer_cost.strip_lists((n, k), block).bytes_req
     assert seen > 3 * tokens * (n + k) * dtype.itemsize
+
+
+@pytest.mark.parametrize(("shape", "skipped"), [((64, 48), "forward dx dw"), ((65, 48), "forward"), ((64, 49), ""), ((65, 49), "")])
+def test_where_the_kernels_mask_and_multiply_densely_the_tables_say_so(shape, skipped):
+    """Rows of an odd number of elements cannot be copied in pieces of 4 bytes: the forward reads rows of K, dX and dW rows of N, too."""
+    tokens, tile = 70, devices.device("h100-sxm").dense_tile
+    model = fxmask.apply(nn.Sequential(nn.Linear(*shape[::-1], bias=False)), ratio=0.5, block=(16, 16))
+    rows = analyze(model, torch.randn(tokens, shape[1]).requires_grad_(), device="h100-sxm").tables["nodes"]
+    for op, name in (("forward", "masked_linear"), ("dx", "masked_linear_dx"), ("dw", "masked_linear_dw")):
+        (row,) = (r for r in rows if r["op"] == f"fxmask.{name}")
+        dense = layer_cost.dense(op, tokens, shape, 4, tile).flop_issued
+        assert row["impl"] == ("triton" if op in skipped.split() else "triton (mask, then dense)")
+        assert (row["flop_executed"] == dense) == (op not in skipped.split()) and row["flop"] < 2 * tokens * shape[0] * shape[1]
+
+
+def test_a_mask_of_inference_mode_is_counted_as_it_is_now():
+    with torch.inference_mode():
+        mask = torch.tensor([[True, False], [False, False]])
+        one, mask[1, 1] = layer_cost.by_lists("forward", 70, (32, 32), mask, (16, 16), torch.float32), True
+        assert layer_cost.by_lists("forward", 70, (32, 32), mask, (16, 16), torch.float32).flop_useful == 2 * one.flop_useful == 4 * 70 * 256

@@ -74,7 +74,7 @@ def assert_launched(block, n, k, dropped=False):
 
     The forward reads rows of k features alone, dX and dW also rows of n.
     """
-    forward, backward = launch.skips(block, k), launch.skips(block, n, k)
+    forward, backward = lists.skips("forward", (n, k), block), lists.skips("dx", (n, k), block)
     passes = {"mask_cast_kernel": (not forward) + (1 + dropped) * (not backward), "zero_masked_kernel": int(not backward and not dropped)}
     want = {"list_matmul_kernel": forward + backward, "sampled_matmul_kernel": int(backward)} | passes
     got = {name: LAUNCHES[name] for name in want}

@@ -5,9 +5,12 @@ import torch
 from gpu.auto_bodies import check_auto_autocast, check_auto_compiled, check_choice, check_masked_dense
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxmask
-from fxmask.kernels import availability, gpu_choice
+from fxmask.kernels import availability, gpu_choice, ops
+from fxmask.kernels.grid import as_matrix
+from fxmask.kernels.triton import refresh
 from fxmask.kernels.triton.device import LAUNCHES
 
 ENOUGH = 32  # tokens
@@ -69,6 +72,31 @@ def test_cached_masks_bring_their_lists():
     fxmask.step(m, 0)
     assert train(m) == {**BOTH, "strip_lists": 0} and m[0]._fxmask_lists is not None
     assert train(m, tokens=20) == NONE
+
+
+def test_a_cached_mask_of_fake_weights_is_fake():
+    assert availability.kernels_run(torch.device("cpu"))
+    for impl in ("auto", "triton"):
+        with FakeTensorMode():
+            m = fxmask.apply(nn.Sequential(nn.Linear(48, 32)), ratio=0.75, block=(16, 16), refresh=0, impl=impl)
+            assert m(torch.randn(40, 48)).shape == (40, 32)
+
+
+def test_cached_masks_are_built_at_once_where_weights_lie_as_rows(monkeypatch):
+    """A table holds addresses, and a weight that is copied first has another one each time: none in which a CUDA graph could find its table."""
+    m = nn.Sequential(*(nn.Linear(64, 48, bias=False) for _ in range(3)), *(nn.Conv2d(16, 48, kernel, bias=False) for kernel in (2, 2, 1)))
+    m[1].weight = nn.Parameter(torch.randn(64, 48).t())
+    m[2].weight = nn.Parameter(torch.randn(48, 100)[:, :64])
+    m[4:].to(memory_format=torch.channels_last)
+    asked, real = [], refresh.group_of
+    monkeypatch.setattr(refresh, "group_of", lambda places, *rest: asked.append([p.address for p in places]) or real(places, *rest))
+    fxmask.apply(m, ratio=0.75, block=(16, 16), refresh=2, layers=(nn.Linear, nn.Conv2d))
+    for _ in range(2):
+        fxmask.step(m, 2)
+    assert {a for addresses in asked for a in addresses} == {m[i].weight.data_ptr() for i in (0, 2, 3, 5)} and len(asked[-1]) == 4
+    for name, mask in fxmask.masks(m).items():
+        w = as_matrix(m.get_parameter(name).detach())
+        assert torch.equal(mask, ops.block_index(w, mask.sum(), torch.tensor(0), 16, 16, "fro", "lowest", 0, "reference"))
 
 
 def test_compiled_and_under_autocast():

@@ -96,7 +96,7 @@ def check_list_matmul(shape, block, ratio, dtype, has_bias, extra, transposed, t
     entries = recorded(launch.list_matmul, x, w, bias, mask, block, transposed, tile=tile)
     tile = tile or tiles.best_tile(dtype, block, transposed, (m, *((k, n) if transposed else (n, k))))
     lists = matmul_cost.lists_of(mask, (n, k), block, transposed, tile.strip)
-    expected = matmul_cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None)
+    expected = matmul_cost.list_matmul(lists, m, dtype.itemsize, tile_tokens=tile.tokens, step=tile.step, bias=bias is not None, tma=tile.tma)
     lists_agree(entries, mask.shape, block, tiles.other_strip(tile.strip, block, transposed))
     kept = expand_mask(mask, (n, k), block)
     assert expected.flop_useful == 2 * m * int(kept.sum())
@@ -164,6 +164,16 @@ def test_other_tiles(tile, block):
     for transposed in (False, True):
         check_list_matmul((70, 300, 200), block, 0.7, FP16, True, "", transposed, tile)
     check_sampled_matmul((70, 300, 200), block, 0.7, FP16, True, "", 3, tile)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])
+@pytest.mark.parametrize("block", [(64, 64), (128, 128)], ids=str)
+def test_descriptors_read_nothing_behind_the_edges(block, transposed):
+    """Neither tokens nor rows of W; pointers repeat the last one of each."""
+    by_descriptors = [tile for tile in tiles.candidates(FP16, block, transposed) if tile.tma]
+    for tile in by_descriptors:
+        check_list_matmul((70, 296, 200), block, 0.7, FP16, True, "", transposed, tile)
+    assert by_descriptors
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "dX"])

@@ -91,7 +91,7 @@ class Launch:
     flop: int = 0
 
     def record(self, pointers: Any, mask: Any, store: bool) -> None:
-        wanted = mask.data.astype(bool)  # a comparison of two scalars is 0 and 1 here
+        wanted = np.asarray(mask.data).astype(bool)  # a comparison of two scalars is 0 and 1 here, the mask of a descriptor a bare array
         addresses = np.broadcast_to(pointers.data, wanted.shape)[wanted]
         if not addresses.size:
             return

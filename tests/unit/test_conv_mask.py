@@ -147,14 +147,20 @@ def test_the_bits_of_a_dense_copy_and_none_of_a_masked_element(impl, last):
 
 
 @pytest.mark.parametrize("kernel", [1, 2])
-@pytest.mark.parametrize("shape", [(1, 32, 9, 7), (2, 32, 9, 7), (32, 9, 7)])
+@pytest.mark.parametrize("shape", [(1, 32, 9, 7), (2, 32, 9, 7), (32, 9, 7), (2, 32, 2, 2), (1, 32, 3, 2), (2, 32, 1, 2)])
 def test_patches_have_the_strides_of_pytorchs_convolution(kernel, shape):
-    """Also where an axis of length 1 could have any: PyTorch tells the memory format of one image by its batch's stride."""
-    dense = nn.Sequential(nn.Conv2d(32, 48, kernel, kernel))
+    """Also where an axis of length 1 could have any: PyTorch tells the memory format of one image by its batch's stride, of one pixel by all of them."""
+    dense = nn.Sequential(nn.Conv2d(32, 48, (min(kernel, shape[-2]), kernel), kernel))
     model = masked(nn.Conv2d, copy.deepcopy(dense), impl="cpu")
     formats = (torch.contiguous_format, torch.channels_last) if len(shape) == 4 else (torch.contiguous_format,)
     for x in (torch.randn(shape).to(memory_format=f) for f in formats):
         assert model(x).stride() == dense(x).stride()
+
+
+def test_a_view_of_one_pixel_is_as_good_as_in_the_dense_model():
+    dense, x = nn.Sequential(nn.Conv2d(4, 32, 4, 4), nn.Upsample(scale_factor=2)), torch.randn(3, 4, 4, 4)
+    model = masked(nn.Conv2d, copy.deepcopy(dense), impl="cpu")
+    assert model(x).view(3, -1).shape == dense(x).view(3, -1).shape == (3, 128)
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto", "cpu"])

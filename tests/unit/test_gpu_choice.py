@@ -2,10 +2,12 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fxmask
 from fxmask.bench import fit_choice, providers
@@ -80,6 +82,31 @@ def test_where_triton_does_not_run_auto_stays_masked_dense(monkeypatch):
     with pytest.warns(fxmask.FxMaskWarning, match="stays masked-dense on cpu: Triton does not run there"):
         assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)
     assert not gpu_choice.takes(torch.device("cpu"), WIDE, BLOCK)  # one warning
+
+
+@pytest.fixture
+def tries(monkeypatch):
+    """What a first launch on a device of compute capability 9 is given; kernels stand there that refuse what no kernel can read, and once have no memory."""
+    seen = []
+
+    def block_index(w, *_):
+        seen.append(type(w))
+        if len(seen) == 1 and not isinstance(w, FakeTensor):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        w.numpy()
+
+    monkeypatch.setattr(availability, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(availability, "triton_ops", lambda: SimpleNamespace(block_index=block_index))
+    monkeypatch.setattr(availability, "_TRIED", {})
+    return seen
+
+
+def test_a_first_try_without_memory_or_on_fake_tensors_says_nothing_of_triton(tries):
+    cpu = torch.device("cpu")
+    assert not availability.kernels_run(cpu)
+    with FakeTensorMode():
+        assert availability.kernels_run(cpu)
+    assert availability.kernels_run(cpu) and tries == [torch.Tensor] * 2
 
 
 def test_modes_that_skip_less_gain_less():

@@ -117,6 +117,18 @@ def test_vmap_of_the_ops(tensors):
         assert torch.equal(out[i], ops.block_index(ws[i], torch.tensor(3), torch.tensor(0), *BLOCK, "fro", "lowest", 0))
 
 
+def test_vmap_over_no_weights_is_empty(tensors):
+    x, w, b, gy, mask = (t.detach() for t in tensors)
+    no_w, no_mask, no_gy = (t.new_zeros(t.shape[0], 0, *t.shape[1:]) for t in (w, mask, gy))
+    assert torch.vmap(lambda w: ops.masked_linear(x, w, b, mask, *BLOCK, "masked"), in_dims=1)(no_w).shape == (0, *gy.shape)
+    assert torch.vmap(lambda g: ops.masked_linear_dw(g, x, mask, *BLOCK, "masked"), in_dims=1)(no_gy).shape == (0, *w.shape)
+    both = torch.vmap(lambda g, w: torch.ops.fxmask.masked_linear_backward(g, x, w, mask, *BLOCK, "masked"), in_dims=1)(no_gy, no_w)
+    assert [t.shape for t in both] == [(0, *x.shape), (0, *w.shape)]
+    found = torch.vmap(lambda w: ops.block_index(w, torch.tensor(3), torch.tensor(0), *BLOCK, "fro", "lowest", 0), in_dims=1)(no_w)
+    assert (found.shape, found.dtype) == ((0, *mask.shape), torch.bool)
+    assert torch.vmap(lambda m: ops.strip_lists(m, 16, 16), in_dims=1)(no_mask).shape == (0, len(ops.strip_lists(mask, 16, 16)))
+
+
 @pytest.mark.parametrize(("mode", "flag"), CASES)
 def test_function_transforms_are_right_and_never_zero(tensors, mode, flag):
     x, w, b, gy, mask = (t.detach() for t in tensors)

@@ -91,6 +91,20 @@ def test_ops_of_operands_that_do_not_belong_together():
     fx.pruned_dw(gy, values, index, x.shape, False)
     with pytest.raises(ShapeError, match=r"tokens of gy: expected those of an input \(2, 6, 8\), got \(3, 4, 3\)"):
         fx.pruned_dw(gy.view(3, 4, 3), values, index, x.shape, False)
+    mask, lists = torch.ones(2, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    wrong = [
+        (dict(mask=mask, backward="best"), r"unknown backward: expected one of masked, .* got 'best'"),
+        (dict(mask=mask, lists=lists), r"lists of a mask \(2, 2\) in blocks \(2, 4\): expected contiguous torch.int32"),
+        (dict(mask=mask[:1]), r"mask of a weight \(3, 8\) in blocks \(2, 4\): expected bool \(2, 2\)"),
+    ]
+    for given, words in wrong:  # in the forward, too
+        with pytest.raises(fxmask.FxMaskError, match=words):
+            fx.pruned_linear(x, w, None, values, index, False, **{"block_rows": 2, "block_cols": 4, "backward": "masked", **given})
+    for given, words in wrong[1:]:
+        with pytest.raises(ShapeError, match=words):
+            fx.pruned_dw(gy, values, index, x.shape, False, **given, block_rows=2, block_cols=4)
+    with pytest.raises(ShapeError, match=r"bias: expected \(3,\)"):
+        fx.pruned_linear(x, w, torch.randn(6, 3), values, index, False, mask, 2, 4)
 
 
 def test_float64_under_autocast_stays_as_it_is():

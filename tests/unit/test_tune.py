@@ -67,7 +67,6 @@ def test_switched_off_nothing_is_measured_or_written(table, monkeypatch):
     monkeypatch.setenv("FXMASK_TUNE", "0")
     forward()
     monkeypatch.delenv("FXMASK_TUNE")
-    deciding.decisions.clear()
     torch.use_deterministic_algorithms(True)
     try:
         forward("auto")
@@ -75,15 +74,31 @@ def test_switched_off_nothing_is_measured_or_written(table, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert {c.why for c in deciding.decisions.values()} == {"estimated"} and not table.measured and table.files() == []
-    deciding.decisions.clear()
     forward()
     assert len(table.measured) == 1
+
+
+def test_switched_off_the_closed_forms_alone_decide_whatever_was_measured_before(table, monkeypatch):
+    """And what was measured on a busy machine is not measured again meanwhile."""
+    case, tunes = Case("forward", 600, (48, 64), BLOCK, float(MASK.float().mean()), torch.float32), []
+    monkeypatch.setattr(tune, "measure", lambda c, threads: tunes.append(c) or tune.Choice("masked_dense", "measured", dict.fromkeys(c, 1.0), busy=True))
+    estimate = min(plans(case), key=lambda p: deciding.seconds(p, case))
+    forward("auto")
+    assert deciding.of(case, False).why == "measured" and deciding.of(case, False).name == "masked_dense" != str(estimate)
+    monkeypatch.setattr(deciding, "seconds", lambda plan, case: 1.0 if plan != estimate else 0.1)
+    monkeypatch.setenv("FXMASK_TUNE", "0")
+    assert deciding.of(case, False) is None and not deciding.made("forward", (48, 64), BLOCK, case.density, False)
+    forward("auto")
+    assert (deciding.of(case, False).name, deciding.of(case, False).why) == (str(estimate), "estimated") and len(tunes) == 1
+    assert [c.name for c in deciding.made("forward", (48, 64), BLOCK, case.density, False).values()] == [str(estimate)]
+    monkeypatch.setenv("FXMASK_TUNE", "1")
+    assert deciding.of(case, False).name == "masked_dense"
 
 
 @pytest.mark.parametrize("op", ["forward", "dx", "dw", "backward"])
 def test_estimates_name_every_plan(op):
     case = Case(op, 600, (48, 64), BLOCK, 0.5, torch.float32)
-    choice = deciding.decide(case, ("a", "case", op), False, 1, lambda plan, tokens: lambda: None)
+    choice = deciding.decide(case, ("a", "case", op, True), False, 1, lambda plan, tokens: lambda: None)
     assert set(choice.times) <= {*map(str, plans(case)), "masked_dense"} and choice.name in BY_NAME
 
 

@@ -38,6 +38,14 @@ def test_outputs_and_gradients_are_the_layer_s(case):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 9, 7), (1, 4, 9, 7), (4, 9, 7), (3, 4, 4, 4)])
+def test_strides_are_the_layer_s(shape):
+    for of_weight in (torch.contiguous_format, torch.channels_last):
+        m = nn.Conv2d(4, 6, 4, 4).to(memory_format=of_weight)
+        for x in (torch.randn(shape), torch.randn(shape).transpose(-1, -2).contiguous().transpose(-1, -2)):
+            assert unfolded.conv2d(x, m).stride() == m(x).stride()
+
+
 def test_the_product_gets_a_matrix_and_tokens():
     """So a 2:4 weight can stand there: rows of c_in * kh * kw, in the order in which NMMask groups them."""
     seen = []
