@@ -97,7 +97,7 @@ class GuardHandle:
         self._held = ids
         new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
         guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
-        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is None]
+        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is not self._token]  # another guard may have counted for it at rest
         self._guarded, self._followed = self._guarded + guarded, self._followed + followed
         self._take(guarded, followed)
 
