@@ -265,6 +265,25 @@ def test_explain_tells_of_health():
         fxmask.explain(model, health=1)
 
 
+def test_explain_knows_a_log_by_the_masks_and_not_by_their_names():
+    """A part has other names than its model, so does the model that holds it, and what torch.compile gives."""
+    part = nn.Sequential(nn.Linear(16, 16))
+    whole = fxmask.apply(nn.Sequential(nn.Linear(16, 16), part), ratio=0.5, block=BLOCK)
+    log, of_part = fxmask.HealthLog(whole), fxmask.HealthLog(part)
+    for _ in range(2):
+        log.update(), of_part.update()
+        with torch.no_grad():
+            whole[0].weight.copy_(whole[0].weight.flip(0))
+    rates = [r["flip_rate"] for r in log.rows if r["update"] == 2]
+    assert rates[0] > 0 == rates[1]
+
+    def told(model, log):
+        return [r["flip_rate"] for r in fxmask.explain(model, health=log).rows]
+
+    assert told(whole, log) == told(torch.compile(whole, backend="eager"), log) == rates
+    assert told(part, log) == [0.0] and told(whole, of_part) == [None, 0.0]
+
+
 def test_an_update_that_is_refused_counts_nothing(tmp_path):
     m, folder = model(), tmp_path / "there"
     folder.mkdir()
