@@ -59,7 +59,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
     expect_module(model, "fxmask.masks")
-    if FINAL in model.__dict__ and not any_masked(model):  # after fxmask.finalize there are none, and that is no mistake
+    if FINAL in model.__dict__ and not any_masked(model) and not any_nm(model):  # after fxmask.finalize there are none, and that is no mistake
         return {}
     nm = {}
     for name, m in nm_layers(model):
