@@ -210,6 +210,20 @@ def test_a_state_that_is_none_changes_nothing(spoil):
     assert log.update().rows[0]["age_max"] == 2
 
 
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "my notes, and no csv", "\nnotes\n", "update,step,name\n1,0,x\n"], ids=["csv", "notes", "blank", "columns"])
+def test_a_file_that_no_log_has_written_is_left_alone(tmp_path, text):
+    saved, path, m = fxmask.HealthLog(model()), tmp_path / "health.csv", model()
+    saved.update()
+    path.write_text(text)
+    log = fxmask.HealthLog(m, path)
+    with pytest.raises(StateError, match=r"is no csv of a log: expected a first line update,step,\.\.\., got(.|\n)*fix: name another path"):
+        log.load_state_dict(saved.state_dict())
+    assert path.read_text() == text and (log.updates, log.activity) == (0, {})
+    path.write_text("")
+    log.load_state_dict(saved.state_dict())
+    assert len(log.update().rows) == 2 == log.updates and len(path.read_text().splitlines()) == 3
+
+
 def test_inside_dense_there_is_no_mask_to_look_at():
     m = model(refresh=0)
     log = fxmask.HealthLog(m)
