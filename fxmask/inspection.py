@@ -138,7 +138,8 @@ def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
         return {**dense_row(c.name, c.weight, "selected"), **nm_row(known.nm[c.name])}
     entry = known.masked.pop(c.param_name, None)
     if entry is not None:
-        return {**masked_row(c.name, *entry), **(_health(*entry, known.history) if known.health else {})}
+        row = masked_row(c.name, *entry)
+        return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
     if c.name in known.reasons:
         return dense_row(c.name, c.weight, known.reasons[c.name])
     if isinstance(c.weight, nn.Parameter) or c.module is None:
@@ -204,9 +205,9 @@ def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:
 
 @torch.no_grad()
 def _health(site: Site, weight: Tensor | None, history: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
-    """A masked weight's signs now, and what a log has seen of it."""
+    """A masked weight's signs now, None where it is, and what a log has seen of it."""
     found: dict[str, Any] = dict.fromkeys(SIGNS)
-    if weight is not None and not weight.is_meta:
+    if weight is not None:
         w = weight.detach()
         found.update(signs(ranks.whole(w), mask_outside(site, w), site._fxmask_config.block)[0])
     return found if history is None else found | history.get(id(site), dict.fromkeys(HISTORY))
