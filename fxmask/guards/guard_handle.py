@@ -242,13 +242,9 @@ def _is_no_step(optimizer: Optimizer) -> bool:
 
     Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
     """
-    frame, steps = sys._getframe(), 0
-    while frame is not None:
-        steps += frame.f_code is elementwise.STEP and frame.f_locals.get("self") is optimizer
-        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return steps > 1
+    made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+    inside = sum(o is optimizer for o in other_steps.under_way()) > 1
+    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in other_steps.frames())
 
 
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:
