@@ -118,12 +118,12 @@ def allocation_of(
 ) -> Allocation:
     """The allocation over what was chosen; see `allocate`."""
     one_of("allocation method", method, METHODS)
-    pins = [p for p, change in (overrides or {}).items() if isinstance(change, Mapping) and "ratio" in change]
+    changes = list((overrides or {}).items())[::-1]
     groups: dict[int, list[Decision]] = {}
     for d in decisions:
         if d.config is not None and d.candidate.weight.numel():
             groups.setdefault(id(d.candidate.weight), []).append(d)
-    layers = [g for g in groups.values() if not any(matches(p, d.candidate) for p in pins for d in g)]
+    layers = [g for g in groups.values() if not any(_is_pinned(d, changes) for d in g)]
     found = Allocation()
     kept, items, (found.unit, found.total, found.budget) = _shares(model, layers, ratio, method, inputs, kwargs) if layers else ([], [], ("blocks", 0, 0))
     found.spent = sum(i.spent(k) for i, k in zip(items, kept, strict=True))
@@ -136,6 +136,11 @@ def allocation_of(
     if method in BY_SCORES:
         _warn_of_starved(found, ratio, method)
     return found
+
+
+def _is_pinned(d: Decision, changes: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether the override of a layer, the first of these that matches, names its ratio."""
+    return next(("ratio" in change for pattern, change in changes if matches(pattern, d.candidate)), False)
 
 
 def _warn_of_starved(found: Allocation, ratio: float, method: str) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from .dropping import FusedDropout
 from .inspection import masks
 from .kernels.errors import ShapeError, UnsupportedError, message
 from .kernels.grid import expand_mask
@@ -24,7 +25,7 @@ SLOPES: dict[type[nn.Module], float] = {
     nn.Identity: 1.0, nn.ReLU: 1.0, nn.ReLU6: 1.0, nn.Hardtanh: 1.0, nn.Tanh: 1.0, nn.Softplus: 1.0, nn.Sigmoid: 0.25, nn.GELU: 1.13, nn.SiLU: 1.1,
 }  # fmt: skip
 CALLER = "fxmask.stability"
-RESTS = (nn.Dropout, nn.AlphaDropout)  # the identity in eval()
+RESTS = (nn.Dropout.forward, nn.AlphaDropout.forward, FusedDropout.forward)  # the identity in eval()
 ENDS = (nn.Softmax, nn.LogSoftmax)
 
 
@@ -125,7 +126,7 @@ def _steps(m: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, m
     elif isinstance(m, nn.Flatten) and (m.start_dim, m.end_dim) == (1, -1):
         yield name, m
-    elif not isinstance(m, RESTS):
+    elif type(m).forward not in RESTS:
         if type(m) not in ENDS:
             slope_of(m, name)  # raises where there is none
         yield name, m

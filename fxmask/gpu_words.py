@@ -19,7 +19,7 @@ def runs(site: Site | None, device: torch.device) -> dict[str, str]:
     if "_fxmask_pruning" in site.__dict__:
         return {"impl": MASKED_DENSE, "why": "masked-dense: its input is saved pruned, and no run has compared that with the kernels"}
     if not gpu_site.may_take(site, device):
-        return {"impl": MASKED_DENSE, "why": f"masked-dense: {_why_not(site, device)}"}
+        return {"impl": MASKED_DENSE, "why": f"masked-dense: {_why_not(device)}"}
     shape, block, mode, least = site._fxmask_shape, site._fxmask_config.block, site._fxmask_config.backward, gpu_site.least_tokens(site, device)
     tokens = TOKENS if least == gpu_choice.NEVER else max(least, TOKENS)
     factor = gpu_choice.factor(tokens, shape, block, gpu_site.density(site), mode, not site._fxmask_config.cached)
@@ -29,7 +29,7 @@ def runs(site: Site | None, device: torch.device) -> dict[str, str]:
     return {"impl": "triton", "why": f"from {least:,} tokens of 16 bits a forward on, else masked-dense; {predicted}"}
 
 
-def _why_not(site: Site, device: torch.device) -> str:
+def _why_not(device: torch.device) -> str:
     found = gpu_choice.capability(device)
     assert found is not None  # of such a device
     if found[0] != 9:

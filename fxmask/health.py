@@ -167,24 +167,35 @@ class HealthLog:
         return {"updates": self.updates, "last": last, "activity": {n: a.clone() for n, a in self.activity.items()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on where a saved log stopped; StateError for what is none, or one of other weights."""
+        """Go on where a saved log stopped; StateError for what is none, or one of other weights, and where the file of the path is no log's."""
         found = {name: site for name, site, _ in required_sites(self.model, "HealthLog.load_state_dict")}
         names = {name: {grid_shape(s._fxmask_shape, c.block) for c in in_turn(s._fxmask_given)} for name, s in found.items()}
         if not _fits(saved, names):
             what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
+        rows = self._rows_of_file()
         held = {n: {**e, "mask": e["mask"].cpu(), "age": e["age"].cpu()} for n, e in saved["last"].items()}  # torch.load(map_location=...) may have moved them
         self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in held.items()}
         self.activity = {n: a.detach().to("cpu", copy=True) for n, a in saved["activity"].items()}
         self.rows = [r for r in self.rows if r["update"] <= self.updates]  # later ones will be made again
-        self._cut_file()
+        if rows is not None:
+            self._cut_file(rows)
 
-    def _cut_file(self) -> None:
-        """Drop the rows of updates after the one that was loaded, which will be written again."""
+    def _rows_of_file(self) -> list[dict[str, Any]] | None:
+        """The rows of the path's file, None where there is none; StateError for one that no log has written."""
         if self.path is None or not self.path.exists():
-            return
-        with self.path.open(newline="", encoding="utf-8") as file:
-            rows = [r for r in csv.DictReader(file) if (r["update"] or "").isdigit() and int(r["update"]) <= self.updates and r[COLUMNS[-1]] is not None]
+            return None
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+            first = file.readline()
+            if first and first.rstrip() != ",".join(COLUMNS):
+                what = f"HealthLog.load_state_dict: {self.path} is no csv of a log: expected a first line {COLUMNS[0]},{COLUMNS[1]},..., got {first[:60]!r}."
+                raise StateError(message(what, fix="name another path, or the file that the saved log has written."))
+            return list(csv.DictReader(file, COLUMNS))
+
+    def _cut_file(self, rows: list[dict[str, Any]]) -> None:
+        """Drop the rows of updates after the one that was loaded, which will be written again."""
+        assert self.path is not None  # whose rows these are
+        rows = [r for r in rows if (r["update"] or "").isdigit() and int(r["update"]) <= self.updates and r[COLUMNS[-1]] is not None]
         new = self.path.with_name(self.path.name + ".new")
         with _written(self.path), new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)

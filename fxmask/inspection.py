@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .compiler.backend_watch import seen
 from .compiler.computed import computed
+from .decided import decided_by_apply
 from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
@@ -45,6 +46,7 @@ _NOTES = [
     "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
 ]
 _NM_NOTES = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."]
+LEFT = "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
 UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
 
 
@@ -59,7 +61,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
     Raises: StateError without masks, UnsupportedError for meta weights. Cost: one `block_index` a layer that has no cached mask.
     """
     expect_module(model, "fxmask.masks")
-    if FINAL in model.__dict__ and not any_masked(model):  # after fxmask.finalize there are none, and that is no mistake
+    if FINAL in model.__dict__ and not any_masked(model) and not any_nm(model):  # after fxmask.finalize there are none, and that is no mistake
         return {}
     nm = {}
     for name, m in nm_layers(model):
@@ -95,7 +97,9 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     reasons, nm = _reasons(model), dict(nm_layers(model))
     traced, by_graphs = list(exported_masks(model)), computed(model.parameters())
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
-    known = _Known({name: (site, weight) for name, site, weight in sites(model)}, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health)
+    history = _history(health) if isinstance(health, HealthLog) else None
+    masked = {name: (site, weight) for name, site, weight in sites(model)}
+    known = _Known(masked, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health is not False, history)
     found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
     told = [(_layer_row(c, known), c.weight) for c in found]
     others = [(name, p, done) for name, p in model.named_parameters() if (done := seen(p)) and not any(p is c.weight for c in found)]
@@ -126,24 +130,25 @@ class _Known(NamedTuple):
     nm: dict[str, Any]
     by_graphs: dict[Any, Any]  # weights that compiled graphs compute; so here
     unseen: str
-    health: HealthLog | bool
+    health: bool
+    history: dict[int, dict[str, Any]] | None  # by the mask; None where no log is asked
 
 
 def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
     """The row of a linear or convolution, by whoever has decided about it."""
-    health = known.health is not False
     if c.name in known.nm:
         return {**dense_row(c.name, c.weight, "selected"), **nm_row(known.nm[c.name])}
     entry = known.masked.pop(c.param_name, None)
     if entry is not None:
-        return {**masked_row(c.name, *entry), **(_health(c.param_name, *entry, known.health) if health else {})}
+        row = masked_row(c.name, *entry)
+        return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
     if c.name in known.reasons:
         return dense_row(c.name, c.weight, known.reasons[c.name])
     if isinstance(c.weight, nn.Parameter) or c.module is None:
-        return unapplied_row(c.name, c.weight, known.unseen, health)
+        return unapplied_row(c.name, c.weight, LEFT if decided_by_apply(c.weight) else known.unseen, known.health)
     own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too
     key = next((key for key, done in known.by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
-    return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, health)
+    return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, known.health)
 
 
 def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[dict[str, Any]]) -> bool:
@@ -201,16 +206,19 @@ def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:
 
 
 @torch.no_grad()
-def _health(name: str, site: Site, weight: Tensor | None, health: HealthLog | bool) -> dict[str, Any]:
-    """A masked weight's signs now, and what a log has seen of it."""
+def _health(site: Site, weight: Tensor | None, history: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
+    """A masked weight's signs now, None where it is, and what a log has seen of it."""
     found: dict[str, Any] = dict.fromkeys(SIGNS)
-    if weight is not None and not weight.is_meta:
+    if weight is not None:
         w = weight.detach()
         found.update(signs(ranks.whole(w), mask_outside(site, w), site._fxmask_config.block)[0])
-    if isinstance(health, HealthLog):
-        last: dict[str, Any] = next((r for r in reversed(health.rows) if r["name"] == name), {})
-        found.update({k: last.get(k) for k in HISTORY})
-    return found
+    return found if history is None else found | history.get(id(site), dict.fromkeys(HISTORY))
+
+
+def _history(log: HealthLog) -> dict[int, dict[str, Any]]:
+    """What a log has seen last of each mask: of the same one, which may have another name in the log's model."""
+    last = {r["name"]: r for r in log.rows}
+    return {id(site): {k: last[name][k] for k in HISTORY} for name, site, _ in sites(log.model) if name in last}
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:

@@ -26,6 +26,8 @@ from .passes.state.site_mask import mask_outside
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"
+LOST = "; its mask was lost on the meta device, and its forward raises until weights or the mask are loaded, or masks built by fxmask.refresh"
+RESIZED = "; its weight has been replaced by one of another size, and its forward raises"
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
 
@@ -94,7 +96,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     nb, kb = site._fxmask_grid
     wrapped = weight is not None and is_wrapped(weight)
     resized = weight is not None and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape
-    known = weight is not None and not weight.is_meta and not wrapped and not resized
+    known = weight is not None and not weight.is_meta and not wrapped and not resized and not site._fxmask_lost
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
     mask = mask_outside(site, weight.detach()) if known and weight is not None else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
@@ -102,7 +104,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
     reason = soft if site._fxmask_softening else "selected"
     reason += f"; its weight has become a {type(weight).__name__} since, and its forward raises" if wrapped else ""
-    reason += f"; its weight has been replaced by one of another size, and its forward raises: the mask is of {site._fxmask_shape}" if resized else ""
+    reason += f"{RESIZED}: the mask is of {site._fxmask_shape}" if resized else LOST if site._fxmask_lost else ""
     row = dense_row(name, torch.empty(shape, device="meta"), reason)
     row.update(
         masked=True,
@@ -114,7 +116,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
-        **({} if wrapped or resized else _implementation(c, weight, mask, site)),
+        **({} if wrapped or resized or site._fxmask_lost else _implementation(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),

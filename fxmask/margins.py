@@ -142,7 +142,7 @@ def _inputs(inputs: Tensor, front: Sequence[nn.Module], first: Link) -> Tensor:
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or not inputs.numel() or inputs.is_meta:
         got = f"{inputs.dtype} {tuple(inputs.shape)} on {inputs.device}" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise ConfigError(message(f"fxmask.stability: expected inputs (B, ...), a floating tensor with elements, got {got}.", "inputs", "give a batch."))
-    h = inputs.detach().to(first.weight.device).double()
+    h = inputs.detach().to(first.weight.device, torch.float64, copy=True)  # a module in front may work in place
     for m in front:
         h = m(h)
     if h.dim() != 2 or h.shape[1] != first.weight.shape[1]:

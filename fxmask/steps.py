@@ -9,8 +9,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .kernels.errors import ConfigError, StateError, UnsupportedError, message
+from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message
 from .kernels.grid import plain_int
+from .nm.nm_layers import nm_layers
 from .nm.nm_masking import moving_nm, refresh_nm, step_nm
 from .passes.state import rebuild
 from .passes.state import site as state
@@ -106,12 +107,16 @@ def dense(model: M) -> Iterator[M]:
 
     Nothing recompiles: only device scalars change. A nested use of the same model is an error, and so is copying or restoring it inside. A forward under
     activation checkpointing runs again in the backward, so its backward belongs inside, too. It is the model that is dense, for all threads: one that trains
-    it meanwhile computes densely, too, and its guarded step is an error; give other threads a copy. Raises: StateError.
+    it meanwhile computes densely, too, and its guarded step is an error; give other threads a copy. Raises: StateError, of N:M masks, too.
     """
     entered: list[Site] = []
     try:
         with rebuild.switching:
-            for _, site, _ in sites_in_force(model, "fxmask.dense"):
+            found = sites_in_force(model, "fxmask.dense")
+            if nm := [name for name, _ in nm_layers(model)]:
+                what = "fxmask.dense is for block masks: expected these alone, got N:M masks beside them, which would stay in force."
+                raise StateError(message(what, first_of(nm), "give it the submodules that have block masks, one by one, where those alone are meant."))
+            for _, site, _ in found:
                 entered.append(site)
                 _lay_aside(site)
         yield model

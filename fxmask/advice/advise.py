@@ -70,7 +70,8 @@ def advise(
         seconds: when the search stops; a layer that is being timed then is finished. What was not reached is said.
         check: whether to try the advice on a copy.
 
-    Returns: an `Advice`, a `Report` with a row for every linear: dense and masked times in ms, the best block and its gain at each ratio.
+    Returns: an `Advice`, a `Report` with a row for every linear that `apply` would mask: its dense time in ms, and at each ratio the best block and its gain,
+        or why it was not timed.
     Raises: ConfigError (arguments; model and inputs on more than one device, or on meta), StateError (the model is masked already), UnsupportedError (no linear
         that could be masked is called; no output requires a gradient; the model cannot be copied).
     Side effects: none on the model, its gradients, the inputs and PyTorch's random states: copies are run, which take the model's memory once more, twice for

@@ -117,7 +117,7 @@ class Unit:
     def masked(self, config: WeightMask) -> tuple[Times, Times]:
         """Times of the dense and of the masked layer, from the same turns. What is measured when a layer first runs, such as a plan, is not counted."""
         linear = self._linear()
-        apply(linear, config)
+        apply(linear, config, exclude=())  # the layer was chosen where the model was looked at
         trained = [p for p in linear.parameters() if p.requires_grad]
         optimizer = self.make(trained) if self.make and linear.weight.requires_grad else None
         handle = None if optimizer is None else guarded(optimizer, linear)

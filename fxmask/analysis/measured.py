@@ -15,7 +15,10 @@ Tables = dict[str, list[dict[str, Any]]]  # of an `Analysis`
 
 
 def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any] | None, energy: Mapping[str, Any] | None) -> list[str]:
-    """Add rows and columns in place; return notes. A name is a node, `node/phase`, or a module, whose figures are summed; ConfigError where none is known."""
+    """Add rows and columns in place, to those of earlier measurements; return notes. ConfigError where no name is known.
+
+    A name is a node, `node/phase`, or a module, whose figures are summed.
+    """
     found: dict[str, dict[str, Any]] = {}
     if ncu_csv is not None:
         found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}
@@ -25,21 +28,24 @@ def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any
         if not isinstance(seconds, Real) or not float(seconds) > 0:
             raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
         found.setdefault(name, {})["time_us"] = 1e6 * seconds
+    outside = found.pop("", {}).get("launches", 0)  # of kernels in no range; the model's own ops have that name
     rows = tables["roofline"]
     matched = {name: group for name in found if (group := rows_of(rows, name))}
-    if found and not matched:
-        names = first_of(list(found))
-        raise ConfigError(f"measurements are named {names}: expected nodes or modules of this analysis, such as {rows[0]['node']!r} or {rows[0]['module']!r}.")
-    measured = [_row(name, found[name], group, tables["traffic"]) for name, group in matched.items()]
+    if (found or outside) and not matched:
+        names, such = first_of(list(found)) or "by no NVTX range", f", such as {rows[0]['node']!r} or {rows[0]['module']!r}" if rows else ", which has none"
+        raise ConfigError(f"measurements are named {names}: expected nodes or modules of this analysis{such}.")
+    measured = {name: _row(name, found[name], group, tables["traffic"]) for name, group in matched.items()}
     if measured:
-        tables["measured"] = measured
-        for row in measured:
-            if len(matched[row["name"]]) == 1:  # one node and phase: its own row can carry it
-                matched[row["name"]][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
+        before = {row["name"]: row for row in tables.get("measured", [])}
+        tables["measured"] = list((before | {name: before.get(name, {}) | row for name, row in measured.items()}).values())
+        for name, row in measured.items():
+            if len(matched[name]) == 1:  # one node and phase: its own row can carry it
+                matched[name][0].update({k: v for k, v in row.items() if k not in ("name", "rows", "t_min_us", "bytes_min")})
     left = [name for name in found if name not in matched]
     if energy is not None:
         tables["energy"] = [dict(energy)]
-    return [f"{len(left)} measured ranges are no node or module of this analysis: {first_of(left)}."] if left else []
+    notes = [f"{len(left)} measured ranges are no node or module of this analysis: {first_of(left)}."] if left else []
+    return [*notes, f"Kernels of the csv outside of any NVTX range, which are in no row: {outside}."] if outside else notes
 
 
 def rows_of(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -145,8 +145,6 @@ def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps
 
 
 def _arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
-        raise ConfigError(f"kwargs: expected a dict of keyword arguments or None, got {kwargs!r}.")
     args, named = arguments(inputs, kwargs)
     if not any(isinstance(t, Tensor) for t in tree_leaves((args, named))):
         got = type(inputs).__name__

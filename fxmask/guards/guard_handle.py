@@ -25,7 +25,7 @@ from ..passes.stepping.held import has_closure, ids_of, moves_by_grad, state_of
 from ..passes.stepping.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
 from ..sites import sites
 from . import other_steps, replaced
-from .guarded import Followed, Held, Named, guarded_weight, refuse_another_weight, weight_now
+from .guarded import Followed, Held, Named, counted_layers, guarded_weight, refuse_another_weight, weight_now
 
 _AGAIN = (
     "a guard ended with fxmask.restore, and its model is masked anew",
@@ -43,11 +43,9 @@ class GuardHandle:
     A context manager, too. It ends with its optimiser, and with `restore`: masks of a later `apply` want a guard of their own, and a step without it warns.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, held: Held, choice: str, returning: str, masked_step: bool | str, pruned: list[nn.Module], model: nn.Module
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, held: Held, choice: str, returning: str, masked_step: bool | str, model: nn.Module) -> None:
         self._hooks: list[Any] = []
-        self._pruned = pruned
+        self._pruned: list[nn.Module] = []  # with a schedule of pruned inputs
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = held
         self._choice, self._returning, self._token = choice, returning, object()
@@ -66,17 +64,19 @@ class GuardHandle:
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)  # type: ignore[attr-defined]
-        self._take(self._guarded, self._followed)
-        for m in pruned:
-            pruning_schedule.follow(m, self._token)
+        self._take(optimizer, self._guarded, self._followed)
         other_steps.watch(self)
 
-    def _take(self, guarded: list[Guarded], followed: list[Followed]) -> None:
+    def _take(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
             g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
         for site, _ in followed:
             site._fxmask_guard = self._token
         rebuild.advance(followed, 0)
+        if (model := self._model()) is not None:
+            for m in counted_layers(optimizer, model):
+                pruning_schedule.follow(m, self._token)
+                self._pruned.append(m)
 
     @property
     def policies(self) -> dict[str, str]:
@@ -90,16 +90,16 @@ class GuardHandle:
         return m.__dict__.get("_fxmask_pruning_guard") is self._token
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others."""
+        """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others, and count for pruned inputs of theirs."""
         ids = ids_of(optimizer)
         if ids == self._held:
             return
         self._held = ids
         new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
         guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
-        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is None]
+        followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is not self._token]  # another guard may have counted for it at rest
         self._guarded, self._followed = self._guarded + guarded, self._followed + followed
-        self._take(guarded, followed)
+        self._take(optimizer, guarded, followed)
 
     def _let_go(self) -> None:
         """Leave alone what was restored."""
@@ -242,13 +242,9 @@ def _is_no_step(optimizer: Optimizer) -> bool:
 
     Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
     """
-    frame, steps = sys._getframe(), 0
-    while frame is not None:
-        steps += frame.f_code is elementwise.STEP and frame.f_locals.get("self") is optimizer
-        if frame.f_code.co_name == "_init_optim_state" and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return steps > 1
+    made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
+    inside = sum(o is optimizer for o in other_steps.under_way()) > 1
+    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in other_steps.frames())
 
 
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:

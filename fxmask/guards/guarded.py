@@ -19,6 +19,7 @@ from ..passes.state.site import Site
 from ..passes.state.site_mask import check_agreed
 from ..passes.stepping import elementwise
 from ..passes.stepping.optimiser import Guarded, group_of, may_freeze
+from ..pruning import scheduled_layers
 from ..sites import values_of
 from ..swap import MaskedLayer
 
@@ -54,6 +55,12 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
                 check_agreed(site, values_of(name, weight, "fxmask.guard"))
             held.followed.append((site, weight))
     return held
+
+
+def counted_layers(optimizer: Optimizer, model: nn.Module) -> list[nn.Module]:
+    """Layers with a schedule of pruned inputs that the optimiser moves, and no guard counts for yet."""
+    free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
+    return [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
 
 
 def warn_of_ranks(found: Iterable[tuple[str, Site, torch.Tensor | None]]) -> None:

@@ -17,7 +17,6 @@ from ..passes.state import ranks
 from ..passes.state.site import Site
 from ..passes.stepping import elementwise
 from ..passes.stepping.optimiser import POLICIES, RETURNING, group_of, may_freeze
-from ..pruning import scheduled_layers
 from ..sites import required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of
@@ -33,7 +32,7 @@ def guard(
     Args:
         optimizer: any `torch.optim.Optimizer` that holds the masked weights; schedulers, closures, foreach and fused forms included. CUDA graphs of a step
             are `fxmask.graphed`'s. A GradScaler's skipped step counts with fused optimisers, not with others. A model whose weights are shared out among
-            several optimisers takes a guard for each.
+            several optimisers takes a guard for each. What one is given later, by `add_param_group`, is guarded from its next step on.
         masked_weights: `freeze`: masked elements and their momenta keep their bits. `decay`: masked elements are multiplied by 1 - lr * weight_decay of their
             group and nothing else; momenta are the optimiser's. `free`: whatever the optimiser does, as in the thesis; a decay that is coupled into an adaptive
             step then drives masked weights to zero. `auto`: freeze for backward="masked" and for "rigl" with regrow, free for the others, which live on
@@ -95,12 +94,10 @@ def guard(
     if not held.guarded and (not held.followed or foreign):
         what = "the optimiser holds none of the masked weights: expected one that was built from this model's parameters."
         raise ConfigError(message(what, ", ".join(name for name, _, _ in found[:3]), "pass the optimiser that steps this model."))
-    free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
-    pruned = [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
     if masked_weights == "auto":
         _warn_of_made_weights(optimizer, model, found)
     warn_of_ranks(found)
-    return GuardHandle(optimizer, held, masked_weights, returning, masked_step, pruned, model)
+    return GuardHandle(optimizer, held, masked_weights, returning, masked_step, model)
 
 
 def _inner(wrapper: Optimizer) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,13 +106,17 @@ def _counted(handle: GuardHandle) -> tuple[int, int | None]:
     return handle.steps, handle._captures
 
 
+def frames() -> Iterator[FrameType]:
+    """What is running, from here outwards."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def under_way() -> Iterator[Optimizer]:
     """The optimisers whose steps are running."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is STEP:
-            yield frame.f_locals.get("self")  # type: ignore[misc]
-        frame = frame.f_back  # type: ignore[assignment]
+    return (frame.f_locals["self"] for frame in frames() if frame.f_code is STEP)
 
 
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -99,12 +99,15 @@ def _check_ranks(m: NMLayer, weight: Tensor) -> None:
     raise StateError(message(what, type(m).__name__, f"{fix}{more}."))
 
 
+def is_resized(m: NMLayer, weight: Tensor) -> bool:
+    """Whether a mask, or its logits, are of another weight."""
+    logits, size = m._parameters.get(LOGITS), weight.shape if m.nm_mask is None else m.nm_mask.shape
+    return size != weight.shape or (logits is not None and logits.shape[0] * m._fxmask_nm.m != weight.numel())
+
+
 def refuse_size(m: NMLayer, weight: Tensor) -> None:
     """Raise StateError where a mask, or its logits, are of another weight."""
-    if torch.jit.is_tracing():  # sizes are tensors then
-        return
-    logits, size = m._parameters.get(LOGITS), weight.shape if m.nm_mask is None else m.nm_mask.shape
-    if size != weight.shape or (logits is not None and logits.shape[0] * m._fxmask_nm.m != weight.numel()):
+    if not torch.jit.is_tracing() and is_resized(m, weight):  # sizes are tensors in a trace
         what = f"the weight has been replaced by one of another size, {tuple(weight.shape)}: expected that of its N:M mask."
         raise StateError(message(what, type(m).__name__, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..kernels.errors import UnsupportedError, message
+from ..masking import restore
 from ..passes.finding.candidate import join
 from ..passes.finding.weights import peek_weight
 from ..sites import FINAL, any_masked, values_of
 from .nm_layers import NMLayer, element_mask, nm_layers
-from .nm_masking import restore_nm
 from .semi_structured import semi_structured
 
 
@@ -35,7 +35,7 @@ def finalize_nm(model: nn.Module, format: str) -> None:
         w = torch.where(mask, weight.detach(), 0)
         made[id(weight)] = mask, semi_structured(name, w, f"a mask {m._fxmask_nm.words()}") if format == "2:4" else w
     weights: dict[int, Tensor] = {id(m): peek_weight(m) for _, m in found}
-    restore_nm(model)
+    restore(model)
     frozen = {key: nn.Parameter(w, requires_grad=False) for key, (_, w) in made.items()} if format == "2:4" else {}
     for _, m in found:
         dense = weights[id(m)]

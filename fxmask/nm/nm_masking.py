@@ -13,6 +13,7 @@ from ..decided import mark_decided
 from ..dense_warnings import warn_of_regions
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
+from ..layer_rows import LOST, RESIZED
 from ..passes.finding.candidate import Candidate
 from ..passes.finding.choose import Decision, Patterns, choose, matches, reasons_of
 from ..passes.finding.conv import KINDS
@@ -23,7 +24,7 @@ from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
 from ..sites import FINAL, REASONS
 from ..swap import refuse_changed_class
-from .nm_attributes import advance
+from .nm_attributes import advance, is_resized
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .unlearned import expect_learning
 
@@ -131,13 +132,14 @@ def step_nm(model: nn.Module, n: int) -> None:
 def nm_row(m: NMLayer) -> dict[str, Any]:
     """What `explain` says of a layer with an N:M mask, beyond its name and shape."""
     c, weight = m._fxmask_nm, peek_weight(m)
-    kept = None if weight.is_meta else int(element_mask(m).sum())
     ratio, frozen = 1 - c.n / c.m, m._fxmask_nm_frozen
+    unfit = LOST if m._fxmask_nm_lost else RESIZED if is_resized(m, weight) else ""
+    kept = None if weight.is_meta or unfit else int(element_mask(m).sum())
     made = ", which a kernel makes in one pass" if c.impl == "triton" and not frozen else ""
     drawn = "; not frozen: train() draws patterns, eval() takes the likeliest" if c.mode == "learned" and not frozen else ""
     return {
         "masked": True,
-        "reason": f"selected{'; frozen' if frozen else ''}",
+        "reason": f"selected{'; frozen' if frozen else ''}{unfit}",
         "block": f"{c.n}:{c.m}",
         "blocks": weight.numel() // c.m,
         "target_ratio": ratio,

@@ -19,7 +19,7 @@ KEYS = {"settings", "frozen", "mask", "permutation"}
 
 
 def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """{name of the layer: settings, whether its mask is frozen, mask and permutation where there are such}; tensors and plain values."""
+    """{name of the layer: settings, whether its mask is frozen, mask, permutation, steps of a temperature where there are such}; tensors and plain values."""
 
     def saved(m: NMLayer, name: str) -> Tensor | None:
         t: Tensor | None = getattr(m, name)

@@ -18,6 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.errors import FxMaskError, UnsupportedError, message
+from ..finding.candidate import join
+from ..finding.graph_linears import graph_modules
+from ..graphs.graph_site import GraphSite, graph_sites
 from ..state.site import Site
 from .calls import Call, Place, storage_of
 from .fakes import Fakes, quiet, swap
@@ -109,7 +112,7 @@ def capture(
         recorder = _recorder(root, faked, parameters, buffers, inputs)
         recorder.progress, recorder.computed = progress, computed
         recorder.cached = {storage_of(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
-        sites = {m._fxmask_name: m for m in masks}
+        sites = _named_sites(root)
         recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
         metadata = [t for m in masks if m._fxmask_mask is not None for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
         before = {storage_of(t) for t in (*map(faked, inputs), *metadata)}
@@ -142,6 +145,12 @@ def capture(
         trained={name for name, p in parameters.items() if faked(p).grad is not None},
         dtype=dtype,
     )
+
+
+def _named_sites(root: nn.Module) -> dict[str, Site]:
+    """The masks by the names that weights have in this model; `apply` may have been given a part of it, or what it is a part of."""
+    layers = {join(prefix, "weight"): m for prefix, m in root.named_modules() if isinstance(m, Site) and not isinstance(m, GraphSite)}
+    return layers | {join(prefix, site._fxmask_name): site for prefix, gm in graph_modules(root) for site, _ in graph_sites(gm)}
 
 
 def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Recorder:

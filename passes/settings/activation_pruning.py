@@ -119,7 +119,8 @@ class ActivationPruning(Options):
             raise UnsupportedError(message(what, "", "trace under torch.no_grad(), or use torch.export.export or torch.compile."))
         if self.needs_steps:  # a layer whose steps are counted has the ratio in force instead
             what = "start and schedule of ActivationPruning count optimiser steps, and nobody tells them: expected a step source in training."
-            raise StateError(message(what, "", "call fxmask.step(model, 0) before training and fxmask.step(model) after every step; a guard counts them, too."))
+            fix = "call fxmask.step(model, 0) before training and fxmask.step(model) after every step. A guard counts them, too; for what its optimiser was"
+            raise StateError(message(what, "", f"{fix} given after that it wants fxmask.step(model, 0), once."))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool = False) -> Tensor:
         """The layer's forward."""

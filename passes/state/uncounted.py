@@ -29,7 +29,7 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
     if site.training and not site._fxmask_announced:
         fix = "call fxmask.guard(optimizer, model), or fxmask.step(model, 0) once before training and fxmask.step(model) after every optimizer.step()."
         fix += " A guard counts what its optimiser holds and what rests: a weight that nobody is to train, as beneath a new head, wants"
-        fix += " requires_grad_(False) before that."
+        fix += " requires_grad_(False) before that; one that its optimiser was given after that wants fxmask.step(model, 0), once."
         fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
         what = "start, schedule, refresh > 1, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser steps:"
         what += " expected a step source before training, got none."

@@ -119,6 +119,12 @@ def test_nothing_is_changed_and_small_layers_stay_dense(monkeypatch):
     assert row["layer"] == "0" and row["tokens"] == 40 and row["share_of_step"] > 0 and row["50 %"].startswith("32x32 ")
 
 
+@pytest.mark.parametrize("wanted", [{"include": ["0", "1"]}, {"exclude": ()}], ids=["by name", "no exclusion"])
+def test_layers_that_stay_dense_by_default_are_timed_where_they_are_wanted(wanted):
+    advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), torch.randn(40, 64), seconds=6.0, blocks=[(5, 32)], ratios=[0.5], **wanted)
+    assert {r["layer"]: r["50 %"].split()[0] for r in advice.rows} == {"0": "5x32", "1": "5x32"}
+
+
 # on one thread process time is what counts, which other programs disturb least
 @pytest.mark.slow
 def test_large_layers_at_a_high_ratio_are_advised_and_tried(tmp_path, one_thread):

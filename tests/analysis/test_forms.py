@@ -165,6 +165,46 @@ def test_masked_graphs(trace, options):
     assert products == {n.name for n in gm.graph.nodes if n.target is torch.ops.fxmask.masked_linear.default or n.target is torch.ops.fxmask.masked_linear}
 
 
+HELD = {
+    "cached": (lambda: nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)), torch.randn(6, 64), {"refresh": 10}),
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 1)), torch.randn(2, 32, 8, 8), {"layers": nn.Conv2d}),
+    "a graph": (lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64))), torch.randn(6, 64), {"refresh": 10}),
+    "read by its owner": (lambda: nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True), torch.randn(2, 5, 64), {}),
+}
+
+
+def held(make, options, whole):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Identity())
+    fxmask.apply(model if whole else model[0], ratio=0.5, **options)
+    fxmask.step(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_masks_are_those_of_the_model_that_is_analysed(kind):
+    """Whatever `apply` was given: the model, the one that holds it now, or the one that it is taken from."""
+    make, x, options = HELD[kind]
+    alone, around, inside = held(make, options, False)[0], held(make, options, False), held(make, options, True)[0]
+    for step in (False, True):
+        plain = analyze(alone, x, masked_step=step)
+        assert plain.summary["params_kept"] < plain.summary["params"]
+        for other in (around, inside):
+            report = analyze(other, x, masked_step=step)
+            assert report.summary == plain.summary and len(report.notes) == len(plain.notes)
+            assert report.tables["footprint"][-1] == plain.tables["footprint"][-1]
+            assert not step or set(fxmask.masks(other)) == {r["node"] for r in report.tables["nodes"] if r["impl"] == "masked_step"}
+
+
+def test_masks_of_two_parts():
+    """Both were masked by themselves, so that their weights have the same names in them."""
+    make, x, options = HELD["cached"]
+    both = nn.Sequential(held(make, options, False)[0], held(make, options, False)[0])
+    one, report = analyze(both[0], x, masked_step=True), analyze(both, x, masked_step=True)
+    assert report.summary["optimizer_bytes"] == {k: 2 * v for k, v in one.summary["optimizer_bytes"].items()}
+    assert report.tables["footprint"][-1]["metadata"] == 2 * one.tables["footprint"][-1]["metadata"] > 0
+
+
 def test_names_of_nodes():
     model, x = Net(), torch.randn(6, 70)
     gm = torch.export.export(model, (x,)).module()

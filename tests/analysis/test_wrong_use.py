@@ -359,8 +359,8 @@ def test_all_errors_have_one_root():
 KINDS = {
     "no phases at all": ({"phases": None}, r"phases: expected a sequence of .* got None"),
     "a number of phases": ({"phases": 3}, r"phases: expected a sequence of .* got 3"),
-    "kwargs in a list": ({"kwargs": [1]}, r"kwargs: expected a dict of keyword arguments or None, got \[1\]"),
-    "kwargs by number": ({"kwargs": {1: 2}}, r"kwargs: expected a dict of keyword arguments or None, got \{1: 2\}"),
+    "kwargs in a list": ({"kwargs": [1]}, r"kwargs: expected a dict of the forward's keyword arguments, or None, got \[1\]"),
+    "kwargs by number": ({"kwargs": {1: 2}}, r"kwargs: expected a dict of the forward's keyword arguments, or None, got \{1: 2\}"),
     "progress": ({"progress": 3}, r"progress: expected a function of the number of ops so far, or None, got 3"),
 }
 

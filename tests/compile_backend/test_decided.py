@@ -13,6 +13,7 @@ from torch import nn
 import fxmask
 from fxmask.compiler import backend
 from fxmask.errors import StateError
+from fxmask.inspection import UNSEEN
 
 
 def pair():
@@ -105,6 +106,17 @@ def test_nothing_is_left_of_a_decision_after_restore():
     before = set(nn.Linear(32, 32).__dict__)
     fxmask.restore(model)
     assert all(set(m.__dict__) == before and not m.weight.__dict__ for m in model.values())
+
+
+@pytest.mark.parametrize("masks", [fxmask.WeightMask(ratio=0.5, block=(8, 8)), fxmask.NMMask(2, 4)], ids=["blocks", "N:M"])
+def test_nothing_is_left_of_a_decision_after_finalize(masks):
+    torch.manual_seed(0)
+    model, x = Wrap(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8))), torch.randn(4, 32)
+    final = fxmask.finalize(fxmask.apply(model, masks))
+    assert {r["reason"] for r in fxmask.explain(final).rows} == {UNSEEN}  # of the head, too, which was excluded
+    assert not torch.equal(compiled(final)(x), final(x))
+    torch._dynamo.reset()
+    assert not torch.equal(compiled(final, ratio=0.75, block=(8, 8))(x), final(x))
 
 
 class Broken(nn.Module):

@@ -137,6 +137,17 @@ def test_who_takes_part():
     assert fxmask.allocate(mlp(), 0.5, "erk", overrides={"*": dict(ratio=0.25)}) == {}
 
 
+def test_the_last_override_that_matches_says_whether_a_ratio_is_named():
+    """As it says in apply what else a layer has: options do not add up."""
+    changes = {"*": dict(ratio=0.25), "0": dict(backward="ste"), "2": dict(ratio=0.75)}
+    found = fxmask.allocate(mlp(), 0.5, "erk", overrides=changes)
+    assert list(found) == ["0"] and found["0"] == pytest.approx(0.5, abs=0.05)
+    model = fxmask.apply(mlp(), ratio=0.5, allocation="erk", overrides=changes)
+    assert [r["final_ratio"] for r in fxmask.explain(model).rows if r["masked"]] == [found["0"], 0.75]
+    both = {"*": dict(ratio=0.25), "0": dict(backward="ste"), "2": dict(backward="ste")}
+    assert list(fxmask.allocate(mlp(), 0.5, "erk", overrides=both)) == ["0", "2"]
+
+
 @pytest.mark.filterwarnings("ignore:allocation by:fxmask.FxMaskWarning")
 def test_nothing_is_changed():
     model = Residual()

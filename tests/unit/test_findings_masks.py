@@ -170,11 +170,15 @@ def test_a_mask_that_was_lost_on_meta_is_not_used(refresh):
     model.to("meta").to_empty(device="cpu")
     with pytest.raises(StateError, match="a cached mask was lost on the meta device"):
         model(X)
+    row = fxmask.explain(model, health=True).rows[0]
+    assert row["masked"] and row["reason"].startswith("selected; its mask was lost on the meta device, and its forward raises until")
+    assert {row[k] for k in ("achieved_ratio", "impl", "kept_norm_fraction", "dead_rows")} == {None}
     with torch.no_grad():
         for p, q in zip(model.parameters(), mlp().parameters(), strict=True):
             p.copy_(q)
     fxmask.refresh(model)
     assert [int(m.sum()) for m in fxmask.masks(model).values()] == [6, 6]
+    assert fxmask.explain(model).rows[0]["reason"] == "selected"
     model(X)
 
 

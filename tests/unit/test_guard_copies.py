@@ -183,6 +183,29 @@ def test_what_two_optimisers_share_out_and_one_takes_up_later():
     assert list(other.policies) == ["3.weight"]
 
 
+def test_a_layer_at_rest_that_another_guards_optimiser_takes_up():
+    """The first guard counts for it while it is frozen; from then on it is the second one's, which keeps its masked weights and lets them go at its end."""
+    torch.manual_seed(0)
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(3))), ratio=0.5, block=(8, 8), refresh=0)
+    masked = ~fxmask.kernels.grid.expand_mask(fxmask.masks(model)["2.weight"], (32, 32), (8, 8))
+    model[2].requires_grad_(False)
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1))
+    handles = [fxmask.guard(o, model) for o in (first, second)]
+    model[2].requires_grad_(True)
+    second.add_param_group({"params": list(model[2].parameters()), "weight_decay": 0.1})
+    began = model[2].weight.detach().clone()
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(4, 32)).square().sum().backward()
+        first.step(), second.step()
+    moved = model[2].weight != began
+    assert moved[~masked].any() and not moved[masked].any()
+    assert [list(h.policies) for h in handles] == [["0.weight"], ["1.weight", "2.weight"]]
+    for h in handles:
+        h.remove()
+    assert list(fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model).policies) == ["0.weight", "1.weight", "2.weight"]
+
+
 def test_layers_that_take_turns_in_one_optimiser():
     """Block by block, as many parameters for as many: all are frozen and counted; other optimisers and copies are told of, too."""
     torch.manual_seed(0)

@@ -210,6 +210,20 @@ def test_a_state_that_is_none_changes_nothing(spoil):
     assert log.update().rows[0]["age_max"] == 2
 
 
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "my notes, and no csv", "\nnotes\n", "update,step,name\n1,0,x\n"], ids=["csv", "notes", "blank", "columns"])
+def test_a_file_that_no_log_has_written_is_left_alone(tmp_path, text):
+    saved, path, m = fxmask.HealthLog(model()), tmp_path / "health.csv", model()
+    saved.update()
+    path.write_text(text)
+    log = fxmask.HealthLog(m, path)
+    with pytest.raises(StateError, match=r"is no csv of a log: expected a first line update,step,\.\.\., got(.|\n)*fix: name another path"):
+        log.load_state_dict(saved.state_dict())
+    assert path.read_text() == text and (log.updates, log.activity) == (0, {})
+    path.write_text("")
+    log.load_state_dict(saved.state_dict())
+    assert len(log.update().rows) == 2 == log.updates and len(path.read_text().splitlines()) == 3
+
+
 def test_inside_dense_there_is_no_mask_to_look_at():
     m = model(refresh=0)
     log = fxmask.HealthLog(m)
@@ -263,6 +277,25 @@ def test_explain_tells_of_health():
     assert rows[1] == dense and "flip_rate" in str(fxmask.explain(model, health=log))
     with pytest.raises(ConfigError, match=r"explain: health: expected True, False or a fxmask.HealthLog, got 1"):
         fxmask.explain(model, health=1)
+
+
+def test_explain_knows_a_log_by_the_masks_and_not_by_their_names():
+    """A part has other names than its model, so does the model that holds it, and what torch.compile gives."""
+    part = nn.Sequential(nn.Linear(16, 16))
+    whole = fxmask.apply(nn.Sequential(nn.Linear(16, 16), part), ratio=0.5, block=BLOCK)
+    log, of_part = fxmask.HealthLog(whole), fxmask.HealthLog(part)
+    for _ in range(2):
+        log.update(), of_part.update()
+        with torch.no_grad():
+            whole[0].weight.copy_(whole[0].weight.flip(0))
+    rates = [r["flip_rate"] for r in log.rows if r["update"] == 2]
+    assert rates[0] > 0 == rates[1]
+
+    def told(model, log):
+        return [r["flip_rate"] for r in fxmask.explain(model, health=log).rows]
+
+    assert told(whole, log) == told(torch.compile(whole, backend="eager"), log) == rates
+    assert told(part, log) == [0.0] and told(whole, of_part) == [None, 0.0]
 
 
 def test_an_update_that_is_refused_counts_nothing(tmp_path):

@@ -67,7 +67,10 @@ def test_emptied_and_loaded_again(mode):
     for use in (lambda: model(x), lambda: fxmask.masks(model), lambda: fxmask.finalize(model)):
         with pytest.raises(fxmask.FxMaskError, match="lost on the meta device"):
             use()
+    row = fxmask.explain(model).rows[0]
+    assert row["masked"] and "frozen; its mask was lost on the meta device, and its forward raises until" in row["reason"] and row["achieved_ratio"] is None
     fxmask.load_state_dict(model, state)
+    assert fxmask.explain(model).rows[0]["reason"] == "selected; frozen"
     assert all(torch.equal(m, masks[n]) for n, m in fxmask.masks(model).items())
 
 
@@ -97,6 +100,9 @@ def test_a_weight_of_another_size_is_an_error(mode, size):
     for use in (lambda: model(torch.randn(2, size[1])), lambda: fxmask.masks(model), lambda: fxmask.freeze(model), lambda: fxmask.finalize(model)):
         with pytest.raises(fxmask.FxMaskError, match="replaced by one of another size"):
             use()
+    (row,) = fxmask.explain(model).rows
+    assert row["reason"] == "selected; its weight has been replaced by one of another size, and its forward raises"
+    assert row["shape"] == f"{size[0]}x{size[1]}" and row["achieved_ratio"] is None
 
 
 def test_masks_that_were_lost_come_back_by_a_refresh():

@@ -182,3 +182,33 @@ def test_wrong_use(case):
     call, words = WRONG[case]
     with pytest.raises(fxmask.FxMaskError, match=words):
         call()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("masks", [{"schedule": CUBIC}, {}], ids=["masks that count", "others"])
+def test_what_the_optimiser_is_given_after_its_guard(frozen, masks):
+    """Nobody has counted for it till then, and training says so; announced once, it is the guard's from the next step on."""
+    model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16), **masks), CONFIG)
+    model[2].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model[0].parameters(), 1e-3)
+    handle = fxmask.guard(optimizer, model)
+
+    def train():
+        model.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()
+
+    if frozen:
+        train()
+        model[2].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    with pytest.raises(fxmask.FxMaskError, match=r"its optimiser was given after that(?s:.)*fxmask\.step\(model, 0\), once"):
+        model(X)
+    fxmask.step(model, 0)
+    for _ in range(12):  # more than an announcement without a step is waited for
+        train()
+    assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [12 + frozen, 12]
+    assert list(handle.policies) == ["0.weight", "2.weight"] and model[2]._fxmask_step == 12 + frozen
+    handle.remove()
+    with pytest.raises(fxmask.FxMaskError, match=r"nobody tells them|expected a step source"):
+        model(X)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from sample_models import mlp
-from torch import fx
+from torch import fx, nn
 
 import fxmask
 from fxmask.errors import ConfigError
@@ -118,3 +118,13 @@ def test_files_are_utf_8_whatever_the_locale(tmp_path):
     there = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", NAMED, str(tmp_path)], env=there, check=True)
     assert all("größe" in (tmp_path / name).read_text(encoding="utf-8") for name in ("health.csv", "r.csv", "r.md"))
+
+
+def test_a_part_of_a_model_says_what_apply_has_decided_of_the_whole():
+    part = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), part), ratio=0.5)
+    head, of_part = fxmask.explain(model).rows[2], fxmask.explain(part).rows
+    assert head["reason"] == "default exclusion: min(out, in) = 10 < 16" and of_part[0]["reason"] == "selected"
+    assert of_part[1]["reason"] == "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
+    fxmask.restore(model)
+    assert {r["reason"] for r in fxmask.explain(part).rows} == {UNSEEN}

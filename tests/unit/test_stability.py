@@ -93,6 +93,23 @@ def test_masks_of_every_kind_are_those_of_the_forward(config):
     assert found.rows[0]["change"] == pytest.approx(float(torch.linalg.matrix_norm(change.detach().double(), 2)), rel=1e-6)
 
 
+def test_inputs_are_the_callers():
+    """A module in front that works in place works on a copy."""
+    x = X - 1
+    fxmask.stability(nn.Sequential(nn.ReLU(inplace=True), *tiny()), x)
+    assert torch.equal(x, X - 1)
+
+
+def test_dropouts_that_rest():
+    class Named(nn.Dropout):
+        pass
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 32), nn.ReLU(), Named(0.5), nn.Linear(32, 4))
+    fxmask.apply(model, fxmask.BlockDropout(0.5, (4, 4)), include="3")
+    assert "fused into the next linear" in repr(model[2])
+    assert [r["name"] for r in fxmask.stability(model, torch.randn(8, 32)).rows] == ["0", "3", "6"]
+
+
 def test_a_linear_alone_and_a_broken_weight():
     linear = nn.Linear(8, 3)
     assert [r["name"] for r in fxmask.stability(linear, torch.randn(4, 8), {"weight": linear.weight + 1}).rows] == [""]
@@ -133,6 +150,11 @@ def hooked() -> nn.Sequential:
 
 
 SOFT = dict(block=(4, 4), schedule=fxmask.Schedule("cubic", steps=10), soft=True)
+class Doubled(nn.Dropout):
+    def forward(self, x):
+        return 2 * x
+
+
 WRONG = {
     "conv": (lambda: fxmask.stability(nn.Sequential(nn.Conv2d(1, 2, 3)), X), "expected an nn.Sequential of Linear, .* got Conv2d"),
     "norm": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), X), "got LayerNorm"),
@@ -140,6 +162,7 @@ WRONG = {
     "own forward": (lambda: fxmask.stability(Own(nn.Linear(4, 4)), X), "got Own"),
     "a layer twice": (lambda: fxmask.stability(nn.Sequential(layer := nn.Linear(4, 4), nn.ReLU(), layer), X.float()), "a weight in two places"),
     "hooks": (lambda: fxmask.stability(hooked(), X), "forward hooks"),
+    "a dropout with a forward of its own": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), Doubled(), nn.Linear(4, 4)), X), "got Doubled"),
     "softmax inside": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)), X), "a softmax before the end"),
     "no linear": (lambda: fxmask.stability(nn.Sequential(nn.ReLU()), X), "no Linear at all"),
     "one class": (lambda: fxmask.stability(nn.Linear(4, 1), X), "at least two classes"),

@@ -1,0 +1,71 @@
+"""Measurements beside an analysis: several after each other, kernels in no range, and models without ops."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxmask
+from fxmask.errors import ConfigError
+
+HEADER = '"ID","Process ID","Kernel Name","NVTX Push/Pop_Range","gpu__time_duration.sum","dram__bytes_read.sum","dram__bytes_write.sum"'
+UNITS = '"","","","","ns","byte","byte"'
+
+
+class Net(nn.Module):
+    """A ReLU is the model's own op, in no module below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+@pytest.fixture
+def report():
+    return fxmask.analyze(Net(), torch.randn(4, 16), device="h100-sxm")
+
+
+@pytest.fixture
+def csv(tmp_path):
+    """A function that writes an export of Nsight Compute: of each kernel its NVTX range and its ns."""
+
+    def write(*kernels):
+        cells = [f'"0 ""<default domain>:{name}:none:none:none:none:none:none"""' if name else '""' for name, _ in kernels]
+        lines = [f'"{i}","1","k",{cell},"{ns}","1000","1000"' for i, (cell, (_, ns)) in enumerate(zip(cells, kernels, strict=True))]
+        (tmp_path / "n.csv").write_text("\n".join([HEADER, UNITS, *lines, ""]))
+        return tmp_path / "n.csv"
+
+    return write
+
+
+def test_kernels_outside_of_any_range_are_no_ops_of_the_model(report, csv):
+    report.attach_measurements(ncu_csv=csv(("", 5_000_000), ("fc1", 5000), ("", 7)))
+    (row,) = report.tables["measured"]
+    assert (row["name"], row["t_meas_us"], row["launches"]) == ("fc1", 5.0, 1)
+    assert report.notes[-1] == "Kernels of the csv outside of any NVTX range, which are in no row: 2."
+    assert not any("t_meas_us" in r for r in report.tables["roofline"] if not r["module"])
+    report.attach_measurements(ncu_csv=csv(("fc2", 5000)))
+    assert sum("outside of any NVTX range" in note for note in report.notes) == 1
+
+
+def test_a_csv_without_ranges_names_nothing(report, csv):
+    with pytest.raises(ConfigError, match="measurements are named by no NVTX range: expected nodes or modules of this analysis, such as"):
+        report.attach_measurements(ncu_csv=csv(("", 5)))
+    assert "measured" not in report.tables
+
+
+def test_measurements_add_up(report, csv):
+    report.attach_measurements(timings={"fc1": 1e-5, "fc2": 4e-5})
+    report.attach_measurements(timings={"fc2": 2e-5})
+    report.attach_measurements(ncu_csv=csv(("fc1", 5000)))
+    rows = {r["name"]: r for r in report.tables["measured"]}
+    assert list(rows) == ["fc1", "fc2"] and [r["t_meas_us"] for r in rows.values()] == [5.0, 20.0]
+    assert rows["fc1"]["bytes_meas"] == 2000 and "bytes_meas" not in rows["fc2"]
+
+
+def test_an_analysis_without_rows():
+    report = fxmask.analyze(nn.Identity(), torch.randn(4), device="h100-sxm")
+    with pytest.raises(ConfigError, match=r"measurements are named a: expected nodes or modules of this analysis, which has none\."):
+        report.attach_measurements(timings={"a": 1.0})
