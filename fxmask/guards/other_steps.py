@@ -116,7 +116,7 @@ def frames() -> Iterator[FrameType]:
 
 def under_way() -> Iterator[Optimizer]:
     """The optimisers whose steps are running."""
-    return (frame.f_locals["self"] for frame in frames() if frame.f_code is STEP)
+    return (frame.f_locals.get("self") for frame in frames() if frame.f_code is STEP)  # type: ignore[misc]
 
 
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
