@@ -54,8 +54,9 @@ def graphs_of(gm: GraphModule) -> list[Body]:
 def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
     if id(gm) in found:
         known = found[id(gm)]
-        if known.origin != origin:  # one body for several layers: it can have one mask only
-            found[id(gm)] = known._replace(closed="a region that is compiled once for several layers")
+        if known.origin != origin and not known.closed:  # one body for several layers: it can have one mask only, and so can those inside
+            for body in graphs_of(gm):
+                found[id(body.graph)] = found[id(body.graph)]._replace(closed="a region that is compiled once for several layers")
         return found
     found[id(gm)] = Body(gm, origin, closed)
     for node, inner, given in bodies_of(gm):
