@@ -43,8 +43,8 @@ def held_mask(site: Site) -> Tensor | None:
 def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
     """The mask of a configuration that ranks by more than the weight's norm now: bool (NB, KB).
 
-    Scores that nothing was added to yet, and blocks whose scores tie, rank by the weight's norm; under hysteresis the mask keeps its own of what is left. `grow`: with the exchange of `regrow`. `anew`: the weight is
-    another one, and the mask that is held means nothing for it.
+    Scores that nothing was added to yet, and blocks whose scores tie, rank by the weight's norm; where that ties, too, hysteresis holds kept ones. `grow`: with
+    the exchange of `regrow`. `anew`: the weight is another one, and the mask that is held means nothing for it.
     """
     c, old = site._fxmask_config, None if anew else held_mask(site)
     site._fxmask_grown = None
