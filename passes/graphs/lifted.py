@@ -144,6 +144,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     if c is None:
         shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
         c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
+        c.call = node.name if source is None else ""
         found[key] = c
         if packed:
             c.skip, c.quiet = IN_PROJ if source is not None else "the graph packs it from other weights for its attention; use fxmask.apply", True
