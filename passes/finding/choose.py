@@ -117,8 +117,8 @@ def choose(
             reason = c.skip
             if not c.quiet or id(c) in asked:
                 warn(f"{c.name or 'the model'} stays dense: {reason}.")
-        if reason.startswith(DEFAULT) and (named := _named(overridden, c)) is not None:
-            what = f"overrides[{named!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
+        if reason.startswith(DEFAULT) and (exact := _named(overridden, c)) is not None:
+            what = f"overrides[{exact!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
             warn(what)
         if reason:
             chosen = None
