@@ -73,11 +73,11 @@ def as_matrix(w: Tensor) -> Tensor:
 
 
 def keep_count(n_blocks: int, ratio: float) -> int:
-    """Number of kept blocks (nnzb): `max(1, ceil(n_blocks * (1 - ratio)))`, exact in integers; 0 of none.
+    """Number of kept blocks (nnzb): `max(1, ceil(n_blocks * (1 - ratio)))`, exact in integers.
 
     Floats give one block too many for 27 of the 99 two-decimal ratios at some `n_blocks`; see `ratio_units`.
     """
-    return min(n_blocks, max(1, -(-n_blocks * (RATIO_UNIT - ratio_units(ratio)) // RATIO_UNIT)))
+    return max(1, -(-n_blocks * (RATIO_UNIT - ratio_units(ratio)) // RATIO_UNIT))
 
 
 def ratio_keeping(kept: int, n_blocks: int) -> float:
