@@ -38,9 +38,10 @@ STILL = 10  # updates without any flip after which a mask that could move is sai
 class HealthLog:
     """Follows the masks of a model from update to update; call `update()` once an epoch, or every so many steps.
 
-    A row a masked weight and update: kept blocks and ratio; flips (blocks that changed place since the last update; a change of the ratio alone moves blocks,
-    too), flip_rate (of the blocks), flips_total; age_mean and age_max (updates since a block last changed, over blocks); never_kept (share of blocks that no
-    update has seen kept); kept_norm_fraction (||W∘M||^2 / ||W||^2); dead_rows and dead_cols (shares of output and input features without a kept block).
+    A row a masked weight (but of one without elements) and update: kept blocks and ratio; flips (blocks that changed place since the last update; a change of
+    the ratio alone moves blocks, too), flip_rate (of the blocks), flips_total; age_mean and age_max (updates since a block last changed, over blocks);
+    never_kept (share of blocks that no update has seen kept); kept_norm_fraction (||W∘M||^2 / ||W||^2); dead_rows and dead_cols (shares of output and input
+    features without a kept block).
 
     Where a phase changes a layer's blocks, its ages, activity and never_kept begin anew with the next update, which counts no flips; flips_total goes on.
 
@@ -82,7 +83,8 @@ class HealthLog:
         found = []  # before anything is counted, as this, and a file that cannot be opened, may raise
         for name, site, weight in sites_in_force(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
-            found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True)))  # a cached one may be rewritten in place
+            if w.numel():
+                found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True)))  # a cached one may be rewritten in place
         with nullcontext() if self.path is None else _appended(self.path) as file:
             self.updates += 1
             looked = [self._row(name, site, ranks.whole(w), mask) for name, site, w, mask in found]  # whole weights one at a time

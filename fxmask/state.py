@@ -187,7 +187,7 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: expected {f'torch.float32 {grid}' if wanted else None}, got {t if t is None else type(t).__name__}"
     if mask is not None:
         kept, (least, most) = int(mask.sum()), bounds(c, entry["built"], mask.numel())
-        if kept < least or (kept > most and c.ties == "lowest"):
+        if kept < min(least, mask.numel()) or (kept > most and c.ties == "lowest"):
             yield f"mask: expected {least}{f' to {most}' if most > least else ''} kept blocks, got {kept}"
     yield from looks.wrong(site, entry.get("feedback"), grid)
 

@@ -14,7 +14,7 @@ POINTWISE = _aten("""
     _prelu_kernel _prelu_kernel_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward
     soft_margin_loss soft_margin_loss_backward multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward multilabel_margin_loss_backward
     binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits
-""")  # that PyTorch does not tag
+""")  # that PyTorch does not tag, or not yet in 2.11
 REDUCE = _aten("""
     sum nansum mean var var_mean std std_mean amax amin aminmax max min argmax argmin prod norm linalg_vector_norm logsumexp cumsum cumprod any all
     count_nonzero median kthvalue logcumsumexp trace histc renorm _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data _safe_softmax

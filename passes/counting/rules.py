@@ -108,10 +108,9 @@ def _grouped_mm(call: Call, t: Target) -> list[Work]:
 
 @rule("aten.convolution", "aten._convolution", "aten.cudnn_convolution", "aten.mkldnn_convolution", "aten._slow_conv2d_forward")
 def _convolution(call: Call, t: Target) -> list[Work]:
-    x, w, bias = call.args[:3]
-    transposed = len(call.args) > 6 and call.args[6] is True
-    groups = call.args[8] if len(call.args) > 8 and isinstance(call.args[8], int) else x.shape[1] // w.shape[1]
-    return [_conv_work(call, t, phase_of(call), x, w, call.outputs[0], transposed, groups, bias is not None)]
+    (x, w), named = call.args[:2], call.named  # the rest has another place in each
+    transposed, groups, bias = named.get("transposed", False), named.get("groups", 1), named.get("bias") is not None
+    return [_conv_work(call, t, phase_of(call), x, w, call.outputs[0], transposed, groups, bias)]
 
 
 def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, transposed: bool, groups: int, bias: bool) -> Work:

@@ -40,6 +40,7 @@ class Candidate:
     masked: bool = False  # already
     owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
     tied_embedding: bool = False
+    call: str = ""  # of a weight that its graph computes: its call's name, by which `explain` tells several of one module apart once they are masked
     lifted: str = ""  # of a call in the body of a region: the parameter that comes in as its weight, whose layer it is named by
     sized: bool = True  # the default exclusion of small weights holds for it
     product: bool = False  # no linear but a product with a parameter, which is never masked: `passes.finding.products`
@@ -55,9 +56,9 @@ class Candidate:
         return self.module is not None and any(owner is self.module for owner in self.owners)
 
     @property
-    def call(self) -> str | None:
-        """The name of the call of a weight that its graph computes, by which `explain` tells several of one module apart; None for a parameter."""
-        return self.nodes[0].name if self.nodes and self.weight_path is None else None
+    def names(self) -> tuple[str, ...]:
+        """By which a pattern names it exactly."""
+        return (self.name, self.call) if self.call else (self.name,)
 
 
 def linear_like(weight: Tensor) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,13 +43,13 @@ def reasons_of(decisions: list[Decision], none: str = "it has no linear") -> str
 def matches(pattern: Pattern, c: Candidate) -> bool:
     """Whether one pattern (glob, `re:`, module type, or callable of module and name) selects a linear; a type does by its own or by that of a module around it.
 
-    A linear whose weight the graph computes goes by its module's name, and exactly by that of its call, which is its name in `explain`.
+    A linear whose weight the graph computes goes by its module's name, and exactly by that of its call, which is its name in `explain` once it is masked.
     A linear that no module makes, and a packed projection, is shown to callables as an nn.Linear of its shape, on the meta device.
     """
     if isinstance(pattern, str):
         if pattern.startswith("re:"):
             return re.search(pattern[3:], c.name) is not None
-        return pattern in (c.name, c.call) or fnmatch.fnmatchcase(c.name, pattern)
+        return pattern in c.names or fnmatch.fnmatchcase(c.name, pattern)
     if isinstance(pattern, type):
         return issubclass(pattern, nn.Module) and (pattern in c.types or pattern in c.inside)
     try:
@@ -57,6 +57,11 @@ def matches(pattern: Pattern, c: Candidate) -> bool:
     except Exception as e:  # one of its own, or of arguments that it does not take
         what = f"a pattern failed: expected a callable (module, name) -> bool, got {type(e).__name__}: {e}"
         raise ConfigError(message(what, c.name, f"write it as def pattern(module, name); here it is {pattern!r}.")) from e
+
+
+def _named(patterns: Iterable[Pattern], c: Candidate) -> str | None:
+    """The first of some patterns that is an exact name of a linear."""
+    return next((p for p in patterns if isinstance(p, str) and p in c.names), None)
 
 
 def names(pattern: Pattern, c: Candidate) -> bool:
@@ -99,7 +104,7 @@ def choose(
     if model is not None:  # all of its linears, and not those of a graph
         _warn_overtaken([c for c in found if not c.skip and not _why_not(c, included, excluded, defaults)], changes)
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *(p for p, change in changes.items() if change is not False)])
-    overridden = {p for p, change in changes.items() if change is not False and isinstance(p, str)}
+    overridden = [p for p, change in changes.items() if change is not False]
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
         chosen: WeightMask | None = config
@@ -112,8 +117,8 @@ def choose(
             reason = c.skip
             if not c.quiet or id(c) in asked:
                 warn(f"{c.name or 'the model'} stays dense: {reason}.")
-        if reason.startswith(DEFAULT) and c.name in overridden:
-            what = f"overrides[{c.name!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
+        if reason.startswith(DEFAULT) and (exact := _named(overridden, c)) is not None:
+            what = f"overrides[{exact!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
             warn(what)
         if reason:
             chosen = None
@@ -129,7 +134,7 @@ def _why_not(c: Candidate, included: list[Pattern] | None, excluded: list[Patter
         return NOT_INCLUDED
     if excluded and any(matches(p, c) for p in excluded):
         return "in exclude"
-    if not defaults or (included is not None and c.name in [p for p in included if isinstance(p, str)]):
+    if not defaults or _named(included or [], c) is not None:
         return ""  # an exact name lifts the default exclusions
     if c.tied_embedding:
         return f"{DEFAULT}: weight tied to an Embedding"

@@ -80,6 +80,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         lifted = comes_in.get(arg, "") if isinstance(arg, Node) else ""
         shown = layer_name(lifted) if lifted else join(prefix, name)
         new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
+        new.call = "" if lifted else join(prefix, node.name)
         if not isinstance(value, Tensor):
             new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
         key = arg

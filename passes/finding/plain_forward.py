@@ -20,7 +20,7 @@ from .per_class import per_class
 @per_class
 def computes_linear(cls: type[nn.Module]) -> bool:
     """Whether a forward is `return F.linear(x, self.weight, self.bias)` and nothing else, by its source; what only TorchScript runs is left out."""
-    forward = inspect.unwrap(cls.forward)
+    forward: Any = cls.forward
     if forward is nn.Linear.forward:
         return True
     if getattr(cls, "weight", None) is not None or getattr(forward, "__globals__", {}).get("F") is not F:
@@ -30,6 +30,8 @@ def computes_linear(cls: type[nn.Module]) -> bool:
 
 def _returned(forward: Any) -> str:
     """The one statement of a forward of one input, which are called `self` and `x` in it; empty for any other."""
+    if hasattr(forward, "__wrapped__"):  # the source would be that of what functools.wraps is around, and what is around it computes, too
+        return ""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
     except (OSError, TypeError, SyntaxError):  # typed in at a prompt, or made by exec
@@ -75,7 +77,7 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 @per_class
 def product_of(cls: Any) -> Product | None:
     """The product that a class's forward is, by its source; None for any other."""
-    forward = inspect.unwrap(cls.forward)
+    forward = cls.forward
     if cls.__module__.startswith("torch.nn.modules") or cls.__call__ is not nn.Module.__call__:
         return None
     text = _returned(forward).removeprefix("return ")

@@ -30,10 +30,10 @@ def peek_weight(m: nn.Module) -> Tensor:
     if parametrize.is_parametrized(m, "weight"):
         with _at_rest(m.get_submodule("parametrizations")):
             return m.weight  # type: ignore[return-value]
-    for hook in m._forward_pre_hooks.values():  # old-style weight_norm and pruning write .weight before each forward
-        if type(hook).__name__ == "WeightNorm":
+    for hook in m._forward_pre_hooks.values():  # old-style weight_norm and pruning write .weight, or the bias alone, before each forward
+        if type(hook).__name__ == "WeightNorm" and hook.name == "weight":  # type: ignore[attr-defined]
             return hook.compute_weight(m)  # type: ignore[attr-defined]
-        if hasattr(hook, "apply_mask"):
+        if hasattr(hook, "apply_mask") and getattr(hook, "_tensor_name", "") == "weight":
             return hook.apply_mask(m)
     return m.weight  # type: ignore[return-value]
 

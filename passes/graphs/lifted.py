@@ -54,8 +54,9 @@ def graphs_of(gm: GraphModule) -> list[Body]:
 def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
     if id(gm) in found:
         known = found[id(gm)]
-        if known.origin != origin:  # one body for several layers: it can have one mask only
-            found[id(gm)] = known._replace(closed="a region that is compiled once for several layers")
+        if known.origin != origin and not known.closed:  # one body for several layers: it can have one mask only, and so can those inside
+            for body in graphs_of(gm):
+                found[id(body.graph)] = found[id(body.graph)]._replace(closed="a region that is compiled once for several layers")
         return found
     found[id(gm)] = Body(gm, origin, closed)
     for node, inner, given in bodies_of(gm):
@@ -143,6 +144,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     if c is None:
         shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
         c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
+        c.call = node.name if source is None else ""
         found[key] = c
         if packed:
             c.skip, c.quiet = IN_PROJ if source is not None else "the graph packs it from other weights for its attention; use fxmask.apply", True

@@ -40,7 +40,7 @@ class MaskWeights(Pass):
             c = d.candidate
             assert d.config is not None
             stream = self.stream_names.get(id(c.weight), c.param_name)
-            local = c.weight_path or f"{c.call}.weight"  # a name inside this graph module, whatever holds it
+            local = c.weight_path or f"{c.nodes[0].name}.weight"  # a name inside this graph module, whatever holds it
             site = GraphSite(d.config, local, c.weight, c.weight_path, stream, d.own).train(gm.training)
             self.made.append(site)
             _rewrite(gm, c.nodes, same, _add_site(gm, local.removesuffix(".weight"), site), site)

@@ -78,7 +78,7 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
         if old is not None:
             due.append((site, f, (mask != old).sum() - (mask.sum() - old.sum()).abs()))  # a change of the ratio alone is no flip
     flips = torch.stack([t.to(due[0][2].device) for _, _, t in due]).tolist() if due else []
-    rise = [(site, f) for (site, f, _), n in zip(due, flips, strict=True) if f.goal is not None and n / site._fxmask_blocks < f.goal]
+    rise = [(site, f) for (site, f, _), n in zip(due, flips, strict=True) if f.goal is not None and n / max(1, site._fxmask_blocks) < f.goal]
     for site, f in rise:
         p = site._fxmask_progress
         assert p is not None

@@ -16,13 +16,14 @@ from .saliency import NORMS, norms
 from .site import Site
 
 
-def ranks_of(scores: Tensor, second: Tensor) -> Tensor:
+def ranks_of(scores: Tensor, *ties: Tensor) -> Tensor:
     """Scores float32 [NB, KB], of any sign, as distinct keys int32 that `select_blocks` takes: 0 for the lowest, NaN highest.
 
-    Ties go by `second`, float32 [NB, KB], and then to the lowest flat index.
+    Ties go by `ties`, each [NB, KB], one after the other, and then to the lowest flat index.
     """
-    order = _ordered(second).sort(descending=True, stable=True).indices
-    order = order[_ordered(scores)[order].sort(descending=True, stable=True).indices]
+    order = torch.arange(scores.numel(), device=scores.device)
+    for key in reversed((scores, *ties)):
+        order = order[_ordered(key)[order].sort(descending=True, stable=True).indices]
     places = torch.arange(order.numel() - 1, -1, -1, dtype=torch.int32, device=order.device)
     return torch.empty_like(places).scatter(0, order, places).reshape(scores.shape)
 
@@ -42,8 +43,8 @@ def held_mask(site: Site) -> Tensor | None:
 def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
     """The mask of a configuration that ranks by more than the weight's norm now: bool (NB, KB).
 
-    Scores that nothing was added to yet, and blocks whose scores tie, rank by the weight's norm. `grow`: with the exchange of `regrow`. `anew`: the weight is
-    another one, and the mask that is held means nothing for it.
+    Scores that nothing was added to yet, and blocks whose scores tie, rank by the weight's norm; where that ties, too, hysteresis holds kept ones. `grow`: with
+    the exchange of `regrow`. `anew`: the weight is another one, and the mask that is held means nothing for it.
     """
     c, old = site._fxmask_config, None if anew else held_mask(site)
     site._fxmask_grown = None
@@ -56,8 +57,9 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
         size = norms(weight, c.block, c.criterion if c.criterion in NORMS else "fro")
         scores = size if site._fxmask_score is None else site._fxmask_score
         if old is not None and c.hysteresis:
-            scores, size = (torch.where(old, s + c.hysteresis * s.abs(), s) for s in (scores, size))
-        keys = ranks_of(scores, size)
+            keys = ranks_of(*(torch.where(old, s + c.hysteresis * s.abs(), s) for s in (scores, size)), old)
+        else:
+            keys = ranks_of(scores, size)
     if old is None or c.regrow is None:
         return select_blocks(keys, site._fxmask_keep, "lowest", c.cover)
     keep = c.keep_at(site._fxmask_step, old.numel())
@@ -75,7 +77,7 @@ def _growth(site: Site) -> Tensor | None:
     assert c.regrow is not None
     if c.regrow.by == "gradient":
         growth, site._fxmask_growth = site._fxmask_growth, None
-        return None if growth is None else ranks_of(growth, growth)
+        return None if growth is None else ranks_of(growth)
     step = torch.full_like(site._fxmask_count, site._fxmask_step)
     return random_keys(torch.Size(site._fxmask_grid), step.device, step, site._fxmask_stream)
 

@@ -39,7 +39,7 @@ NORMS = tuple(c for c in CRITERIA if c != "random")
 def norms(w: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
     """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
     keys = block_keys(as_matrix(w), block, criterion)
-    if criterion == "linf":
+    if criterion == "linf" or not w.numel():
         return bits_as(keys, torch.float32)
     if criterion == "spectral":  # of the weight as scaled by a power of two
         return torch.ldexp(bits_as(keys, torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)

@@ -200,7 +200,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
     site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
     site._fxmask_is_dense, site._fxmask_saved = False, None
-    site._fxmask_grown, site._fxmask_softening, site._fxmask_own, site._fxmask_beside = None, False, own, 0
+    site._fxmask_grown, site._fxmask_own, site._fxmask_beside = None, own, 0
     place_on(site, weight.device)
 
 
@@ -218,6 +218,7 @@ def place_on(site: Site, device: torch.device) -> None:
     if site._fxmask_own is not None and not site._fxmask_own.is_meta:
         site._fxmask_score = site._fxmask_own.to(device, copy=True)
     site._fxmask_scale, site._fxmask_scaled = torch.ones((), dtype=torch.float32, device=device) if config.soft else None, 1.0
+    site._fxmask_softening = False  # `sync` tells, and of soft masks alone: a phase with refresh=0 is none
     site._fxmask_growth = None
     sync(site)
 

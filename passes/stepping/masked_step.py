@@ -24,7 +24,7 @@ from ..state.site import Site
 from ..state.site_mask import kept, mask_outside
 from . import elementwise
 from .kept_blocks import KeptBlocks
-from .optimiser import Guarded, group_of
+from .optimiser import STEP_SIZE, Guarded, group_of, is_copy
 
 HELD = 8  # elements of a run from which on its place is remembered between steps: 8 bytes, at most a quarter of a float32 weight's kept elements
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
@@ -160,11 +160,7 @@ def _returned(optimizer: Optimizer, s: StandIn, key: str, made: Any, old: Any) -
 
 def _beginning(optimizer: Optimizer, s: StandIn, key: str, made: Tensor) -> Tensor:
     """A new momentum of a whole weight: zero where nothing has stepped yet. Not so Rprop's step size (the lr) and copies of the weight, as ASGD's average."""
-    weight = s.guarded.weight
-    full = torch.zeros_like(weight, dtype=made.dtype, device=made.device)
-    if key == "step_size":
-        return full.add_((group_of(optimizer, weight) or {}).get("lr", 0.0))
-    if key == "ax":
-        return full.copy_(weight)
-    small = s.small.detach().to(made)
-    return torch.where((made - small).norm() < 0.5 * small.norm(), weight.detach().to(made), full)
+    weight = s.guarded.weight.detach().to(made)
+    if key == STEP_SIZE:
+        return torch.zeros_like(weight).add_((group_of(optimizer, s.guarded.weight) or {}).get("lr", 0.0))
+    return torch.where(is_copy(key, made, s.small.detach().to(made)), weight, 0)

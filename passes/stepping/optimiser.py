@@ -26,7 +26,8 @@ from .held import find_wrapped, moves_by_grad, states_of
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
 EVERY = "*"
-NO_MOMENTA = ("step_size", "ax")  # of Rprop and ASGD: a step size and an averaged weight, for which zero is no beginning
+STEP_SIZE, AVERAGE = "step_size", "ax"  # of Rprop, which begins at the lr, and of ASGD, at the weight
+NO_MOMENTA = (STEP_SIZE, AVERAGE)
 
 
 def policy_of(config: WeightMask, policy: str) -> str:
@@ -114,16 +115,21 @@ def _word(key: Any) -> Any:
     return key.rpartition(":")[2] if isinstance(key, str) else key  # some number their states
 
 
-def _start_anew(t: Tensor, where: Tensor, weight: Tensor, momentum: bool = False) -> None:
-    """Let elements of a state begin: at zero; at the weight where the state is a copy of it (an average, slow weights, Schedule-Free's z), told by its values.
+def is_copy(key: Any, t: Tensor, w: Tensor) -> Tensor:
+    """Whether a state is a copy of the weight (an average, slow weights, Schedule-Free's z), 0-d bool: ASGD's by its name, others by their values."""
+    return ((t - w).norm() < 0.5 * w.norm()) | (_word(key) == AVERAGE)
 
-    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. `momentum`: the state is known to be one.
+
+def _start_anew(g: Guarded, key: Any, t: Tensor, where: Tensor, weight: Tensor) -> None:
+    """Let elements of a state begin: at zero; at the weight where the state is a copy of it.
+
+    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. What is named to be cleared is known to be one.
     """
-    if momentum:
+    if _word(key) == g.clear:
         t.masked_fill_(where, 0)
         return
     w = weight.to(t)
-    copies = torch.where(where, t - w, 0).norm() < 0.5 * torch.where(where, w, 0).norm()
+    copies = is_copy(key, torch.where(where, t, 0), torch.where(where, w, 0))
     t.copy_(torch.where(where, torch.where(copies, w, 0), t))
 
 
@@ -180,7 +186,7 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     out = ~_elements(g.mask, g, g.block)
     for k, t in state.items():
         if g.clears(k):
-            _start_anew(t, out, ranks.part(g.weight.detach()), momentum=_word(k) == g.clear)
+            _start_anew(g, k, t, out, ranks.part(g.weight.detach()))
     if g.site._fxmask_config.backward != "masked" and g.weight.grad is not None:  # a dense gradient, that regrowth is for
         grad = ranks.part(g.weight.grad)
         g.gradient = grad.clone()
@@ -197,8 +203,8 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         group.put_back(now)
     for g in by_kernels:
         for k, t in now[id(g)].items():
-            if g.mask is not None and g.moved and k not in g.momenta and _word(k) not in NO_MOMENTA:
-                _start_anew(t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
+            if g.mask is not None and g.moved and k not in g.momenta and _word(k) != STEP_SIZE:
+                _start_anew(g, k, t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:
             kept, weight, old = _elements(g.mask, g, g.block), ranks.part(g.weight), g.before
@@ -227,8 +233,8 @@ def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -
         was = g.momenta.get(k)
         if was is not None:
             t.copy_(torch.where(kept, t, was.to(t.device)))
-        elif _word(k) not in NO_MOMENTA:
-            _start_anew(t, ~kept, old, momentum=_word(k) == g.clear)
+        elif _word(k) != STEP_SIZE:
+            _start_anew(g, k, t, ~kept, old)
 
 
 @torch.no_grad()
@@ -254,5 +260,5 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         elements = _elements(now, g, g.site._fxmask_config.block) & ~old  # in elements: a phase may have brought other blocks
         for k, t in _momenta(optimizer, g.weight).items():
             if _word(k) not in NO_MOMENTA:
-                _start_anew(t, elements, ranks.part(g.weight.detach()))
+                _start_anew(g, k, t, elements, ranks.part(g.weight.detach()))
         g.last = None

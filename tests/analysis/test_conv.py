@@ -8,7 +8,10 @@ from analysis.counted import pytorch_count
 from torch import nn
 
 import fxmask
+from fxmask.kernels import dense_cost
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.counting.calls import Call, Place
+from fxmask.passes.counting.work import RULES, Target
 
 BLOCK, N = (16, 16), 3
 
@@ -107,3 +110,28 @@ def test_a_masked_step_and_allocation_count_convolutions():
     assert rows["0.weight"]["impl"] == rows["4.weight"]["impl"] == "masked_step" and rows["8.weight"]["impl"] is None
     found = fxmask.allocate(copy.deepcopy(net()), 0.5, "flop", block=BLOCK, layers=BOTH, inputs=images())
     assert found.total == sum(2 * N * p * net().get_parameter(n).numel() for n, p in POSITIONS.items())
+
+
+ORDERS = {  # what stands behind the weight, with a bias and groups, in the order of each op's schema
+    "cudnn_convolution": lambda bias, groups: ([1, 1], [1, 1], [1, 1], groups, True, True, True),
+    "mkldnn_convolution": lambda bias, groups: (bias, [1, 1], [1, 1], [1, 1], groups),
+    "_slow_conv2d_forward": lambda bias, groups: ([3, 3], bias, [1, 1], [1, 1]),
+    "convolution": lambda bias, groups: (bias, [1, 1], [1, 1], [1, 1], False, [0, 0], groups),
+}
+LACKS = {"cudnn_convolution": "bias", "_slow_conv2d_forward": "groups"}
+TAKEN = [(op, g, b) for op in ORDERS for g in (1, 4) for b in (True, False) if not {"bias": b, "groups": g > 1}.get(LACKS.get(op, ""))]
+
+
+@pytest.mark.parametrize(("op", "groups", "biased"), TAKEN)
+def test_every_op_of_a_convolution_has_its_own_order_of_arguments(op, groups, biased):
+    def place(*shape):
+        return Place(shape, torch.empty(shape, device="meta").stride(), torch.float32, storage=len(shape))
+
+    x, w, y, bias = place(2, 16, 8, 8), place(32, 16 // groups, 3, 3), place(2, 32, 8, 8), place(32) if biased else None
+    call = Call(getattr(torch.ops.aten, op).default, (x, w, *ORDERS[op](bias, groups)), {}, [y], "", "", "")
+    (work,) = RULES[call.op](call, Target())
+    assert (work.m, work.n, work.k, work.batch) == (2 * 8 * 8, 32 // groups, 16 // groups * 9, groups)
+    assert work.cost == dense_cost.convolution(
+        2 * 8 * 8, 32, 16, (3, 3), 4, (128, 128), groups=groups, x=x.bytes, w=w.bytes, y=y.bytes, bias=32 if biased else 0
+    )
+    assert work.cost.flop_useful == 2 * work.m * work.n * work.k * groups and ("bias" in work.cost.reads) == biased

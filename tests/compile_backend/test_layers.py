@@ -9,6 +9,7 @@ from compile_backend.helpers import OPTIONS, Wrap, compiled, graph_of, train
 from sample_models import Residual, Twice, mlp
 from torch import nn
 from torch.testing import FileCheck
+from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask.errors import FxMaskWarning
@@ -166,6 +167,20 @@ def test_a_region_that_several_layers_share_stays_dense_and_says_so():
         found = compiled(model, "aot_eager", **OPTIONS)(x)
     first = fxmask.apply(copy.deepcopy(model), **OPTIONS, include="inner.0.fc")  # the first one is traced by itself
     torch.testing.assert_close(found, first(x))
+
+
+class CheckpointedRegion(Region):
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return checkpoint(self.fc, x, use_reentrant=False) + x
+
+
+def test_so_does_a_checkpoint_inside_a_shared_region():
+    torch.manual_seed(0)
+    model, x = Wrap(nn.Sequential(*(CheckpointedRegion() for _ in range(3)))), torch.randn(4, 32, requires_grad=True)  # all three share
+    with pytest.warns(FxMaskWarning, match=r"inner\.0\.fc.*it stands in a region that is compiled once for several layers"):
+        found = compiled(model, "aot_eager", **OPTIONS, exclude="inner.1.fc")(x)
+    torch.testing.assert_close(found, model(x))
 
 
 def test_a_tied_head_in_a_graph_of_its_own_stays_dense():

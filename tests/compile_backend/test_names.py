@@ -8,6 +8,7 @@ from compile_backend.helpers import OPTIONS, Wrap, compiled
 from sample_models import mlp
 from torch import nn
 
+import fxmask
 from fxmask.compiler import backend
 from fxmask.errors import FxMaskWarning
 
@@ -128,3 +129,20 @@ def test_names_under_ddp_are_the_model_s():
             compiled(nn.parallel.DistributedDataParallel(Wrap(mlp())), **OPTIONS, exclude="inner.0", criterion="random")(torch.randn(4, 64))
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Named(nn.Module):
+    """A layer whose name is that of the other one's call in a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.linear = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(self.first(x).relu())
+
+
+def test_a_layer_does_not_go_by_the_name_of_its_call():
+    model = compiled(Named(), "aot_eager", **OPTIONS, include="linear")
+    model(torch.randn(2, 64))
+    assert [row["name"] for row in fxmask.explain(model).rows if row["masked"]] == ["linear"]

@@ -153,6 +153,7 @@ OPTIMISERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "rprop": lambda p: torch.optim.Rprop(p),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, weight_decay=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p),
     "replacing": lambda p: Replacing(p, lr=0.1, momentum=0.9),
 }
@@ -207,6 +208,17 @@ def test_a_step_that_takes_its_gradients_away_is_frozen_too(impl):
         p = model.get_parameter(name)
         assert torch.equal(p[out], before[name][out]) and not torch.equal(p, before[name])
         assert not opt.state[p]["momentum_buffer"][out].any() and opt.state[p]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("options", [dict(impl="triton"), dict(impl="reference"), dict(guard=dict(masked_step=True), impl="reference")], ids=str)
+def test_an_average_of_weights_rests_at_them_where_masked(options):
+    """From its first step on, whose decay ASGD has averaged by the time that weights are put back."""
+    start = dict(net().named_parameters())
+    for steps in (1, 3):
+        model, opt, _ = trained(optimiser="asgd", steps=steps, refresh=0, **options)
+        for name, mask in fxmask.masks(model).items():
+            p, out = model.get_parameter(name), ~expand_mask(mask, start[name].shape, (16, 16))
+            assert torch.equal(opt.state[p]["ax"][out], start[name][out]) and not torch.equal(opt.state[p]["ax"], start[name])
 
 
 @pytest.mark.parametrize("optimiser", [pytest.param("adamw", marks=pytest.mark.slow), "replacing"])

@@ -1,7 +1,8 @@
-"""Types as patterns: a layer's own, or that of any module around it, in every form that a model has."""
+"""Types as patterns: a layer's own, or that of any module around it, in every form that a model has; and exact names."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 import fxmask
@@ -83,3 +84,26 @@ def test_a_compiled_graph():
 def test_a_type_that_holds_nothing_is_warned_of():
     with pytest.warns(fxmask.FxMaskWarning, match="BatchNorm1d'> matches nothing"):
         fxmask.apply(net(), ratio=0.5, exclude=nn.BatchNorm1d)
+
+
+class Computed(nn.Module):
+    """Two linear calls of weights that it computes, too small to be masked unasked."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.w * 2), self.v * 3)
+
+
+@pytest.mark.filterwarnings("ignore:fxmask.apply masked nothing")
+@pytest.mark.parametrize("make", [Computed, lambda: nn.Sequential(Computed())], ids=["the model itself", "inside"])
+def test_the_name_of_a_call_is_an_exact_name(make):
+    def graph():
+        return torch.export.export(make(), (torch.randn(2, 8),)).module()
+
+    gm = fxmask.apply(graph(), ratio=0.5, block=(4, 4), include=["linear_1"])
+    assert masked(gm) == ["linear_1"]
+    with pytest.warns(fxmask.FxMaskWarning, match=r"overrides\['linear_1'\] names a layer that stays dense by default exclusion"):
+        fxmask.apply(graph(), ratio=0.5, block=(4, 4), overrides={"linear_1": dict(ratio=0.25)})

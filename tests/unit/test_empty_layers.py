@@ -6,7 +6,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask import ActivationPruning, BlockDropout, WeightMask
+from fxmask import ActivationPruning, BlockDropout, Feedback, Regrow, Schedule, WeightMask
 
 CONFIGS = {
     "mask": (WeightMask(0.5, (8, 8)),),
@@ -33,6 +33,34 @@ def test_a_layer_without_elements_trains(config, inside, out, shape):
     y.sum().backward()
     assert y.shape == (*shape[:-1], out) and torch.equal(x.grad, torch.zeros_like(x))
     assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+SCORED = {
+    "flips": dict(schedule=Feedback("flip_rate", every=1, goal=0.1)),
+    "average": dict(average=0.5),
+    "hysteresis": dict(hysteresis=0.1),
+    "gain": dict(gain=True, schedule=Schedule("linear", steps=3)),
+    "regrowth": dict(regrow=Regrow("random")),
+    "gradient": dict(criterion="gradient", backward="ste"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.filterwarnings("ignore::fxmask.FxMaskWarning")  # that nothing can be masked
+@pytest.mark.parametrize(("inside", "out"), [(0, 16), (16, 0)])
+@pytest.mark.parametrize("config", SCORED)
+def test_a_layer_without_elements_among_steps_that_count(config, inside, out):
+    model = nn.Sequential(nn.Linear(32, inside), nn.Linear(inside, out))
+    fxmask.apply(model, WeightMask(**{"ratio": 0.5, "block": (8, 8), "criterion": "spectral", **SCORED[config]}), exclude=())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimizer, model)
+    log, full = fxmask.HealthLog(model), [name for name, p in model.named_parameters() if p.ndim == 2 and p.numel()]
+    for _ in range(4):
+        assert [r["name"] for r in log.update().rows] == full
+        optimizer.zero_grad()
+        model(torch.randn(4, 32)).sum().backward()
+        optimizer.step()
+    fxmask.load_state_dict(model, fxmask.state_dict(model))
 
 
 def test_guarded_steps_on_the_meta_device():

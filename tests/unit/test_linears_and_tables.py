@@ -1,6 +1,7 @@
 """What counts as a Linear and as an Embedding by what it computes: subclasses with nn.Linear's forward written anew, tables of classes of their own."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -72,6 +73,33 @@ def test_another_forward_stays_dense_and_is_named(cls):
     with pytest.warns(FxMaskWarning, match=f"^1 stays dense: {cls.__name__} has its own forward"):
         model = fxmask.apply(nn.Sequential(nn.Linear(32, 48), cls(48, 32)))
     assert list(fxmask.masks(model)) == ["0.weight"]
+
+
+def doubled(f):
+    @functools.wraps(f)
+    def forward(self, x):
+        return 2 * f(self, x)
+
+    return forward
+
+
+@pytest.mark.parametrize("decorate", [torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad(), doubled], ids=["autocast", "no_grad", "doubled"])
+@pytest.mark.parametrize("plain", [nn.Linear, Returns])
+def test_what_is_around_a_forward_computes_too(decorate, plain):
+    class Decorated(plain):
+        forward = decorate(plain.forward)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 48), Decorated(48, 32)), torch.randn(3, 32)
+    dense = copy.deepcopy(model)
+    with pytest.warns(FxMaskWarning, match="^1 stays dense: Decorated has its own forward"):
+        fxmask.apply(model, ratio=0)
+    assert torch.equal(model(x), dense(x)) and model(x).dtype == dense(x).dtype and model(x).requires_grad == dense(x).requires_grad
+    fxmask.apply(fxmask.restore(model), ratio=0.5, overrides={"1": dict(read="weight")})  # the way out that is named
+    with torch.no_grad():
+        for name, mask in fxmask.masks(model).items():
+            dense.get_parameter(name).mul_(mask.repeat_interleave(16, 0).repeat_interleave(16, 1))
+    assert torch.equal(model(x), dense(x))
 
 
 class Packed(nn.Linear):

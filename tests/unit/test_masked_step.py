@@ -141,8 +141,6 @@ def test_it_is_freeze(name, form):
 def test_state_that_a_masked_step_makes(name):
     """Masks from the first step on, another one for each: state begins at masked places as under freeze, and is there when blocks return."""
     cls, options, _ = OPTIMISERS[name]
-    if cls is optim.ASGD:  # under freeze its first average is of what decay has made of a masked weight, before that is put back
-        options = {**options, "lambd": 0.0, "weight_decay": 0.0}
     ours, theirs = pair(cls, {**options, "foreach": False}, schedule=None, refresh=1, criterion="random")
     train(*ours, 1)
     train(*theirs, 1)

@@ -1,6 +1,7 @@
 """Which products with parameters `ActivationPruning(affine=True)` finds: in modules, inside forwards, in traces; what stays dense is named. Wrong use."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -92,6 +93,19 @@ def test_what_a_forward_says():
     assert [(p.name, p.skip) for p in find_products(made)] == [("g", "a parametrisation makes it from another parameter")]
     model = fxmask.apply(nn.Sequential(Scaled(), nn.Linear(64, 64)), CONFIG)
     assert [p.name for p in find_products(model)] == ["0.g"]  # what is pruned is still one
+
+
+def test_what_is_around_a_product_computes_too():
+    class Halved(Scaled):
+        @functools.wraps(Scaled.forward)
+        def forward(self, x, inner=Scaled.forward):
+            return inner(self, x) / 2
+
+    model, x = nn.Sequential(Halved(), Scaled()), torch.randn(2, 16, 64)
+    want = model(x)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"dense: 0\.g: it stands inside a forward that does more"):
+        fxmask.apply(model, CONFIG)
+    assert product_of(Halved) is None and torch.equal(model(x), want)
 
 
 def test_products_inside_a_forward_are_named_and_stay_dense():

@@ -87,6 +87,19 @@ def test_weight_norm_and_pruned_linears():
         assert type(model[0]) is cls
 
 
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated")
+@pytest.mark.parametrize("config", [fxmask.WeightMask(ratio=0.75), fxmask.NMMask()], ids=["blocks", "n:m"])
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, lambda m, name: prune.random_unstructured(m, name, 0.3)], ids=["weight_norm", "prune"])
+def test_a_bias_that_is_computed_before_the_weight_is_not_taken_for_it(wrap, config):
+    x, layer = torch.randn(2, 64), wrap(wrap(nn.Linear(64, 64), "bias"), "weight")
+    weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
+    model = fxmask.apply(nn.Sequential(layer), config)
+    mask = fxmask.masks(model)["0.weight"]
+    elements = mask if mask.shape == weight.shape else mask.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    assert not mask.all()
+    torch.testing.assert_close(model(x), nn.functional.linear(x, weight * elements, bias))
+
+
 def test_a_class_changed_after_apply_is_not_broken_by_restore():
     model, x = fxmask.apply(mlp(), ratio=0.7), torch.randn(2, 64)
     nn.utils.parametrizations.weight_norm(model[0])

@@ -343,6 +343,19 @@ def test_hysteresis_holds_blocks_whose_scores_tie():
     assert torch.equal(fxmask.masks(model)["0.weight"], mask)
 
 
+@pytest.mark.parametrize("config", [dict(criterion="gradient"), dict(criterion="movement", backward="ste"), dict()], ids=str)
+@pytest.mark.parametrize(("masked", "moves"), [(0.0, False), (1.5, False), (1.75, True)])
+def test_hysteresis_lets_nothing_in_that_exceeds_by_the_share_alone(config, masked, moves):
+    """No score and no norm at all, or masked ones that are by exactly the share larger."""
+    model = layer(hysteresis=0.5, refresh=1, **config)
+    fxmask.step(model, 0)
+    mask = fxmask.masks(model)["0.weight"]
+    with torch.no_grad():
+        model[0].weight.copy_(torch.where(expand_mask(mask, SHAPE, BLOCK), float(masked > 0), masked))
+    fxmask.refresh(model)
+    assert torch.equal(fxmask.masks(model)["0.weight"], mask) != moves
+
+
 def test_norms_beside_a_block_that_is_not_finite():
     w = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     for criterion in NORMS:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sample_models import mlp
+from saved_states import same, through_a_file
 from torch import fx, nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -86,6 +87,42 @@ def test_the_factor_follows_the_step_where_a_phase_begins_on_the_ramp(change, re
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("cut", [4, 12, 14])
+def test_a_phase_that_holds_the_mask_behind_the_ramp_is_resumed(cut):
+    def run(state=None):
+        model = soft(phases={12: dict(refresh=0)})
+        optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        fxmask.guard(optimizer, model)
+        if state is not None:
+            for load, part in zip((model.load_state_dict, optimizer.load_state_dict, lambda s: fxmask.load_state_dict(model, s)), state, strict=True):
+                load(part)
+        return model, optimizer
+
+    def train(model, optimizer, first, last):
+        for step in range(first, last):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+
+    train(*(whole := run()), 0, cut)
+    resumed = run(through_a_file((whole[0].state_dict(), whole[1].state_dict(), fxmask.state_dict(whole[0]))))
+    for r in (whole, resumed):
+        train(*r, cut, 16)
+    assert torch.equal(resumed[0][0].weight, whole[0][0].weight) and same(fxmask.state_dict(resumed[0]), fxmask.state_dict(whole[0]))
+
+
+def test_steps_may_jump_to_such_a_phase_and_a_state_back():
+    model, x = soft(phases={12: dict(refresh=0)}), torch.randn(3, 64)
+    fxmask.step(model, 5)
+    on_the_ramp, early = model(x), fxmask.state_dict(model)
+    fxmask.step(model, 15)
+    kept = expand_mask(fxmask.masks(model)["0.weight"], (48, 64), (16, 16))
+    torch.testing.assert_close(model(x), F.linear(x, model[0].weight * kept, model[0].bias))
+    fxmask.load_state_dict(model, early)
+    fxmask.step(model, 0)
+    assert torch.equal(model(x), on_the_ramp)
 
 
 def test_a_ramp_recompiles_once_at_its_end():
