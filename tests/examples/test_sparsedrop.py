@@ -118,6 +118,10 @@ def test_the_table_goes_on_where_it_was_and_takes_the_best_p(tmp_path, capsys):
     assert same == [[r[c] for c in ("p", "val_accuracy", "val_loss", "steps")] for r in rows]
     made = table_1.side_by_side([{**r, "val_accuracy": "99" if r["p"] == "0.5" else "1"} for r in rows])
     assert [r["best p"] for r in made] == ["0", "0.5", "0.5"] and "published val_loss" in made[0]
+    told = [("sparsedrop", block, device, "0.1", accuracy) for block, device, accuracy in (("32", "cpu", "97"), ("16", "cpu", "98"), ("16", "cuda", "99"))]
+    told = [("dense", "", "cpu", "0", "96"), *told]
+    made = table_1.side_by_side([{**rows[0], **dict(zip(("method", "block", "device", "p", "val_accuracy"), of, strict=True))} for of in told])
+    assert [(r["method"], r["block"], r["device"], r["best p"], f"{r['accuracy, %']:g}") for r in made] == told, "blocks and devices are no seeds"
     with pytest.raises(SystemExit) as stop:
         table_1.main(["--tasks", "mnist", "--csv", str(path)])
     assert stop.value.code == 2 and "needs --root" in capsys.readouterr().err
