@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from benchmarks.pruned_linear import device_here
+from benchmarks.checked import device_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
