@@ -39,7 +39,8 @@ CASES = {
     "figure 4": (figure_4, ["--threads", "0"], f"--threads: {AT_LEAST}"),
     "a training's device": (train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "a thesis training's device": (thesis_train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
-    "bounds": (stability, ["--steps", "0"], f"--steps: {AT_LEAST}"),
+    "bounds": (stability, ["--steps", "9", "--models", "mlp512", "--modes", "dense", "--csv", "t.csv"], "--steps: expected at least 10, got 9"),
+    "a batch": (stability, ["--batch", "0"], f"--batch: {AT_LEAST}"),
     "the demo's folder": (demo, ["--out", f"{__file__}/out"], "expected a folder to write to"),
 } | {
     f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
