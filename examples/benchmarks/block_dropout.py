@@ -37,6 +37,9 @@ from fxmask.errors import ConfigError, FxMaskError
 from fxmask.kernels import dropout, dropout_ops
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from benchmarks import checked
+
 MEASURED = ("p", "contender", "ms", "gflops_dense_equivalent", "x_dense", "x_dropout", "load", "utc")
 RATES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -84,12 +87,7 @@ def check(a: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected 1 or more, got {getattr(a, name)}.")
     for p in a.rates:
         fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl)
-    try:
-        kind = torch.device(a.device).type
-    except RuntimeError:
-        kind = "none"
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"--device: expected cpu, or cuda where there is a GPU, got {a.device!r}.")
+    checked.device_here(a.device)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,8 +121,7 @@ def run(a: argparse.Namespace) -> int:
     watch, shared, rows = Stopwatch(device), provenance(device), []
     settings = {k: v for k, v in vars(a).items() if k not in ("csv", "rates", "threads", "impl", "device")}  # threads and device are in `shared`
     columns = [*shared, *settings, *MEASURED]
-    if a.csv is not None and a.csv.exists() and (there := next(csv.reader(a.csv.read_text().splitlines()), [])) != columns:
-        raise ConfigError(f"--csv {a.csv}: expected the columns {', '.join(columns)}, got {', '.join(there)}; name another file.")
+    checked.table("--csv", a.csv, columns)
     flop, shares = 6 * a.tokens * a.features**2, []
     for rate in a.rates:
         calls = contenders(a, rate)

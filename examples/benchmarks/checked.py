@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import fxmask
+from fxmask.errors import ConfigError
+from fxmask.kernels.errors import message
 
 
 def at_least_one(p: argparse.ArgumentParser, a: argparse.Namespace, *names: str) -> None:
@@ -18,21 +24,41 @@ def at_least_one(p: argparse.ArgumentParser, a: argparse.Namespace, *names: str)
             p.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
 
 
-def masks(p: argparse.ArgumentParser, block: int, ratios: Sequence[float]) -> None:
-    """A block and ratios that no mask can have are errors."""
+@contextmanager
+def refused_by(p: argparse.ArgumentParser) -> Iterator[None]:
+    """What is refused inside is an error of the command line."""
     try:
-        for ratio in ratios:
-            fxmask.WeightMask(ratio=ratio, block=(block, block))
+        yield
     except fxmask.FxMaskError as error:
         p.error(str(error).splitlines()[0])
 
 
-def device(p: argparse.ArgumentParser, name: str) -> torch.device:
-    """A device that is here."""
+def masks(p: argparse.ArgumentParser, block: int, ratios: Sequence[float], **options: Any) -> None:
+    """A block, ratios and options that no mask can have are errors."""
+    with refused_by(p):
+        for ratio in ratios:
+            fxmask.WeightMask(ratio=ratio, block=(block, block), **options)
+
+
+def device_here(name: str) -> torch.device:
+    """The device that `--device` names; ConfigError where it is not here."""
     try:
-        found = torch.device(name)
-    except RuntimeError as error:
-        p.error(f"--device: expected cpu or cuda, got {name!r}: {str(error).splitlines()[0]}")
-    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and not torch.cuda.is_available()):
-        p.error(f"--device: expected cpu, or cuda where there is a GPU, got {name!r}")
-    return found
+        device = torch.device(name)
+    except RuntimeError:  # no name of a device at all
+        device = None
+    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(message(f"--device: expected cpu, or cuda where there is a GPU, got {name!r}.", fix="use --device cpu."))
+    return device
+
+
+def table(option: str, path: Path | None, columns: Sequence[str]) -> None:
+    """Make the folder of a csv that rows are appended to, if one was given; ConfigError where that cannot be, or the csv has other columns."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = next(csv.reader(path.read_text(errors="replace").splitlines()), []) if path.exists() else list(columns)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; name another file.") from None
+    if there != list(columns):
+        raise ConfigError(f"{option} {path}: expected the columns {', '.join(columns)}, got {', '.join(there)}; name another file.")

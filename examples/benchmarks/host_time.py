@@ -16,9 +16,11 @@ import argparse
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 os.environ.update(TRITON_INTERPRET="1", FXMASK_INTERPRETER="1")  # before Triton is imported
@@ -29,6 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxmask
 from fxmask.kernels.triton import device
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from benchmarks import checked
 
 # no kernels: views, memory, and numbers that lie on the CPU here alone
 NO_LAUNCH = ("view", "detach", "narrow", "slice", "split", "as_strided", "alias", "unbind", "empty", "lift_fresh", "local_scalar", "record_function")
@@ -91,6 +96,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--refresh", type=int, default=10)
     p.add_argument("--steps", type=int, default=100)
     args = p.parse_args(argv)
+    checked.at_least_one(p, args, "layers", "steps")
+    checked.masks(p, args.block, [0.5], refresh=args.refresh)
     torch.set_num_threads(1)
     row = run(args.contender, args.layers, args.block, args.refresh, args.steps)
     print(row)

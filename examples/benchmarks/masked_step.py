@@ -50,13 +50,13 @@ def made(a: argparse.Namespace, ratio: float, mode: str) -> optim.Optimizer:
     return optimizer
 
 
-def seconds(optimizer: optim.Optimizer, mode: str, device: str) -> float:
-    if device == "cuda":
+def seconds(optimizer: optim.Optimizer, mode: str, on_gpu: bool) -> float:
+    if on_gpu:
         torch.cuda.synchronize()
     with mock.patch.object(set_aside, "fits", return_value=False) if mode == "clones" else nullcontext():
         start = time.perf_counter()
         optimizer.step()
-        if device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -76,16 +76,20 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--csv", type=Path, default=None, help="append rows there")
     a = p.parse_args(argv)
     checked.at_least_one(p, a, "threads", "features", "layers", "repeats")
-    checked.masks(p, a.block, a.ratios)
-    checked.device(p, a.device)
+    checked.masks(p, a.block, a.ratios, refresh=a.refresh)
+    settings = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")}
+    with checked.refused_by(p):
+        on_gpu = checked.device_here(a.device).type == "cuda"
+        modes, where = (ON_GPUS, {"gpu": torch.cuda.get_device_name(a.device)}) if on_gpu else (MODES, {})
+        columns = [*settings, "ratio", "torch", *where, *(f"{mode.replace(' ', '_')}_ms" for mode in modes), "command"]
+        checked.table("--csv", a.csv, columns)
     torch.set_num_threads(a.threads)
-    modes = ON_GPUS if a.device == "cuda" else MODES
     for ratio in a.ratios:
         runs = {mode: made(a, ratio, mode) for mode in modes}
         times: dict[str, list[float]] = {mode: [] for mode in modes}
         for i in range(a.repeats + 3):
             for mode in modes:
-                t = seconds(runs[mode], mode, a.device)
+                t = seconds(runs[mode], mode, on_gpu)
                 if i >= 3:
                     times[mode].append(t)
         ms = {mode: 1e3 * statistics.median(t) for mode, t in times.items()}
@@ -94,15 +98,10 @@ def main(argv: list[str] | None = None) -> None:
         what = f"{a.optimizer} {a.form} {a.layers} x {a.features}^2, block {a.block}, ratio {ratio}, refresh {a.refresh}"
         print(f"{what}: {said}; masked_step is {faster}", flush=True)
         if a.csv is not None:
-            where = {"gpu": torch.cuda.get_device_name()} if a.device == "cuda" else {}
-            row = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")} | {"ratio": ratio, "torch": torch.__version__} | where
-            row |= {f"{mode.replace(' ', '_')}_ms": round(t, 3) for mode, t in ms.items()} | {"command": " ".join(["python", *sys.argv])}
+            row = [*settings.values(), ratio, torch.__version__, *where.values(), *(round(t, 3) for t in ms.values()), " ".join(["python", *sys.argv])]
             new = not a.csv.exists()
             with a.csv.open("a", newline="") as f:
-                w = csv.DictWriter(f, list(row), lineterminator="\n")
-                if new:
-                    w.writeheader()
-                w.writerow(row)
+                csv.writer(f, lineterminator="\n").writerows([columns, row] if new else [row])
 
 
 if __name__ == "__main__":

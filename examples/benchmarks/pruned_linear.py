@@ -21,7 +21,6 @@ from fxmask.bench.provenance import utc
 from fxmask.bench.stopwatch import Stopwatch
 from fxmask.bench.table import WHERE, Row, text
 from fxmask.errors import ConfigError, FxMaskError
-from fxmask.kernels.errors import message
 
 PARTS, WRONG = ("dW", "forward", "both"), 0.02
 NAMES = ("threads", "samples", "tokens", "features", "D", "dtype", "repeats", "block", "sparsity", "part")
@@ -29,17 +28,6 @@ STATE = ("load", "load_after", "cpu_share", "busy", "verdict")
 FOUND = ("ms_p50", "ms_p10", "ms_p90", "error", "gflops_dense_equivalent", "peak_gflops", "of_peak_pct", "formula_x_dense", "x_dense")
 COLUMNS = (*(c for c in WHERE if c != "threads"), *STATE, *NAMES, *FOUND)
 Calls = tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]
-
-
-def device_here(name: str) -> torch.device:
-    """The device that `--device` names; ConfigError where it is not here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:  # no name of a device at all
-        device = None
-    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(message(f"--device: expected cpu, or cuda where there is a GPU, got {name!r}.", fix="use --device cpu."))
-    return device
 
 
 def data(a: argparse.Namespace, out: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 from benchmarks import step_models, train_step_plot
+from benchmarks.checked import device_here
 from benchmarks.step_contenders import CONTENDERS, DEFAULT, NAMES, Setting, hungriest, instances, planned
 from benchmarks.step_group import COLUMNS, measure, said, the_best
 from fxmask.bench.provenance import provenance
@@ -72,12 +73,7 @@ def check(a: argparse.Namespace) -> torch.device:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigError(message(f"{what}: expected names of {', '.join(known)}, got {', '.join(unknown)}.", fix="choose among these."))
-    try:
-        device = torch.device(a.device)
-    except RuntimeError as error:
-        raise ConfigError(message(f"--device: expected cpu or cuda, got {a.device!r}: {str(error).splitlines()[0]}", fix="use --device cpu.")) from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(message(f"--device: expected cpu, or cuda where there is a GPU, got {a.device!r}.", fix="use --device cpu."))
+    device = device_here(a.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     for name, least in (("repeats", 1), ("threads", 1), ("warm_up", 1), ("batch", 1), ("width", 1), ("depth", 1), ("sequence", 1)):
@@ -85,6 +81,10 @@ def check(a: argparse.Namespace) -> torch.device:
             raise ConfigError(f"--{name.replace('_', '-')}: expected {least} or more, got {getattr(a, name)}.")
     if min(a.refresh) < 1:
         raise ConfigError(f"--refresh: expected numbers of steps of at least 1, got {min(a.refresh)}; masks that are never rebuilt cost ms_plain.")
+    try:
+        torch.compile(torch.nn.Identity(), mode=a.compile_mode, backend=a.compile_backend)  # which compiles nothing yet
+    except RuntimeError as error:
+        raise ConfigError(f"--compile-backend {a.compile_backend}, --compile-mode {a.compile_mode}: {str(error).splitlines()[0]}") from None
     return device
 
 

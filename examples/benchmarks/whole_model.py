@@ -28,6 +28,9 @@ from resmlp import PRESETS, ResMLP, ResMLPConfig
 
 from benchmarks import checked
 
+WHERE = ("source", "device", "torch", "python", "threads")
+COLUMNS = (*WHERE, "utc", "load", "preset", "batch", "workers", "ratio", "block", "steps", "provider", "ms_p50", "x_dense", "x_masked_dense", "loss_drift")
+
 
 class Noise(Dataset[tuple[torch.Tensor, int]]):
     """Images of N(0, 1), made by the workers."""
@@ -57,6 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     a = p.parse_args(argv)
     checked.at_least_one(p, a, "threads", "batch", "steps")
     checked.masks(p, a.block, [a.ratio])
+    with checked.refused_by(p):
+        checked.table("--out", a.out, COLUMNS)
     torch.set_num_threads(a.threads)
     config = PRESETS[a.preset]
 
@@ -87,14 +92,14 @@ def main(argv: list[str] | None = None) -> None:
     if a.out is not None:
         here = provenance(torch.device("cpu"))
         rows = [
-            {**{k: here[k] for k in ("source", "device", "torch", "python", "threads")}, "utc": utc(), "load": f"{os.getloadavg()[0]:.2f}", "preset": a.preset,
+            {**{k: here[k] for k in WHERE}, "utc": utc(), "load": f"{os.getloadavg()[0]:.2f}", "preset": a.preset,
              "batch": a.batch, "workers": a.workers, "ratio": a.ratio, "block": a.block, "steps": a.steps, "provider": n, "ms_p50": f"{t:.4g}",
              "x_dense": f"{medians['dense'] / t:.4g}", "x_masked_dense": f"{medians['masked_dense'] / t:.4g}", "loss_drift": f"{drift:.2g}"}
             for n, t in medians.items()
         ]  # fmt: skip
         new = not a.out.exists()
         with a.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
+            writer = csv.DictWriter(file, COLUMNS)
             if new:
                 writer.writeheader()
             writer.writerows(rows)

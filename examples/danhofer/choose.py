@@ -9,6 +9,7 @@ held-out images is the chosen one (the first of equals), which `learning.RECIPES
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from itertools import product
@@ -19,12 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 from data import DataMissing
-from plots import read_csv
 from thesis.side_by_side import Row, options, show
 
-from danhofer.command import OPTIONS, merge, task_of
+from danhofer.command import OPTIONS, batch_of, merge, settings, task_of
 from danhofer.learning import RECIPES, SOURCE, Recipe, learn
-from danhofer.networks import Task, accuracy, fail, masked
+from danhofer.networks import accuracy, fail, masked
 from danhofer.small import SMALL
 
 OURS: Recipe = SOURCE | {"init": "magnitude", "keep": True}
@@ -36,10 +36,11 @@ TRIED: list[Recipe] = [
 ]
 
 
-def tried(task: Task, layers: str, seed: int, epochs: int) -> list[Row]:
+def tried(args: argparse.Namespace, seed: int) -> list[Row]:
     """A row for each recipe, and those of what is not learned before them."""
+    task, layers, epochs = task_of(args, seed), args.layers, RECIPES[args.model]["epochs"] if args.epochs is None else args.epochs
     assert task.held is not None  # a small network
-    of: Row = {"model": task.name, "layers": layers, "seed": seed, "held_out": SMALL[task.name].held}
+    of = settings(args, task, seed) | {"batch": batch_of(args), "held_out": SMALL[task.name].held}
     plain = {"dense": task.model, **{mode: masked(task, layers, mode=mode) for mode in ("magnitude", "permuted")}}
     rows = [{**of, "form": form, "top1": accuracy(model, task.held())["top1"]} for form, model in plain.items()]
     for recipe in [r | {"epochs": epochs} for r in TRIED]:
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.model not in SMALL:
             raise DataMissing(f"--model {args.model}: expected {' or '.join(SMALL)}, which hold images out.\n  fix: learned.py takes the source's recipe.")
         for seed in args.seed:
-            rows += tried(task_of(args, seed), args.layers, seed, args.epochs or RECIPES[args.model]["epochs"])
+            rows += tried(args, seed)
     except DataMissing as error:
         return fail(error)
     best = chosen(rows)
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_best = r["form"] == "learned" and all(r[key] == v for key, v in best.items())
         r.update(chosen=int(is_best), top1=f"{r['top1']:.2f}", **{key: int(r[key]) for key in ("soft", "keep") if key in r})
     show(f"Recipes: {args.model}, top-1 in % of held-out images", rows, [f"chosen: {best}"])
-    merge(args.out, "danhofer_choice", rows, lambda r: (r["model"], r["layers"]) == (args.model, args.layers), read_csv)
+    merge(args, "danhofer_choice", rows, ("model", "layers", "dense_epochs", "batch"))  # of all seeds together, as one of their recipes is chosen
     return 0
 
 

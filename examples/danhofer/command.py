@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from data import DataMissing
+from thesis import csv_files
 from thesis.side_by_side import Row, save
 
 from danhofer.networks import LAYERS, NETWORKS, Task, pretrained
@@ -26,17 +28,38 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def batch_of(args: argparse.Namespace) -> int:
+    """Images a step of mask learning."""
+    default = SMALL[args.model].learning_batch if args.model in SMALL else 128
+    return default if args.batch is None else args.batch
+
+
 def task_of(args: argparse.Namespace, seed: int) -> Task:
-    """The network and its images. Raises: DataMissing."""
+    """The network and its images. Raises: DataMissing, for options that the network does not have, too."""
+    of = (("--batch", args.batch, [*SMALL, *NETWORKS]), ("--limit", args.limit, [*NETWORKS]), ("--dense-epochs", args.dense_epochs, [*SMALL]))
+    for option, value, networks in of:
+        if value is not None and value < 1:
+            raise DataMissing(f"{option}: expected at least 1, got {value}.")
+        if value is not None and args.model not in networks:
+            raise DataMissing(f"{option}: expected --model {' or '.join(networks)}, got {args.model}.\n  fix: leave {option} out.")
     if args.model in SMALL:
-        return trained(args.model, seed, args.data, args.batch, args.dense_epochs)
+        return trained(args.model, seed, args.data, batch_of(args), args.dense_epochs)
     if args.checkpoint is None or args.data is None:
         raise DataMissing(f"--model {args.model}: expected --checkpoint FILE and --data FOLDER: nothing is downloaded.")
-    batch = args.batch or 128
-    return pretrained(args.model, args.checkpoint, args.data, seed=seed, batch=batch, workers=args.workers, limit=args.limit, device=args.device)
+    how = {"batch": batch_of(args), "workers": args.workers, "limit": args.limit, "device": args.device}
+    return pretrained(args.model, args.checkpoint, args.data, seed=seed, **how)
 
 
-def merge(out: Path | None, name: str, rows: list[Row], same: Callable[[Row], bool], read: Callable[[Path], list[Row]]) -> None:
-    """Write the rows into `out/name.csv` in place of those that are the same run's."""
-    before = [] if out is None or not (out / f"{name}.csv").is_file() else [r for r in read(out / f"{name}.csv") if not same(r)]
-    save(out, name, [*before, *rows])
+def settings(args: argparse.Namespace, task: Task, seed: int) -> Row:
+    """The first columns of a row: which network, how long it was trained, and what of it is masked."""
+    return {"model": task.name, "layers": args.layers, "seed": seed, "dense_epochs": task.epochs}
+
+
+def merge(args: argparse.Namespace, name: str, rows: list[Row], keys: Sequence[str]) -> None:
+    """Write the rows into the csv `name` of `--out`, in the place of those with the same `keys`; older files lack some of these, and their rows stay."""
+    if args.out is not None and args.limit is not None:
+        print(f"--out: no {name}.csv is written: with --limit nothing is comparable", file=sys.stderr)
+    elif args.out is not None:
+        ran = {tuple(str(r[key]) for key in keys) for r in rows}
+        before = [r for r in csv_files.read(args.out / f"{name}.csv") if tuple(r.get(key, "") for key in keys) not in ran]
+        save(args.out, name, [*before, *rows])

@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 
 import torch
 from data import DataMissing
-from plots import read_csv
 from thesis.side_by_side import Row, options, show
 from torch import nn
 
 import fxmask
-from danhofer.command import OPTIONS, merge, task_of
+from danhofer.command import OPTIONS, batch_of, merge, settings, task_of
 from danhofer.learning import RECIPES, SOURCE, Recipe, learn
 from danhofer.networks import Task, accuracy, fail, masked
 from danhofer.small import SMALL
@@ -77,15 +76,15 @@ def forms(task: Task, layers: str, seed: int, recipe: Recipe, state: Path | None
     return found
 
 
-def run(task: Task, layers: str, seed: int, recipe: Recipe, state: Path | None) -> tuple[list[Row], bool, list[str]]:
+def run(args: argparse.Namespace, task: Task, seed: int, recipe: Recipe) -> tuple[list[Row], bool, list[str]]:
     """A row for each form; whether all is as it should be; what is said of it."""
-    models = forms(task, layers, seed, recipe, state)
+    models = forms(task, args.layers, seed, recipe, args.state)
     learned = {form: m for form, m in models.items() if form.startswith("learned")}
     kept, same = all(untouched(task.model, m) for m in learned.values()), all(repeats(m, task) for m in learned.values())
     two = all(exactly_two(m) for m in learned.values())
     found = {form: accuracy(m, task.test()) for form, m in models.items()}
     held = SMALL[task.name].held if task.name in SMALL else 0
-    of = {"model": task.name, "layers": layers, "seed": seed, "held_out": held, **{key: int(v) if isinstance(v, bool) else v for key, v in recipe.items()}}
+    of = settings(args, task, seed) | {"batch": batch_of(args), "held_out": held} | {k: int(v) if isinstance(v, bool) else v for k, v in recipe.items()}
     rows = [{**of, "form": form, **{top: f"{value:.2f}" for top, value in tops.items()}} for form, tops in found.items()]
     best = max(found["magnitude"]["top1"], found["permuted"]["top1"])
     lines = [f"seed {seed}: weights and buffers bit-identical: {kept}; two evaluations the same: {same}; 2 of every 4 kept: {two}"]
@@ -105,15 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             task = task_of(args, seed)
             if recipe["epochs"] > task.epochs / 10:
                 print(f"{recipe['epochs']} epochs are more than the source's 10 % of the {task.epochs} that the network was trained for", file=sys.stderr)
-            more, well, said = run(task, args.layers, seed, recipe, args.state)
+            more, well, said = run(args, task, seed, recipe)
             rows, lines, good = [*rows, *more], [*lines, *said], good and well
     except DataMissing as error:
         return fail(error)
     show(f"Learned 2:4 masks: {args.model}, accuracy in %", rows, [*share_lines(task, args.layers), *lines])
-    if args.limit is None:
-        keys = [key for key in rows[0] if key not in ("form", "top1", "top5")]
-        ran = {tuple(str(r[key]) for key in keys) for r in rows}
-        merge(args.out, "danhofer_learned", rows, lambda r: tuple(r.get(key, "") for key in keys) in ran, read_csv)
+    merge(args, "danhofer_learned", rows, [key for key in rows[0] if key not in ("form", "top1", "top5")])
     return 0 if good else 1
 
 

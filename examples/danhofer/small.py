@@ -11,7 +11,7 @@ from pathlib import Path
 
 import data
 import torch
-from data import Data
+from data import Data, DataMissing
 from torch import nn
 
 from danhofer.networks import Task
@@ -48,8 +48,15 @@ def network(name: str) -> nn.Sequential:
 @cache
 def images(name: str, root: Path | None, batch: int) -> Data:
     """The set in batches, without what is held out; loaded once. CIFAR-10 in its binary form, or as image files, one folder a class. Raises: DataMissing."""
-    files = name if name == "digits" or (root is not None and (root / "cifar-10-batches-py").is_dir()) else "folder"
-    return data.load(files, root, batch=batch, holdout=SMALL[name].held)
+    if name != "digits" and root is None:
+        raise DataMissing(f"--model {name}: expected --data FOLDER with its images: nothing is downloaded.")
+    files = name if name == "digits" or root is None or (root / "cifar-10-batches-py").is_dir() else "folder"
+    try:
+        return data.load(files, root, batch=batch, holdout=SMALL[name].held)
+    except DataMissing as error:
+        raise DataMissing(str(error).replace("--root", "--data")) from None  # as it is called here
+    except ValueError as error:
+        raise DataMissing(f"--data {root}: {error}\n  fix: a folder with more of them; {SMALL[name].held} are held out of training.") from None
 
 
 def of_seed(found: Data, seed: int) -> Data:

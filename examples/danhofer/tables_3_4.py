@@ -17,10 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 from data import DataMissing
-from plots import read_csv
 from thesis.side_by_side import Row, options, show
 
-from danhofer.command import OPTIONS, merge, task_of
+from danhofer.command import OPTIONS, merge, settings, task_of
 from danhofer.networks import NETWORKS, Task, accuracy, fail, masked, shares
 
 FORMS = {"dense": None, "magnitude24": "magnitude", "permuted24": "permuted"}
@@ -32,15 +31,15 @@ def published(model: str) -> dict[str, str]:
         return next((row for row in csv.DictReader(file) if row["model"] == model), {})
 
 
-def cells(task: Task, layers: str) -> list[Row]:
-    """A row for each cell of both tables."""
+def cells(task: Task, of: Row) -> list[Row]:
+    """A row for each cell of both tables; `of`: its first columns."""
     known, rows = published(task.name), []
-    found = {form: accuracy(task.model if mode is None else masked(task, layers, mode=mode), task.test()) for form, mode in FORMS.items()}
+    found = {form: accuracy(task.model if mode is None else masked(task, of["layers"], mode=mode), task.test()) for form, mode in FORMS.items()}
     for table, forms in ((3, list(FORMS)), (4, ["dense_validated"])):
         for form in forms:
             for top in ("top1", "top5"):
                 ours, text = found["dense" if table == 4 else form][top], known.get(f"{form}_{top}", "")
-                cell = {"model": task.name, "layers": layers, "table": table, "form": form, "metric": top, "published": text, "ours": f"{ours:.2f}"}
+                cell = {**of, "table": table, "form": form, "metric": top, "published": text, "ours": f"{ours:.2f}"}
                 rows.append({**cell, "difference": f"{ours - float(text):+.2f}" if text else ""})
     return rows
 
@@ -59,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, *OPTIONS, ("--seed", dict(type=int, default=0)))
     try:
         task = task_of(args, args.seed)
-        rows = cells(task, args.layers)
+        of = settings(args, task, args.seed)
+        rows = cells(task, of)
     except DataMissing as error:
         return fail(error)
     show(f"Tables 3 and 4: {task.name}, accuracy in %, not retrained", rows, share_lines(task, args.layers))
-    if args.limit is None:
-        merge(args.out, "danhofer_tables_3_4", rows, lambda r: (r["model"], r["layers"]) == (task.name, args.layers), read_csv)
+    merge(args, "danhofer_tables_3_4", rows, list(of))
     return 0
 
 

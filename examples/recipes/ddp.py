@@ -59,7 +59,7 @@ def load(path: Path, device: torch.device, model: nn.Module, optimizer: torch.op
 
 
 def main(argv: list[str] | None = None) -> float:
-    """Train to `--steps` optimiser steps, save, and return the last loss over all ranks."""
+    """Train to `--steps` optimiser steps, save, and return the last loss over all ranks: nan where the run was there already."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps in all, those before a resume included")
     parser.add_argument("--out", type=Path, required=True)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> float:
     first = load(path, device, model, optimizer) if args.resume else 0
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 
-    mean = torch.zeros((), device=device)
+    mean = torch.full((), float("nan"), device=device)
     for step in range(first, args.steps):
         x, y = (t.to(device) for t in batch_of(step, rank, world))
         loss = nn.functional.cross_entropy(wrapped(x), y)
@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> float:
         dist.all_reduce(mean)
     save(path, max(first, args.steps), model, optimizer)
     if rank == 0:
-        print(f"step {args.steps} on {world} ranks: loss {float(mean):.6f}")
+        trained = f"step {args.steps} on {world} ranks: loss {float(mean):.6f}"
+        print(trained if first < args.steps else f"already at step {first}: --steps {args.steps} leaves none to take")
         print(fxmask.explain(model))
     guard.remove()
     del wrapped  # whose reducer would be the last to hold gloo's group: PyTorch then joins its thread under the GIL, and may wait for ever

@@ -74,7 +74,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def main(argv: list[str] | None = None) -> float:
-    """Train to `--steps` optimiser steps, save, and return the last loss over all ranks."""
+    """Train to `--steps` optimiser steps, save, and return the last loss over all ranks: nan where the run was there already."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps in all, those before a resume included")
     parser.add_argument("--out", type=Path, required=True)
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> float:
     first = load(path, model, optimizer) if args.resume else 0
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 
-    mean = torch.zeros((), device=device)
+    mean = torch.full((), float("nan"), device=device)
     for step in range(first, args.steps):
         x, y = (t.to(device) for t in batch_of(step, rank, world))
         loss = nn.functional.cross_entropy(model(x), y)
@@ -112,7 +112,8 @@ def main(argv: list[str] | None = None) -> float:
     save(path, max(first, args.steps), model, optimizer)
     report = fxmask.explain(model)  # on all ranks: it gathers
     if rank == 0:
-        print(f"step {args.steps} on {world} ranks: loss {float(mean):.6f}")
+        trained = f"step {args.steps} on {world} ranks: loss {float(mean):.6f}"
+        print(trained if first < args.steps else f"already at step {first}: --steps {args.steps} leaves none to take")
         print(report)
     guard.remove()
     dist.destroy_process_group()

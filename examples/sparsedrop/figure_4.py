@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
-from fxmask.errors import ConfigError
 from sparsedrop.tasks import SIDE, TASKS, Loaded, Task
 from sparsedrop.train import METHODS, build, check
 
@@ -118,8 +117,6 @@ def main(argv: list[str] | None = None) -> int:
 def run(a: argparse.Namespace) -> None:
     """Measure, print, write."""
     check(a)
-    if a.repeats < 1:
-        raise ConfigError(f"--repeats: expected 1 or more, got {a.repeats}.")
     if a.threads:
         torch.set_num_threads(a.threads)
     rows = [row for name in a.tasks for row in measure(a, TASKS[a.size][name])]

@@ -32,6 +32,7 @@ from sparsedrop.train import METHODS, check, train
 RATES = {"full": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), "small": (0.1, 0.3, 0.5)}
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "sparsedrop" / "table_1.csv"
 KEY = ("task", "size", "method", "p", "block", "seed", "device")
+OF_A_ROW = tuple(k for k in KEY if k not in ("p", "seed"))  # of the table
 COLUMNS = (*KEY, "val_accuracy", "val_loss", "best_step", "steps", "ended", "train_seconds", "seconds", "train_n", "held_n", "threads", "torch")
 
 
@@ -64,21 +65,23 @@ def jobs(a: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def side_by_side(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Of every task, size and method the best p over its runs, the mean of its seeds, and the published row."""
+    """Of every task, size, method, block and device the best p over its runs, the mean of its seeds, and the published row."""
     known = {(r["task"], r["method"]): r for r in published("sparsedrop_table_1")}
-    table = []
-    for task, size, method in dict.fromkeys((r["task"], r["size"], r["method"]) for r in rows):
-        found = [r for r in rows if (r["task"], r["size"], r["method"]) == (task, size, method)]
+    groups, table = dict[tuple[str, ...], list[dict[str, str]]](), []
+    for r in rows:
+        groups.setdefault(tuple(r[k] for k in OF_A_ROW), []).append(r)
+    for one, found in groups.items():
+        of = dict(zip(OF_A_ROW, one, strict=True))
         mean = {
             p: [sum(float(r[c]) for r in found if r["p"] == p) / sum(r["p"] == p for r in found) for c in ("val_accuracy", "val_loss", "seconds")]
             for p in dict.fromkeys(r["p"] for r in found)
         }
-        best = min(mean, key=lambda p: mean[p][1] if task == "gpt" else -mean[p][0])
+        best = min(mean, key=lambda p: mean[p][1] if of["task"] == "gpt" else -mean[p][0])
         accuracy, loss, seconds = mean[best]
-        said = known.get((task, method), {})
+        said = known.get((of["task"], of["method"]), {})
         ours = {"best p": best, "accuracy, %": accuracy, "loss": loss, "minutes": seconds / 60, "seeds": len({r["seed"] for r in found if r["p"] == best})}
         theirs = {f"published {k}": said.get(k, "") for k in ("best_p", "val_accuracy", "val_loss")}
-        table.append({"task": task, "size": size, "method": method, **ours, **theirs})
+        table.append({**of, **ours, **theirs})
     return table
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from benchmarks.pruned_linear import device_here
+from benchmarks.checked import device_here
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxmask
+from fxmask.errors import ConfigError
 from sparsedrop.models import NETWORKS, maker
 from sparsedrop.tasks import SIDE, Loaded, Task
 
@@ -95,5 +96,6 @@ def train(task: Task, loaded: Loaded, method: str, p: float, block: int, seed: i
         if ended:
             break
     if not best["best_step"]:
-        raise ValueError(f"task {task.name}: expected an evaluation every {task.every} steps, got a run of {steps}; take more epochs.")
+        what = f"expected an evaluation every {task.every} steps with a finite loss, got none in {steps} steps of {len(loaded.train[1])} images"
+        raise ConfigError(f"task {task.name}: {what}.\n  fix: more images.")
     return {**best, "steps": steps, "ended": ended or "epochs", "train_seconds": train_seconds, "seconds": time.perf_counter() - begin}

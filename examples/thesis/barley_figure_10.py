@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from benchmarks.pruned_linear import device_here
+from benchmarks.checked import device_here
 from benchmarks.pruned_step import COLUMNS, DENSE, IMAGES, NAMES, footprint, group, named
 from benchmarks.resumed import measured
 from plots import new_figure

@@ -48,6 +48,10 @@ def colour(difference: float) -> str:
     return "green" if round(difference, 6) >= 0 else "orange" if round(difference, 6) >= -claims()["orange down to"] else "red"
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:g}%"
+
+
 def rows_of(found: Cells, args: Namespace) -> list[Row]:
     """A row a cell; those whose runs have not ended are empty."""
     dense = found.get((args.batch, DENSE), {})
@@ -91,7 +95,7 @@ def figure(rows: list[Row], title: str) -> Figure:
             values[y][x] = names.index(r["colour"])
             axes.text(x, y, f"{float(r['top1']):.1f}", ha="center", va="center", fontsize=8)
     axes.imshow(values, aspect="auto", origin="lower", vmin=0, vmax=2, cmap=ListedColormap(list(COLOURS.values())), alpha=0.7)
-    axes.set_xticks(range(len(sparsities)), [f"{float(s):.0%}" for s in sparsities])
+    axes.set_xticks(range(len(sparsities)), [percent(float(s)) for s in sparsities])
     axes.set_yticks(range(len(blocks)), [f"1x{b}" for b in blocks])
     axes.set_xlabel("sparsity")
     axes.set_ylabel("block")
@@ -107,13 +111,13 @@ def work(args: Namespace) -> int:
     what = f"{DATA[args.data]}, {args.model}, mini-batch {args.batch}, {args.epochs} epochs, {len(args.seeds)} seeds"
     grid = [[f"1x{b}", *(f"{r['top1']} {r['colour']}" if r["colour"] else "-" for r in rows if r["block"] == b)] for b in args.blocks]
     print(f"Figure 8: top-1, % ({what})\n")
-    print(tabulate(grid, ["block", *(f"{s:.0%}" for s in args.sparsities)], disable_numparse=True))
+    print(tabulate(grid, ["block", *map(percent, args.sparsities)], disable_numparse=True))
     tops = [run.top1 for run in dense.values()]
     if tops:
         apart = f", seeds {max(tops) - min(tops):.2f} points apart (published: {said['seeds of dense differ by']:g})" if len(tops) > 1 else ""
         print(f"\ndense: {top1(dense):.2f} %{apart}")
     limits = f"published: {said['viable to at least']:.0f} to {said['viable to at most']:.0f} % from 1x16 on"
-    reached = ", ".join(f"1x{b} " + ("-" if (to := viable(rows, b)) is None else f"{to:.0%}") for b in args.blocks)
+    reached = ", ".join(f"1x{b} " + ("-" if (to := viable(rows, b)) is None else percent(to)) for b in args.blocks)
     print(f"no red up to ({limits}): {reached}")
     if args.data == "digits":
         print(NO_CIFAR)
@@ -137,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(__doc__, argv, add)
     blocks, sparsities = GRIDS["digits" if args.data == "digits" else "cifar10"]
     args.batch = (32 if args.data == "digits" else 128) if args.batch is None else args.batch
-    args.blocks, args.sparsities = args.blocks or list(blocks), args.sparsities or list(sparsities)
+    args.blocks, args.sparsities = args.blocks or list(blocks), sorted(args.sparsities or sparsities)  # as `viable` reads them
     return guarded(NAME, lambda: work(args))
 
 

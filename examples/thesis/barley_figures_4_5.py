@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from benchmarks.pruned_linear import COLUMNS, NAMES, PARTS, device_here, group, named, peak_gflops
+from benchmarks.checked import device_here
+from benchmarks.pruned_linear import COLUMNS, NAMES, PARTS, group, named, peak_gflops
 from benchmarks.resumed import measured
 from plots import new_figure
 from tabulate import tabulate

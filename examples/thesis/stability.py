@@ -121,9 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--csv", type=Path, default=CSV)
     args = p.parse_args(argv)
-    for name in ("steps", "threads", "batch"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    for name, least in (("steps", WINDOW), ("threads", 1), ("batch", 1)):  # of fewer steps no mean would be looked at
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            p.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")
     torch.set_num_threads(args.threads)
     for model in args.models:
         for mode in args.modes:

@@ -34,10 +34,9 @@ def listed() -> list[Entry]:
     return [e for _, e in sorted(((i / len(group), e) for group in by_source for i, e in enumerate(group)), key=lambda pair: pair[0])]
 
 
-def chosen(entries: list[Entry], sources: list[str] | None, only: list[str] | None, limit: int | None) -> list[Entry]:
-    """Those of the sources that match one of the globs, at most `limit`."""
-    found = [e for e in entries if (not sources or e.source in sources) and (not only or any(fnmatchcase(e.name, p) for p in only))]
-    return found[:limit]
+def chosen(entries: list[Entry], sources: list[str] | None, only: list[str] | None) -> list[Entry]:
+    """Those of the sources that match one of the globs."""
+    return [e for e in entries if (not sources or e.source in sources) and (not only or any(fnmatchcase(e.name, p) for p in only))]
 
 
 def smallest_of_families(entries: list[Entry], at_most: int) -> set[Entry]:

@@ -92,8 +92,9 @@ def blank(entry: Entry) -> dict[str, Any]:
 
 
 def to_do(row: dict[str, Any], checks: list[str]) -> list[str]:
-    """The checks that a row lacks; none of a model that cannot be made, whatever is tried."""
+    """The checks that a row lacks; none of a model that cannot be made, whatever is tried, unless it is the user's own, who may have mended it."""
     status = str(row.get("status", ""))
-    if status.startswith("skipped") or (status.startswith("build: ") and not status.startswith(tuple(f"build: {cause}" for cause in PASSING))):
+    never = status.startswith("skipped") or (status.startswith("build: ") and not status.startswith(tuple(f"build: {cause}" for cause in PASSING)))
+    if never and row.get("source") != "own":
         return []
     return [c for c in checks if not row.get(c)]

@@ -3,11 +3,12 @@
     python examples/zoo/run.py                                  # every model, the cheapest first; goes on where it was stopped
     python examples/zoo/run.py --source timm --limit 50         # or --only 'resnet*' 'vit_tiny*'
     python examples/zoo/run.py --inductor                       # Inductor and stock Inductor, too, for the smallest model of each family
-    python examples/zoo/run.py --own package.module:callable    # a model of yours: a function that returns (model, args)
+    python examples/zoo/run.py --own package.module:callable    # a model of yours: a function that returns (model, args); bench-output/zoo_own.csv
     python examples/zoo/run.py --report                         # only the summary page, from the csv
 
 A check that has a result in the csv is not made again (`--again`: it is). What breaks a limit is a row, and the next model goes on; a model that could not
-be made within the limits is tried again. A second run beside this one wants a csv of its own.
+be made within the limits is tried again, one of yours whatever kept it out. Ends with 1 where one of yours was not made. A second run beside this one wants a
+csv of its own.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from zoo.catalogue import Entry
 EXAMPLES = Path(__file__).resolve().parents[1]
 PACKAGES = {"torchvision": "torchvision", "timm": "timm", "huggingface": "transformers"}
 CSV, README = EXAMPLES / "results" / "zoo.csv", EXAMPLES.parent / "README.md"
+OWN_CSV = Path("bench-output/zoo_own.csv")
 INDUCTOR, INDUCTOR_MODELS = ("inductor", "inductor_stock"), 60
 
 
@@ -43,7 +45,7 @@ class UsageError(ValueError):
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--csv", type=Path, default=CSV)
+    p.add_argument("--csv", type=Path, help=f"default: examples/results/zoo.csv, with --own {OWN_CSV}")
     p.add_argument("--source", nargs="+", choices=catalogue.SOURCES)
     p.add_argument("--only", nargs="+", metavar="GLOB", help="of names")
     p.add_argument("--own", nargs="+", default=[], metavar="MODULE:CALLABLE", help="these models, and no others")
@@ -59,7 +61,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("jobs", "seconds", "gigabytes", "limit"):
         if getattr(a, name) is not None and getattr(a, name) <= 0:
             p.error(f"--{name}: expected more than 0, got {getattr(a, name):g}")
-    a.csv = a.csv.resolve()
+    a.csv = (a.csv or (OWN_CSV if a.own else CSV)).resolve()
     for spec in a.own:
         if not all(spec.partition(":")):
             p.error(f"--own: expected module:callable, got {spec!r}")
@@ -73,7 +75,7 @@ def plan(a: argparse.Namespace, rows: dict[tuple[str, str], results.Row]) -> lis
     if a.own:
         entries = [Entry("own", spec.partition(":")[0], spec) for spec in a.own]
     found = []
-    for e in catalogue.chosen(entries, a.source, a.only, None):
+    for e in catalogue.chosen(entries, a.source, a.only):
         checks = [*a.checks, *(c for c in INDUCTOR if e in small and c not in a.checks)]
         missing = checks if a.again else results.to_do(rows.get((e.source, e.name), {}), checks)
         if missing:
@@ -167,12 +169,15 @@ def main(argv: list[str] | None = None) -> int:
     if a.csv == CSV:
         README.write_text(summary.into(README.read_text(), rows))
     print(f"{len(rows)} rows; {page}")
-    return 0
+    not_made = [r for r in rows if r["source"] == "own" and r["name"] in a.own and r["status"] != "ok"]
+    for r in not_made:
+        print(f"zoo: {r['name']}: {r['status']}", file=sys.stderr)
+    return 1 if not_made else 0
 
 
 def check_models(a: argparse.Namespace) -> None:
     """Raises: UsageError where no model is meant, or the package of one is missing: its absence would be a row of every model."""
-    meant = [] if a.own else catalogue.chosen(catalogue.listed(), a.source, a.only, None)
+    meant = [] if a.own else catalogue.chosen(catalogue.listed(), a.source, a.only)
     if not (meant or a.own):
         raise UsageError(f"no model of the list is called {' or '.join(a.only or ())}.\n  fix: names are in {catalogue.LIST}.")
     missing = sorted({e.source for e in meant if importlib.util.find_spec(PACKAGES[e.source]) is None})

@@ -86,7 +86,8 @@ def line(row: Row) -> str:
 
 
 def into(text: str, rows: Sequence[Row]) -> str:
-    """The README with the table of the rows between its two marks."""
+    """The README with the table of the rows between its two marks; a user's own models count only on the page of their csv."""
+    rows = [r for r in rows if r["source"] != "own"]
     before, _, rest = text.partition(MARK)
     _, _, after = rest.partition(MARK)
     models = ", ".join(f"{n} of {source}" for source, n in Counter(r["source"] for r in rows).most_common())

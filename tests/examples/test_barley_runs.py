@@ -104,7 +104,18 @@ def test_figure_8_of_runs_that_have_ended():
     pytest.importorskip("matplotlib")
     axes = barley_figure_8.figure(rows, "title").axes[0]
     assert axes.images[0].get_array().tolist() == [[0, 2, 0], [1, 1, None]]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["30%", "50%", "70%"]
     assert [t.get_text() for t in axes.texts] == ["91.0", "85.0", "90.0", "91.5", "90.5"]
+
+
+def test_the_highest_sparsity_without_red_in_whatever_order_they_are_given(tmp_path, capsys):
+    args = arguments(barley_figure_8, "--data", "digits", "--blocks", "8", "16", "--sparsities", "0.9", "0.125", "--seeds", "0")
+    ended = stand_ins(args, {(32, p, 0): 90.0 for p in ("", "0.125:8", "0.9:8", "0.125:16")})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(barley_figure_8, "train_all", lambda *_: (ended, 5, 0))
+        assert barley_figure_8.main(["--data", "digits", "--blocks", "8", "16", "--sparsities", "0.9", "0.125", "--seeds", "0", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "from 1x16 on): 1x8 90%, 1x16 12.5%" in said and ["block", "12.5%", "90%"] in [line.split() for line in said.splitlines()]
 
 
 @pytest.mark.parametrize("pruned", ["0.5:16", "0.9:4", "0.3:32"])

@@ -77,6 +77,27 @@ def test_tables(tmp_path, capsys):
     assert "masked: 2 layers" in capsys.readouterr().out
 
 
+def test_a_csv_tells_networks_apart_by_how_they_were_trained(task, tmp_path, monkeypatch):
+    """Other epochs, seeds and batches are rows beside; the same ones replace; rows of before the columns stay."""
+    monkeypatch.setattr("danhofer.command.trained", lambda name, seed, root, batch, epochs: dataclasses.replace(task, epochs=epochs))
+    monkeypatch.setattr(learned, "learn", lambda task, layers, *_: networks.masked(task, layers, mode="learned"))
+    monkeypatch.setattr(choose, "learn", learned.learn)
+    monkeypatch.setattr(choose, "TRIED", [learning.SOURCE])
+    runs = [["--dense-epochs", "1"], ["--dense-epochs", "2"], ["--dense-epochs", "1", "--seed", "1"], ["--dense-epochs", "1", "--batch", "32"]]
+    cells = {tables_3_4: ("table", "metric", "form"), learned: ("form",), choose: ("form",)}
+    counts = {tables_3_4: 8 * 3, learned: 5 * 4, choose: 4 * (3 + 1 + 3)}  # a batch changes no mask by magnitude; a choice is of all its seeds
+    for script, name in ((tables_3_4, "tables_3_4"), (learned, "learned"), (choose, "choice")):
+        path = tmp_path / f"danhofer_{name}.csv"
+        path.write_text("model,layers,seed,form\ndigits,conv,0,older\n")
+        for run in [*runs, *runs]:
+            assert script.main([*run, "--out", str(tmp_path)]) in (0, 1)
+        older, *rows = rows_of(path)
+        assert (older["form"], older["dense_epochs"]) == ("older", "") and len(rows) == counts[script]
+        of = [c for c in ("seed", "dense_epochs", "batch") if c in rows[0]]
+        assert len({tuple(r[c] for c in (*of, *cells[script])) for r in rows}) == counts[script]
+        assert {r["dense_epochs"] for r in rows} == {"1", "2"} and len(of) == (2 if script is tables_3_4 else 3)
+
+
 def test_published_values_are_all_there():
     assert [tables_3_4.published(name)["permuted24_top1"] for name in networks.NETWORKS] == ["21.48", "49.27", "48.37", "75.90", "76.44"]
     assert tables_3_4.published("digits") == {}
@@ -180,7 +201,12 @@ def test_cifar10_from_image_files(tmp_path, monkeypatch, capsys):
     small.images.cache_clear()
     rows = rows_of(tmp_path / "danhofer_learned.csv")
     assert [(r["seed"], r["form"]) for r in rows[4:6]] == [("0", "learned_permuted"), ("1", "dense")] and {r["held_out"] for r in rows} == {"4"}
-    assert learned.main(run) == 2 and "needs --root" in capsys.readouterr().err
+    assert learned.main(run) == 2 and "--model cifar10: expected --data FOLDER" in capsys.readouterr().err
+    assert learned.main([*run, "--data", str(tmp_path / "train")]) == 2 and "fix: give --data the folder" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert learned.main([*run, "--data", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"--data {tmp_path}: holdout: expected fewer than the 20 training images" in said and "5000 are held out of training" in said
     assert learned.main([*run, "--data", str(tmp_path), "--state", "x.pt"]) == 2 and "expected one seed" in capsys.readouterr().err
 
 
@@ -195,6 +221,21 @@ def test_a_changed_weight_is_seen(task):
 @pytest.mark.slow
 def test_learned_masks_are_at_least_as_accurate():
     assert learned.main([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--limit", "5"], "--limit: expected --model resnet18 or"),
+        (["--batch", "0"], "--batch: expected at least 1, got 0."),
+        (["--model", "resnet18", *SMALL], "--dense-epochs: expected --model digits or cifar10, got resnet18.\n  fix: leave --dense-epochs out."),
+    ],
+)
+@pytest.mark.parametrize("script", [tables_3_4, learned, choose])
+def test_options_that_would_do_nothing(script, words, text, capsys):
+    if script is choose and "resnet18" in words:
+        text = "expected digits or cifar10"
+    assert script.main(words) == 2 and text in capsys.readouterr().err
 
 
 def test_files_that_are_not_there(tmp_path, capsys):
@@ -222,7 +263,8 @@ def test_from_a_file(tmp_path, capsys, monkeypatch):
             Image.new("RGB", (260, 300), (40 * i, 90, 10)).save(tmp_path / part / name / "0.png")
     run = ["--model", "resnet18", "--checkpoint", str(tmp_path / "weights.pt"), "--data", str(tmp_path), "--batch", "2"]
     assert learned.main([*run, "--epochs", "1", "--limit", "2", "--state", str(tmp_path / "run.pt"), "--out", str(tmp_path)]) in (0, 1)
-    assert "bit-identical: True" in capsys.readouterr().out and not (tmp_path / "danhofer_learned.csv").exists()
+    said = capsys.readouterr()
+    assert "bit-identical: True" in said.out and "no danhofer_learned.csv is written" in said.err and not (tmp_path / "danhofer_learned.csv").exists()
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     assert len(saved["logits"]) == 19 and saved["epoch"] == 1 and saved["settings"]["init"] == "glorot" and saved["settings"]["lr"] == 1.0
     assert tables_3_4.main([*run, "--data", str(tmp_path / "val")]) == 2

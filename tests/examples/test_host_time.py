@@ -34,6 +34,14 @@ def test_what_a_layer_launches(contender, refresh, launches):
     assert min(row[f"{part}_us"] for part in ("forward", "backward", "step")) > 0 and row["calls"] > 0
 
 
+@pytest.mark.parametrize(
+    ("words", "text"), [(["--layers", "0"], "--layers: expected at least 1, got 0"), (["--refresh", "-1"], "expected an int of at least 0, got -1")]
+)
+def test_what_cannot_be_measured(words, text):
+    done = subprocess.run([sys.executable, str(PROGRAM), *words], capture_output=True, text=True)
+    assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_cached_masks_take_fewer_calls():
     assert measured("masked_step", 100)["calls"] < measured("masked_step", 1)["calls"]

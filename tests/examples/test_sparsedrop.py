@@ -15,6 +15,7 @@ from sparsedrop import train as runs
 from torch import nn
 
 from fxmask.dropping import dropped_layers
+from fxmask.errors import ConfigError
 
 TINY = dataclasses.replace(tasks.SMALL["digits"], train=64, held=32, batch=32, every=1, epochs=2, size=(("width", 32),))
 NARROW = (("width", 16), ("depth", 1), ("heads", 2))
@@ -77,7 +78,7 @@ def test_training_stops_when_the_held_out_loss_stays(monkeypatch):
     task = dataclasses.replace(TINY, epochs=100, patience=3)
     got = runs.train(task, tasks.load(task, None), "sparsedrop", 0.5, 8, 0, "cpu")
     assert (got["val_loss"], got["best_step"], got["steps"], got["ended"]) == (1.0, 2, 5, "patience")
-    with pytest.raises(ValueError, match="expected an evaluation every 500 steps"):
+    with pytest.raises(ConfigError, match="expected an evaluation every 500 steps with a finite loss, got none in 2 steps of 64 images"):
         runs.train(dataclasses.replace(task, every=500, epochs=1), tasks.load(task, None), "dense", 0, 8, 0, "cpu")
 
 
@@ -118,9 +119,17 @@ def test_the_table_goes_on_where_it_was_and_takes_the_best_p(tmp_path, capsys):
     assert same == [[r[c] for c in ("p", "val_accuracy", "val_loss", "steps")] for r in rows]
     made = table_1.side_by_side([{**r, "val_accuracy": "99" if r["p"] == "0.5" else "1"} for r in rows])
     assert [r["best p"] for r in made] == ["0", "0.5", "0.5"] and "published val_loss" in made[0]
+    told = [("sparsedrop", block, device, "0.1", accuracy) for block, device, accuracy in (("32", "cpu", "97"), ("16", "cpu", "98"), ("16", "cuda", "99"))]
+    told = [("dense", "", "cpu", "0", "96"), *told]
+    made = table_1.side_by_side([{**rows[0], **dict(zip(("method", "block", "device", "p", "val_accuracy"), of, strict=True))} for of in told])
+    assert [(r["method"], r["block"], r["device"], r["best p"], f"{r['accuracy, %']:g}") for r in made] == told, "blocks and devices are no seeds"
     with pytest.raises(SystemExit) as stop:
         table_1.main(["--tasks", "mnist", "--csv", str(path)])
     assert stop.value.code == 2 and "needs --root" in capsys.readouterr().err
+    tasks.TASKS["small"]["digits"] = dataclasses.replace(TINY, every=500)  # of the fixture
+    with pytest.raises(SystemExit) as stop:
+        table_1.main([*command[:-1], str(tmp_path / "other.csv")])
+    assert stop.value.code == 2 and "fix: more images" in capsys.readouterr().err
 
 
 def test_figures(tmp_path, capsys):

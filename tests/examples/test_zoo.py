@@ -22,9 +22,9 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)  # of zoo_stand_ins; the models' processes inherit it
 
 
-def zoo(path: Path, *names: str, more: tuple[str, ...] = ()) -> dict[str, results.Row]:
+def zoo(path: Path, *names: str, more: tuple[str, ...] = (), code: int = 0) -> dict[str, results.Row]:
     """The rows of stand-ins, by name."""
-    assert run.main(["--csv", str(path), "--own", *(f"zoo_stand_ins:{name}" for name in names), *more]) == 0
+    assert run.main(["--csv", str(path), "--own", *(f"zoo_stand_ins:{name}" for name in names), *more]) == code
     return {name.partition(":")[2]: row for (_, name), row in results.read(path).items()}
 
 
@@ -44,7 +44,7 @@ def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name, told in (("both", "not by apply: unused.weight"), ("scaled", "not by apply: unused (a computed weight)")):
         assert tuple(rows[name][column] for column in ("apply", "backend", "backend_equal")) == ("2", "3", "bits") and told in rows[name]["backend_why"]
 
-    rows = zoo(path, "bypass", "network", "broken", "hungry", "killed", more=(*cheap, "--gigabytes", "3"))
+    rows = zoo(path, "bypass", "network", "broken", "hungry", "killed", more=(*cheap, "--gigabytes", "3"), code=1)
     assert rows["bypass"]["train"].startswith("no: ") and rows["bypass"]["eval"].startswith("no: ") and rows["bypass"]["guard"] == "no"
     assert rows["network"]["status"].startswith("skipped: needs files from a network")
     assert rows["broken"]["status"] == "build: ValueError: no such model"
@@ -57,7 +57,7 @@ def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = zoo(path, "slow", more=("--checks", "apply", "--seconds", "4"))
     assert (rows["slow"]["apply"], rows["slow"]["apply_why"]) == ("no", "out of time: 4 s") and len(rows) == 9
     capsys.readouterr()
-    zoo(path, "small", "network", "slow", more=("--checks", "apply"))
+    zoo(path, "small", "slow", more=("--checks", "apply"))
     assert capsys.readouterr().out.startswith("0 models with something to do, 9 in ")
     page = path.with_suffix(".md").read_text()
     assert "needs files from a network" in page and "| own:zoo_stand_ins:bypass |" in page and "own:zoo_stand_ins:small" not in page
@@ -157,7 +157,30 @@ def test_a_model_that_a_limit_kept_out_is_tried_again() -> None:
     for status in ("build: out of memory", "build: out of time: 4 s", "build: ended by SIGKILL, 8 GB allowed", "ok", ""):
         assert results.to_do({"status": status, "guard": "yes"}, ["apply", "guard"]) == ["apply"]
     for status in ("build: ValueError: no", "skipped: needs files from a network (x)"):
-        assert results.to_do({"status": status}, ["apply"]) == []
+        assert results.to_do({"status": status, "source": "timm"}, ["apply"]) == []
+        assert results.to_do({"status": status, "source": "own"}, ["apply"]) == ["apply"], "its owner may have mended it"
+
+
+def test_own_models_have_their_own_csv_and_are_made_or_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And are tried again, whatever the first run found. No process here."""
+    readme = tmp_path / "README.md"
+    readme.write_bytes(run.README.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "README", readme)
+    monkeypatch.setattr(run, "CSV", tmp_path / "zoo.csv")
+    made = {"linears": "0", "eligible": "0", "apply": "0"}
+    monkeypatch.setattr(run, "one", lambda entry, row, checks, a: {**results.blank(entry), "status": status, **(made if status == "ok" else {})})
+    for status, code in (("build: ValueError: no such model", 1), ("ok", 0), ("build: never asked", 0)):
+        assert run.main(["--own", "a.b:model", "--checks", "apply"]) == code
+        said = capsys.readouterr()
+        assert ("1 models with" in said.out) == (status != "build: never asked") and ("zoo: a.b:model: build: ValueError" in said.err) == bool(code)
+    assert list(results.read(tmp_path / run.OWN_CSV)) == [("own", "a.b:model")] and (tmp_path / run.OWN_CSV).with_suffix(".md").exists()
+    assert not run.CSV.exists() and readme.read_bytes() == (Path(run.__file__).parents[2] / "README.md").read_bytes()
+
+
+def test_the_readme_counts_no_own_models() -> None:
+    rows = list(results.read(run.CSV).values())
+    assert summary.into(run.README.read_text(), [*rows, {**rows[0], "source": "own", "name": "a:b"}]) == run.README.read_text()
 
 
 def test_two_runs_with_one_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +294,7 @@ def test_the_list() -> None:
     count = {s: sum(e.source == s for e in entries) for s in catalogue.SOURCES}
     assert len(families) >= 60 and count["timm"] >= 200 and count["huggingface"] >= 50 and count["torchvision"] >= 70
     assert len({(e.source, e.name) for e in entries}) == len(entries)
-    assert [e.name for e in catalogue.chosen(entries, ["torchvision"], ["resnet1*"], 5)] == ["resnet18", "resnet101", "resnet152"]
+    assert [e.name for e in catalogue.chosen(entries, ["torchvision"], ["resnet1*"])] == ["resnet18", "resnet101", "resnet152"]
     assert len(catalogue.smallest_of_families(entries, 60)) == 60
     small = catalogue.smallest_of_families(entries, 45)
     assert [sum(e.source == source for e in small) for source in catalogue.SOURCES[:3]] == [15, 15, 15]  # each in turn: parameters of tiny configurations are 0
