@@ -10,15 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import image_folder
 import plots
 import pytest
 import torch
 import torch.distributed as dist
 from distributed.imagenet_runs import OPTIONS, ROOT, TEST_IMAGES, broken_off, make_folder, rows, state
+from image_folder import Seeded
 from saved_states import same
-from thesis import checkpoint, imagenet_data
+from thesis import checkpoint
 from thesis import imagenet as program
-from thesis.imagenet_data import Seeded, open_images, torchvision_sets
+from thesis.imagenet_data import open_images, torchvision_sets
 from thesis.imagenet_model import build
 from thesis.imagenet_run import Run
 from thesis.ranks import Ranks
@@ -183,7 +185,7 @@ def test_each_epoch_has_its_own_crops(root):
 
 
 def test_skipped_images_are_not_read(root, monkeypatch):
-    read, honest = [], imagenet_data.decode
-    monkeypatch.setattr(imagenet_data, "decode", lambda path: read.append(path) or honest(path))
+    read, honest = [], image_folder.decode
+    monkeypatch.setattr(image_folder, "decode", lambda path: read.append(path) or honest(path))
     images = open_images(root, ALONE, image=32, batch=8, seed=0, workers=0)
     assert len(list(images.train(1, 4))) == 2 and len(read) == 16
