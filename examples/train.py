@@ -26,6 +26,7 @@ import torch
 from data import Batch, Data, DataMissing, load
 from plots import plot_run
 from resmlp import PRESETS, ResMLP
+from thesis import lock
 from thesis.config import parse
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -226,23 +227,8 @@ def fit(model: nn.Module, tracker: MaskTracker, data: Data, args: argparse.Names
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 2 where data, a package or an argument is not as it must be."""
-    args = arguments(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    try:
-        image = PRESETS[args.model or DEFAULT_MODEL[args.data]].image
-        data = load(args.data, args.root, batch=args.batch, image=image, seed=args.seed, workers=args.workers)
-        model = build(args, data)
-    except (DataMissing, fxmask.FxMaskError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"train.py: --out {args.out} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.", file=sys.stderr)
-        return 2
+def write_run(args: argparse.Namespace, data: Data, model: nn.Module) -> None:
+    """Train, and leave the run's files in its folder."""
     for figure in ("accuracy.png", "active_blocks.png"):
         (args.out / figure).unlink(missing_ok=True)  # of an earlier run, whose csv files are written anew
     facts = {"parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -253,6 +239,22 @@ def main(argv: list[str] | None = None) -> int:
     fit(model, tracker, data, args)
     for path in (args.out / "log.csv", *plot_run(args.out)):
         print(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 2 where data, a package or an argument is not as it must be."""
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        image = PRESETS[args.model or DEFAULT_MODEL[args.data]].image
+        data = load(args.data, args.root, batch=args.batch, image=image, seed=args.seed, workers=args.workers)
+        model = build(args, data)
+        with lock.held(args.out):
+            write_run(args, data, model)
+    except (DataMissing, fxmask.FxMaskError, lock.InUse) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,8 +27,7 @@ from tracking import CsvLog, keep_epochs
 from train import flushed_denormals
 
 import fxmask
-from thesis import ranks
-from thesis.folder_lock import lock
+from thesis import lock, ranks
 from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
 from thesis.recipe import IMAGENET, OPTIMISERS, Recipe
@@ -78,12 +78,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, here: ranks.Ranks) -> int:
     """Hold the folder and train."""
     r = here.together(lambda: Run(args, here))
-    held = here.together(lambda: lock(args.out) if here.first else None)
-    try:
+    with ExitStack() as stack:
+        here.together(lambda: stack.enter_context(lock.held(args.out)) if here.first else None)
         return train(r)
-    finally:
-        if held:
-            held.close()
 
 
 def train(r: Run) -> int:

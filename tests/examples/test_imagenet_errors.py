@@ -111,6 +111,6 @@ def test_two_runs_of_one_folder(options, tmp_path, capsys):
     with subprocess.Popen([sys.executable, "-c", holder, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         text = told(capsys, [*options, tmp_path])
-        assert "got one that is training there (process 7 on host)" in text and "another --out" in text
+        assert "got one that is in use by process 7 on host.\n  fix: wait for it to end, or name another folder" in text
         other.kill()
     assert program.main([*options, str(tmp_path)]) == 0
