@@ -27,7 +27,7 @@ from tracking import CsvLog, keep_epochs
 from train import flushed_denormals
 
 import fxmask
-from thesis import lock, ranks
+from thesis import checkpoint, lock, ranks
 from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
 from thesis.recipe import IMAGENET, OPTIMISERS, Recipe
@@ -86,8 +86,7 @@ def run(args: argparse.Namespace, here: ranks.Ranks) -> int:
 def train(r: Run) -> int:
     """Until the plan's end, or --stop."""
     args, here, went_on = r.args, r.ranks, r.resume()
-    if here.first:
-        write_begin(r, went_on)
+    here.together(lambda: write_begin(r, went_on) if here.first else None)
     log = CsvLog(args.out / "log.csv", COLUMNS, append=True) if here.first else None
     for epoch in range(r.epochs_done + 1, min(args.stop, args.epochs) + 1):
         r.epoch(epoch)
@@ -108,8 +107,10 @@ def write_begin(r: Run, went_on: bool) -> None:
     path = args.out / "log.csv"
     if went_on:
         print(f"going on after step {r.step} (epoch {r.epochs_done + 1})", flush=True)
+        checkpoint.has_epochs(path, r.epochs_done)
         keep_epochs(path, r.epochs_done)
     else:
+        checkpoint.begin_again(args.out)
         CsvLog(path, COLUMNS)
         print(fxmask.explain(r.model))
     facts = {"parameters": sum(p.numel() for p in r.model.parameters()), "steps_per_epoch": images.steps, "batch_per_process": args.batch // world}

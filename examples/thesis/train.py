@@ -254,8 +254,11 @@ def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
     log_path, blocks_path = args.out / "log.csv", args.out / "active_blocks.csv"
     if went_on:
         print(f"going on after step {r.step} (epoch {done + 1})", flush=True)
+        checkpoint.has_epochs(log_path, done)
         keep_epochs(log_path, done)
         keep_epochs(blocks_path, done)
+    else:
+        checkpoint.begin_again(args.out)
     log, blocks = CsvLog(log_path, COLUMNS, append=went_on), ActiveBlocks(blocks_path, r.tracker, append=went_on)
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "steps": r.data.steps, "command": shlex.join(sys.argv)}
     here = args.device if done < min(args.stop or args.epochs, args.epochs) else None

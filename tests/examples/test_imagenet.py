@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,20 @@ def test_broken_off_beside_the_row(before, options, whole, tmp_path, monkeypatch
         program.main([*options, str(tmp_path)])
     monkeypatch.undo()
     assert state(tmp_path)["progress"]["step"] == 12 and len(rows(tmp_path)) == (2 if before else 3)
+    assert program.main([*options, str(tmp_path)]) == 0
+    assert_same_end(tmp_path, whole)
+
+
+def test_fresh_and_killed_at_once(options, whole, tmp_path, monkeypatch, capsys):
+    """Nothing of the run before is gone on with: its log would be lost, and is missed where it is."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "log.csv").write_text((whole / "log.csv").read_text().partition("\n")[0] + "\n")
+    assert program.main([*options, str(tmp_path)]) == 2
+    assert "expected a row for each of the 3 epochs that the checkpoint has behind it, got none of 1, 2, 3" in capsys.readouterr().err
+    monkeypatch.setattr(Run, "epoch", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        program.main([*options, str(tmp_path), "--fresh"])
+    monkeypatch.undo()
     assert program.main([*options, str(tmp_path)]) == 0
     assert_same_end(tmp_path, whole)
 
