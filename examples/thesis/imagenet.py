@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from checked_arguments import check_numbers
 from plots import plot_run
 from tracking import CsvLog, keep_epochs
 from train import flushed_denormals
@@ -32,6 +33,8 @@ from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
 from thesis.recipe import IMAGENET, OPTIMISERS, Recipe
 
+RATIO, BLOCK = 0.8, [32, 32]  # without --config
+
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line, table 5.2 where nothing is given."""
@@ -41,8 +44,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         kind = {"int": int, "float": float}.get(str(f.type), str)
         p.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=getattr(IMAGENET, f.name), help="recipe, default %(default)s")
     p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP12 @ XPatch = masked 0.8 (32, 32);"')
-    p.add_argument("--ratio", type=float, default=0.8, help="without --config: fraction of blocks that are masked")
-    p.add_argument("--block", type=int, nargs=2, metavar=("OUT", "IN"), default=[32, 32])
+    p.add_argument("--ratio", type=float, help=f"without --config: fraction of blocks that are masked, default {RATIO}")
+    p.add_argument("--block", type=int, nargs=2, metavar=("OUT", "IN"), help="default {} {}".format(*BLOCK))
     p.add_argument("--dense", action="store_true", help="no masks")
     p.add_argument("--image", type=int, default=224, help="side in pixels")
     for name in SIZES:
@@ -68,10 +71,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
-    if args.dense and args.config:
-        p.error("--dense has no masks: leave out --config")
+    check_numbers(p, args)
+    if args.dense and (args.config or args.ratio is not None or args.block):
+        p.error("--dense has no masks: leave out --config, --ratio and --block")
+    if args.config and (args.ratio is not None or args.block):
+        p.error("--config says which layers are masked and how: leave out --ratio and --block")
+    if args.exclude and not args.timm:
+        p.error("--exclude: expected with --timm, whose layers it names; the thesis' model has --config")
     if args.timm and (args.config or any(getattr(args, name) is not None for name in SIZES)):
         p.error(f"--timm: its models have their own layers and sizes: leave out --config, {', '.join(f'--{name}' for name in SIZES)}")
+    args.ratio, args.block = RATIO if args.ratio is None else args.ratio, args.block or BLOCK  # a checkpoint has them in any case
     return args
 
 

@@ -65,8 +65,10 @@ def test_wrong_folders(root, options, tmp_path, capsys):
 
 def test_wrong_arguments(root, options, tmp_path, capsys, monkeypatch):
     assert "MixUp and CutMix mix, got one" in told(capsys, [*options, tmp_path, "--batch", "1"])
-    assert "--depth: expected 12" in told(capsys, [*options, tmp_path, "--config", CONFIG])
-    assert "--dense trains without masks" in told(capsys, [*options, tmp_path, "--config", "ResMLP2"])
+    at = options.index("--block")
+    named = [*options[:at], *options[at + 3 :], tmp_path, "--config"]
+    assert "--depth: expected 12" in told(capsys, [*named, CONFIG])
+    assert "--dense trains without masks" in told(capsys, [*named, "ResMLP2"])
     assert "multiple of patch" in told(capsys, [*options, tmp_path, "--patch", "7"])
     monkeypatch.setitem(sys.modules, "timm", None)
     start = ["--root", root, "--out", tmp_path]
