@@ -78,8 +78,8 @@ def test_one_line_and_two(case, capsys, monkeypatch, tmp_path):
 
 THREE, TWO = {"train": train, "thesis": thesis_train, "imagenet": imagenet}, {"thesis": thesis_train, "imagenet": imagenet}
 RANGES = [
-    *((THREE, option, value) for option, value in (("--epochs", "0"), ("--batch", "0"), ("--threads", "-1"), ("--workers", "-1"), ("--lr", "nan"), ("--min-lr", "-1"))),
-    *((THREE, option, value) for option, value in (("--weight-decay", "-1"), ("--warmup", "-1"), ("--smoothing", "2"), ("--refresh", "-1"))),
+    *((THREE, option, "-1") for option in ("--threads", "--workers", "--refresh", "--warmup", "--min-lr", "--weight-decay")),
+    *((THREE, option, value) for option, value in (("--epochs", "0"), ("--batch", "0"), ("--lr", "0"), ("--lr", "nan"), ("--smoothing", "2"))),
     *((TWO, f"--{name}", "-1") for name in ("cooldown", "mixup", "cutmix", "mix-prob", "mix-switch", "masks-from", "save-every")),
     *((TWO, option, value) for option, value in (("--stop", "0"), ("--dim", "0"), ("--dim", "-4"), ("--mix-prob", "1.1"), ("--warmup", "inf"))),
     *(({"imagenet": imagenet}, option, "0") for option in ("--image", "--depth", "--patch")),
