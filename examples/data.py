@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]
-MEMORY_LIMIT_PX = 64  # folders of images up to this side are decoded once and kept in memory
 IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HOLDOUT_SEED = 5000
 BATCHES_AT_ONCE = {"cuda": 16}  # that are augmented together: of one alone a GPU would wait for the launches
@@ -62,7 +61,7 @@ class Pixels:
     def split(self, out: int) -> tuple[Pixels, Pixels]:
         """All but `out` images, and those: the same ones in every run."""
         if not 0 < out < len(self.labels):
-            raise ValueError(f"holdout: expected fewer than the {len(self.labels)} training images and at least one, got {out}.")
+            raise DataMissing(f"holdout: expected fewer than the {len(self.labels)} training images and at least one, got {out}.")
         order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(HOLDOUT_SEED))
         return tuple(replace(self, images=self.images[rows], labels=self.labels[rows]) for rows in (order[out:], order[:out]))  # type: ignore[return-value]
 
@@ -122,6 +121,8 @@ def load(
         raise DataMissing(f"--data {name} needs --root, the folder where the images lie.")
     if name == "cifar10":
         return in_memory(name, *cifar10(root), batch=batch, seed=seed, augment=True, holdout=holdout, device=device)
+    from image_folder import folder
+
     return folder(root, batch=batch, image=image, seed=seed, workers=workers, holdout=holdout, device=device)
 
 
@@ -182,48 +183,6 @@ def cifar10(root: Path) -> tuple[Pixels, Pixels]:
     vision = torchvision()
     parts = [vision.datasets.CIFAR10(str(root), train=train, download=False) for train in (True, False)]
     return tuple(colour(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets, CIFAR_STATS) for p in parts)  # type: ignore[return-value]
-
-
-def folder(root: Path, *, batch: int, image: int, seed: int, workers: int, holdout: int = 0, device: str = "cpu") -> Data:
-    """`root/train/<class>/*` and `root/test/<class>/*` (or `val`), any image files, read by torchvision's ImageFolder."""
-    test_dir = root / "test" if (root / "test").is_dir() else root / "val"
-    if not (root / "train").is_dir() or not test_dir.is_dir():
-        raise DataMissing(
-            f"no image folders in {root}: expected {root / 'train'} and {root / 'test'} (or val), each with one folder a class.\n"
-            "  fix: give --root the folder that holds them."
-        )
-    vision = torchvision()
-    t, open_folder = vision.transforms, vision.datasets.ImageFolder
-    if image <= MEMORY_LIMIT_PX:
-        shrink = t.Compose([t.Resize((image, image)), t.PILToTensor()])
-        stats = CIFAR_STATS if image == 32 else IMAGENET_STATS
-        train, test = (decoded(open_folder(str(d), shrink), stats) for d in (root / "train", test_dir))
-        return in_memory("folder", train, test, batch=batch, seed=seed, augment=True, holdout=holdout, device=device)
-    if holdout:
-        raise DataMissing(f"holdout={holdout} of images of {image} pixels: expected images of at most {MEMORY_LIMIT_PX}, or folders train and val.")
-    finish = [t.ToTensor(), t.Normalize(*IMAGENET_STATS)]
-    crop = t.Compose([t.RandomResizedCrop(image), t.RandomHorizontalFlip(), *finish])
-    centre = t.Compose([t.Resize(image * 8 // 7), t.CenterCrop(image), *finish])
-    train_set, test_set = open_folder(str(root / "train"), crop), open_folder(str(test_dir), centre)
-
-    def loader(dataset: object, generator: torch.Generator | None) -> Iterator[Batch]:
-        return iter(torch.utils.data.DataLoader(dataset, batch, shuffle=generator is not None, generator=generator, num_workers=workers))  # type: ignore[arg-type]
-
-    return Data(
-        "folder",
-        image,
-        channels=3,
-        classes=len(train_set.classes),
-        steps=-(-len(train_set) // batch),
-        train=lambda epoch: loader(train_set, seeded(seed, epoch)),
-        test=lambda: loader(test_set, None),
-    )
-
-
-def decoded(dataset: object, stats: tuple[tuple[float, ...], tuple[float, ...]]) -> Pixels:
-    """Every image of an ImageFolder, decoded once."""
-    images, labels = zip(*dataset, strict=True)  # type: ignore[misc]
-    return colour(torch.stack(images), list(labels), stats)
 
 
 def colour(images: Tensor, labels: list[int], stats: tuple[tuple[float, ...], tuple[float, ...]]) -> Pixels:

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checked_arguments import check_device, check_model, check_numbers
 from data import Batch, Data, DataMissing, load
 from plots import plot_run
 from resmlp import PRESETS, ResMLP
+from thesis import lock
 from thesis.config import parse
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,6 +35,7 @@ from torch.optim import Optimizer
 from tracking import ActiveBlocks, CsvLog, MaskTracker
 
 import fxmask
+from fxmask.errors import ConfigError
 
 OPTIMISERS: dict[str, Callable[..., Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
 DEFAULT_MODEL = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
@@ -72,20 +75,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.dense and (args.ratio is not None or args.block):
         p.error("--dense has no masks: leave out --ratio and --block")
     check_numbers(p, args)
+    check_device(p, args.device)
     return args
-
-
-def check_numbers(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Numbers and a device without which nothing is trained."""
-    for name in ("epochs", "batch", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
-    if not 0 < args.lr < math.inf:  # nan, too
-        p.error(f"--lr: expected a number above 0, got {args.lr}")
-    try:
-        torch.empty(0, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        p.error(f"--device: expected cpu, or cuda where there is a GPU, got {args.device!r}: {str(error).splitlines()[0]}")
 
 
 @contextmanager
@@ -110,6 +101,14 @@ def steps(text: str, per_epoch: int) -> int:
     raise fxmask.FxMaskError(f"expected a number of optimiser steps such as 500, or of epochs such as 10ep, got {text!r}.")
 
 
+def number(text: str, where: str) -> float:
+    """A number in an option's text."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{where}: expected a number, got {text!r}.") from None
+
+
 def schedule(text: str | None, per_epoch: int) -> fxmask.Schedule | None:
     """`--schedule`: "cubic:1000", "linear:5ep", "cyclic:10ep,cycles=2,warmup=1ep,cooldown=2ep,initial=0.3", or nothing."""
     if text is None or text == "constant":
@@ -122,7 +121,7 @@ def schedule(text: str | None, per_epoch: int) -> fxmask.Schedule | None:
         if key in ("warmup", "cooldown"):
             options[key] = steps(value, per_epoch)
         elif key in ("cycles", "initial") and value:
-            options[key] = int(value) if value.isdigit() else float(value)
+            options[key] = int(value) if value.isdigit() else number(value, f"--schedule: {key}=")
         else:
             raise fxmask.FxMaskError(f"--schedule: expected warmup=, cooldown=, cycles= or initial= after the length, got {item!r}.")
     return fxmask.Schedule(kind=kind, steps=steps(length, per_epoch), **options)
@@ -131,8 +130,6 @@ def schedule(text: str | None, per_epoch: int) -> fxmask.Schedule | None:
 def build(args: argparse.Namespace, data: Data) -> nn.Module:
     """The model that the command line asks for, with its masks."""
     preset = PRESETS[args.model or DEFAULT_MODEL[args.data]]
-    if preset.image != data.image:
-        raise fxmask.FxMaskError(f"--model {args.model} takes images of {preset.image} pixels, --data {args.data} has {data.image}.")
     thesis = parse(args.config) if args.config else None
     config = replace(preset, channels=data.channels, classes=data.classes, depth=thesis.depth if thesis else preset.depth)
     torch.manual_seed(args.seed)
@@ -226,23 +223,8 @@ def fit(model: nn.Module, tracker: MaskTracker, data: Data, args: argparse.Names
     return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 2 where data, a package or an argument is not as it must be."""
-    args = arguments(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    try:
-        image = PRESETS[args.model or DEFAULT_MODEL[args.data]].image
-        data = load(args.data, args.root, batch=args.batch, image=image, seed=args.seed, workers=args.workers)
-        model = build(args, data)
-    except (DataMissing, fxmask.FxMaskError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"train.py: --out {args.out} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.", file=sys.stderr)
-        return 2
+def write_run(args: argparse.Namespace, data: Data, model: nn.Module) -> None:
+    """Train, and leave the run's files in its folder."""
     for figure in ("accuracy.png", "active_blocks.png"):
         (args.out / figure).unlink(missing_ok=True)  # of an earlier run, whose csv files are written anew
     facts = {"parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -253,6 +235,23 @@ def main(argv: list[str] | None = None) -> int:
     fit(model, tracker, data, args)
     for path in (args.out / "log.csv", *plot_run(args.out)):
         print(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 2 where data, a package or an argument is not as it must be."""
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        name = args.model or DEFAULT_MODEL[args.data]
+        check_model(name, args.data)
+        data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers)
+        model = build(args, data)
+        with lock.held(args.out):
+            write_run(args, data, model)
+    except (DataMissing, fxmask.FxMaskError, lock.InUse) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from checked_arguments import check_numbers
+
 from thesis import run_folder, sweep_local, train
 from thesis.accuracy_table import DATA_NAMES, PHASES, RESULTS, RUNS, folder_of, row_of, settings, write
 from thesis.recipes import COMMON, arguments_of
@@ -70,8 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=RESULTS)
     args = p.parse_args(argv)
     failed = 0
-    if args.in_turns is not None and args.in_turns < 1:
-        p.error(f"--in-turns: expected at least 1, got {args.in_turns}")
+    check_numbers(p, args)
     if args.phase == "table" and not args.runs.is_dir():
         p.error(f"--runs: expected a folder of runs, got {args.runs}, which is none")
     if args.phase != "table":
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         how = [*images, *(["--root", str(args.root)] if args.root else []), "--threads", "1"]
         if args.phase != "search":  # the search must not look at the test images
             how.append("--read-test")
-        todo = list(jobs(args.phase, args.epochs or epochs, tuple(args.seeds or seeds), args.only, args.runs))
+        todo = list(jobs(args.phase, epochs if args.epochs is None else args.epochs, tuple(args.seeds or seeds), args.only, args.runs))
         try:
             for name, seed, arguments in todo:  # all of them before the first is run
                 refuse_others(folder_of(args.runs, args.phase, name, seed), [*images, *arguments])

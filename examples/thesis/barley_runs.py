@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from data import DataMissing
 from resmlp import PRESETS, ResMLP, ResMLPConfig
+from train import DEFAULT_MODEL
 
 import fxmask
 from fxmask.analysis.barley import kept_blocks, resmlp_inputs
@@ -31,7 +32,6 @@ from thesis.sweep_checks import SweepError
 from thesis.sweep_fixed import classes_of
 from thesis.sweep_results import Ended
 
-MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
 DATA = {"digits": "digits", "cifar10": "CIFAR-10", "folder": "images in a folder"}
 NO_CIFAR = "digits are no CIFAR: 360 test images, each 0.28 points; this shows that the script works, and confirms nothing of the source"
 DENSE = ""  # the value of train.py's --activations for a dense run
@@ -52,7 +52,7 @@ FORMS = {"digits": Form(8, (0, 1)), "cifar10": Form(20, (0, 1)), "folder": Form(
 def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argparse.ArgumentParser], Any]) -> Namespace:
     """The command line that these scripts share, and what `add` adds."""
     p = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    p.add_argument("--data", choices=tuple(MODELS), default="cifar10", help="digits: the form that takes minutes on a small machine")
+    p.add_argument("--data", choices=tuple(DEFAULT_MODEL), default="cifar10", help="digits: the form that takes minutes on a small machine")
     p.add_argument("--root", type=Path, help="folder of the images; nothing is downloaded")
     p.add_argument("--model", choices=("digits", "cifar", "s12"), help="default: digits, or cifar")
     p.add_argument("--epochs", type=int, help="default: 20, for digits 8")
@@ -66,7 +66,7 @@ def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argpar
     p.add_argument("--out", type=Path, metavar="DIR", help="write csv files, and a png where the source plots")
     add(p)
     args = p.parse_args(argv)
-    args.model, form = args.model or MODELS[args.data], FORMS[args.data]
+    args.model, form = args.model or DEFAULT_MODEL[args.data], FORMS[args.data]
     args.epochs, args.seeds = form.epochs if args.epochs is None else args.epochs, args.seeds or list(form.seeds)
     for name in ("jobs", "at_once"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

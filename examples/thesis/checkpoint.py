@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from thesis import csv_files
+
 LAST, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
 PARTS = ("model", "masks", "optimiser", "scheduler", "progress", "tracker", "settings")
 
@@ -29,6 +31,21 @@ def save(folder: Path, state: dict[str, Any]) -> None:
     if (folder / LAST).exists():
         os.replace(folder / LAST, folder / BEFORE)
     os.replace(new, folder / LAST)
+
+
+def begin_again(folder: Path) -> None:
+    """Remove what an earlier run has left. First what counts as its end, last what it would go on from: killed in between, a run goes on, or begins anew."""
+    for name in ("test.json", "accuracy.png", "active_blocks.png", BEFORE, LAST):
+        (folder / name).unlink(missing_ok=True)
+
+
+def has_epochs(log: Path, done: int) -> None:
+    """A run that goes on behind `done` epochs has their rows. Raises: CheckpointError."""
+    there = {row["epoch"] for row in csv_files.read(log) if None not in row.values()}  # None: the row is cut off
+    missing = [str(epoch) for epoch in range(1, done + 1) if str(epoch) not in there]
+    if missing:
+        what = f"expected a row for each of the {done} epochs that the checkpoint has behind it, got none of {', '.join(missing[:5])}"
+        raise CheckpointError(f"{log}: {what}.\n  fix: bring the file back, or --fresh, which begins again.")
 
 
 def load(folder: Path, map_location: str | None = None) -> dict[str, Any] | None:

@@ -3,15 +3,13 @@
     python examples/thesis/cifar10_modes.py --data folder --root DIR      # or --data cifar10
 
 One run after another by examples/thesis/train.py; stopped and started again, it goes on where it was. After every run the csv is written anew from the runs'
-own logs. Not the thesis' 200 epochs: warm-up over one epoch, a cosine over the rest, no MixUp and no CutMix (short runs lose by them), masks from the first
-step. Differences below one point say nothing: one seed.
+own logs; rows of other lengths, seeds and data stay. Not the thesis' 200 epochs: warm-up over one epoch, a cosine over the rest, no MixUp and no CutMix (short
+runs lose by them), masks from the first step. Differences below one point say nothing: one seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from thesis import csv_files, lock
+from thesis import csv_files, lock, run_folder
+from thesis.accuracy_table import DATA_NAMES
+from thesis.recipes import COMMON as SHORT
+from thesis.recipes import LR
 
 HERE = Path(__file__).resolve().parent
 MASKED, STE, UNMASKED = ("--backward", "masked"), ("--backward", "ste"), ("--backward", "unmasked")
@@ -38,20 +39,20 @@ RUNS: dict[str, tuple[str, ...]] = {
     "masked-adam-free-spectral": (*MASKED, "--opt", "adam", "--guard", "free", "--criterion", "spectral"),
     "masked-adamw-freeze-cubic": (*MASKED, "--opt", "adamw", "--guard", "freeze", "--schedule", "cubic:3ep"),
 }
-COMMON = ("--warmup", "1", "--cooldown", "0", "--mix-prob", "0", "--masks-from", "0", "--batch", "128", "--lr", "0.01", "--weight-decay", "1e-4")
+COMMON = (*SHORT, *LR)
 COLUMNS = (
     "run", "mode", "optimiser", "guard", "criterion", "schedule", "epochs", "seed", "top1", "top5", "train_acc", "val_loss", "target_ratio", "ratio_achieved",
     "flips", "train_tflop", "train_seconds", "threads", "torch", "data", "command",
 )  # fmt: skip
 
 
-def row_of(name: str, out: Path, data: str) -> dict[str, Any]:
-    """A run's row: accuracy of its last epoch, sums over all of them."""
-    with (out / "log.csv").open(newline="") as file:
-        log = list(csv.DictReader(file))
-    facts, last = json.loads((out / "run.json").read_text()), log[-1]
-    dense = facts["dense"]
-    command = ["python examples/thesis/train.py", f"--data {data} --root DIR", f"--epochs {facts['epochs']} --seed {facts['seed']}", *COMMON, *RUNS[name]]
+def row_of(name: str, out: Path) -> dict[str, Any] | None:
+    """A run's row: accuracy of its last epoch, sums over all of them; None while it has not ended."""
+    facts, log = run_folder.facts_of(out), run_folder.log_of(out)
+    if facts is None or len(log) < facts["epochs"]:
+        return None
+    last, dense = log[-1], facts["dense"]
+    how = f"--data {facts['data']} --root DIR --epochs {facts['epochs']} --seed {facts['seed']}"
     return {
         "run": name,
         "mode": "dense" if dense else facts["backward"],
@@ -70,16 +71,22 @@ def row_of(name: str, out: Path, data: str) -> dict[str, Any]:
         "train_seconds": f"{sum(float(r['seconds']) for r in log):.0f}",
         "threads": facts["threads"],
         "torch": facts["torch"],
-        "data": "CIFAR-10 as JPEG, quality 75" if data == "folder" else "CIFAR-10",
-        "command": " ".join(command),
+        "data": DATA_NAMES[facts["data"]],
+        "command": " ".join(["python examples/thesis/train.py", how, *COMMON, *RUNS[name]]),
     }
 
 
-def write(runs: Path, path: Path, epochs: int, data: str) -> None:
-    """The table of all runs in the folder that have come to their end."""
-    with lock.alone(path):  # from before their logs are read: runs that end meanwhile would be left out
-        ended = [n for n in RUNS if (runs / n / "log.csv").exists() and finished(runs / n, epochs)]
-        csv_files.write(path, COLUMNS, [row_of(n, runs / n, data) for n in ended])
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """What makes a row one run's."""
+    return tuple(str(row[column]) for column in ("run", "epochs", "seed", "data"))
+
+
+def write(runs: Path, path: Path) -> None:
+    """The table of all runs in the folder that have come to their end. Rows whose run lies in another folder, or on another machine, stay in it."""
+    with lock.alone(path):  # from before it is read: rows that others add meanwhile would be lost
+        ended = [row for row in (row_of(name, runs / name) for name in RUNS) if row]
+        rows = {key_of(row): row for row in [*csv_files.read(path), *ended]}
+        csv_files.write(path, COLUMNS, sorted(rows.values(), key=lambda row: [*RUNS, row["run"]].index(row["run"])))
 
 
 def main() -> int:
@@ -100,15 +107,9 @@ def main() -> int:
         print(f"== {name}", flush=True)
         if subprocess.run(command, check=False).returncode:
             return 1
-        write(args.runs, args.csv, args.epochs, args.data)
+        write(args.runs, args.csv)
     print(args.csv)
     return 0
-
-
-def finished(out: Path, epochs: int) -> bool:
-    """Whether a run has come to its end."""
-    with (out / "log.csv").open(newline="") as file:
-        return len(list(csv.DictReader(file))) == epochs
 
 
 if __name__ == "__main__":

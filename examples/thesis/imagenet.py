@@ -15,22 +15,25 @@ import argparse
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from checked_arguments import check_numbers
 from plots import plot_run
 from tracking import CsvLog, keep_epochs
 from train import flushed_denormals
 
 import fxmask
-from thesis import ranks
-from thesis.folder_lock import lock
+from thesis import checkpoint, lock, ranks
 from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
 from thesis.recipe import IMAGENET, OPTIMISERS, Recipe
+
+RATIO, BLOCK = 0.8, [32, 32]  # without --config
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -41,8 +44,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         kind = {"int": int, "float": float}.get(str(f.type), str)
         p.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=getattr(IMAGENET, f.name), help="recipe, default %(default)s")
     p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP12 @ XPatch = masked 0.8 (32, 32);"')
-    p.add_argument("--ratio", type=float, default=0.8, help="without --config: fraction of blocks that are masked")
-    p.add_argument("--block", type=int, nargs=2, metavar=("OUT", "IN"), default=[32, 32])
+    p.add_argument("--ratio", type=float, help=f"without --config: fraction of blocks that are masked, default {RATIO}")
+    p.add_argument("--block", type=int, nargs=2, metavar=("OUT", "IN"), help="default {} {}".format(*BLOCK))
     p.add_argument("--dense", action="store_true", help="no masks")
     p.add_argument("--image", type=int, default=224, help="side in pixels")
     for name in SIZES:
@@ -68,29 +71,31 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     args = p.parse_args(argv)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
-    if args.dense and args.config:
-        p.error("--dense has no masks: leave out --config")
+    check_numbers(p, args)
+    if args.dense and (args.config or args.ratio is not None or args.block):
+        p.error("--dense has no masks: leave out --config, --ratio and --block")
+    if args.config and (args.ratio is not None or args.block):
+        p.error("--config says which layers are masked and how: leave out --ratio and --block")
+    if args.exclude and not args.timm:
+        p.error("--exclude: expected with --timm, whose layers it names; the thesis' model has --config")
     if args.timm and (args.config or any(getattr(args, name) is not None for name in SIZES)):
         p.error(f"--timm: its models have their own layers and sizes: leave out --config, {', '.join(f'--{name}' for name in SIZES)}")
+    args.ratio, args.block = RATIO if args.ratio is None else args.ratio, args.block or BLOCK  # a checkpoint has them in any case
     return args
 
 
 def run(args: argparse.Namespace, here: ranks.Ranks) -> int:
     """Hold the folder and train."""
     r = here.together(lambda: Run(args, here))
-    held = here.together(lambda: lock(args.out) if here.first else None)
-    try:
+    with ExitStack() as stack:
+        here.together(lambda: stack.enter_context(lock.held(args.out)) if here.first else None)
         return train(r)
-    finally:
-        if held:
-            held.close()
 
 
 def train(r: Run) -> int:
     """Until the plan's end, or --stop."""
     args, here, went_on = r.args, r.ranks, r.resume()
-    if here.first:
-        write_begin(r, went_on)
+    here.together(lambda: write_begin(r, went_on) if here.first else None)
     log = CsvLog(args.out / "log.csv", COLUMNS, append=True) if here.first else None
     for epoch in range(r.epochs_done + 1, min(args.stop, args.epochs) + 1):
         r.epoch(epoch)
@@ -111,8 +116,10 @@ def write_begin(r: Run, went_on: bool) -> None:
     path = args.out / "log.csv"
     if went_on:
         print(f"going on after step {r.step} (epoch {r.epochs_done + 1})", flush=True)
+        checkpoint.has_epochs(path, r.epochs_done)
         keep_epochs(path, r.epochs_done)
     else:
+        checkpoint.begin_again(args.out)
         CsvLog(path, COLUMNS)
         print(fxmask.explain(r.model))
     facts = {"parameters": sum(p.numel() for p in r.model.parameters()), "steps_per_epoch": images.steps, "batch_per_process": args.batch // world}

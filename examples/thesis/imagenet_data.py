@@ -6,9 +6,7 @@ was broken off. Step i of an epoch shows the same images to any number of ranks.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +14,10 @@ from typing import Any
 
 import torch
 from data import IMAGENET_STATS, Batch, DataMissing, torchvision
+from image_folder import Key, Seeded, open_folder, same_classes
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from thesis.ranks import Ranks
-
-Key = tuple[int, int]  # epoch, index
 
 
 @dataclass(frozen=True)
@@ -33,24 +30,6 @@ class Images:
     steps: int
     train: Callable[[int, int], Iterator[Batch]]
     test: Callable[[], Iterator[Batch]]
-
-
-class Seeded(Dataset[Any]):
-    """Images by (epoch, index), so that an epoch's number reaches workers that live on, and each image has random numbers of its own."""
-
-    def __init__(self, images: Any, seed: int) -> None:
-        self.images, self.seed = images, seed
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, key: Key) -> Any:
-        digest = hashlib.blake2b(f"{self.seed} {key[0]} {key[1]}".encode(), digest_size=4).digest()
-        number = int.from_bytes(digest, "big")
-        random.seed(number)  # timm's transforms draw from it
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(number)
-            return self.images[key[1]]
 
 
 class Order(DistributedSampler[Any]):
@@ -104,10 +83,7 @@ def open_images(root: Path, ranks: Ranks, *, image: int, batch: int, seed: int, 
         train, test, classes = timm_sets(root)
     else:
         train, test, classes = torchvision_sets(root, image)
-    if classes[0] != classes[1]:
-        only = [sorted(set(classes[i]) - set(classes[1 - i])) for i in (0, 1)]
-        alone = "".join(f"; only in {name}: {', '.join(names[:5])}" for name, names in zip(("train", "val"), only, strict=True) if names)
-        raise DataMissing(f"{root}: expected the same classes in train and val, got {len(classes[0])} and {len(classes[1])}{alone}.\n  fix: those folders.")
+    same_classes(root, ("train", "val"), classes)
     order = Order(train, ranks.world, ranks.rank, shuffle=True, seed=seed * 1_000_003, drop_last=True)
     local = batch // ranks.world
     steps = order.num_samples // local
@@ -122,27 +98,14 @@ def open_images(root: Path, ranks: Ranks, *, image: int, batch: int, seed: int, 
 
 def torchvision_sets(root: Path, image: int) -> tuple[Any, Any, tuple[list[str], list[str]]]:
     """ImageFolder with table 5.2's augmentation: random resized crop, flip, ImageNet's normalisation. The test's crop is the usual 7/8 of the short side."""
-    vision = torchvision()
+    torchvision()
     from torchvision.transforms import v2
 
     finish = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*IMAGENET_STATS)]
     crop = v2.Compose([v2.RandomResizedCrop(image), v2.RandomHorizontalFlip(), *finish])
     centre = v2.Compose([v2.Resize(image * 8 // 7), v2.CenterCrop(image), *finish])
-    try:
-        train, test = (vision.datasets.ImageFolder(str(root / name), how, loader=decode) for name, how in (("train", crop), ("val", centre)))
-    except FileNotFoundError as error:
-        raise DataMissing(f"{root}: expected one folder a class with images in it, got: {error}") from error
+    train, test = open_folder(root / "train", crop), open_folder(root / "val", centre)
     return train, test, (train.classes, test.classes)
-
-
-def decode(path: str) -> Any:
-    """torchvision's reader, with the file's name where it fails: one of a million images."""
-    from torchvision.datasets.folder import default_loader
-
-    try:
-        return default_loader(path)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataMissing(f"{path}: expected an image, got {type(error).__name__}: {error}.\n  fix: restore the file, or take it out of the folder.") from error
 
 
 def torchvision_batches(train: Seeded, order: Order, mine: list[int], test: Any, *, image: int, batch: int, workers: int, ranks: Ranks) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
-"""One process a folder, and one at a time that rewrites a file.
+"""One run a folder, and one process at a time that rewrites a file.
 
-The lock is the system's, on an open file, so a process that is killed leaves none behind, whatever the file says.
+The locks are the system's, so a process that is killed leaves none behind, whatever the file says. A folder's is one of the process (lockf) and not of the
+open file (flock): workers that load data inherit the latter, and outlive a killed run by some seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 try:
     import fcntl
@@ -22,6 +24,8 @@ except ImportError:  # not on Windows
 
 NAME = "lock"
 _REWRITES = threading.Lock()  # all that there is where files have no locks
+_TAKING = threading.Lock()
+_HERE: set[Path] = set()  # folders that runs of this process hold, which the system would give it a second time
 
 
 class InUse(Exception):
@@ -35,26 +39,44 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         InUse: somebody else holds it, or it cannot be made.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InUse(f"{folder} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.") from error
-    if fcntl is None:
-        print(f"{folder}: no file locks on {sys.platform}; see to it that no other run writes here", file=sys.stderr)
-        yield
-        return
-    with (folder / NAME).open("a+") as file:
+    place, me = folder.resolve(), f"process {os.getpid()} on {socket.gethostname()}: {shlex.join(sys.argv)}"
+    with _TAKING:
+        if place in _HERE:  # nor is the file opened: the lock would go when it is closed
+            raise in_use(folder, me)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / NAME).open("a+")
+        except OSError as error:
+            raise InUse(f"{folder} cannot be made: {error.strerror}.\n  fix: name a folder that you may write to.") from error
+        if fcntl is None:
+            print(f"{folder}: no file locks on {sys.platform}; see to it that no other run writes here", file=sys.stderr)
+        else:
+            take(file, folder)
+        _HERE.add(place)
+    try:
+        with file:
+            file.truncate(0)
+            file.write(f"{me}\n")
+            file.flush()
+            yield
+    finally:
+        _HERE.remove(place)  # after the file is closed, or the one who comes next would lose its lock by that
+
+
+def take(file: IO[str], folder: Path) -> None:
+    """Take the system's lock; InUse where another process has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        with file:
             file.seek(0)
-            by = file.read().strip() or "another process"
-            fix = "wait for it to end, or name another folder"
-            raise InUse(f"{folder}: expected a folder that no other run writes into, got one that is in use by {by}.\n  fix: {fix}.") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}: {shlex.join(sys.argv)}\n")
-        file.flush()
-        yield
+            raise in_use(folder, file.read().strip() or "another process") from None
+
+
+def in_use(folder: Path, by: str) -> InUse:
+    """The error, for whoever comes second."""
+    what = f"expected a folder that no other run writes into, got one that is in use by {by}"
+    return InUse(f"{folder}: {what}.\n  fix: wait for it to end, or name another folder.")
 
 
 def wait_until_free(folder: Path, every_s: float = 1.0) -> bool:

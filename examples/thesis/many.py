@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 
 import torch
 from data import Data
+from image_folder import MEMORY_LIMIT_PX
 
 import fxmask
 from thesis import train
@@ -34,26 +35,39 @@ SHARED = ("data", "root", "batch", "image", "workers", "holdout", "device")  # w
 class Turns:
     """One run in the middle of others."""
 
-    def __init__(self, name: str, args: argparse.Namespace, data: Data) -> None:
-        self.name, self.args = name, args
-        args.out.mkdir(parents=True, exist_ok=True)
-        self.output: TextIO = (args.out / "output.txt").open("a")
-        self.steps: Iterator[None] = train.turns(args, data)
+    def __init__(self, name: str, args: argparse.Namespace, images: Images) -> None:
+        self.name, self.args, self.images = name, args, images
+        self.output: TextIO = sys.stderr  # where its folder cannot be made
+        self.steps: Iterator[None] | None = None
         self.stream = torch.cuda.Stream(args.device) if torch.device(args.device).type == "cuda" else None
+
+    def begin(self) -> Iterator[None]:
+        """The run's steps; what is wrong with the folder is said by train.py."""
+        with contextlib.suppress(OSError):
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            self.output = (self.args.out / "output.txt").open("a")
+        return train.turns(self.args, self.images.of(self.args))
 
     def step(self) -> int | None:
         """One step; an exit status when the run has come to an end. What it prints goes to output.txt in its folder."""
         try:
+            self.steps = self.steps or self.begin()
             with contextlib.redirect_stdout(self.output), contextlib.redirect_stderr(self.output), torch.cuda.stream(self.stream):
                 next(self.steps)
                 return None
         except StopIteration:
             status = 0
         except Exception as error:  # whatever one run dies of, the others go on
-            status = 2 if isinstance(error, (fxmask.FxMaskError, train.checkpoint.CheckpointError, train.lock.InUse)) else 1
+            status = 2 if isinstance(error, (fxmask.FxMaskError, train.DataMissing, train.checkpoint.CheckpointError, train.lock.InUse)) else 1
             self.output.write(f"{error}\n" if status == 2 else traceback.format_exc())
-        self.output.close()
+        if self.output is not sys.stderr:
+            self.output.close()
         return status
+
+
+def side_of(args: argparse.Namespace) -> int:
+    """Of a run's images, in pixels."""
+    return train.PRESETS[train.preset_of(args)].image
 
 
 class Images:
@@ -64,27 +78,33 @@ class Images:
         self.data: Data | None = None
 
     def of(self, args: argparse.Namespace) -> Data:
-        key = tuple(train.PRESETS[train.preset_of(args)].image if name == "image" else getattr(args, name) for name in SHARED)
+        key = tuple(side_of(args) if name == "image" else getattr(args, name) for name in SHARED)
         if key != self.key or self.data is None:
             self.key, self.data = key, None  # the old set is let go before the new one comes
             self.data = train.data_of(args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # all streams read what one has written
-        if self.data.of_seed is None:
-            raise train.DataMissing(f"--at-once: expected images of at most 64 pixels, which fit into memory, got {args.data} of {self.data.image} pixels.")
+        assert self.data.of_seed is not None  # `together` has looked
         return self.data.of_seed(args.seed)
 
 
 @train.common.flushed_denormals()
 def together(runs: Sequence[tuple[str, argparse.Namespace]], at_once: int, after: Callable[[str, int], None]) -> int:
-    """Train all runs, `at_once` of them at a time; `after(name, exit status)` when one has ended. Returns how many failed."""
+    """Train all runs, `at_once` of them at a time; `after(name, exit status)` when one has ended. Returns how many failed.
+
+    Raises: DataMissing where images do not fit into memory, before anything is trained.
+    """
+    for _, args in runs:
+        if side_of(args) > MEMORY_LIMIT_PX:
+            what = f"expected images of at most {MEMORY_LIMIT_PX} pixels, which fit into memory, got {args.data} of {side_of(args)} pixels"
+            raise train.DataMissing(f"--at-once: {what}.")
     waiting, going, images, failed = deque(runs), deque[Turns](), Images(), 0
     while waiting or going:
         while waiting and len(going) < at_once:
             name, args = waiting.popleft()
             if args.threads:
                 torch.set_num_threads(args.threads)
-            going.append(Turns(name, args, images.of(args)))
+            going.append(Turns(name, args, images))
         one = going.popleft()
         status = one.step()
         if status is None:

@@ -9,29 +9,31 @@ from typing import Any
 
 import torch
 import train as common
+from checked_arguments import check_model
 from resmlp import PRESETS, ResMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxmask
+from fxmask.errors import ConfigError
 from thesis.config import parse
 from thesis.recipe import Recipe, guard, optimiser
 
 CRITERIA = ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "movement", "momentum")
-MODELS = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
 
 
 def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:
     """`--regrow`: "gradient:0.3:10ep", "random:0.3", or nothing."""
     if text is None:
         return None
-    by, fraction, *until = text.split(":")
-    return fxmask.Regrow(by, float(fraction), common.steps(until[0], per_epoch) if until else None)
+    by, _, rest = text.partition(":")
+    fraction, _, until = rest.partition(":")
+    return fxmask.Regrow(by, common.number(fraction, "--regrow BY:FRACTION"), common.steps(until, per_epoch) if until else None)
 
 
 def preset_of(args: argparse.Namespace) -> str:
     """The model's name among the presets."""
-    return args.model or ("imagenet-thesis" if args.recipe == "imagenet" else MODELS[args.data])
+    return args.model or ("imagenet-thesis" if args.recipe == "imagenet" else common.DEFAULT_MODEL[args.data])
 
 
 def build(args: argparse.Namespace, name: str, channels: int, classes: int, steps: int, begin: Mapping[str, Tensor] | None = None) -> nn.Module:
@@ -42,21 +44,35 @@ def build(args: argparse.Namespace, name: str, channels: int, classes: int, step
     model = ResMLP(replace(preset, channels=channels, classes=classes, depth=thesis.depth if thesis else preset.depth, **sizes)).to(args.device)
     if begin is not None:
         begin_with(model, begin)
+    configs, how = masks_of(args, steps)
+    args.dense = not any(isinstance(config, fxmask.WeightMask) for config in configs)
+    return fxmask.apply(model, *configs, **how) if configs else model
+
+
+def masks_of(args: argparse.Namespace, steps: int) -> tuple[list[fxmask.WeightMask | fxmask.ActivationPruning], dict[str, Any]]:
+    """What `fxmask.apply` is given, none for a model without either; `steps`: an epoch's."""
     default = {"ratio": 0.5, "block": (16, 16)} if args.data == "digits" else {"ratio": 0.8, "block": (32, 32)}
-    masks: dict[str, Any] = thesis.apply_arguments() if thesis else default | {"include": "blocks.*"}
+    masks: dict[str, Any] = parse(args.config).apply_arguments() if args.config else default | {"include": "blocks.*"}
     if args.allocation and "overrides" in masks:
         masks["overrides"] = shared(masks["overrides"])
-    inputs = activations(args.activations)
+    inputs = [config for config in [activations(args.activations)] if config]
     if args.dense or not masks:
-        args.dense = True
-        return fxmask.apply(model, inputs, include="blocks.*") if inputs else model
+        return [*inputs], {"include": "blocks.*"}
     options = {"backward": args.backward, "criterion": args.criterion, "refresh": args.refresh, "seed": args.seed, "cover": args.cover}
     options |= {key: getattr(args, key) for key in ("average", "hysteresis", "dense_every", "soft", "gain")}
     options["regrow"] = regrow(args.regrow, steps)
     options |= {"start": round(args.masks_from * steps), "schedule": common.schedule(args.schedule, steps)}
     names = {key: masks.pop(key) for key in ("include", "overrides") if key in masks}
-    configs = [fxmask.WeightMask(**masks, **options), *([inputs] if inputs else [])]
-    return fxmask.apply(model, *configs, **names, allocation=args.allocation)
+    return [fxmask.WeightMask(**masks, **options), *inputs], {**names, "allocation": args.allocation}
+
+
+def check(args: argparse.Namespace) -> None:
+    """What is wrong whatever the images are. Raises: FxMaskError."""
+    check_model(preset_of(args), args.data)
+    try:
+        masks_of(args, 1)
+    except fxmask.FxMaskError:
+        masks_of(args, 10**6)  # lengths in epochs that are too short for one step may be long enough for many, and others the other way round
 
 
 def begin_with(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -80,13 +96,15 @@ def activations(text: str | None) -> fxmask.ActivationPruning | None:
     if text is None:
         return None
     ratio, _, block = text.partition(":")
-    return fxmask.ActivationPruning(float(ratio), int(block or 16))
+    if block and not block.isdigit():
+        raise ConfigError(f"--activations: expected RATIO:BLOCK such as 0.5:16, got {text!r}.")
+    return fxmask.ActivationPruning(common.number(ratio, "--activations"), int(block or 16))
 
 
 def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """A training step of the recipe at its final ratio, without data, logs and counters: for timing."""
     recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
-    model = build(args, args.model or MODELS[args.data], 3, 10, steps_per_epoch)
+    model = build(args, args.model or common.DEFAULT_MODEL[args.data], 3, 10, steps_per_epoch)
     optim = optimiser(model.parameters(), recipe)
     if not args.dense:
         fxmask.step(model, recipe.epochs * steps_per_epoch)

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxmask
 from thesis.checkpoint import CheckpointError
+from thesis.lock import InUse
 
 T = TypeVar("T")
-KNOWN = (DataMissing, fxmask.FxMaskError, CheckpointError)  # their messages say what to do
+KNOWN = (DataMissing, fxmask.FxMaskError, CheckpointError, InUse)  # their messages say what to do
 
 
 class RankError(Exception):

@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 from data import DataMissing
 
 from thesis import lock, sweep_local, sweep_results, sweep_slurm
-from thesis.sweep_checks import SweepError, whole
+from thesis.sweep_checks import SweepError, place, whole
 from thesis.sweep_file import Job, Sweep, read
+
+FOR = {"only": ("run", "list"), "jobs": ("run",), "at_once": ("run",), "ratio": ("figures",), "figure_of": ("figures",)}  # actions that read an option
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -36,12 +38,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--only", nargs="+", metavar="PATTERN", help="only runs whose names match, such as '32x32-*'")
     p.add_argument("--jobs", type=int, metavar="N", help="processes at a time; default: meta.gpus, else 1")
     p.add_argument("--at-once", type=int, metavar="K", help="in each process K runs in turns, images loaded once; default: one run a process")
-    p.add_argument("--ratio", type=float, default=0.8, help="ratio of figure 6.4")
+    p.add_argument("--ratio", type=float, help="ratio of figure 6.4, default 0.8")
     p.add_argument("--figure-of", nargs="+", default=(), metavar="RUN", help="runs of figure 6.5; default: 32x32 blocks at 80 %%")
     args = p.parse_args(argv)
     for name in ("jobs", "at_once"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}")
+    for name, actions in FOR.items():
+        if getattr(args, name) not in (None, ()) and args.action not in actions:
+            p.error(f"--{name.replace('_', '-')}: expected with {' or '.join(actions)}, got it with {args.action}")
     return args
 
 
@@ -52,14 +57,17 @@ def checked_meta(sweep: Sweep) -> tuple[str, Path]:
         raise SweepError(f"meta.mode: expected grid, got {mode!r}.\n  fix: only whole grids are run here; hp lists the values.")
     if run not in ("local", "slurm"):
         raise SweepError(f"meta.run: expected local or slurm, got {run!r}.")
-    script = Path(sweep.meta["script"]).expanduser().resolve() if "script" in sweep.meta else sweep_local.TRAIN
+    script = place(sweep.meta["script"]).resolve() if "script" in sweep.meta else sweep_local.TRAIN
     if not script.is_file():
         raise SweepError(f"meta.script: expected a script that takes train.py's options, got {script}, which is not there.\n  fix: leave it out for train.py.")
     return run, script
 
 
 def folder_of(sweep: Sweep) -> Path:
-    return Path(sweep.meta.get("sandbox", "runs")).expanduser() / sweep.meta.get("prefix", sweep.path.stem)
+    sandbox = place(sweep.meta.get("sandbox", "runs"))
+    if "$" in str(sandbox):
+        raise SweepError(f"meta.sandbox: expected a folder, got {sandbox}, whose variable is not set.\n  fix: set it, or name the folder by --out.")
+    return sandbox / sweep.meta.get("prefix", sweep.path.stem)
 
 
 def chosen(jobs: tuple[Job, ...], patterns: list[str] | None) -> list[Job]:
@@ -101,6 +109,8 @@ def run(sweep: Sweep, out: Path, args: argparse.Namespace) -> int:
     where, script = checked_meta(sweep)
     if args.at_once and (where == "slurm" or script != sweep_local.TRAIN):
         raise SweepError("--at-once: expected meta.run local and no script but train.py.\n  fix: leave --at-once out.")
+    if args.jobs and where == "slurm":
+        raise SweepError("--jobs: expected meta.run local, got slurm, where each run is a task.\n  fix: leave --jobs out; meta.gpus says how many at a time.")
     table = Table(sweep, out)
     done = {r.job.name for r in table.write()}
     jobs = [job for job in chosen(sweep.jobs, args.only) if job.name not in done]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -35,6 +37,11 @@ def text(value: Any) -> str:
     """A scalar as text; none, null and ~ are no value."""
     said = str(value).lower() if isinstance(value, bool) else str(value).strip()
     return "" if said.lower() in ("none", "null", "~") else said
+
+
+def place(value: str) -> Path:
+    """A path, with variables and ~ put in."""
+    return Path(os.path.expandvars(value)).expanduser()
 
 
 def kind(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from plots import accuracy_figure, new_figure, save
 
+from thesis.sweep_checks import SweepError
 from thesis.sweep_file import Job
 from thesis.sweep_results import Ended, block_and_ratio, loaded_row, variant
 
@@ -104,14 +105,25 @@ def single(run: Ended) -> Figure:
     return figure
 
 
-def draw(runs: list[Ended], jobs: Sequence[Job], out: Path, ratio: float = RATIO, names: Sequence[str] = ()) -> list[Path]:
-    """All figures that the sweep can fill; figure 6.5 of the runs `names`, by default of 32x32 blocks at 80 %. Returns the files."""
+def draw(runs: list[Ended], jobs: Sequence[Job], out: Path, ratio: float | None = None, names: Sequence[str] = ()) -> list[Path]:
+    """All figures that the sweep can fill; figure 6.5 of the runs `names`, by default of 32x32 blocks at 80 %. Returns the files.
+
+    Raises:
+        SweepError: a ratio or a run that the sweep does not have, or a run that has not ended.
+    """
     modes, files = list(modes_of(jobs)), []
+    ratios, ended = sorted({r for _, _, cells in modes for _, r in cells}), [run.job.name for run in runs]
+    if ratio not in (None, *ratios):
+        raise SweepError(f"--ratio: expected one of the sweep's, {', '.join(map(str, ratios)) or 'which has none'}, got {ratio}.")
+    for name in names:
+        if name not in ended:
+            raise SweepError(f"--figure-of: expected runs that have ended, such as {', '.join(ended[:3]) or 'none so far'}, got {name}.")
     for mode, which, cells in modes:
         name = "_".join([FIGURES.get(mode, "heatmap"), mode, *which.replace("=", "_").replace(":", "_").split()])
         files.append(save(heatmap(runs, jobs, mode, which, cells), out / f"{name}.png"))
-    if any(r == ratio for _, _, cells in modes for _, r in cells):
-        files.append(save(curves(runs, jobs, modes, ratio), out / "figure_6_4.png"))
+    shown = RATIO if ratio is None else ratio
+    if shown in ratios:
+        files.append(save(curves(runs, jobs, modes, shown), out / "figure_6_4.png"))
     for run in runs:
         if run.job.name in names or (not names and block_and_ratio(run.job) == (BLOCK, RATIO)):
             files.append(save(single(run), out / f"figure_6_5_{run.job.name}.png"))

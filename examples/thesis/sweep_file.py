@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from thesis import train
+from fxmask import FxMaskError
+from thesis import masked_model, train
 from thesis.config import ThesisConfig, ThesisConfigError, parse
 from thesis.sweep_checks import SweepError, kind, known, pairs, text
 from thesis.sweep_fixed import KEYS as FIXED
@@ -234,7 +235,9 @@ def checked(job: Job) -> Namespace:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return job.namespace()
-    except SystemExit:
-        what = said.getvalue().strip().split("\n")[-1].rpartition("error: ")[2]
+            args = job.namespace()
+        masked_model.check(args)
+        return args
+    except (SystemExit, FxMaskError) as error:
+        what = said.getvalue().strip().split("\n")[-1].rpartition("error: ")[2] or str(error).rstrip(".")
         raise SweepError(f"run {job.name}: {what}.\n  where: an option of train.py, from hp, fixed or train\n  fix: correct the value.") from None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from pathlib import Path
 
 from resmlp import PRESETS
 
 from thesis import train
-from thesis.sweep_checks import SweepError, number, whole
+from thesis.sweep_checks import SweepError, number, place, whole
 
 NUMBERS = {"weight_decay": "weight-decay", "lr": "lr", "warmup_lr": "warmup-lr", "mixup": "mixup", "cutmix": "cutmix", "mixup_prob": "mix-prob"}
 WHOLE = {"batch_size": "batch", "epochs": "epochs", "embedding_dim": "dim"}
@@ -27,7 +26,7 @@ def arguments_of(fixed: dict[str, str]) -> list[str]:
         raise SweepError(f"fixed.data_set: expected one of {', '.join(DATA_SETS)}, got {fixed['data_set']!r}.")
     words = ["--data", *DATA_SETS[name]]
     if "data_dir" in fixed:
-        words += ["--root", str(Path(os.path.expandvars(fixed["data_dir"])).expanduser().absolute())]
+        words += ["--root", str(place(fixed["data_dir"]).absolute())]
     if "opt" in fixed:
         words += ["--opt", fixed["opt"].lower()]
     for key, option in NUMBERS.items():

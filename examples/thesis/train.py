@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 
 import torch
 import train as common
+from checked_arguments import check_device, check_numbers
 from data import Data, DataMissing, load
 from plots import plot_run
 from resmlp import PRESETS
@@ -36,7 +37,7 @@ from tracking import ActiveBlocks, CsvLog, MaskTracker, keep_epochs
 import fxmask
 from thesis import checkpoint, lock
 from thesis.graphs import GraphedRun
-from thesis.masked_model import CRITERIA, MODELS, build, preset_of
+from thesis.masked_model import CRITERIA, build, check, preset_of
 from thesis.recipe import OPTIMISERS, RECIPES, Mixing, Rates, Recipe, guard, optimiser
 from thesis.teacher import Teacher, watched
 
@@ -49,7 +50,7 @@ HOW_RUN = ("out", "threads", "workers", "save_every", "stop", "fresh", "root", "
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line; the recipe's fields take the recipe's values where they are not given."""
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--data", choices=tuple(MODELS), default="digits")
+    p.add_argument("--data", choices=tuple(common.DEFAULT_MODEL), default="digits")
     p.add_argument("--root", type=Path, help="folder of the images; nothing is downloaded")
     p.add_argument("--model", choices=tuple(PRESETS), help="default: digits, cifar, or with --recipe imagenet imagenet-thesis")
     p.add_argument("--recipe", choices=tuple(RECIPES), default="cifar10")
@@ -95,7 +96,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, value in asdict(RECIPES[args.recipe]).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    common.check_numbers(p, args)
+    check_numbers(p, args)
+    check_device(p, args.device)
     if args.opt not in OPTIMISERS:
         p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
     if not args.teacher and (args.from_teacher or args.teach_blocks):
@@ -116,6 +118,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, data: Data | None = None) -> None:
         self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+        check(args)
         self.data = data or data_of(args)
         sizes = self.data.channels, self.data.classes
         self.teacher = Teacher(args, *sizes) if args.teacher else None
@@ -254,14 +257,18 @@ def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
     log_path, blocks_path = args.out / "log.csv", args.out / "active_blocks.csv"
     if went_on:
         print(f"going on after step {r.step} (epoch {done + 1})", flush=True)
+        checkpoint.has_epochs(log_path, done)
         keep_epochs(log_path, done)
         keep_epochs(blocks_path, done)
+    else:
+        checkpoint.begin_again(args.out)
     log, blocks = CsvLog(log_path, COLUMNS, append=went_on), ActiveBlocks(blocks_path, r.tracker, append=went_on)
+    last = args.epochs if args.stop is None else min(args.stop, args.epochs)
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "steps": r.data.steps, "command": shlex.join(sys.argv)}
-    here = args.device if done < min(args.stop or args.epochs, args.epochs) else None
+    here = args.device if done < last else None
     facts["ran_on"] = checkpoint.ran_on(args.out, here, went_on)
     (args.out / "run.json").write_text(json.dumps({**vars(args), **facts}, indent=1, default=str) + "\n")
-    for epoch in range(done + 1, min(args.stop or args.epochs, args.epochs) + 1):
+    for epoch in range(done + 1, last + 1):
         yield from r.epoch(epoch)
         r.report(epoch, log)
         blocks.write(epoch)

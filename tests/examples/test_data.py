@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import pytest
 import torch
 from data import DataMissing, Pixels, digits, draws, flip_and_crop, load, seeded
+from distributed.imagenet_runs import make_folder
+from saved_states import same
+from thesis import train as thesis_train
 
 
 def test_digits_split_is_fixed_and_stratified():
@@ -129,3 +133,59 @@ def test_large_image_folder_is_read_as_it_goes(image_folder):
     first = [x for x, _ in data.train(1)]
     assert [tuple(x.shape) for x in first] == [(4, 3, 96, 96), (2, 3, 96, 96)]
     assert next(data.test())[0].shape == (2, 3, 96, 96)
+
+
+LARGE = ("--recipe", "imagenet", "--config", "ResMLP1 @ XChannel = masked 0.5 (16, 16);", "--dim", "16", "--mix-prob", "0", "--warmup", "0", "--cooldown", "0")
+
+
+def test_a_run_on_large_images_that_was_broken_off(torchvision, tmp_path):
+    """Ends with the bits of one that was not, whoever decodes: what is drawn for an image hangs on nothing that a skipped batch leaves behind."""
+    options = ["--data", "folder", "--root", str(make_folder(tmp_path / "data", 2, 1)), *LARGE, "--epochs", "1", "--batch", "2", "--no-figures", "--out"]
+    for name, workers in (("whole", "0"), ("broken", "1")):
+        turns = thesis_train.turns(thesis_train.arguments([*options, str(tmp_path / name), "--workers", workers, "--save-every", "2"]))
+        for step, _ in enumerate(turns, 1):
+            if name == "broken" and step == 3:  # behind the checkpoint of step 2
+                break
+        turns.close()
+    assert thesis_train.main([*options, str(tmp_path / "broken")]) == 0
+    whole, broken = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "broken"))
+    assert same(whole["model"], broken["model"]) and whole["progress"]["step"] == broken["progress"]["step"] == 4
+
+
+def test_large_images_depend_on_seed_and_epoch_only(torchvision, tmp_path):
+    root = make_folder(tmp_path / "data", 2, 1)
+
+    def images(epoch=1, **options):
+        return [x for x, _ in load("folder", root, batch=4, image=96, **options).train(epoch)]
+
+    first = images()
+    torch.rand(7)
+    assert same(first, images()) and same(first, images(workers=1))
+    assert not same(first, images(2)) and not same(first, images(seed=1))
+
+
+@pytest.mark.parametrize("side", [32, 96])
+def test_wrong_image_folders(image_folder, tmp_path, side):
+    """Other classes to test than to train would be compared by their numbers; an empty folder and a file that is no image are named."""
+
+    def told():
+        with pytest.raises(DataMissing) as caught:
+            list(load("folder", root, batch=4, image=side).train(1))
+        return str(caught.value)
+
+    root = shutil.copytree(image_folder, tmp_path / "data")
+    (root / "val" / "dark").rename(root / "val" / "shady")
+    assert f"{root}: expected the same classes in train and val, got 2 and 2; only in train: dark; only in val: shady.\n  fix: those folders" in told()
+    (root / "val" / "shady").rename(root / "val" / "dark")
+    (root / "train" / "light" / "1.png").write_bytes(b"no image")
+    assert f"{root / 'train' / 'light' / '1.png'}: expected an image, got UnidentifiedImageError" in told()
+    (root / "train" / "none").mkdir()
+    assert f"{root}: expected one folder a class with images in it, got: " in told()
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+    assert f"{root}: expected one folder a class with images in it, got: " in told()
+
+
+def test_a_holdout_of_more_images_than_there_are(tmp_path, capsys):
+    assert thesis_train.main(["--data", "digits", "--holdout", "5000", "--out", str(tmp_path / "run")]) == 2
+    assert "holdout: expected fewer than the 1437 training images and at least one, got 5000" in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import image_folder
 import plots
 import pytest
 import torch
 import torch.distributed as dist
 from distributed.imagenet_runs import OPTIONS, ROOT, TEST_IMAGES, broken_off, make_folder, rows, state
+from image_folder import Seeded
 from saved_states import same
-from thesis import checkpoint, imagenet_data
+from thesis import checkpoint
 from thesis import imagenet as program
-from thesis.imagenet_data import Seeded, open_images, torchvision_sets
+from thesis.imagenet_data import open_images, torchvision_sets
 from thesis.imagenet_model import build
 from thesis.imagenet_run import Run
 from thesis.ranks import Ranks
@@ -113,6 +116,20 @@ def test_broken_off_beside_the_row(before, options, whole, tmp_path, monkeypatch
     assert_same_end(tmp_path, whole)
 
 
+def test_fresh_and_killed_at_once(options, whole, tmp_path, monkeypatch, capsys):
+    """Nothing of the run before is gone on with: its log would be lost, and is missed where it is."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "log.csv").write_text((whole / "log.csv").read_text().partition("\n")[0] + "\n")
+    assert program.main([*options, str(tmp_path)]) == 2
+    assert "expected a row for each of the 3 epochs that the checkpoint has behind it, got none of 1, 2, 3" in capsys.readouterr().err
+    monkeypatch.setattr(Run, "epoch", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        program.main([*options, str(tmp_path), "--fresh"])
+    monkeypatch.undo()
+    assert program.main([*options, str(tmp_path)]) == 0
+    assert_same_end(tmp_path, whole)
+
+
 @pytest.mark.slow
 def test_killed(options, whole, tmp_path):
     """kill -9 in the middle of an epoch, with workers that outlive it by a moment and must not hold the folder."""
@@ -183,7 +200,7 @@ def test_each_epoch_has_its_own_crops(root):
 
 
 def test_skipped_images_are_not_read(root, monkeypatch):
-    read, honest = [], imagenet_data.decode
-    monkeypatch.setattr(imagenet_data, "decode", lambda path: read.append(path) or honest(path))
+    read, honest = [], image_folder.decode
+    monkeypatch.setattr(image_folder, "decode", lambda path: read.append(path) or honest(path))
     images = open_images(root, ALONE, image=32, batch=8, seed=0, workers=0)
     assert len(list(images.train(1, 4))) == 2 and len(read) == 16

@@ -65,8 +65,10 @@ def test_wrong_folders(root, options, tmp_path, capsys):
 
 def test_wrong_arguments(root, options, tmp_path, capsys, monkeypatch):
     assert "MixUp and CutMix mix, got one" in told(capsys, [*options, tmp_path, "--batch", "1"])
-    assert "--depth: expected 12" in told(capsys, [*options, tmp_path, "--config", CONFIG])
-    assert "--dense trains without masks" in told(capsys, [*options, tmp_path, "--config", "ResMLP2"])
+    at = options.index("--block")
+    named = [*options[:at], *options[at + 3 :], tmp_path, "--config"]
+    assert "--depth: expected 12" in told(capsys, [*named, CONFIG])
+    assert "--dense trains without masks" in told(capsys, [*named, "ResMLP2"])
     assert "multiple of patch" in told(capsys, [*options, tmp_path, "--patch", "7"])
     monkeypatch.setitem(sys.modules, "timm", None)
     start = ["--root", root, "--out", tmp_path]
@@ -111,6 +113,6 @@ def test_two_runs_of_one_folder(options, tmp_path, capsys):
     with subprocess.Popen([sys.executable, "-c", holder, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         text = told(capsys, [*options, tmp_path])
-        assert "got one that is training there (process 7 on host)" in text and "another --out" in text
+        assert "got one that is in use by process 7 on host.\n  fix: wait for it to end, or name another folder" in text
         other.kill()
     assert program.main([*options, str(tmp_path)]) == 0

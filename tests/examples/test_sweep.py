@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -88,7 +87,7 @@ def test_other_grids(tmp_path):
     jobs = sweep_file.read(file_of(tmp_path, hp=hp)).jobs
     assert [job.name for job in jobs][:2] == ["ResMLP2-dense-guardfree-seed3", "ResMLP2-dense-guardauto-seed3"] and len(jobs) == 6
     assert jobs[-1].name == "ResMLP2-XPatch.masked.4x4.0.5-ste-guardauto-seed3" and sweep_results.variant(jobs[-1]) == "guard=auto"
-    fixed = "{data_set: digits, lr: 1e-4, pretrained_classes: null}"
+    fixed = "{data_set: digits, lr: 1e-4, warmup_lr: 1e-5, pretrained_classes: null}"
     (tmp_path / "a.yaml").write_text(f'hp.model_config: ["ResMLP2 @ XPatch = masked 0.5 (4, 4);"]\nfixed: {fixed}\n')
     (job,) = sweep_file.read(tmp_path / "a.yaml").jobs
     assert job.namespace().lr == 1e-4
@@ -123,6 +122,12 @@ WRONG = [
     ({"fixed": {**FIXED, "pretrained_classes": 1000}}, r"fixed.pretrained_classes: expected none, got '1000': every run begins with random weights"),
     ({"train": {"hidden": 48}}, r"train: expected keys among .*got 'hidden'"),
     ({"train": {"cover": "maybe"}}, r"train.cover: expected true or false, got 'maybe'"),
+    ({"train": {"activations": "abc"}}, r"run 16x16-0.5-masked-seed0: --activations: expected a number, got 'abc'.\n  where: an option of train.py"),
+    ({"train": {"regrow": "gradient"}}, r"run .*--regrow BY:FRACTION: expected a number, got ''"),
+    ({"train": {"schedule": "cubic:zz"}}, r"run .*: expected a number of optimiser steps such as 500, or of epochs such as 10ep, got 'zz'"),
+    ({"train": {"model": "cifar"}}, r"run .*: --model cifar takes images of 32 pixels, --data digits has 8"),
+    ({"train": {"warmup": -1}}, r"run .*: --warmup: expected 0 or more, got -1.0"),
+    ({"meta": {"sandbox": "$NO_SUCH/x"}}, r"meta.sandbox: expected a folder, got \$NO_SUCH/x, whose variable is not set.\n  fix: set it, or .* --out"),
     ({"meta": {"mode": "random"}}, r"meta.mode: expected grid, got 'random'"),
     ({"meta": {"run": "cloud"}}, r"meta.run: expected local or slurm, got 'cloud'"),
     ({"meta": {"script": "none.py"}}, r"meta.script: expected a script that takes train.py's options, got .*none.py, which is not there"),
@@ -134,7 +139,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("sections", "message"), WRONG)
 def test_wrong_files(sections, message, tmp_path, capsys):
-    assert sweep.main(["run", str(file_of(tmp_path, **sections)), "--out", str(tmp_path / "out")]) == 2
+    out = [] if "sandbox" in sections.get("meta", ()) else ["--out", str(tmp_path / "out")]
+    assert sweep.main(["run", str(file_of(tmp_path, **sections)), *out]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.glob("out/*/run.json"))
 
@@ -291,10 +297,10 @@ def test_one_run_fails_and_the_others_go_on(tmp_path):
 
 
 def test_images_that_do_not_fit_into_memory(tmp_path, capsys, monkeypatch):
-    large = program.data_of(sweep_file.read(file_of(tmp_path)).jobs[0].namespace())
-    monkeypatch.setattr(program, "data_of", lambda args: dataclasses.replace(large, of_seed=None, image=224))
-    assert sweep.main(["run", str(file_of(tmp_path)), "--out", str(tmp_path / "out"), "--at-once", "2"]) == 2
-    assert "--at-once: expected images of at most 64 pixels, which fit into memory, got digits of 224 pixels" in capsys.readouterr().err
+    monkeypatch.setattr(program, "data_of", lambda args: pytest.fail("loaded"))
+    file = file_of(tmp_path, fixed={**FIXED, "data_set": "folder", "data_dir": str(tmp_path)}, train={**SMALL["train"], "model": "s12", "holdout": 0})
+    assert sweep.main(["run", str(file), "--out", str(tmp_path / "out"), "--at-once", "2"]) == 2
+    assert "--at-once: expected images of at most 64 pixels, which fit into memory, got folder of 224 pixels" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

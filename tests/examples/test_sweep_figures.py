@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from thesis import sweep_figures, sweep_file, sweep_results
+from thesis import sweep_checks, sweep_figures, sweep_file, sweep_results
 
 SWEEPS = Path(__file__).parents[2] / "examples" / "thesis" / "sweeps"
 
@@ -58,3 +58,17 @@ def test_files(part, tmp_path):
     assert names == {"figure_6_1_masked.png", "figure_6_2_unmasked.png", "figure_6_4.png", *singles} == {p.name for p in tmp_path.iterdir()}
     figure = sweep_figures.single(runs[0])
     assert [axes.lines[0].get_color() for axes in figure.axes] == ["tab:green", "tab:blue"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"ratio": 0.85}, r"--ratio: expected one of the sweep's, 0\.1, .*0\.9, got 0\.85"),
+        ({"names": ["nothere"]}, "--figure-of: expected runs that have ended, such as 1x1-0.1-masked-seed0, .*, got nothere"),
+        ({"names": ["2x2-0.1-masked-seed0"]}, "--figure-of: expected runs that have ended, .*, got 2x2-0.1-masked-seed0"),
+    ],
+)
+def test_figures_of_nothing(asked, message, part, tmp_path):
+    with pytest.raises(sweep_checks.SweepError, match=message):
+        sweep_figures.draw(*part, tmp_path, **asked)
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,10 @@
-"""Runs of a sweep by a process each, beside what a killed sweep has left."""
+"""Runs of a sweep by a process each, beside what a killed sweep has left, and in turns, of which some fail."""
 
 import os
 import threading
 from types import SimpleNamespace
 
-from thesis import lock, sweep_local
+from thesis import lock, many, sweep_local, train
 
 
 def test_a_run_that_a_killed_sweep_began_after_we_had_looked(tmp_path):
@@ -34,3 +34,15 @@ def test_a_run_that_a_killed_sweep_began_after_we_had_looked(tmp_path):
     free = SimpleNamespace(name="b", arguments=())
     assert sweep_local.one_process_each([free], tmp_path, script, [dict(os.environ)], lambda _: False, lambda *a: told.append(a)) == 1  # tried once
     assert told[1:] == [("b", 2)]
+
+
+def test_whatever_one_run_dies_of_the_others_go_on(tmp_path, capsys):
+    """Before its first step, too: a folder that cannot be made, images that are not enough."""
+    (tmp_path / "file").touch()
+    options, told = ["--epochs", "1", "--batch", "700", "--threads", "1", "--no-figures"], {}
+    outs = {"good": tmp_path / "good", "no folder": tmp_path / "file" / "out", "few": tmp_path / "few", "last": tmp_path / "last"}
+    runs = [(name, train.arguments([*options, "--out", str(out), "--holdout", "99999" if name == "few" else "0"])) for name, out in outs.items()]
+    assert many.together(runs, 2, told.__setitem__) == 2
+    assert told == {"good": 0, "no folder": 2, "few": 2, "last": 0}
+    assert f"{outs['no folder']} cannot be made: Not a directory.\n  fix: name a folder" in capsys.readouterr().err
+    assert (outs["few"] / "output.txt").read_text().startswith("holdout: expected fewer than the 1437 training images") and (outs["last"] / "log.csv").exists()

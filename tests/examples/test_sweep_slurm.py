@@ -62,7 +62,7 @@ def package(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
-    return lambda: sweep.main(["run", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "out")])
+    return lambda *options: sweep.main(["run", str(tmp_path / "sweep.json"), "--out", str(tmp_path / "out"), *options])
 
 
 def test_what_is_submitted(package, run, tmp_path, capsys):
@@ -75,6 +75,12 @@ def test_what_is_submitted(package, run, tmp_path, capsys):
     outs = [Path(command[command.index("--out") + 1]) for command in package.sent]
     assert len(set(outs)) == 3 and all(out.is_absolute() and out.parent == (tmp_path / "out").resolve() for out in outs)
     assert "3 runs sent to SLURM, 0 queued or running from before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--jobs", "--at-once"])
+def test_processes_of_this_machine(option, package, run, capsys):
+    assert run(option, "7") == 2 and not package.sent
+    assert f"{option}: expected meta.run local" in capsys.readouterr().err
 
 
 def test_only_what_is_neither_queued_nor_running_is_sent_again(package, run, capsys):
@@ -112,3 +118,11 @@ def test_times():
     assert {text: sweep_slurm.minutes(text) for text in said} == said
     with pytest.raises(SweepError, match=r"sbatch.time: expected sbatch's form, such as 90, 12:00:00 or 1-12:00:00, got '12h'"):
         sweep_slurm.minutes("12h")
+
+
+def test_variables_of_the_folder(monkeypatch, tmp_path):
+    """As in fixed.data_dir."""
+    monkeypatch.setenv("FXMASK_RUNS", str(tmp_path))
+    (tmp_path / "sweep.json").write_text(json.dumps({**SWEEP, "meta": {"sandbox": "$FXMASK_RUNS/all", "prefix": "grid"}}))
+    assert sweep.main(["table", str(tmp_path / "sweep.json")]) == 0
+    assert (tmp_path / "all" / "grid" / "masked_accuracy.csv").exists()

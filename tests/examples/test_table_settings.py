@@ -14,10 +14,10 @@ from thesis import train as program
 JPEG = "CIFAR-10 as JPEG, quality 75"
 
 
-def finished(folder, **facts):
+def finished(folder, rows=2, **facts):
     folder.mkdir(parents=True)
     row = ",".join(str(i) for i, _ in enumerate(program.COLUMNS))
-    (folder / "log.csv").write_text("\n".join([",".join(program.COLUMNS), row, row]) + "\n")
+    (folder / "log.csv").write_text("\n".join([",".join(program.COLUMNS), *[row] * rows]) + "\n")
     known = {"epochs": 2, "dense": True, "data": "digits", "threads": 1, "torch": "2", "holdout": 200}
     (folder / "run.json").write_text(json.dumps({**known, **facts}))
 
@@ -103,13 +103,32 @@ def test_two_that_write_the_modes_lose_no_row(tmp_path, monkeypatch):
     def slow(*run):
         if not others:
             finished(tmp_path / "runs" / names[1], **dense)
-            others.append(threading.Thread(target=cifar10_modes.write, args=(tmp_path / "runs", tmp_path / "t.csv", 2, "folder")))
+            others.append(threading.Thread(target=cifar10_modes.write, args=(tmp_path / "runs", tmp_path / "t.csv")))
             others[0].start()
             others[0].join(0.3)
         return row_of(*run)
 
     monkeypatch.setattr(cifar10_modes, "row_of", slow)
-    cifar10_modes.write(tmp_path / "runs", tmp_path / "t.csv", 2, "folder")
+    cifar10_modes.write(tmp_path / "runs", tmp_path / "t.csv")
     others[0].join()
     with (tmp_path / "t.csv").open(newline="") as file:
         assert [r["run"] for r in csv.DictReader(file)] == names
+
+
+def test_the_modes_keep_the_rows_of_other_runs(tmp_path):
+    """Of other folders, lengths, seeds and data; a run that lies here has one row, and one that has not ended none."""
+    table, name = tmp_path / "t.csv", "dense-adam"
+    facts = {"backward": "masked", "opt": "adam", "guard": "free", "criterion": "fro", "schedule": None, "seed": 0}
+    committed = csv_files.read(cifar10_modes.HERE.parent / "results" / "cifar10_modes.csv")
+    csv_files.write(table, cifar10_modes.COLUMNS, committed)
+    others = [{}, {"seed": 1}, {"data": "folder"}, {"epochs": 3, "rows": 3}]
+    for i, other in enumerate(others):
+        finished(tmp_path / str(i) / name, **facts | other)
+        cifar10_modes.write(tmp_path / str(i), table)
+        cifar10_modes.write(tmp_path / str(i), table)
+    finished(tmp_path / "running" / "ste-adam-free", epochs=4, **facts)
+    cifar10_modes.write(tmp_path / "running", table)
+    rows = csv_files.read(table)
+    added = [r for r in rows if r not in committed]
+    assert len(committed) == 13 and [r for r in rows if r in committed] == committed and {r["run"] for r in rows[: 1 + len(others)]} == {name}
+    assert [(r["epochs"], r["seed"], r["data"]) for r in added] == [("2", "0", "digits"), ("2", "1", "digits"), ("2", "0", JPEG), ("3", "0", "digits")]

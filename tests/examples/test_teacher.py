@@ -150,7 +150,7 @@ def test_wrong_use(dense, tmp_path, capsys):
         (dense, ("--teach-blocks", "nan"), "--teach-blocks: expected a weight of 0 or more, got nan"),
         (dense, ("--teach", "0.7:inf"), "--teach: expected a share of 0 to 1 and a temperature above 0"),
         (dense, ("--from-teacher", "--dim", "48"), "--from-teacher: expected a teacher of the pupil's shape, got embed.weight (32, 1), the pupil has (48, 1)"),
-        (dense, ("--from-teacher", "--model", "cifar"), "--from-teacher: expected a teacher of the pupil's shape"),
+        (dense, ("--from-teacher", "--config", "ResMLP3"), "--from-teacher: expected a teacher of the pupil's shape"),
         (dense, ("--teach-blocks", "1", "--dim", "48"), "expected a teacher with the pupil's (depth, tokens, width) (2, 64, 48), got (2, 64, 32)"),
     ):
         assert program.main([*SHORT, "--teacher", str(teacher), *more, "--out", str(tmp_path / "pupil")]) == 2

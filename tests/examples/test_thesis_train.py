@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,32 @@ def test_an_ended_run_is_left_alone(whole, capsys):
     before = state(whole)
     assert program.main([*MASKED, "--out", str(whole)]) == 0
     assert same(state(whole), before) and "going on after step" in capsys.readouterr().out
+
+
+def test_fresh_and_killed_at_once(tmp_path, whole, monkeypatch):
+    """Nothing of the run before is gone on with: its log would be lost."""
+    out = shutil.copytree(whole, tmp_path / "out")
+    (out / "test.json").write_text("{}")
+    monkeypatch.setattr(program.Run, "epoch", lambda *args: (_ for _ in ()).throw(Crash))
+    with pytest.raises(Crash):
+        program.main([*MASKED, "--fresh", "--out", str(out)])
+    monkeypatch.undo()
+    assert {p.name for p in out.iterdir()} == {"log.csv", "active_blocks.csv", "run.json", "lock"}
+    assert program.main([*MASKED, "--out", str(out)]) == 0
+    assert_same_end(out, whole)
+
+
+def test_a_log_that_lacks_epochs(tmp_path, whole, capsys):
+    out = shutil.copytree(whole, tmp_path / "out")
+    lines = (out / "log.csv").read_text().splitlines(keepends=True)
+    for text, missing in (("", "1, 2, 3"), ("".join(lines[:2] + lines[3:]), "2"), ("".join(lines)[:-20], "3")):
+        (out / "log.csv").write_text(text)
+        assert program.main([*MASKED, "--out", str(out)]) == 2
+        said = f"expected a row for each of the 3 epochs that the checkpoint has behind it, got none of {missing}.\n  fix: bring the file back, or --fresh"
+        assert f"{out / 'log.csv'}: {said}" in capsys.readouterr().err
+        assert (out / "log.csv").read_text() == text
+    assert program.main([*MASKED, "--fresh", "--out", str(out)]) == 0
+    assert_same_end(out, whole)
 
 
 def test_cut_off_checkpoint(tmp_path, whole, capsys):

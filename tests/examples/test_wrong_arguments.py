@@ -10,11 +10,12 @@ import train
 from benchmarks import advice, block_dropout, masked_step, page_faults, tile_scan, traffic, train_step, whole_model
 from recipes import timm_train
 from sparsedrop import figure_4
-from thesis import accuracy, isoflop, many, stability
+from thesis import accuracy, imagenet, isoflop, many, stability, sweep
 from thesis import train as thesis_train
 
 NO_FILE = "which is no file"
 AT_LEAST = "expected at least 1, got 0"
+ROOT = ["--root", "nowhere"]
 CASES = {
     "a scan": (tile_scan, ["--show", "nowhere.csv"], NO_FILE),
     "a scan that is none": (tile_scan, ["--show", __file__], "expected a csv that --csv has written"),
@@ -41,6 +42,23 @@ CASES = {
     "a thesis training's device": (thesis_train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "bounds": (stability, ["--steps", "9", "--models", "mlp512", "--modes", "dense", "--csv", "t.csv"], "--steps: expected at least 10, got 9"),
     "a batch": (stability, ["--batch", "0"], f"--batch: {AT_LEAST}"),
+    "epochs of a comparison": (accuracy, ["final", "--epochs", "0"], f"--epochs: {AT_LEAST}"),
+    "processes of a comparison": (accuracy, ["final", "--at-once", "0"], f"--at-once: {AT_LEAST}"),
+    "a held-out set of a comparison": (accuracy, ["final", "--holdout", "-3"], "--holdout: expected 0 or more, got -3"),
+    "a model of other images": (thesis_train, ["--model", "cifar"], "--model cifar takes images of 32 pixels, --data digits has 8."),
+    "a recipe of other images": (thesis_train, ["--recipe", "imagenet"], "--model imagenet-thesis takes images of 224 pixels, --data digits has 8."),
+    "an exchange": (thesis_train, ["--regrow", "gradient"], "--regrow BY:FRACTION: expected a number, got ''."),
+    "pruned inputs": (thesis_train, ["--activations", "abc"], "--activations: expected a number, got 'abc'."),
+    "blocks of pruned inputs": (thesis_train, ["--activations", "0.5:x"], "--activations: expected RATIO:BLOCK such as 0.5:16, got '0.5:x'."),
+    "cycles": (thesis_train, ["--schedule", "cyclic:5ep,cycles=a"], "--schedule: cycles=: expected a number, got 'a'."),
+    "a ramp's start": (train, ["--schedule", "cubic:5ep,initial=x"], "--schedule: initial=: expected a number, got 'x'."),
+    "a warm-up to less": (thesis_train, ["--lr", "1e-4"], "--warmup-lr: expected a number above 0 and at most --lr, 0.0001, "),
+    "a decay to more": (thesis_train, ["--lr", "1e-6", "--warmup", "0"], "--min-lr: expected at most --lr, 1e-06, got 1e-05"),
+    "layers of nobody": (imagenet, [*ROOT, "--exclude", "fc1"], "--exclude: expected with --timm"),
+    "masks beside a configuration": (imagenet, [*ROOT, "--config", "ResMLP1", "--ratio", "0.5"], "which layers are masked and how: leave out --ratio"),
+    "blocks beside none": (imagenet, [*ROOT, "--dense", "--block", "8", "8"], "--dense has no masks: leave out --config, --ratio and --block"),
+    "runs of sweep's table": (sweep, ["table", "x.yaml", "--only", "zzz"], "--only: expected with run or list, got it with table"),
+    "a ratio that nothing draws": (sweep, ["run", "x.yaml", "--ratio", "0.5"], "--ratio: expected with figures, got it with run"),
     "the demo's folder": (demo, ["--out", f"{__file__}/out"], "expected a folder to write to"),
 } | {
     f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
@@ -60,6 +78,24 @@ def test_one_line_and_two(case, capsys, monkeypatch, tmp_path):
     said = capsys.readouterr().err.strip()
     assert code == 2 and words in said and "Traceback" not in said
     assert not list(tmp_path.iterdir())
+
+
+THREE, TWO = {"train": train, "thesis": thesis_train, "imagenet": imagenet}, {"thesis": thesis_train, "imagenet": imagenet}
+RANGES = [
+    *((THREE, option, "-1") for option in ("--threads", "--workers", "--refresh", "--warmup", "--min-lr", "--weight-decay")),
+    *((THREE, option, value) for option, value in (("--epochs", "0"), ("--batch", "0"), ("--lr", "0"), ("--lr", "nan"), ("--smoothing", "2"))),
+    *((TWO, f"--{name}", "-1") for name in ("cooldown", "mixup", "cutmix", "mix-prob", "mix-switch", "masks-from", "save-every")),
+    *((TWO, option, value) for option, value in (("--stop", "0"), ("--dim", "0"), ("--dim", "-4"), ("--mix-prob", "1.1"), ("--warmup", "inf"))),
+    *(({"imagenet": imagenet}, option, "0") for option in ("--image", "--depth", "--patch")),
+    ({"thesis": thesis_train}, "--holdout", "-3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "option", "value"), [(script, option, value) for scripts, option, value in RANGES for script in scripts])
+def test_numbers_of_a_recipe(script, option, value, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        THREE[script].main([*(ROOT if script == "imagenet" else ()), option, value, "--out", str(tmp_path / "run")])
+    assert end.value.code == 2 and f"error: {option}: expected " in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("args", "code"), [([], 2), (["nowhere"], 2), (["--help"], None)])
