@@ -66,6 +66,11 @@ def decided_by_apply(w: Tensor) -> bool:
     return hasattr(w, _DECIDED)
 
 
+def left_by_apply(layer: nn.Module | None) -> bool:
+    """Whether `apply` has decided about a layer, so that one without a mask was left dense by it."""
+    return layer is not None and _DECIDED in layer.__dict__
+
+
 def times_applied() -> int:
     """How often `apply` has masked weights in this process: whoever guards some knows without a walk that there can be no others since."""
     return _times_applied

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, matrix_shape
@@ -15,8 +16,6 @@ from .passes.finding.conv import KINDS
 from .passes.finding.graph_linears import graph_modules, weight_reads
 from .passes.finding.outside import elements, unsaid, words
 from .passes.graphs.trace_check import frozen_randomness
-from .passes.settings.activation_pruning import ActivationPruning
-from .passes.settings.config import WeightMask
 from .passes.settings.phases import in_turn
 from .swap import Swapped
 
@@ -52,38 +51,26 @@ def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: P
         warn(message(what, fix=fix))
 
 
-def warn_of_regions(model: nn.Module, chosen: Iterable[tuple[Decision, Any]]) -> None:
-    """Warn where layers in one place of regions that the compiler traces once (`torch.compiler.nested_compile_region`) would run each other's code: a dense
-    one before one that is not, as PyTorch compares no classes, nor what a dense layer does not have; and options that change by the step, in one alone, as of
-    layers that share the code it looks at the first. `chosen`: what is about to change, with its configuration."""
-    changed: dict[int, list[Any]] = {}
-    for d, config in chosen:
-        changed.setdefault(id(d.candidate.module), []).extend(_moving(config))
-    first: dict[tuple[int, str], tuple[str, list[Any] | None]] = {}
-    dense: dict[str, str] = {}
-    moved: dict[str, str] = {}
+def warn_of_regions(model: nn.Module, chosen: Iterable[Decision]) -> None:
+    """Warn where a region that the compiler traces once for all layers alike (`torch.compiler.nested_compile_region`) stays dense before one that does not:
+    PyTorch compares no classes, nor what a dense layer does not have, so that the dense code may serve both. `chosen`: what is about to change.
+
+    Before: in the order of the modules. Neither another order of calls is seen, nor a layer that is restored by itself later on.
+    """
+    changed = {id(d.candidate.module) for d in chosen}
+    dense: dict[Any, str] = {}
     for name, region in model.named_modules():
         traced = getattr(region.forward, "__marked_compile_region_fn__", None)
+        alike = tuple((n, p.dtype, None if is_lazy(p) else p.shape) for n, p in region.named_parameters()) if traced is not None else ()
         for inner, m in region.named_modules() if traced is not None else ():
-            full, now = f"{name}.{inner}".strip("."), changed.get(id(m))
-            if now is not None or (isinstance(m, KINDS) and not isinstance(m, Swapped)):
-                other, then = first.setdefault((id(getattr(traced, "__func__", traced)), inner), (full, now))
-                if now is not None and now != then:
-                    (dense if then is None else moved).setdefault(other, full)
-    same = "torch.compile takes the code of one region for all that are alike (nested_compile_region)"
-    for one, other in list(dense.items())[:1]:
-        fix = f"mask all alike (in blocks, overrides={{{one!r}: dict(ratio=0.0)}} keeps all of its own), or leave nested_compile_region out."
-        warn(message(f"{same}, and {one} is dense before {other}: compiled, {other} and its like would run dense.", fix=fix))
-    for one, other in list(moved.items())[:1]:
-        what = f"{same}, and what changes by the step in {other} is not what does in {one}: compiled, it would not change."
-        warn(message(what, fix="give all of them the same phases and schedules of pruned inputs, or leave nested_compile_region out."))
-
-
-def _moving(config: Any) -> list[Any]:
-    """The options of a layer by which compiled code changes from step to step."""
-    if isinstance(config, ActivationPruning):
-        return [config.schedule, config.start] if config.needs_steps else []
-    return [config.phases] if isinstance(config, WeightMask) and config.phases else []
+            place, full = (id(getattr(traced, "__func__", traced)), alike, inner), f"{name}.{inner}".strip(".")
+            if id(m) in changed and place in dense:
+                what = f"torch.compile takes the code of one region for all that are alike (nested_compile_region), and {dense[place]} is dense before {full}"
+                fix = "mask all alike, those that are to stay dense with ratio=0.0, which keeps all of their blocks; or leave nested_compile_region out."
+                warn(message(f"{what}: compiled, {full} and its like may run dense.", fix=fix))
+                return
+            if isinstance(m, KINDS) and not isinstance(m, Swapped) and id(m) not in changed:
+                dense.setdefault(place, full)
 
 
 def warn_if_dense(decisions: list[Decision]) -> None:

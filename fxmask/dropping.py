@@ -23,7 +23,7 @@ from .passes.finding.weights import raw_weight
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
-from .swap import MaskedLinear, Swapped, look, masked_class, of_now, ran
+from .swap import MaskedLinear, Swapped, look, masked_class, number, of_now, ran, unnumber
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -148,7 +148,8 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
         if d.candidate.host is None and m is not None:
             if not isinstance(m, MaskedLinear):
                 m.__class__ = masked_class(type(m), DroppedLinear)
-            m.__dict__.update(_fxmask_dropping=config, _fxmask_beside=config.kind)
+            m._fxmask_dropping = config  # type: ignore[assignment]
+            number(m, config)
             if dropout is not None:
                 dropout.__class__ = FusedDropout
                 dropout._fxmask_pair = m._fxmask_pair = pair = Pair()  # type: ignore[assignment]
@@ -195,7 +196,7 @@ def undrop(model: nn.Module) -> None:
         if isinstance(m, FusedDropout):
             m.__class__ = nn.Dropout  # type: ignore[assignment]
         m.__dict__.pop("_fxmask_dropping", None)
-        m.__dict__.pop("_fxmask_beside", None)
+        unnumber(m)
         m.__dict__.pop("_fxmask_pair", None)
 
 

@@ -189,7 +189,8 @@ class HealthLog:
             return None
         with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
             first = file.readline()
-            if first and first.rstrip() != ",".join(COLUMNS):
+            whole, cut = next(csv.reader([first]), []) == list(COLUMNS), not first.endswith("\n") and ",".join(COLUMNS).startswith(first)  # by a kill
+            if not (whole or cut):
                 what = f"HealthLog.load_state_dict: {self.path} is no csv of a log: expected a first line {COLUMNS[0]},{COLUMNS[1]},..., got {first[:60]!r}."
                 raise StateError(message(what, fix="name another path, or the file that the saved log has written."))
             return list(csv.DictReader(file, COLUMNS))

@@ -162,7 +162,7 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
 
 def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     """`apply` without a WeightMask."""
-    warn_of_regions(model, [*inputs.pruned, *((d, config) for d, config, _ in inputs.dropped)])
+    warn_of_regions(model, [d for d in decisions if id(d) in inputs.wanted])
     inputs.change(model)
     model.__dict__.pop(REASONS, None)
     done = {name for name, _ in dropped_layers(model)}

@@ -19,7 +19,7 @@ from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
-from .swap import MaskedLinear, Swapped, look, masked_class, of_now
+from .swap import MaskedLinear, Swapped, look, masked_class, number, of_now, unnumber
 
 
 class Pruned(Swapped):
@@ -79,6 +79,7 @@ def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) ->
             if not isinstance(m, MaskedLinear):
                 m.__class__ = masked_class(cls, PrunedProduct if d.candidate.product else PrunedLinear)
             install(m, config)
+            number(m, config)
     linears, products = ([(d, config) for d, config in chosen if d.candidate.product == which] for which in (False, True))
     rewrites = [PruneActivations(linears), PruneProducts(products)]
     for _, gm in graph_modules(model):
@@ -94,6 +95,7 @@ def unprune(model: nn.Module) -> None:
             m.__class__ = m._fxmask_base  # type: ignore[assignment]
             m.__dict__.pop("_fxmask_product", None)
         uninstall(m)
+        unnumber(m)
 
 
 def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from .kernels.errors import StateError, message
 from .passes.settings.activation_pruning import ActivationPruning
-from .passes.state.pruning_schedule import advance, held, is_announced
+from .passes.state.pruning_schedule import advance, is_announced
 from .pruning import scheduled_layers
 
 KEYS = {"settings", "step", "announced", "guarded"}
@@ -58,4 +58,4 @@ def load_pruning_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
         if d["_fxmask_pruning_guard"] is not None or (entry["announced"] and not entry["guarded"]):
             advance(m, 0)
         else:
-            d.update(held(d["_fxmask_pruning_given"]))
+            d["_fxmask_pruning"] = d["_fxmask_pruning_given"]

@@ -28,6 +28,7 @@ from .passes.finding.weights import peek_weight, raw_weight
 from .passes.settings.activation_pruning import ActivationPruning, saves
 from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.config import WeightMask
+from .passes.settings.options import Options
 from .passes.state import gpu_site
 from .passes.state import site as state
 from .passes.state.pruning_schedule import copied, words
@@ -46,6 +47,7 @@ class Swapped(nn.Module):
     _fxmask_base: type[nn.Module]  # of the class: what it was before
     _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
     _fxmask_class: type[nn.Module]  # the class that `masked_class` made
+    _fxmask_asked: int = 0  # a number of what was asked for, see `number`
     __prepare_scriptable__ = refuse_scripting
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -100,9 +102,19 @@ def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(m).forward(m, *args, **kwargs)
 
 
-def look(m: nn.Module) -> None:
-    """Look at the number of the options that are in force, because the compiler compares what is looked at; see `Options.kind`."""
-    assert m.__dict__["_fxmask_beside"] >= 0
+def number(m: nn.Module, config: Options) -> None:
+    """Let a layer hold a number of what was asked for, of all of it where that is more than one configuration."""
+    m.__dict__["_fxmask_asked"] = m.__dict__.get("_fxmask_asked", 0) ^ config.kind
+
+
+def unnumber(m: nn.Module) -> None:
+    m.__dict__.pop("_fxmask_asked", None)
+
+
+def look(m: Swapped) -> None:
+    """Look at that number, because the compiler compares what is looked at; see `Options.kind`. No assertion, which `python -O` would leave out."""
+    if m._fxmask_asked < 0:
+        raise AssertionError
 
 
 def ran(m: nn.Module) -> None:
@@ -260,6 +272,7 @@ def swap(
     assert isinstance(m, MaskedLayer)
     unmasked.discard(m)
     state.install(m, config, name, weight, stream_name, own)
+    number(m, config)
     if isinstance(m, ReadWeight):
         for owner in owners:
             if owner is not m and not isinstance(owner, WeightReader):

@@ -54,9 +54,7 @@ def images(name: str, root: Path | None, batch: int) -> Data:
     try:
         return data.load(files, root, batch=batch, holdout=SMALL[name].held)
     except DataMissing as error:
-        raise DataMissing(str(error).replace("--root", "--data")) from None  # as it is called here
-    except ValueError as error:
-        raise DataMissing(f"--data {root}: {error}\n  fix: a folder with more of them; {SMALL[name].held} are held out of training.") from None
+        raise DataMissing(str(error).replace("--root", "--data").replace("holdout:", f"--data {root}: holdout:")) from None  # as it is called here
 
 
 def of_seed(found: Data, seed: int) -> Data:

@@ -22,13 +22,13 @@ def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any
     found: dict[str, dict[str, Any]] = {}
     if ncu_csv is not None:
         found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}
+    outside = found.pop("", {}).get("launches", 0)  # of kernels in no range; in `timings` that is the name of the model itself
     if timings is not None and not isinstance(timings, Mapping):
         raise ConfigError(f"timings: expected a dict of seconds by node or module, got {timings!r}.")
     for name, seconds in (timings or {}).items():
         if not isinstance(seconds, Real) or not float(seconds) > 0:
             raise ConfigError(f"timings: expected seconds above 0, got {seconds!r} for {name!r}.")
         found.setdefault(name, {})["time_us"] = 1e6 * seconds
-    outside = found.pop("", {}).get("launches", 0)  # of kernels in no range; the model's own ops have that name
     rows = tables["roofline"]
     matched = {name: group for name in found if (group := rows_of(rows, name))}
     if (found or outside) and not matched:

@@ -58,6 +58,7 @@ class GuardHandle:
         self._clear = "" if masked_step else elementwise.cleared_while_masked(optimizer, returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._held, self._applied = ids_of(optimizer), times_applied()
+        self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
         before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         before.fxmask_guard = self
@@ -98,6 +99,8 @@ class GuardHandle:
         new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
         guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
         followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is not self._token]  # another guard may have counted for it at rest
+        now = max((s._fxmask_step for s, _ in self._followed), default=0)
+        self._ahead = {id(s) for s, _ in followed if s._fxmask_guard is not None and s._fxmask_step > now}
         self._guarded, self._followed = self._guarded + guarded, self._followed + followed
         self._take(optimizer, guarded, followed)
 
@@ -195,7 +198,8 @@ class GuardHandle:
         self.steps += 1
         for g in self._guarded:
             g.stateless = g.by_momenta and g.weight.grad is not None and not state_of(optimizer, g.weight)
-        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed], 1, compute)
+        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed if id(site) not in self._ahead], 1, compute)
+        self._ahead = set()
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)
         reset_returned(optimizer, self._guarded)

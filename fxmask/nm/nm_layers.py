@@ -20,7 +20,7 @@ from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
 from ..sites import expect_module, values_of
-from ..swap import Swapped, look, masked_class, of_now
+from ..swap import Swapped, look, masked_class, number, of_now, unnumber
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, refuse_size, take_order, tau_of, warn_scaled
 
 
@@ -29,7 +29,6 @@ class NMLayer(Swapped):
 
     _fxmask_nm: NMMask
     _fxmask_nm_frozen: bool
-    _fxmask_beside: int  # `NMMask.kind`
     _fxmask_nm_step: int  # optimiser steps that were told, and whether anybody tells them, of a temperature that moves
     _fxmask_nm_counted: bool
     _fxmask_nm_rested: tuple[str, ...]  # parameters whose requires_grad apply has switched off
@@ -145,7 +144,7 @@ def swap_nm(m: nn.Module, config: NMMask) -> None:
     assert isinstance(m, NMLayer)
     m._fxmask_nm, m._fxmask_nm_frozen, m._fxmask_nm_rested = config, False, ()
     m._fxmask_nm_step, m._fxmask_nm_counted, m._fxmask_nm_lost, m._fxmask_nm_device = 0, False, False, weight.device
-    m._fxmask_beside = config.kind
+    number(m, config)
     m._fxmask_nm_own = found[ORDER] is not None
     m.__dict__.update(found)
     m.register_load_state_dict_post_hook(_after_load)
@@ -174,8 +173,9 @@ def unswap_nm(model: nn.Module) -> None:
         for n, p in m.named_parameters():
             if n in m._fxmask_nm_rested:
                 p.requires_grad_(True)
-        for name in [name for name in m.__dict__ if name in ATTRIBUTES or name.startswith(("_fxmask_nm", "_fxmask_beside"))]:
+        for name in [name for name in m.__dict__ if name in ATTRIBUTES or name.startswith("_fxmask_nm")]:
             del m.__dict__[name]
+        unnumber(m)
         unhook(m, lambda hook: hook is _after_load)
 
 

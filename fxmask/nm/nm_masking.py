@@ -28,6 +28,8 @@ from .nm_attributes import advance, is_resized
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .unlearned import expect_learning
 
+FROZEN_LOST = "; its mask was lost on the meta device, and its forward raises until fxmask.load_state_dict brings it"
+
 M = TypeVar("M", bound=nn.Module)
 Chosen = list[tuple[Decision, NMMask]]
 
@@ -42,7 +44,7 @@ def apply_nm(
     decisions = choose(find_nm(model, kinds), WeightMask(), include, exclude, mask_overrides(overrides, config, True), model)
     chosen = _selected(decisions, config, overrides)
     _check(chosen)
-    warn_of_regions(model, chosen)
+    warn_of_regions(model, [d for d, _ in chosen])
     try:
         for d, c in chosen:
             assert d.candidate.module is not None  # no graph is left
@@ -133,7 +135,8 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
     """What `explain` says of a layer with an N:M mask, beyond its name and shape."""
     c, weight = m._fxmask_nm, peek_weight(m)
     ratio, frozen = 1 - c.n / c.m, m._fxmask_nm_frozen
-    unfit = LOST if m._fxmask_nm_lost else RESIZED if is_resized(m, weight) else ""
+    lost = FROZEN_LOST if frozen else LOST
+    unfit = lost if m._fxmask_nm_lost else RESIZED if is_resized(m, weight) else ""
     kept = None if weight.is_meta or unfit else int(element_mask(m).sum())
     made = ", which a kernel makes in one pass" if c.impl == "triton" and not frozen else ""
     drawn = "; not frozen: train() draws patterns, eval() takes the likeliest" if c.mode == "learned" and not frozen else ""

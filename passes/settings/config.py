@@ -84,6 +84,7 @@ class WeightMask(Options):
     _observes: ClassVar[bool]  # plain attributes of each instance, and no fields
     _remembers: ClassVar[bool]
     _wants_weight: ClassVar[bool]
+    _needs_steps: ClassVar[bool]
 
     def __post_init__(self) -> None:
         ratio_units(self.ratio)
@@ -126,16 +127,17 @@ class WeightMask(Options):
             object.__setattr__(self, "phases", check_phases(self))
             if GIVEN in values(self, "criterion"):
                 raise ConfigError(f"{ONLY_GIVEN}: expected it from the first step on, got it in phases={self.phases!r}.")
-        self._number(self.block, self.backward, self.criterion, self.ties, self.cover, self.impl)
+        self._number(self.block, self.backward, self.criterion, self.ties, self.cover, self.impl, self.phases)
         counts_flips = isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate"
         object.__setattr__(self, "_wants_weight", counts_flips or self.ever_cached)
+        moving = self.schedule is not None and self.schedule.moves
+        counts = self.start > 0 or self.refresh > 1 or self.backward == "rigl" or self.phases is not None
+        object.__setattr__(self, "_needs_steps", moving or counts or (self.remembers and self.refresh > 0))
 
     @property
     def needs_steps(self) -> bool:
         """Whether the mask depends on how many optimiser steps were taken."""
-        moving = self.schedule is not None and self.schedule.moves
-        counts = self.start > 0 or self.refresh > 1 or self.backward == "rigl" or self.phases is not None
-        return moving or counts or (self.remembers and self.refresh > 0)
+        return self._needs_steps
 
     @property
     def cached(self) -> bool:

@@ -14,19 +14,14 @@ from torch import nn
 if TYPE_CHECKING:
     from ..settings.activation_pruning import ActivationPruning
 
-NAMES = ("_fxmask_beside", "_fxmask_pruning", "_fxmask_pruning_given", "_fxmask_pruning_step", "_fxmask_pruning_guard")
+NAMES = ("_fxmask_pruning", "_fxmask_pruning_given", "_fxmask_pruning_step", "_fxmask_pruning_guard")
 
 
 def install(m: nn.Module, config: ActivationPruning) -> None:
     """Give a layer its configuration."""
-    m.__dict__.update(held(config))
+    m.__dict__["_fxmask_pruning"] = config
     if config.needs_steps:
         m.__dict__.update(_fxmask_pruning_given=config, _fxmask_pruning_step=0, _fxmask_pruning_guard=None)
-
-
-def held(config: ActivationPruning) -> dict[str, Any]:
-    """The attributes of what is in force."""
-    return {"_fxmask_pruning": config, "_fxmask_beside": config.kind}
 
 
 def uninstall(m: nn.Module) -> None:
@@ -51,14 +46,14 @@ def advance(m: nn.Module, n: int) -> None:
     d["_fxmask_pruning_step"] += n
     now = d["_fxmask_pruning_given"].in_force(d["_fxmask_pruning_step"])
     if now != d["_fxmask_pruning"]:  # the object stays while the ratio does
-        d.update(held(now))
+        d["_fxmask_pruning"] = now
 
 
 def follow(m: nn.Module, token: object | None) -> None:
     """A guard begins to count the steps of a layer, or with None ends it: training raises until somebody counts them again."""
     m.__dict__["_fxmask_pruning_guard"] = token
     if token is None:
-        m.__dict__.update(held(m.__dict__["_fxmask_pruning_given"]))
+        m.__dict__["_fxmask_pruning"] = m.__dict__["_fxmask_pruning_given"]
     else:
         advance(m, 0)
 
@@ -67,7 +62,7 @@ def copied(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a copy of a layer: hooks of an optimiser do not follow it, so that nobody counts its steps where a guard did."""
     if attributes.get("_fxmask_pruning_guard") is None:
         return attributes
-    return {**attributes, "_fxmask_pruning_guard": None, **held(attributes["_fxmask_pruning_given"])}
+    return {**attributes, "_fxmask_pruning_guard": None, "_fxmask_pruning": attributes["_fxmask_pruning_given"]}
 
 
 def words(m: nn.Module) -> str:

@@ -40,7 +40,6 @@ class Site(nn.Module):
     _fxmask_progress: feedback.Progress | None  # of a feedback that has something to remember
     _fxmask_phase: int  # phases that have begun
     _fxmask_kind: int = 0  # of what is in force, see `WeightMask.kind`
-    _fxmask_beside: int  # `kind` of how its input is pruned or dropped
     _fxmask_name: str  # the parameter's
     _fxmask_shape: tuple[int, int]  # of the weight as a matrix
     _fxmask_grid: tuple[int, int]
@@ -200,7 +199,7 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
     site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
     site._fxmask_is_dense, site._fxmask_saved = False, None
-    site._fxmask_grown, site._fxmask_own, site._fxmask_beside = None, own, 0
+    site._fxmask_grown, site._fxmask_own = None, own
     place_on(site, weight.device)
 
 

@@ -38,7 +38,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
         noted.note(site)
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
-        assert site._fxmask_kind >= 0  # the compiler compares what is looked at
+        if site._fxmask_kind < 0:  # the compiler compares what is looked at; no assertion, which `python -O` would leave out
+            raise AssertionError
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
     return current_mask(site, weight)
 

@@ -50,6 +50,12 @@ def test_kernels_outside_of_any_range_are_no_ops_of_the_model(report, csv):
     assert sum("outside of any NVTX range" in note for note in report.notes) == 1
 
 
+def test_times_of_the_model_itself_are_its_own_ops(report):
+    report.attach_measurements(timings={"": 1e-3})
+    (row,) = report.tables["measured"]
+    assert (row["name"], row["t_meas_us"]) == ("", 1000) and not any("NVTX" in note for note in report.notes)
+
+
 def test_a_csv_without_ranges_names_nothing(report, csv):
     with pytest.raises(ConfigError, match="measurements are named by no NVTX range: expected nodes or modules of this analysis, such as"):
         report.attach_measurements(ncu_csv=csv(("", 5)))

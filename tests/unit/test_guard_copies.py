@@ -206,6 +206,22 @@ def test_a_layer_at_rest_that_another_guards_optimiser_takes_up():
     assert list(fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model).policies) == ["0.weight", "1.weight", "2.weight"]
 
 
+@pytest.mark.parametrize("order", ["first, second", "second, first"])
+def test_each_step_of_a_layer_that_is_taken_up_counts_once(order):
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))), ratio=0.5, block=(8, 8), refresh=10)
+    model[2].requires_grad_(False)
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1))
+    handles = [fxmask.guard(o, model) for o in (first, second)]
+    for i in range(4):
+        if i == 2:
+            model[2].requires_grad_(True)
+            second.add_param_group({"params": list(model[2].parameters())})
+        model(torch.randn(4, 32)).square().sum().backward()
+        for o in (first, second) if order == "first, second" else (second, first):
+            o.step()
+    assert [r["step"] for r in fxmask.explain(model).rows] == [4, 4, 4] and [h.steps for h in handles] == [4, 4]
+
+
 def test_layers_that_take_turns_in_one_optimiser():
     """Block by block, as many parameters for as many: all are frozen and counted; other optimisers and copies are told of, too."""
     torch.manual_seed(0)

@@ -104,6 +104,21 @@ def test_two_optimisers_count_their_own_layers():
     assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [2, 1]
 
 
+def test_more_stages_than_the_compiler_takes_recompiles():
+    """Their numbers of blocks become a variable, and nothing else of a layer changes that compiled code looks at."""
+    torch._dynamo.reset()
+    graphs = []
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), WeightMask(), ActivationPruning(0.8, 16, schedule=Schedule("linear", steps=16), stages=16))
+    fxmask.step(model, 0)
+    compiled = torch.compile(model, backend=lambda gm, inputs: graphs.append(gm) or gm.forward, fullgraph=True)
+    for _ in range(20):
+        compiled.train()(X).square().sum().backward()
+        with torch.no_grad():
+            compiled.eval()(X)
+        fxmask.step(model)
+    assert len(graphs) < torch._dynamo.config.recompile_limit
+
+
 def test_a_model_is_compiled_at_most_once_a_stage():
     torch._dynamo.reset()
     graphs = []
