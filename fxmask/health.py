@@ -187,7 +187,7 @@ class HealthLog:
         """The rows of the path's file, None where there is none; StateError for one that no log has written."""
         if self.path is None or not self.path.exists():
             return None
-        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+        with self.path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets begin with a mark
             first = file.readline()
             whole, cut = next(csv.reader([first]), []) == list(COLUMNS), not first.endswith("\n") and ",".join(COLUMNS).startswith(first)  # by a kill
             if not (whole or cut):

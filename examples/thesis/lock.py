@@ -64,13 +64,15 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def take(file: IO[str], folder: Path) -> None:
-    """Take the system's lock; InUse where another process has it."""
+    """Take the system's lock; InUse where another process has it. A file system without locks is told of, and has none."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         with file:
             file.seek(0)
             raise in_use(folder, file.read().strip() or "another process") from None
+    except OSError as error:
+        print(f"{folder}: no file locks there ({error.strerror}); see to it that no other run writes here", file=sys.stderr)
 
 
 def in_use(folder: Path, by: str) -> InUse:

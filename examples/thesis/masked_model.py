@@ -69,10 +69,13 @@ def masks_of(args: argparse.Namespace, steps: int) -> tuple[list[fxmask.WeightMa
 def check(args: argparse.Namespace) -> None:
     """What is wrong whatever the images are. Raises: FxMaskError."""
     check_model(preset_of(args), args.data)
-    try:
-        masks_of(args, 1)
-    except fxmask.FxMaskError:
-        masks_of(args, 10**6)  # lengths in epochs that are too short for one step may be long enough for many, and others the other way round
+    for steps in (1, 10, 100, 1000):  # lengths in epochs that are too short for one step may be long enough for many, and others the other way round
+        try:
+            masks_of(args, steps)
+            return
+        except fxmask.FxMaskError:
+            pass
+    masks_of(args, 10**6)
 
 
 def begin_with(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

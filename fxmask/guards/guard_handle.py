@@ -23,9 +23,10 @@ from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
 from ..passes.stepping.held import has_closure, ids_of, moves_by_grad, state_of
 from ..passes.stepping.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
+from ..pruning import scheduled_layers
 from ..sites import sites
 from . import other_steps, replaced
-from .guarded import Followed, Held, Named, counted_layers, guarded_weight, refuse_another_weight, weight_now
+from .guarded import Followed, Held, Named, Scheduled, counted_layers, guarded_weight, refuse_another_weight, weight_now
 
 _AGAIN = (
     "a guard ended with fxmask.restore, and its model is masked anew",
@@ -45,7 +46,8 @@ class GuardHandle:
 
     def __init__(self, optimizer: Optimizer, held: Held, choice: str, returning: str, masked_step: bool | str, model: nn.Module) -> None:
         self._hooks: list[Any] = []
-        self._pruned: list[nn.Module] = []  # with a schedule of pruned inputs
+        self._scheduled: list[Scheduled] = [(m, m.__dict__["_fxmask_pruning_given"]) for _, m in scheduled_layers(model)]
+        self._pruned: list[nn.Module] = []  # those of them that this guard counts for
         self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
         self._guarded, self._followed, self._others = held
         self._choice, self._returning, self._token = choice, returning, object()
@@ -74,10 +76,9 @@ class GuardHandle:
         for site, _ in followed:
             site._fxmask_guard = self._token
         rebuild.advance(followed, 0)
-        if (model := self._model()) is not None:
-            for m in counted_layers(optimizer, model):
-                pruning_schedule.follow(m, self._token)
-                self._pruned.append(m)
+        for m in counted_layers(optimizer, self._scheduled):
+            pruning_schedule.follow(m, self._token)
+            self._pruned.append(m)
 
     @property
     def policies(self) -> dict[str, str]:
@@ -227,7 +228,7 @@ class GuardHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
-        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_pruned", "_left")
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_scheduled", "_pruned", "_left")
         return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": _none, "_model": _none}
 
     def __enter__(self) -> GuardHandle:

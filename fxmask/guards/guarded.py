@@ -19,12 +19,12 @@ from ..passes.state.site import Site
 from ..passes.state.site_mask import check_agreed
 from ..passes.stepping import elementwise
 from ..passes.stepping.optimiser import Guarded, group_of, may_freeze
-from ..pruning import scheduled_layers
 from ..sites import values_of
 from ..swap import MaskedLayer
 
 Followed = tuple[Site, "torch.Tensor | None"]
 Named = tuple[str, Site, torch.Tensor]
+Scheduled = tuple[nn.Module, object]  # and the schedule of its pruned inputs as it was asked for
 
 
 class Held(NamedTuple):
@@ -57,9 +57,10 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
     return held
 
 
-def counted_layers(optimizer: Optimizer, model: nn.Module) -> list[nn.Module]:
-    """Layers with a schedule of pruned inputs that the optimiser moves, and no guard counts for yet."""
-    free = [m for _, m in scheduled_layers(model) if m.__dict__["_fxmask_pruning_guard"] is None]
+def counted_layers(optimizer: Optimizer, scheduled: list[Scheduled]) -> list[nn.Module]:
+    """Of the layers that had a schedule of pruned inputs when the guard was made, and have that one still: those that the optimiser moves, and no guard counts
+    for yet."""
+    free = [m for m, given in scheduled if m.__dict__.get("_fxmask_pruning_given") is given and m.__dict__["_fxmask_pruning_guard"] is None]
     return [m for m in free if any(group_of(optimizer, p) is not None for p in m.parameters())]
 
 

@@ -7,6 +7,7 @@ is a shape, for which a compiled model may be compiled anew; a schedule therefor
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +19,8 @@ NAMES = ("_fxmask_pruning", "_fxmask_pruning_given", "_fxmask_pruning_step", "_f
 
 
 def install(m: nn.Module, config: ActivationPruning) -> None:
-    """Give a layer its configuration."""
+    """Give a layer its configuration; where that counts steps an object of its own, by which a guard knows the layer from one of a later `apply`."""
+    config = dataclasses.replace(config) if config.needs_steps else config
     m.__dict__["_fxmask_pruning"] = config
     if config.needs_steps:
         m.__dict__.update(_fxmask_pruning_given=config, _fxmask_pruning_step=0, _fxmask_pruning_guard=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -54,3 +55,12 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / lock.NAME).mkdir()
     with pytest.raises(lock.InUse, match=r"cannot be made: Is a directory\.\n  fix: name a folder that you may write to"), lock.held(tmp_path):
         pass
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "lockf", none)
+    with lock.held(tmp_path):
+        assert "no file locks there (No locks available); see to it that no other run writes here" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def test_a_file_that_no_log_has_written_is_left_alone(tmp_path, text):
     with pytest.raises(StateError, match=r"is no csv of a log: expected a first line update,step,\.\.\., got(.|\n)*fix: name another path"):
         log.load_state_dict(saved.state_dict())
     assert path.read_text() == text and (log.updates, log.activity) == (0, {})
-    for of_a_log in ("", "update,step,na", ",".join(f'"{c}"' for c in COLUMNS) + "\n"):  # empty, cut short by a kill, as spreadsheets write it
+    for of_a_log in ("", "update,step,na", "\ufeff" + ",".join(f'"{c}"' for c in COLUMNS) + "\n"):  # empty, cut short by a kill, as spreadsheets write it
         path.write_text(of_a_log)
         log.load_state_dict(saved.state_dict())
         log.update()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -102,6 +103,24 @@ def test_two_optimisers_count_their_own_layers():
     first.step()
     second.step()
     assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [2, 1]
+
+
+@pytest.mark.parametrize("beside", [[], [WeightMask()]])
+def test_a_guard_does_not_count_for_a_later_apply(beside):
+    """Which wants a guard, or steps, of its own; the layers are the same objects, and so is the configuration."""
+    model = fxmask.apply(mlp(), WeightMask(), CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = fxmask.guard(optimizer, model)
+    fxmask.apply(fxmask.restore(model), *beside, CONFIG)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    fxmask.step(model, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of masks that nobody guards
+        for _ in range(2):
+            model(X).square().sum().backward()
+            optimizer.step()
+            fxmask.step(model)
+    assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [2, 2] and handle.steps == 2
 
 
 def test_more_stages_than_the_compiler_takes_recompiles():
