@@ -61,8 +61,10 @@ def warn_of_regions(model: nn.Module, chosen: Iterable[Decision]) -> None:
     dense: dict[Any, str] = {}
     for name, region in model.named_modules():
         traced = getattr(region.forward, "__marked_compile_region_fn__", None)
-        alike = tuple((n, p.dtype, None if is_lazy(p) else p.shape) for n, p in region.named_parameters()) if traced is not None else ()
-        for inner, m in region.named_modules() if traced is not None else ():
+        if traced is None:
+            continue
+        alike = tuple((n, p.dtype, None if is_lazy(p) else p.shape) for n, p in region.named_parameters())
+        for inner, m in region.named_modules():
             place, full = (id(getattr(traced, "__func__", traced)), alike, inner), f"{name}.{inner}".strip(".")
             if id(m) in changed and place in dense:
                 what = f"torch.compile takes the code of one region for all that are alike (nested_compile_region), and {dense[place]} is dense before {full}"

@@ -23,7 +23,7 @@ from .passes.finding.weights import raw_weight
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
-from .swap import MaskedLinear, Swapped, look, masked_class, number, of_now, ran, unnumber
+from .swap import MaskedLinear, Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now, ran
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -41,7 +41,7 @@ class DroppedLinear(Swapped):
             what = "torch.fx.symbolic_trace cannot look into a layer with block dropout: expected a dense model."
             raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, BlockDropout(...))."))
         ran(self)
-        look(self)
+        look_at_asked(self)
         return self._fxmask_dropping.linear(input, raw_weight(self), self.bias, self.training)
 
     def extra_repr(self) -> str:
@@ -149,7 +149,7 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
             if not isinstance(m, MaskedLinear):
                 m.__class__ = masked_class(type(m), DroppedLinear)
             m._fxmask_dropping = config  # type: ignore[assignment]
-            number(m, config)
+            note_asked(m, config)
             if dropout is not None:
                 dropout.__class__ = FusedDropout
                 dropout._fxmask_pair = m._fxmask_pair = pair = Pair()  # type: ignore[assignment]
@@ -196,7 +196,7 @@ def undrop(model: nn.Module) -> None:
         if isinstance(m, FusedDropout):
             m.__class__ = nn.Dropout  # type: ignore[assignment]
         m.__dict__.pop("_fxmask_dropping", None)
-        unnumber(m)
+        forget_asked(m)
         m.__dict__.pop("_fxmask_pair", None)
 
 

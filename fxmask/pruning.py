@@ -19,7 +19,7 @@ from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
-from .swap import MaskedLinear, Swapped, look, masked_class, number, of_now, unnumber
+from .swap import MaskedLinear, Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 
 
 class Pruned(Swapped):
@@ -47,7 +47,7 @@ class PrunedLinear(Pruned):
         if not isinstance(self, PrunedLinear):
             return of_now(self, input)
         _refuse_tracing(self, input)
-        look(self)
+        look_at_asked(self)
         return self._fxmask_pruning.linear(input, raw_weight(self), self.bias, self.training)
 
 
@@ -60,7 +60,7 @@ class PrunedProduct(Pruned):
         if not isinstance(self, PrunedProduct):
             return of_now(self, input)
         _refuse_tracing(self, input)
-        look(self)
+        look_at_asked(self)
         p = self._fxmask_product
         b = getattr(self, p.b) if p.b else None
         inplace = bool(p.inplace and getattr(self, p.inplace))
@@ -79,7 +79,7 @@ def prune(model: nn.Module, chosen: list[tuple[Decision, ActivationPruning]]) ->
             if not isinstance(m, MaskedLinear):
                 m.__class__ = masked_class(cls, PrunedProduct if d.candidate.product else PrunedLinear)
             install(m, config)
-            number(m, config)
+            note_asked(m, config)
     linears, products = ([(d, config) for d, config in chosen if d.candidate.product == which] for which in (False, True))
     rewrites = [PruneActivations(linears), PruneProducts(products)]
     for _, gm in graph_modules(model):
@@ -95,7 +95,7 @@ def unprune(model: nn.Module) -> None:
             m.__class__ = m._fxmask_base  # type: ignore[assignment]
             m.__dict__.pop("_fxmask_product", None)
         uninstall(m)
-        unnumber(m)
+        forget_asked(m)
 
 
 def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

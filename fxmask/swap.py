@@ -47,7 +47,7 @@ class Swapped(nn.Module):
     _fxmask_base: type[nn.Module]  # of the class: what it was before
     _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
     _fxmask_class: type[nn.Module]  # the class that `masked_class` made
-    _fxmask_asked: int = 0  # a number of what was asked for, see `number`
+    _fxmask_asked: int = 0  # a number of what was asked for, see `note_asked`
     __prepare_scriptable__ = refuse_scripting
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -80,7 +80,7 @@ class MaskedLinear(MaskedLayer):
             refuse_tracing(self)
         dropping: BlockDropout | None = self.__dict__.get("_fxmask_dropping")
         ran(self)
-        look(self)
+        look_at_asked(self)
         check_input(self, input, weight)
         input = input if dropping is None else dropping.drop(input, self.training)
         mask = forward_mask(self, weight)
@@ -102,16 +102,16 @@ def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(m).forward(m, *args, **kwargs)
 
 
-def number(m: nn.Module, config: Options) -> None:
+def note_asked(m: nn.Module, config: Options) -> None:
     """Let a layer hold a number of what was asked for, of all of it where that is more than one configuration."""
     m.__dict__["_fxmask_asked"] = m.__dict__.get("_fxmask_asked", 0) ^ config.kind
 
 
-def unnumber(m: nn.Module) -> None:
+def forget_asked(m: nn.Module) -> None:
     m.__dict__.pop("_fxmask_asked", None)
 
 
-def look(m: Swapped) -> None:
+def look_at_asked(m: Swapped) -> None:
     """Look at that number, because the compiler compares what is looked at; see `Options.kind`. No assertion, which `python -O` would leave out."""
     if m._fxmask_asked < 0:
         raise AssertionError
@@ -272,7 +272,7 @@ def swap(
     assert isinstance(m, MaskedLayer)
     unmasked.discard(m)
     state.install(m, config, name, weight, stream_name, own)
-    number(m, config)
+    note_asked(m, config)
     if isinstance(m, ReadWeight):
         for owner in owners:
             if owner is not m and not isinstance(owner, WeightReader):

@@ -20,7 +20,7 @@ from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
 from ..sites import expect_module, values_of
-from ..swap import Swapped, look, masked_class, number, of_now, unnumber
+from ..swap import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, refuse_size, take_order, tau_of, warn_scaled
 
 
@@ -52,7 +52,7 @@ class NMLayer(Swapped):
             fix = "use torch.export.export or torch.compile; or fxmask.freeze(model), or fxmask.finalize(model), first, then trace under torch.no_grad()."
             raise UnsupportedError(message(what, type(self).__name__, fix))
         noted.note(self)
-        look(self)
+        look_at_asked(self)
         weight = masked_weight(self)
         if isinstance(self, nn.Conv2d):
             return conv_forward(self, input, in_format_of(weight, raw_weight(self)))
@@ -144,7 +144,7 @@ def swap_nm(m: nn.Module, config: NMMask) -> None:
     assert isinstance(m, NMLayer)
     m._fxmask_nm, m._fxmask_nm_frozen, m._fxmask_nm_rested = config, False, ()
     m._fxmask_nm_step, m._fxmask_nm_counted, m._fxmask_nm_lost, m._fxmask_nm_device = 0, False, False, weight.device
-    number(m, config)
+    note_asked(m, config)
     m._fxmask_nm_own = found[ORDER] is not None
     m.__dict__.update(found)
     m.register_load_state_dict_post_hook(_after_load)
@@ -175,7 +175,7 @@ def unswap_nm(model: nn.Module) -> None:
                 p.requires_grad_(True)
         for name in [name for name in m.__dict__ if name in ATTRIBUTES or name.startswith("_fxmask_nm")]:
             del m.__dict__[name]
-        unnumber(m)
+        forget_asked(m)
         unhook(m, lambda hook: hook is _after_load)
 
 

@@ -86,7 +86,7 @@ class ActivationPruning(Options):
         object.__setattr__(self, "stages", at_least("stages", self.stages, 1, "the jumps of a scheduled ratio"))
         if self.schedule is None and self.stages != 4:
             raise ConfigError(f"stages are those of a schedule: expected schedule=fxmask.Schedule(...) with stages={self.stages}, got none.")
-        self._number(self)
+        self._set_kind(self)
 
     @property
     def needs_steps(self) -> bool:

@@ -72,7 +72,7 @@ class BlockDropout(Options):
             raise ConfigError(f"mc: expected a bool, got {self.mc!r}.")
         one_of("impl", self.impl, IMPLEMENTATIONS)
         check_available(self.impl)
-        self._number(self)
+        self._set_kind(self)
 
     def words(self) -> str:
         """What `explain` says of it."""

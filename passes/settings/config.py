@@ -127,7 +127,7 @@ class WeightMask(Options):
             object.__setattr__(self, "phases", check_phases(self))
             if GIVEN in values(self, "criterion"):
                 raise ConfigError(f"{ONLY_GIVEN}: expected it from the first step on, got it in phases={self.phases!r}.")
-        self._number(self.block, self.backward, self.criterion, self.ties, self.cover, self.impl, self.phases)
+        self._set_kind(self.block, self.backward, self.criterion, self.ties, self.cover, self.impl, self.phases)
         counts_flips = isinstance(self.schedule, Feedback) and self.schedule.measure == "flip_rate"
         object.__setattr__(self, "_wants_weight", counts_flips or self.ever_cached)
         moving = self.schedule is not None and self.schedule.moves

@@ -114,7 +114,7 @@ class NMMask(Options):
             raise ConfigError(f"transposable: expected n=2, m=4, whose tiles can be searched, got n={self.n}, m={self.m}.")
         if self.mode == "learned" and math.comb(self.m, self.n) > MOST_PATTERNS:
             raise ConfigError(f"mode='learned' has C(m, n) logits a group: expected at most {MOST_PATTERNS}, got {math.comb(self.m, self.n)}.")
-        self._number(self)
+        self._set_kind(self)
 
     def tau_at(self, step: int) -> float:
         """The temperature after `step` optimiser steps; exactly tau from tau_steps on."""

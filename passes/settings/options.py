@@ -24,7 +24,7 @@ class Options:
         by a module's own: text and tuples, as most options are, it does not compare. So layers hold it, and forwards look at it."""
         return self._kind
 
-    def _number(self, *fixed: Any) -> None:
+    def _set_kind(self, *fixed: Any) -> None:
         """Set `kind`, by what compiled code holds fixed of it."""
         object.__setattr__(self, "_kind", crc32(repr(fixed).encode()))
 
