@@ -89,7 +89,9 @@ def chain_of(model: nn.Module) -> tuple[list[nn.Module], list[Link]]:
     expect_module(model, CALLER)
     steps = list(_steps(model, ""))
     if steps and type(steps[-1][1]) in ENDS:
-        steps.pop()
+        name, end = steps.pop()
+        if end.dim not in (None, 1, -1):  # of predictions (B, classes)
+            raise _refusal(f"a softmax over dim={end.dim}, which is none over classes", name)
     kept = _kept(model)
     front: list[nn.Module] = []
     links: list[Link] = []

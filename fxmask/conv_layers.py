@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from .kernels import conv
 from .passes.finding.weights import raw_weight
 from .passes.state.site_forward import forward_lists, forward_mask, refuse_tracing
-from .swap import MaskedLayer, of_now, softened
+from .swap import MaskedLayer, look_at_asked, of_now, softened
 
 
 class MaskedConv2d(MaskedLayer):
@@ -28,6 +28,7 @@ class MaskedConv2d(MaskedLayer):
         c, weight = self._fxmask_config, raw_weight(self)
         if isinstance(input, Proxy):
             refuse_tracing(self)
+        look_at_asked(self)
         mask = forward_mask(self, weight)
         if self._fxmask_softening:
             return conv_forward(self, input, conv.in_format_of(softened(self, weight, mask), weight))

@@ -50,7 +50,8 @@ def learn(task: Task, layers: str, seed: int, recipe: Recipe, state: Path | None
     optimizer = torch.optim.AdamW(logits.values(), lr=recipe["lr"], betas=BETAS, weight_decay=DECAY)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, epochs // 3), 0.1)
     loss = _losses(task)[recipe["loss"]]
-    run = {"settings": {"model": task.name, "layers": layers, "seed": seed, **recipe}, "epoch": 0, "logits": logits, "best": None}
+    settings = {"model": task.name, "layers": layers, "seed": seed, "batch": task.batch, "limit": task.limit, **recipe}
+    run = {"settings": settings, "epoch": 0, "logits": logits, "best": None}
     _load(state, run, optimizer, schedule)
     if recipe["keep"] and run["best"] is None:
         _compare(task, model, loss, run)
@@ -129,7 +130,7 @@ def _load(path: Path | None, run: dict[str, Any], optimizer: torch.optim.Optimiz
     if path is None or not path.is_file():
         return
     saved = torch.load(path, weights_only=True, map_location="cpu")
-    if saved["settings"] != run["settings"]:
+    if run["settings"] != run["settings"] | saved["settings"]:  # older files do not say the batch
         what = f"--state {path}: expected {run['settings']}, got a run of {saved['settings']}."
         raise DataMissing(f"{what}\n  fix: another file, or the options of that run.")
     _write(run["logits"], saved["logits"])

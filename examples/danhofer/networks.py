@@ -58,6 +58,8 @@ class Task:
     epochs: int
     example: Tensor
     held: Callable[[], Any] | None = None
+    batch: int | None = None  # of `train`, and the most images that are read of a folder: where a run that is stopped may go on
+    limit: int | None = None
 
 
 def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int, workers: int, limit: int | None, device: str) -> Task:
@@ -92,6 +94,8 @@ def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int
         test=lambda: batches("val", None),
         epochs=NETWORKS[name].epochs,
         example=torch.zeros(1, 3, CROP, CROP, device=device),
+        batch=batch,
+        limit=limit,
     )
 
 

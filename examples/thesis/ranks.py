@@ -92,13 +92,13 @@ class Ranks:
 @contextmanager
 def started(device: str) -> Iterator[Ranks]:
     """The process group of torchrun's environment, or of whoever has made one already; none without torchrun."""
+    local, cuda, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.device(device).type == "cuda", torch.cuda.device_count()
+    if cuda and local >= gpus:
+        what = f"expected a GPU for each process of a machine, got process {local + 1} and {gpus} GPU(s)."
+        raise fxmask.FxMaskError(f"{what}\n  fix: {f'torchrun --nproc-per-node {gpus}, or ' if gpus else ''}--device cpu.")
     if "WORLD_SIZE" not in os.environ:
         yield Ranks(0, 1, torch.device(device), grouped=False)
         return
-    local, cuda = int(os.environ.get("LOCAL_RANK", "0")), torch.device(device).type == "cuda"
-    if cuda and local >= torch.cuda.device_count():
-        what = f"expected a GPU for each process of a machine, got process {local + 1} and {torch.cuda.device_count()} GPU(s)."
-        raise fxmask.FxMaskError(f"{what}\n  fix: torchrun --nproc-per-node {max(1, torch.cuda.device_count())}, or --device cpu.")
     place = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(place)

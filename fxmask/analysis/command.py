@@ -96,6 +96,8 @@ def main(a: argparse.Namespace) -> int:
     out = None if a.out is None else place(a.out, FORMATS)
     if a.plot and out is not None and out.suffix in FORMATS:
         raise ConfigError(f"--plot writes into a folder: expected -o DIR, got the file {a.out!r}.")
+    if a.explain and a.format and out is None:
+        raise ConfigError(f"--explain prints text: expected no --format without -o, got {', '.join(a.format)}.\n  fix: leave it out, or give -o DIR, too.")
     check_formats(a.format, out, bool(a.table))
     check_mask_options(a, ("compare",))
     dtype = getattr(torch, a.dtype, None) if a.dtype else None

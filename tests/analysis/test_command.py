@@ -182,6 +182,11 @@ def test_forms_that_would_be_ignored(capsys, args, options, said):
     assert main([*args, *options]) == 2 and capsys.readouterr().err.startswith(f"fxmask: {said}\n  fix: ") and not os.listdir(".")
 
 
+def test_formulas_are_printed_as_text_alone(capsys):
+    assert main(["analyze", "nowhere:net", "--input", "7x64", "--explain", "0", "--format", "json"]) == 2
+    assert "--explain prints text: expected no --format without -o, got json.\n  fix: leave it out, or give -o DIR, too." in capsys.readouterr().err
+
+
 def test_a_table_in_one_form_beside_a_file_of_another(capsys, tmp_path):
     code, out, _ = run(capsys, f"{SPEC}:net", "--input", "7x64", "-o", tmp_path / "y.json", "--table", "nodes", "--format", "csv")
     assert code == 0 and out.startswith("node,") and json.loads((tmp_path / "y.json").read_text())["tables"]["nodes"]

@@ -103,6 +103,21 @@ def test_published_values_are_all_there():
     assert tables_3_4.published("digits") == {}
 
 
+def test_a_state_is_of_its_batches(tmp_path):
+    net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    x = torch.randn(8, 4, 1, 1)
+    task = networks.Task("tiny", net, lambda epoch: [(x, torch.zeros(8, dtype=torch.long))], None, 10, x[:1], batch=8)
+    path, recipe = tmp_path / "run.pt", learning.SOURCE | {"epochs": 1}
+    learning.learn(task, "conv", 0, recipe, path)
+    for other in ({"batch": 4}, {"limit": 2}):
+        with pytest.raises(networks.DataMissing, match=rf"expected .*{next(iter(other))}': {next(iter(other.values()))}, .* got a run of .*'batch': 8, 'limit': None"):
+            learning.learn(dataclasses.replace(task, **other), "conv", 0, recipe, path)
+    saved = torch.load(path, weights_only=True)
+    del saved["settings"]["batch"], saved["settings"]["limit"]  # as older files are
+    torch.save(saved, path)
+    learning.learn(dataclasses.replace(task, batch=4), "conv", 0, recipe, path)
+
+
 @pytest.mark.slow
 def test_learning_changes_logits_alone_and_goes_on_where_it_stopped(task, tmp_path, monkeypatch):
     before = {n: t.clone() for n, t in task.model.state_dict().items()}

@@ -70,6 +70,8 @@ def test_wrong_arguments(root, options, tmp_path, capsys, monkeypatch):
     assert "--depth: expected 12" in told(capsys, [*named, CONFIG])
     assert "--dense trains without masks" in told(capsys, [*named, "ResMLP2"])
     assert "multiple of patch" in told(capsys, [*options, tmp_path, "--patch", "7"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "got process 1 and 0 GPU(s).\n  fix: --device cpu." in told(capsys, [*options, tmp_path, "--device", "cuda"])
     monkeypatch.setitem(sys.modules, "timm", None)
     start = ["--root", root, "--out", tmp_path]
     assert "--timm resmlp_12_224: expected timm installed" in told(capsys, [*start, "--timm", "resmlp_12_224", "--batch", "8"])

@@ -99,3 +99,17 @@ def test_phases_are_followed(layer):
         other.zero_grad()
         fxmask.step(model)
         fxmask.step(other)
+
+
+def test_phases_of_a_convolution_are_followed():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(*(Region() for _ in range(3)))
+    for region in model:
+        region.fc = nn.Conv2d(32, 32, 1)
+    fxmask.apply(model, layers=nn.Conv2d, overrides={"2.fc": dict(phases={1: dict(block=(8, 8))})})
+    fxmask.step(model, 0)
+    call, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(2, 32, 4, 4)
+    for _ in range(2):
+        torch.testing.assert_close(call(x), model(x))
+        fxmask.step(model)
