@@ -29,10 +29,7 @@ def check_numbers(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             value = getattr(args, name, None)
             if value is not None and not fits(value):
                 p.error(f"--{name.replace('_', '-')}: expected {expected}, got {value}")
-    if hasattr(args, "warmup_lr"):
-        if args.warmup + args.cooldown > args.epochs:
-            p.error(f"--warmup and --cooldown: expected at most --epochs, {args.epochs}, together, got {args.warmup:g} and {args.cooldown:g}")
-        # what torch's schedulers multiply the rate by is at most 1
+    if hasattr(args, "warmup_lr"):  # what torch's schedulers multiply the rate by is at most 1
         if args.warmup and not 0 < args.warmup_lr <= args.lr:
             p.error(f"--warmup-lr: expected a number above 0 and at most --lr, {args.lr}, to which the warm-up rises, got {args.warmup_lr}")
         if args.cooldown and args.min_lr > args.lr:

@@ -54,7 +54,6 @@ CASES = {
     "a ramp's start": (train, ["--schedule", "cubic:5ep,initial=x"], "--schedule: initial=: expected a number, got 'x'."),
     "a warm-up to less": (thesis_train, ["--lr", "1e-4"], "--warmup-lr: expected a number above 0 and at most --lr, 0.0001, "),
     "a decay to more": (thesis_train, ["--lr", "1e-6", "--warmup", "0"], "--min-lr: expected at most --lr, 1e-06, got 1e-05"),
-    "a rate that never gets there": (thesis_train, ["--epochs", "9", "--warmup", "2", "--cooldown", "7.5"], "at most --epochs, 9, together, got 2 and 7.5"),
     "layers of nobody": (imagenet, [*ROOT, "--exclude", "fc1"], "--exclude: expected with --timm"),
     "masks beside a configuration": (imagenet, [*ROOT, "--config", "ResMLP1", "--ratio", "0.5"], "which layers are masked and how: leave out --ratio"),
     "blocks beside none": (imagenet, [*ROOT, "--dense", "--block", "8", "8"], "--dense has no masks: leave out --config, --ratio and --block"),
