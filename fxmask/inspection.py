@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .compiler.backend_watch import seen
 from .compiler.computed import computed
-from .decided import left_by_apply
+from .decided import decided_by_apply, left_by_apply
 from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
@@ -145,7 +145,8 @@ def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
     if c.name in known.reasons:
         return dense_row(c.name, c.weight, known.reasons[c.name])
     if isinstance(c.weight, nn.Parameter) or c.module is None:
-        return unapplied_row(c.name, c.weight, LEFT if left_by_apply(c.module) else known.unseen, known.health)
+        left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
+        return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)
     own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too
     key = next((key for key, done in known.by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
     return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, known.health)

@@ -126,6 +126,9 @@ def test_a_part_of_a_model_says_what_apply_has_decided_of_the_whole():
     head, of_part = fxmask.explain(model).rows[2], fxmask.explain(part).rows
     assert head["reason"] == "default exclusion: min(out, in) = 10 < 16" and of_part[0]["reason"] == "selected"
     assert of_part[1]["reason"] == "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
+    attention = nn.MultiheadAttention(32, 2)  # whose packed projection is no layer
+    fxmask.apply(nn.Sequential(attention), ratio=0.5)
+    assert fxmask.explain(attention).rows[0]["reason"] == of_part[1]["reason"]
     part[0], other = nn.Linear(64, 64), part[0]
     part[0].weight = other._parameters["weight"]  # masked in the layer that it was in
     assert fxmask.explain(part).rows[0]["reason"] == UNSEEN
