@@ -145,7 +145,7 @@ def apply(
     start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
     model.__dict__.pop(FINAL, None)
     done = saved_pruned(model, products)
-    model.__dict__[REASONS] = {d.candidate.name: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
+    model.__dict__[REASONS] = {d.candidate.names[-1]: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
     masked = (d.candidate.name for d in decisions if d.config is not None and d.candidate.host is None)
     model.__dict__[SELECTED] = tuple(dict.fromkeys((*model.__dict__.get(SELECTED, ()), *masked)))
     mark_decided(decisions)

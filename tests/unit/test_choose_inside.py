@@ -107,3 +107,10 @@ def test_the_name_of_a_call_is_an_exact_name(make):
     assert masked(gm) == ["linear_1"]
     with pytest.warns(fxmask.FxMaskWarning, match=r"overrides\['linear_1'\] names a layer that stays dense by default exclusion"):
         fxmask.apply(graph(), ratio=0.5, block=(4, 4), overrides={"linear_1": dict(ratio=0.25)})
+
+
+@pytest.mark.filterwarnings("ignore:fxmask.apply masked nothing")
+def test_each_call_of_a_module_has_the_reason_of_its_own():
+    gm = torch.export.export(nn.Sequential(Computed()), (torch.randn(2, 8),)).module()
+    fxmask.apply(gm, ratio=0.5, exclude="linear_1")
+    assert {r["reason"] for r in fxmask.explain(gm).rows} == {"in exclude", "default exclusion: min(out, in) = 8 < 16"}
