@@ -12,7 +12,6 @@ from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, matrix_shape
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, Patterns, as_patterns, names, reasons_of
-from .passes.finding.conv import KINDS
 from .passes.finding.graph_linears import graph_modules, weight_reads
 from .passes.finding.outside import elements, unsaid, words
 from .passes.graphs.trace_check import frozen_randomness
@@ -71,7 +70,7 @@ def warn_of_regions(model: nn.Module, chosen: Iterable[Decision]) -> None:
                 fix = "mask all alike, those that are to stay dense with ratio=0.0, which keeps all of their blocks; or leave nested_compile_region out."
                 warn(message(f"{what}: compiled, {full} and its like may run dense.", fix=fix))
                 return
-            if isinstance(m, KINDS) and not isinstance(m, Swapped) and id(m) not in changed:
+            if not isinstance(m, Swapped) and id(m) not in changed:
                 dense.setdefault(place, full)
 
 

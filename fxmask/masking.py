@@ -138,7 +138,7 @@ def apply(
     warn_if_dense(decisions)
     warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()
-    warn_of_regions(model, [d for d in decisions if d.config is not None])
+    warn_of_regions(model, [d for d in (*decisions, *products) if d.config is not None])
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
     inputs.change(model)

@@ -77,6 +77,24 @@ def test_a_dense_region_before_others_is_warned_of(configs):
         fxmask.apply(nn.Sequential(small, large), *configs, exclude="0.*")  # not alike
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return x * self.a
+
+
+@pytest.mark.parametrize("configs", [[], [WeightMask()]])
+def test_a_dense_product_before_others_is_warned_of(configs):
+    model = regions()
+    for region in model[1:]:
+        region.fc = Scale()
+    with pytest.warns(FxMaskWarning, match=r"2\.fc is dense before 3\.fc"):
+        fxmask.apply(model, *configs, ActivationPruning(ratio=0.5, block=16, affine=True), exclude="2.fc.a")
+
+
 def test_what_the_warning_recommends():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
