@@ -109,9 +109,9 @@ def test_a_state_is_of_its_batches(tmp_path):
     task = networks.Task("tiny", net, lambda epoch: [(x, torch.zeros(8, dtype=torch.long))], None, 10, x[:1], batch=8)
     path, recipe = tmp_path / "run.pt", learning.SOURCE | {"epochs": 1}
     learning.learn(task, "conv", 0, recipe, path)
-    for other in ({"batch": 4}, {"limit": 2}):
-        with pytest.raises(networks.DataMissing, match=rf"expected .*{next(iter(other))}': {next(iter(other.values()))}, .* got a run of .*'batch': 8, 'limit': None"):
-            learning.learn(dataclasses.replace(task, **other), "conv", 0, recipe, path)
+    for name, value in (("batch", 4), ("limit", 2)):
+        with pytest.raises(networks.DataMissing, match=rf"expected .*'{name}': {value}, .* got a run of .*'batch': 8, 'limit': None"):
+            learning.learn(dataclasses.replace(task, **{name: value}), "conv", 0, recipe, path)
     saved = torch.load(path, weights_only=True)
     del saved["settings"]["batch"], saved["settings"]["limit"]  # as older files are
     torch.save(saved, path)
