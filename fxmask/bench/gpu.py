@@ -6,7 +6,8 @@
 
 | stages | what | limit in s, together |
 | --- | --- | --- |
-| versions, precompile, memcheck, tests, flows, graphs, limits, ptxas (failed tests by the toolkit's own), ceilings | does it run, is it right, what cuBLAS and a copying kernel reach | 60 to 240 each |
+| versions, precompile, memcheck, tests, flows, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copying kernel reach | 60 to 240 each |
+| ptxas | tests that failed, by the toolkit's own | 240 |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
