@@ -14,10 +14,8 @@ tried is in the table. No MixUp and no CutMix, which short runs lose by, but in 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,33 +24,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checked_arguments import check_numbers
 
 from thesis import run_folder, sweep_local, train
-from thesis.accuracy_table import DATA_NAMES, PHASES, RESULTS, RUNS, folder_of, row_of, settings, write
+from thesis.accuracy_table import DATA_NAMES, PHASES, RESULTS, RUNS, row_of, settings, write
 from thesis.recipes import COMMON, arguments_of
 from thesis.sweep_checks import SweepError
 
-HERE = Path(__file__).resolve().parent
-
 
 class Turn(NamedTuple):
-    """A run that many.py trains among others."""
+    """A run of train.py, with its arguments but for the folder."""
 
-    name: str
+    recipe: str
+    seed: int
     arguments: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}-seed{self.seed}"
 
-def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None = None, runs: Path = RUNS) -> Iterator[tuple[str, int, list[str]]]:
-    """(name of the run, seed, arguments of train.py but for data and folder), seeds paired: all runs of a seed see the same batches."""
+
+def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None, runs: Path, how: list[str]) -> Iterator[Turn]:
+    """Seeds paired: all runs of a seed see the same batches. `how`: what all runs have."""
     for seed in seeds:
         for name in PHASES[phase][0]:
             if only is None or name in only:
-                yield name, seed, ["--epochs", str(epochs), "--seed", str(seed), *COMMON, *arguments_of(name, epochs, seed, runs)]
+                yield Turn(name, seed, (*how, "--epochs", str(epochs), "--seed", str(seed), *COMMON, *arguments_of(name, epochs, seed, runs)))
 
 
-def refuse_others(out: Path, words: list[str]) -> None:
+def refuse_others(out: Path, words: Sequence[str]) -> None:
     """A run that lies in the folder, ended or not, is the one of these arguments. Raises: SweepError where it is another."""
     facts = run_folder.facts_of(out)
     if facts is not None:
-        asked = settings(vars(train.arguments(words)))
+        asked = settings(vars(train.arguments(list(words))))
         run_folder.same_settings(asked, settings(facts), out, "the command and the recipe say", "another --runs folder")
 
 
@@ -83,49 +84,40 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             p.error(f"--only: expected names among {', '.join(recipes)}, got {', '.join(unknown)}")
 
-        def one(job: tuple[str, int, list[str]]) -> int:
-            name, seed, arguments = job
-            out = folder_of(args.runs, args.phase, name, seed)
-            if row_of(args.phase, name, seed, out):
-                return 0
-            out.mkdir(parents=True, exist_ok=True)
-            with (out / "output.txt").open("a") as file:
-                command = [sys.executable, str(HERE / "train.py"), "--out", str(out), *how, *arguments]
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-            after(out.name, code)
-            return code
+        out = args.runs / args.phase
+
+        def ended(run: Turn) -> bool:
+            return row_of(args.phase, run.recipe, run.seed, out / run.name) is not None
 
         def after(name: str, code: int) -> None:
-            print(f"{args.runs / args.phase / name}: {'ended' if code == 0 else f'exit {code}, see output.txt'}", flush=True)
+            print(f"{out / name}: {'ended' if code == 0 else f'exit {code}, see output.txt'}", flush=True)
             write(args.runs, args.csv)
 
-        def turns(part: list[tuple[str, int, list[str]]]) -> int:
-            left = [(name, seed, words) for name, seed, words in part if not row_of(args.phase, name, seed, folder_of(args.runs, args.phase, name, seed))]
-            runs = [Turn(f"{name}-seed{seed}", (*how, *words)) for name, seed, words in left]
-            processes = sweep_local.environments(max(1, min(args.at_once, len(runs))), None)
-            return sweep_local.in_turns(runs, args.runs / args.phase, args.in_turns, processes, None, after)
+        def train_all(runs: list[Turn]) -> int:
+            left = [run for run in runs if not ended(run)]
+            processes = sweep_local.environments(max(1, min(args.at_once, len(left))), None)
+            if args.in_turns:
+                return sweep_local.in_turns(left, out, args.in_turns, processes, None, after)
+            return sweep_local.one_process_each(left, out, sweep_local.TRAIN, processes, ended, after)
 
-        images = ["--data", args.data, "--holdout", str(args.holdout), *(["--graphs"] if args.graphs else [])]
-        how = [*images, *(["--root", str(args.root)] if args.root else []), "--threads", "1"]
+        how = ["--data", args.data, "--holdout", str(args.holdout), *(["--graphs"] if args.graphs else []), "--threads", "1"]
+        how += ["--root", str(args.root)] if args.root else []
         if args.phase != "search":  # the search must not look at the test images
             how.append("--read-test")
-        todo = list(jobs(args.phase, epochs if args.epochs is None else args.epochs, tuple(args.seeds or seeds), args.only, args.runs))
+        todo = list(jobs(args.phase, epochs if args.epochs is None else args.epochs, tuple(args.seeds or seeds), args.only, args.runs, how))
         try:
-            for name, seed, arguments in todo:  # all of them before the first is run
-                refuse_others(folder_of(args.runs, args.phase, name, seed), [*images, *arguments])
+            for run in todo:  # all of them before the first is run
+                refuse_others(out / run.name, run.arguments)
         except SweepError as error:
             print(f"thesis/accuracy.py: {error}", file=sys.stderr)
             return 2
-        taught = [job for job in todo if "--teacher" in job[2]]  # after their teachers
-        pool = ThreadPoolExecutor(args.at_once)
+        taught = [run for run in todo if "--teacher" in run.arguments]  # after their teachers
         try:
-            for part in ([job for job in todo if job not in taught], taught):
-                failed += turns(part) if args.in_turns else sum(map(bool, pool.map(one, part)))
+            for part in ([run for run in todo if run not in taught], taught):
+                failed += train_all(part)
         except KeyboardInterrupt:
             print("thesis/accuracy.py: stopped; the same command goes on", file=sys.stderr)
             return 130
-        finally:
-            pool.shutdown(cancel_futures=True)
     print(f"{write(args.runs, args.csv)} runs in {args.csv}")
     return 1 if failed else 0
 

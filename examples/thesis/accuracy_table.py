@@ -24,10 +24,6 @@ PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1)), "isoflop": 
 DATA_NAMES = {"folder": "CIFAR-10 as JPEG, quality 75", "cifar10": "CIFAR-10", "digits": "digits"}
 
 
-def folder_of(runs: Path, phase: str, name: str, seed: int) -> Path:
-    return runs / phase / f"{name}-seed{seed}"
-
-
 def settings(options: Mapping[str, Any]) -> dict[str, Any]:
     """What must be alike of two runs. A teacher is one whatever folder the runs lie in; whether test images were read is seen from the accuracies."""
     teacher = options.get("teacher")

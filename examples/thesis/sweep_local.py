@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from thesis import lock, many, train
 from thesis.sweep_checks import SweepError
-from thesis.sweep_file import Job
 
 After = Callable[[str, int], None]  # (a run's name, its exit status); called from any thread
 TRAIN, MANY = (Path(str(module.__file__)).resolve() for module in (train, many))
@@ -31,6 +30,9 @@ class Named(Protocol):
 
     @property
     def arguments(self) -> tuple[str, ...]: ...
+
+
+Run = TypeVar("Run", bound=Named)
 
 
 def arguments_of(job: Named, out: Path) -> list[str]:
@@ -49,13 +51,13 @@ def environments(processes: int, gpus: int | None) -> list[dict[str, str]]:
     return [{**os.environ, "CUDA_VISIBLE_DEVICES": names[i % gpus] if gpus else ""} for i in range(processes)]
 
 
-def one_process_each(jobs: list[Job], out: Path, script: Path, envs: list[dict[str, str]], ended: Callable[[Job], bool], after: After) -> int:
+def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[str, str]], ended: Callable[[Run], bool], after: After) -> int:
     """Every run by a process of its own, as many at a time as there are environments; how many failed."""
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
     for env in envs:
         free.put(env)
 
-    def one(job: Job) -> int:
+    def one(job: Run) -> int:
         folder = out / job.name
         lock.wait_until_free(folder)  # a sweep that was killed may have left the run training
         if ended(job):

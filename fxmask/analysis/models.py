@@ -52,8 +52,8 @@ def _module(name: str, spec: str, package: str = "") -> Any:
         return importlib.import_module(name)
     except Exception as e:  # a broken installation raises what it likes
         fix = f"pip install {package}" if package else "check the name, and that it lies in the folder that this is called in, or in one on PYTHONPATH."
-        if package and not (isinstance(e, ModuleNotFoundError) and e.name == package):  # it is there, and made for another torch
-            fix = f"install the {package} that belongs to torch {torch.__version__}, from the index that torch came from."
+        if package and not (isinstance(e, ModuleNotFoundError) and e.name == package):  # it is there, but its or timm's torchvision is for another torch
+            fix = f"install the torchvision that belongs to torch {torch.__version__}, from the index that torch came from."
         raise ConfigError(message(f"model: {name} cannot be imported: {type(e).__name__}: {str(e)[:300]}", spec, fix)) from e
 
 

@@ -7,6 +7,7 @@
 | stages | what | limit in s, together |
 | --- | --- | --- |
 | versions, precompile, memcheck, tests, flows, graphs, limits, ceilings | does it run, is it right, what cuBLAS and a copying kernel reach | 60 to 240 each |
+| ptxas | tests that failed, by the toolkit's own | 240 |
 | bandwidth, tensorcore | what the L2, the memory and the tensor cores give to a kernel that does nothing else | 65 |
 | tiles, splits | the forward over tiles, dW over shares of the tokens | 150 |
 | metadata | a refresh of a layer and of a model, one by one and grouped | 50 |
@@ -135,7 +136,7 @@ def summary(results: Sequence[Result], out: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m fxmask.bench.gpu", description="Tests and benchmarks on a GPU, stage by stage.")
+    p = argparse.ArgumentParser(prog="python -m fxmask.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--stages", default="", metavar="NAMES", help="some of those above, e.g. tests,quick")
     p.add_argument("--quick", action="store_true", help="fewer cells in the stages from bandwidth on, and no stages small, full and train")
     p.add_argument("--out", type=Path, default=Path("bench-output"), metavar="DIR", help=f"csvs, {LOG} and stages.json are written there")

@@ -396,3 +396,4 @@ def test_a_package_that_is_there_and_does_not_load(error, fix, capsys, monkeypat
     monkeypatch.setattr("fxmask.analysis.models.importlib.import_module", fails)
     code, _, err = run(capsys, "torchvision:vit_b_16", "--input", "1x3x224x224")
     assert code == 2 and f"torchvision.models cannot be imported: {type(error).__name__}: {error}" in err and fix in err
+    assert fix.replace("pip install torchvision", "install the torchvision that belongs") in run(capsys, "timm:resmlp_12_224", "--input", "1x3x224x224")[2]

@@ -19,7 +19,7 @@ import plots
 import pytest
 import torch
 import train as common
-from thesis import accuracy, accuracy_page, accuracy_table, checkpoint, combination, gaps, hidden_groups, masked_model, recipes, stability
+from thesis import accuracy, accuracy_page, accuracy_table, checkpoint, combination, gaps, hidden_groups, lock, masked_model, recipes, stability
 from thesis import train as program
 from thesis.recipe import CIFAR10
 
@@ -202,7 +202,7 @@ def recorded(runs: Path, phase: str, name: str, *options: str, lacks: tuple[str,
 def begun(monkeypatch):
     """The runs that are started, none of which trains."""
     started = []
-    monkeypatch.setattr(accuracy.subprocess, "run", lambda words, **_: started.append(words) or subprocess.CompletedProcess(words, 0))
+    monkeypatch.setattr(accuracy.sweep_local.subprocess, "run", lambda words, **_: started.append(words) or subprocess.CompletedProcess(words, 0))
     return started
 
 
@@ -291,9 +291,16 @@ def test_what_is_interrupted_begins_no_other_run(tmp_path, monkeypatch, capsys):
         time.sleep(0.5)  # the one that a free worker has begun before anybody knew
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(accuracy.subprocess, "run", stopped)
+    monkeypatch.setattr(accuracy.sweep_local.subprocess, "run", stopped)
     assert accuracy.main(["final", *DIGITS, "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv"), "--at-once", "1"]) == 130
     assert len(begun) <= 2 and "stopped; the same command goes on" in capsys.readouterr().err
+
+
+def test_a_run_that_a_killed_comparison_left_training_is_waited_for(tmp_path, begun, monkeypatch):
+    command = [*recorded(tmp_path, "final", "dense-muon"), "--csv", str(tmp_path / "t.csv")]
+    test = (tmp_path / "final" / "dense-muon-seed0" / "test.json").rename(tmp_path / "test.json")
+    monkeypatch.setattr(lock, "wait_until_free", lambda folder: bool(test.rename(folder / "test.json")))
+    assert accuracy.main(command) == 0 and not begun
 
 
 @pytest.mark.slow

@@ -99,6 +99,13 @@ def test_stages_can_be_chosen(tmp_path):
         gpu.chosen(stages, "quick,nonsense")
 
 
+def test_the_help_names_the_stages(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(s.name.partition("-")[0] in said.partition("options:")[0] for s in gpu.make_stages(tmp_path, tmp_path / "pytest.ini"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_gpu_run_without_a_device(tmp_path, capsys):
     assert gpu.main(["--out", str(tmp_path / "out")]) == 1
