@@ -38,6 +38,7 @@ WAYS = {
     "returning": {"guard": {"returning": "zero"}, "backward": "ste", "refresh": 2},
     "phases": {"backward": "ste", "phases": {9: {"backward": "masked"}}},
     "phases of blocks": {"refresh": 2, "phases": {9: {"block": (16, 16)}}},
+    "phases of scores": {"backward": "ste", "phases": {9: {"criterion": "linf"}}},  # which decides inside of the graph
     "flips": {"schedule": fxmask.Feedback("flip_rate", initial=0.2, goal=0.2, every=3)},
 }
 

@@ -62,6 +62,7 @@ CHANGES = {
     "eval": (MIX, lambda r: r.model.eval()),
     "eval of a layer that is not masked": (MIX, lambda r: r.model[1].eval()),
     "another layer": (MIX, appended),
+    "another class": (MIX, lambda r: setattr(r.model[1], "__class__", nn.Tanh)),
     "another group": (MIX, lambda r: r.optimiser.add_param_group({"params": [nn.Parameter(torch.ones(2))]})),
 }
 
@@ -302,8 +303,9 @@ def test_autocast_around_the_call():
     graphed, plain = pair(**MIX)
     for r in (graphed, plain):
         r.train(8)
-        with torch.autocast("cpu", torch.bfloat16):
-            r.train(6)
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                r.train(6)
         r.train(6)
     assert_same(graphed, plain)
 

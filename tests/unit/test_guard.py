@@ -253,6 +253,21 @@ def test_remove():
     assert fxmask.explain(model).rows[0]["step"] == 2
 
 
+def test_a_mask_between_two_refreshes_is_not_stale_when_the_guard_goes():
+    """It is as old as a guarded one may be; what is written after that makes it another weight's."""
+    model, optimiser = build(optim.SGD, dict(lr=2.0, momentum=0.9), refresh=10, backward="ste")
+    with fxmask.guard(optimiser, model):
+        train(model, optimiser, 8)
+    now, fresh = fxmask.masks(model), copy.deepcopy(model)
+    fxmask.refresh(fresh)
+    assert any(not torch.equal(m, now[name]) for name, m in fxmask.masks(fresh).items())
+    model.eval()(torch.randn(2, 64))  # any warning is an error here
+    with torch.no_grad():
+        model[0].weight.mul_(1.0)
+    with pytest.warns(fxmask.FxMaskWarning, match="evaluated with a mask of weights that it no longer has"):
+        model(torch.randn(2, 64))
+
+
 def test_copies_are_not_guarded():
     model, optimiser = build(optim.SGD, dict(lr=0.1))
     fxmask.guard(optimiser, model)

@@ -222,6 +222,21 @@ def test_each_step_of_a_layer_that_is_taken_up_counts_once(order):
     assert [r["step"] for r in fxmask.explain(model).rows] == [4, 4, 4] and [h.steps for h in handles] == [4, 4]
 
 
+def test_a_layer_at_rest_that_its_own_guards_optimiser_takes_up_counts_once():
+    """Gradual unfreezing: the guard has counted for the frozen layer, and goes on as before."""
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(2))), ratio=0.5, block=(8, 8), refresh=10)
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    handle = fxmask.guard(optimizer, model)
+    for i in range(4):
+        if i == 2:
+            model[1].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+        model(torch.randn(4, 32)).square().sum().backward()
+        optimizer.step()
+    assert [r["step"] for r in fxmask.explain(model).rows] == [4, 4] and list(handle.policies) == ["0.weight", "1.weight"]
+
+
 def test_layers_that_take_turns_in_one_optimiser():
     """Block by block, as many parameters for as many: all are frozen and counted; other optimisers and copies are told of, too."""
     torch.manual_seed(0)

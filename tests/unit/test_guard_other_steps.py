@@ -41,6 +41,18 @@ def is_step(warning):
 # ---- told --------------------------------------------------------------------------------------------------------------------------------------------------
 
 
+def test_a_guard_that_comes_after_the_others_first_steps_is_told_of_once():
+    """Another guard keeps the watch on all along: of its own weights alone it has nothing to say."""
+    model, critic = masked(), masked()
+    first, other, of_critic = optim.AdamW(model.parameters()), optim.SGD(model.parameters(), 0.1), optim.AdamW(critic.parameters())
+    fxmask.guard(of_critic, critic)
+    train(model, other)
+    fxmask.guard(first, model)
+    with pytest.warns(FxMaskWarning, match=ON_ANOTHER):
+        train(model, other)
+    train(model, other)
+
+
 @pytest.mark.parametrize("form", ["module", "graph"])
 @pytest.mark.parametrize("held", ["optimiser", "handle"])
 def test_one_that_has_taken_over_is_told_at_its_first_step(held, form):

@@ -124,6 +124,37 @@ def test_csv_grows_and_a_resumed_log_goes_on(tmp_path):
     assert len(rows) == 6 and [r["update"] for r in rows] == list("112233") and int(rows[4]["flips"]) == 2
 
 
+def test_a_file_goes_on_where_the_loaded_log_stopped(tmp_path):
+    path, m = tmp_path / "health.csv", model()
+    path.touch()  # as tempfile makes one
+    log = fxmask.HealthLog(m, path)
+    for i, mask in enumerate((A, B, A)):
+        put(m[0], mask)
+        log.update()
+        if i == 1:
+            saved, lines = log.state_dict(), path.read_text().splitlines()
+    path.write_text("\n".join([*path.read_text().splitlines(), "2,0,0.weight,12"]))  # a row that a kill has cut short
+    resumed = fxmask.HealthLog(m, path)
+    resumed.load_state_dict(saved)
+    assert path.read_text().splitlines() == lines and len(lines) == 5
+    assert resumed.update().rows == log.report().rows
+    assert [r["update"] for r in csv.DictReader(path.read_text().splitlines())] == list("112233")
+
+
+def test_a_log_of_an_earlier_version_goes_on():
+    m = model()
+    log = fxmask.HealthLog(m)
+    for mask in (A, B):
+        put(m[0], mask)
+        log.update()
+    saved, again = log.state_dict(), fxmask.HealthLog(m)
+    for entry in saved["last"].values():  # which knew of no change of blocks
+        del entry["block"], entry["since"]
+    again.load_state_dict(saved)
+    put(m[0], A)
+    assert again.update().rows == log.update().rows
+
+
 def test_a_log_that_goes_back_drops_what_came_later():
     m = model()
     log = fxmask.HealthLog(m)

@@ -114,6 +114,14 @@ def test_in_another_dtype_it_is_another_form(packed):
     assert [a[0].dtype for a in packed] == [torch.bfloat16, torch.float32] and model.q.weight.grad is not None
 
 
+def test_as_many_blocks_of_another_width_are_another_form(packed, monkeypatch):
+    """Half of 160 blocks, and all but three quarters of 320, of each sample."""
+    model = fxmask.apply(Reader(), CONFIG, overrides={"k": {"ratio": 0.75, "block": 2}})
+    model(X)
+    assert [a[1:3] for a in packed] == [(4, 80), (2, 80)]
+    assert equal(grads(model, model), alone(model, monkeypatch))
+
+
 def test_an_input_that_changes_between_is_packed_anew(packed, monkeypatch):
     model = fxmask.apply(Reader(between=lambda x: x.detach().mul_(-torch.arange(64))), CONFIG)
     assert held(lambda: model(X)) == 2 * kept_bytes() and len(packed) == 2

@@ -88,6 +88,8 @@ def test_ops_of_operands_that_do_not_belong_together():
         fx.pruned_linear(x, w, None, values, index, False, dw_impl="best")
     with pytest.raises(ShapeError, match=r"kept blocks of an input \(2, 6, 8\): expected 2 samples, got 1"):
         fx.pruned_linear(x, w, None, values[:1], index[:1], False)
+    with pytest.raises(ShapeError, match=r"kept blocks of x: expected torch.float32 .* got torch.float64"):
+        fx.pruned_linear(x, w, None, values.double(), index, False)
     fx.pruned_dw(gy, values, index, x.shape, False)
     with pytest.raises(ShapeError, match=r"tokens of gy: expected those of an input \(2, 6, 8\), got \(3, 4, 3\)"):
         fx.pruned_dw(gy.view(3, 4, 3), values, index, x.shape, False)

@@ -254,5 +254,6 @@ def test_a_mask_that_was_brought_may_be_another_one_until_it_is_built(monkeypatc
 @pytest.mark.parametrize("options", [dict(gain=True), dict(average=0.5), dict(phases={3: dict(criterion="taylor")})], ids=str)
 def test_what_needs_whole_weights_between_steps_is_refused(mesh, options):
     model = sharded(mesh, **options)
-    with pytest.raises(UnsupportedError, match=r"gain work on whole weights between steps(.|\n)*where: 0.weight(.|\n)*leave them out under fully_shard"):
-        fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for announce in (lambda: fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1), model), lambda: fxmask.step(model, 0)):
+        with pytest.raises(UnsupportedError, match=r"gain work on whole weights between steps(.|\n)*where: 0.weight(.|\n)*leave them out under fully_shard"):
+            announce()

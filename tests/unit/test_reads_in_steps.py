@@ -193,11 +193,33 @@ class Writes(Talks):
         yield F.linear(x, self.fc.weight)
 
 
+class WritesLater(Talks):
+    async def forward(self, x):
+        halve(self.fc.weight)
+        return F.linear(x, self.fc.weight)
+
+
+class WritesInLaterSteps(Talks):
+    async def forward(self, x):
+        halve(self.fc.weight)
+        yield F.linear(x, self.fc.weight)
+
+
+async def all_of(pieces):
+    return [piece async for piece in pieces]
+
+
 def test_a_write_in_a_generator_raises_where_it_ends():
     pieces = fxmask.apply(Writes(), ratio=0.5)(torch.randn(8, 64))
     next(pieces)
     with pytest.raises(UnsupportedError, match="the forward of Writes writes into the weight of this layer"):
         next(pieces)
+
+
+@pytest.mark.parametrize(("kind", "run"), [(WritesLater, lambda y: y), (WritesInLaterSteps, all_of)], ids=["coroutine", "async generator"])
+def test_a_write_in_a_coroutine_raises_where_it_ends(kind, run):
+    with pytest.raises(UnsupportedError, match=f"the forward of {kind.__name__} writes into the weight of this layer"):
+        asyncio.run(run(fxmask.apply(kind(), ratio=0.5)(torch.randn(8, 64))))
 
 
 class Student(nn.Module):

@@ -39,6 +39,14 @@ def test_ragged_edges_count_what_they_hold():
     assert row["target_ratio"] == 0.75
 
 
+@pytest.mark.parametrize("dense", ["0", "1"])
+def test_a_weight_that_is_dense_in_one_of_two_layers_is_whole_in_memory(dense):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    summary = fxmask.explain(fxmask.apply(model, ratio=0.5, block=(8, 8), exclude=dense)).summary
+    assert summary == {"linears": 2, "masked": 1, "weight elements in linears": 1024, "of them in kept blocks": 1024}
+
+
 @pytest.mark.parametrize("form", ["module", "graph"])
 def test_it_prints_and_saves(form, tmp_path):
     model = fxmask.apply(mlp() if form == "module" else fx.symbolic_trace(mlp()))

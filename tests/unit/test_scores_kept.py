@@ -69,6 +69,18 @@ def test_a_weight_that_the_optimiser_has_not_moved_has_no_momentum_yet(how):
     assert scores[0] > 0 and (scores[1] > 0) == (how != "frozen")
 
 
+def test_steps_told_by_hand_want_a_gradient_of_some_layer_and_none_of_several_steps_at_once():
+    model = fxmask.apply(Two(), ratio=0.5, block=(8, 8), criterion="gradient")
+    fxmask.step(model, 0)
+    model(torch.randn(4, 32), both=False).square().sum().backward()
+    fxmask.step(model)
+    seen = [m._fxmask_score.clone() for m in (model.a, model.b)]
+    assert seen[0].any() and not seen[1].any()
+    model.zero_grad()
+    fxmask.step(model, 4)
+    assert all(torch.equal(m._fxmask_score, s) and m._fxmask_step == 5 for m, s in zip((model.a, model.b), seen, strict=True))
+
+
 def test_a_new_optimiser_has_no_momentum_yet():
     model = layer(criterion="momentum")
     for cls in (optim.Adam, optim.AdamW):

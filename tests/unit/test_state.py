@@ -181,3 +181,24 @@ def test_restore_gives_the_dense_model(form):
     assert torch.equal(fxmask.restore(model)(x), dense(x)) and same(dict(model.state_dict()), dict(weights))
     with pytest.raises(StateError, match=r"fxmask.state_dict: nothing is masked"):
         fxmask.state_dict(model)
+
+
+def test_a_state_is_a_copy_of_what_steps_write_in_place():
+    """As masks and flips under fxmask.graphed, and scores: neither what was saved moves with the model, nor what it was loaded from."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=2, average=0.5)
+    fxmask.step(model, 0)
+    saved = fxmask.state_dict(model)
+    before = copy.deepcopy(saved["masks"]["0.weight"])
+    fxmask.load_state_dict(model, saved)
+    for site in (model[0], model[2]):
+        site._fxmask_in_place = True
+    again, masks = fxmask.state_dict(model), fxmask.masks(model)
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].weight.copy_(model[0].weight.flip(0))
+        fxmask.step(model)
+    now = fxmask.state_dict(model)["masks"]["0.weight"]
+    for key in ("mask", "flips", "score"):
+        found = [state["masks"]["0.weight"][key] for state in (saved, again)]
+        assert all(torch.equal(t, before[key]) for t in found) and not torch.equal(now[key], before[key]), key
+    assert torch.equal(masks["0.weight"], before["mask"])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxmask
+from fxmask import untold
 from fxmask.errors import FxMaskWarning
 
 RAMP = {"schedule": fxmask.Schedule("linear", steps=50)}
@@ -213,6 +214,14 @@ def test_others_steps_and_what_counts_nothing_say_nothing():
     plain = fxmask.apply(net(), ratio=0.5, block=(8, 8))
     fxmask.step(plain, 0)
     train(plain, 12)
+
+
+def test_a_layer_that_rests_for_long_is_watched_no_more(monkeypatch):
+    monkeypatch.setattr(untold, "FOREIGN", 3)
+    model, other = fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP), net()
+    fxmask.step(model, 0)
+    train(nn.Sequential(model, other), 4, parameters=other.parameters())
+    train(model, 12)  # any warning is an error here
 
 
 def test_a_guard_that_comes_counts():
