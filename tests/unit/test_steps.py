@@ -90,6 +90,19 @@ def test_start_with_a_cached_mask(form):
 
 
 @FORMS
+def test_rebuilds_count_from_the_start(form):
+    model, moved = masked(form, start=3, refresh=2), []
+    fxmask.step(model, 0)
+    for step in range(1, 9):
+        before = fxmask.masks(model)["0.weight"]
+        with torch.no_grad():
+            model.get_parameter("0.weight").copy_(torch.randn(96, 64))
+        fxmask.step(model)
+        moved += [step] if not torch.equal(before, fxmask.masks(model)["0.weight"]) else []
+    assert moved == [3, 5, 7]
+
+
+@FORMS
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules(form, kind):
     around = {} if kind == "constant" else dict(warmup=2, cooldown=3)
