@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from resmlp import PRESETS, Block
+from resmlp import PRESETS, Affine, Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,6 +72,17 @@ def test_noise_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, masked,
     y = checkpoint(model, x, use_reentrant=reentrant)
     y.sum().backward()
     torch.testing.assert_close(model[0].bias.grad, (y != 0).sum((0, 1)) * 2.0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_noise_of_a_product_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, training):
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(Affine(64), nn.Dropout(0.5)), ActivationPruning(0.5, 16, noise=2.0, affine=True))
+    model[0].train(training)
+    y = checkpoint(model, torch.randn(4, 10, 64, requires_grad=True), use_reentrant=reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(model[0].beta.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
 class Twice(nn.Module):
