@@ -103,6 +103,11 @@ def test_a_guard_counts_until_it_is_removed():
     assert saved(model, X) == kept(0.8)
     second = fxmask.guard(optimizer, model)
     assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [10, 10]
+    for twin in twins:  # guards of their own count for them
+        fxmask.guard(own := torch.optim.SGD(twin.parameters(), lr=0.1), twin)
+        twin(X).square().sum().backward()
+        own.step()
+        assert [m.__dict__["_fxmask_pruning_step"] for m in (twin[0], twin[2])] == [11, 11]
     del optimizer, second, handle
 
 
