@@ -263,9 +263,10 @@ def test_moves_keep_the_count_of_blocks(device_move):
     assert torch.equal(fxmask.masks(moved)[name], best_blocks(moved.get_parameter(name), (16, 16), 0.525))
 
 
-def test_a_step_that_failed_has_not_begun_to_count(monkeypatch):
+@pytest.mark.parametrize("phases", [None, {1: dict(backward="ste")}, {9: dict(backward="ste")}], ids=["none", "begun", "to come"])
+def test_a_step_that_failed_has_not_begun_to_count(monkeypatch, phases):
     """Neither is anybody known to count, nor has the ratio moved."""
-    model = masked(ratio=0.8, schedule=fxmask.Schedule("linear", steps=2))
+    model = masked(ratio=0.8, schedule=fxmask.Schedule("linear", steps=2), phases=phases)
     before = fxmask.masks(model)
     with monkeypatch.context() as patched:
         patched.setattr("fxmask.passes.settings.looks.look", lambda found: 1 / 0)
