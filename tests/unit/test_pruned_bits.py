@@ -109,10 +109,10 @@ def test_noise_of_a_part_without_gradients_inside_of_a_checkpoint():
     torch.testing.assert_close(model.fc.bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
-def test_without_noise_in_eval_or_for_frozen_weights_nothing_is_drawn():
+def test_without_noise_in_eval_for_frozen_weights_or_uncounted_steps_nothing_is_drawn():
     x = torch.randn(4, 10, 64)
-    noisy = ActivationPruning(0.5, 16, noise=2.0)
-    for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False)):
+    noisy, later = (ActivationPruning(0.5, 16, noise=2.0, start=start) for start in (0, 3))
+    for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False), (later, True, True)):
         model, state = fxmask.apply(nn.Linear(64, 64), config).train(training).requires_grad_(trains), torch.get_rng_state()
         with torch.no_grad():
             model(x)
