@@ -114,8 +114,9 @@ def test_without_noise_in_eval_for_frozen_weights_or_uncounted_steps_nothing_is_
     noisy, later = (ActivationPruning(0.5, 16, noise=2.0, start=start) for start in (0, 3))
     for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False), (later, True, True)):
         model, state = fxmask.apply(nn.Linear(64, 64), config).train(training).requires_grad_(trains), torch.get_rng_state()
-        with torch.no_grad():
-            model(x)
+        for grads in (False, not trains):
+            with torch.set_grad_enabled(grads):
+                model(x)
         assert torch.equal(torch.get_rng_state(), state)
 
 
