@@ -163,13 +163,26 @@ def test_state_made_in_inference_mode_can_be_trained_with(options, steps):
     model(X).sum().backward()
 
 
+def test_a_phase_that_caches_no_mask_misses_none():
+    model, other = (fxmask.apply(mlp(), ratio=0.75, refresh=2, phases={2: dict(refresh=1)}) for _ in range(2))
+    model.to("meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for p, own in zip(model.parameters(), other.parameters(), strict=True):
+            p.copy_(own)
+    for m in (model, other):
+        fxmask.step(m, 2)
+    assert torch.equal(model(X), other(X))
+
+
 @pytest.mark.parametrize("refresh", [0, 2])
 def test_a_mask_that_was_lost_on_meta_is_not_used(refresh):
     model = fxmask.apply(mlp(), ratio=0.75, refresh=refresh)
     fxmask.step(model, 0)
     model.to("meta").to_empty(device="cpu")
-    with pytest.raises(StateError, match="a cached mask was lost on the meta device"):
-        model(X)
+    for _ in range(2):
+        with pytest.raises(StateError, match="a cached mask was lost on the meta device"):
+            model(X)
+        model.double().float()  # a later move brings nothing back
     row = fxmask.explain(model, health=True).rows[0]
     assert row["masked"] and row["reason"].startswith("selected; its mask was lost on the meta device, and its forward raises until")
     assert {row[k] for k in ("achieved_ratio", "impl", "kept_norm_fraction", "dead_rows")} == {None}

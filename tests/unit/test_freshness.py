@@ -171,6 +171,21 @@ def test_copies_of_many_tied_layers(copier):
     assert not torch.equal(best, model[0]._fxmask_mask)
 
 
+APART = [dict(ratio=0.5), dict(cover=True), dict(criterion="linf"), dict(criterion="random"), dict(block=(16, 32))]
+
+
+@pytest.mark.parametrize("options", APART, ids=lambda o: next(iter(o)))
+def test_layers_of_one_weight_that_were_masked_apart_have_masks_of_their_own(options):
+    model, alone = fxmask.restore(tied(2)), []
+    for layer, own in zip(model, ({}, options), strict=True):
+        fxmask.apply(layer, **{"ratio": 0.75, "block": (16, 16), "refresh": 0, **own})
+        fxmask.refresh(layer)
+        alone.append(layer._fxmask_mask)
+    assert not torch.equal(*alone)
+    fxmask.refresh(model)
+    assert all(torch.equal(layer._fxmask_mask, mask) for layer, mask in zip(model, alone, strict=True))
+
+
 def test_tied_layers_make_one_mask_a_load(monkeypatch):
     """N layers load one after the other, and each load is for all: N masks are made, not N * N."""
     model, built, index = tied(9), [], state.ops.index

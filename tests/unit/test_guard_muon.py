@@ -140,3 +140,16 @@ def test_step_sizes_are_no_momenta():
     out = ~expand_mask(fxmask.masks(model)["0.weight"], (32, 32), (16, 16))
     state = optimiser.state[model[0].weight]
     assert torch.equal(state["step_size"][out], torch.full_like(state["step_size"][out], 0.01))
+
+
+def test_step_sizes_of_blocks_that_return_stay():
+    """At zero they would hold the blocks where they are."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 32, bias=False)), ratio=0.5, block=(8, 8), criterion="random")
+    optimiser = optim.Rprop(model.parameters(), lr=0.01)
+    fxmask.guard(optimiser, model, returning="zero")
+    for _ in range(4):
+        before = fxmask.masks(model)["0.weight"]
+        optimiser.zero_grad()
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimiser.step()
+        assert (fxmask.masks(model)["0.weight"] & ~before).any() and (optimiser.state[model[0].weight]["step_size"] > 1e-4).all()

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from sample_models import Region, mlp
+from sample_models import Region, best_blocks, mlp
 from torch import nn
 
 import fxmask
@@ -110,6 +110,17 @@ def test_training_goes_on_after_the_best_weights_are_back():
     model(x).square().mean().backward()
     optimizer.step()
     assert same(kept, fxmask.masks(model))
+
+
+def test_a_weight_s_masks_stay_together_or_not_at_all(monkeypatch):
+    """Of two layers that share a weight one was trained, and the other never ran."""
+    monkeypatch.setattr("fxmask.passes.state.site_forward._TRACED", {})  # where other tests have compiled layers like these
+    model = fxmask.apply(tied(), ratio=0.6, refresh=0)
+    model[0](torch.randn(3, 64))
+    fxmask.step(model)
+    model[0].load_state_dict(mlp(seed=5, sizes=(64, 64, 10))[0].state_dict())
+    best = best_blocks(model[0].weight, (16, 16), 0.6)
+    assert all(torch.equal(model[i]._fxmask_mask, best) for i in (0, 2))
 
 
 def test_what_was_lost_on_the_meta_device_is_built_of_what_is_loaded():

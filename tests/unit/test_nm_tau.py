@@ -24,6 +24,7 @@ def net() -> nn.Sequential:
 def test_by_the_formula():
     assert [FALLING.tau_at(step) for step in range(6)] == pytest.approx(TAUS, rel=1e-12) and FALLING.tau_at(4) == FALLING.tau_at(99) == 0.01
     assert [NMMask(mode="learned", tau=0.3).tau_at(step) for step in (0, 7)] == [0.3, 0.3]
+    assert NMMask(mode="learned", tau=0.7, tau_from=0.3, tau_steps=4).tau_at(4) == 0.7  # which the power is not, in floats
 
 
 def test_draws_are_those_of_the_temperature(monkeypatch):

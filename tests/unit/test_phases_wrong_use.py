@@ -52,6 +52,13 @@ def test_nobody_counts():
     model.eval()(torch.randn(2, 64))
 
 
+@pytest.mark.parametrize("options", [dict(block=(16, 16)), dict(criterion="l1"), dict(ties="keep"), dict(cover=True)], ids=lambda o: next(iter(o)))
+def test_whatever_makes_a_later_mask_another_one_is_told(options):
+    model = fxmask.apply(mlp(), fxmask.WeightMask(ratio=0.6, block=(8, 8), phases={3: options})).eval()
+    with pytest.warns(FxMaskWarning, match=r"evaluated in its phase of step 0, in blocks of \(8, 8\): phases count steps, none was told"):
+        model(torch.randn(2, 64))
+
+
 def test_steps_that_are_counted_inside_a_cuda_graph(monkeypatch):
     """Its replays would count none, and stay in one phase; the step is not taken. (No GPU here: the capture is pretended.)"""
     model = fxmask.apply(mlp(), config())

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from resmlp import PRESETS, Block
+from resmlp import PRESETS, Affine, Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -74,6 +74,17 @@ def test_noise_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, masked,
     torch.testing.assert_close(model[0].bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_noise_of_a_product_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, training):
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(Affine(64), nn.Dropout(0.5)), ActivationPruning(0.5, 16, noise=2.0, affine=True))
+    model[0].train(training)
+    y = checkpoint(model, torch.randn(4, 10, 64, requires_grad=True), use_reentrant=reentrant)
+    y.sum().backward()
+    torch.testing.assert_close(model[0].beta.grad, (y != 0).sum((0, 1)) * 2.0)
+
+
 class Twice(nn.Module):
     """Its checkpointed part runs once without gradients by itself."""
 
@@ -98,13 +109,14 @@ def test_noise_of_a_part_without_gradients_inside_of_a_checkpoint():
     torch.testing.assert_close(model.fc.bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
-def test_without_noise_in_eval_or_for_frozen_weights_nothing_is_drawn():
+def test_without_noise_in_eval_for_frozen_weights_or_uncounted_steps_nothing_is_drawn():
     x = torch.randn(4, 10, 64)
-    noisy = ActivationPruning(0.5, 16, noise=2.0)
-    for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False)):
+    noisy, later = (ActivationPruning(0.5, 16, noise=2.0, start=start) for start in (0, 3))
+    for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False), (later, True, True)):
         model, state = fxmask.apply(nn.Linear(64, 64), config).train(training).requires_grad_(trains), torch.get_rng_state()
-        with torch.no_grad():
-            model(x)
+        for grads in (False, not trains):
+            with torch.set_grad_enabled(grads):
+                model(x)
         assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -74,6 +74,18 @@ def test_steps_move_what_is_saved(trace):
     assert not any(k.startswith("_fxmask_pruning") for m in model.modules() for k in m.__dict__)
 
 
+@pytest.mark.parametrize("trace", [False, True], ids=["module", "trace"])
+def test_before_its_start_an_input_is_saved_whole(trace):
+    config = ActivationPruning(0.8, 16, start=3)
+    model = fxmask.apply(torch.fx.symbolic_trace(mlp()) if trace else mlp(), config)
+    with pytest.raises(fxmask.FxMaskError, match=r"(?s)count optimiser steps, and nobody tells them.*fxmask\.step\(model, 0\)"):
+        model(X)
+    fxmask.step(model, 0)
+    for step in range(5):
+        assert saved(model, X) == (None if step < 3 else kept(0.8)), step
+        fxmask.step(model)
+
+
 def test_a_guard_counts_until_it_is_removed():
     model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -91,6 +103,11 @@ def test_a_guard_counts_until_it_is_removed():
     assert saved(model, X) == kept(0.8)
     second = fxmask.guard(optimizer, model)
     assert [m.__dict__["_fxmask_pruning_step"] for m in (model[0], model[2])] == [10, 10]
+    for twin in twins:  # guards of their own count for them
+        fxmask.guard(own := torch.optim.SGD(twin.parameters(), lr=0.1), twin)
+        twin(X).square().sum().backward()
+        own.step()
+        assert [m.__dict__["_fxmask_pruning_step"] for m in (twin[0], twin[2])] == [11, 11]
     del optimizer, second, handle
 
 

@@ -192,3 +192,14 @@ def test_a_number_of_numpy_is_a_number():
     assert found == fxmask.Regrow(fraction=0.5) and type(found.fraction) is float
     with pytest.raises(fxmask.FxMaskError, match=r"Regrow\.fraction .*: expected a number in \(0, 1\), got .*nan"):
         fxmask.Regrow(fraction=numpy.float32("nan"))
+
+
+def test_between_exchanges_a_ratio_that_rises_empties_no_row():
+    model = layer(regrow=fxmask.Regrow("random", 0.3, until=1), ratio=0.7, cover=True, schedule=fxmask.Schedule("linear", steps=4))
+    with torch.no_grad():
+        model[0].weight[:8] *= 1e-3  # its blocks would be the first to go
+    fxmask.step(model, 0)
+    for step in range(1, 6):
+        fxmask.step(model)
+        assert mask_of(model).any(0).all() and mask_of(model).any(1).all(), step
+    assert mask_of(model)[0].sum() == 1

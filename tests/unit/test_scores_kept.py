@@ -177,9 +177,19 @@ def test_an_average_of_norms_sees_a_broken_weight_and_forgets_it():
         assert bool(model[0]._fxmask_score.isfinite().all()) != broken
 
 
-@pytest.mark.parametrize("config", [dict(average=0.5), dict(criterion="momentum", average=0.5)], ids=str)
-def test_a_scaler_scales_no_score_that_is_not_of_gradients(config):
-    """The scale differs from step to step, and an average would mix them."""
+@pytest.mark.parametrize(("score", "stays"), [(-1.9, True), (-2.1, False)])
+def test_hysteresis_holds_kept_blocks_of_negative_scores_too(score, stays):
+    """With 0.5 a kept block at -1.9 counts as one at -0.95, and the masked ones are at -1."""
+    model = layer(criterion="movement", hysteresis=0.5, backward="ste")
+    before = fxmask.masks(model)["0.weight"]
+    model[0]._fxmask_score = torch.where(before, score, -1.0)
+    fxmask.refresh(model)
+    assert torch.equal(fxmask.masks(model)["0.weight"], before if stays else ~before)
+
+
+@pytest.mark.parametrize("config", [*GRADIENTS[:3], dict(average=0.5), dict(criterion="momentum", average=0.5)], ids=str)
+def test_a_scaler_scales_no_score(config):
+    """The scale differs from step to step, and an average would mix them. Those of gradients are divided by it, others are left as they are."""
     found = []
     for scale in (1.0, 4.0):
         model = layer(**config, backward="ste")

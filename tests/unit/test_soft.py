@@ -185,3 +185,19 @@ def test_graphs_and_kernels_are_refused():
         fxmask.apply(fx.symbolic_trace(mlp()), config)
     with pytest.raises(UnsupportedError, match="keeps no state between calls, and soft counts"):
         parse({"soft": True})
+
+
+def test_momenta_of_blocks_that_still_learn_are_not_cleared():
+    """On the ramp of a soft mask nothing has been away, so nothing returns."""
+    found = []
+    for returning in ("keep", "zero"):
+        torch.manual_seed(0)
+        model = fxmask.apply(mlp(), ratio=0.6, soft=True, criterion="random", schedule=fxmask.Schedule("linear", steps=20))
+        optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+        fxmask.guard(optimiser, model, returning=returning)
+        for _ in range(4):
+            optimiser.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimiser.step()
+        found.append([t.clone() for state in optimiser.state.values() for t in state.values()])
+    assert found[0] and all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -83,6 +83,17 @@ def test_cached_masks_of_an_average_are_those_of_its_making_until_they_are_refre
     ema.eval()(torch.randn(2, 64))
 
 
+def test_masks_that_are_built_once_are_never_stale():
+    """Also where steps count for something else, and the copy is asked whether its mask is its weights'."""
+    copied = copy.deepcopy(masked(refresh=0, backward="rigl")).eval()
+    first = fxmask.masks(copied)
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.copy_(p.roll(16, 0))
+    copied(torch.randn(2, 64))  # a warning would be an error
+    assert same(fxmask.masks(copied), first) and not same(best(copied), first)
+
+
 @pytest.mark.parametrize("steps", ["guard", "step"])
 @pytest.mark.parametrize("config", [dict(schedule=CUBIC), dict(refresh=2), dict(refresh=2, criterion="taylor")], ids=["schedule", "refresh", "taylor"])
 def test_copies_whose_weights_follow_by_hand(config, steps):

@@ -61,6 +61,16 @@ def test_start(form):
 
 
 @FORMS
+def test_layers_of_one_ratio_have_starts_and_schedules_of_their_own(form):
+    ways = {"0": dict(start=2), "2": dict(schedule=fxmask.Schedule("linear", steps=4))}
+    for name, other in (("0", "2"), ("2", "0")):
+        model = masked(form, ratio=0.7, overrides={name: ways[name]})
+        fxmask.step(model, 0)
+        found = fxmask.masks(model)
+        assert [int(found[f"{n}.weight"].sum()) for n in (name, other)] == [24, keep_count(24, 0.7)]
+
+
+@FORMS
 def test_start_with_a_cached_mask(form):
     model = masked(form, start=2, refresh=2, ratio=0.5)
     fxmask.step(model, 0)
@@ -77,6 +87,19 @@ def test_start_with_a_cached_mask(form):
     assert all(r["flips"] >= 12 for r in rows)
     fxmask.step(model)
     assert fxmask.explain(model).rows[0]["mask_age"] == 1
+
+
+@FORMS
+def test_rebuilds_count_from_the_start(form):
+    model, moved = masked(form, start=3, refresh=2), []
+    fxmask.step(model, 0)
+    for step in range(1, 9):
+        before = fxmask.masks(model)["0.weight"]
+        with torch.no_grad():
+            model.get_parameter("0.weight").copy_(torch.randn(96, 64))
+        fxmask.step(model)
+        moved += [step] if not torch.equal(before, fxmask.masks(model)["0.weight"]) else []
+    assert moved == [3, 5, 7]
 
 
 @FORMS
@@ -118,8 +141,9 @@ def test_a_long_step_equals_many():
 
 
 @FORMS
-def test_rigl_is_dense_on_every_tth_step(form):
-    config = fxmask.WeightMask(ratio=0.75, backward="rigl", dense_every=3)
+@pytest.mark.parametrize(("start", "expected"), [(0, [2, 5, 8]), (2, [4, 7])])  # counted from `start` on, as the rebuilds that read these gradients are
+def test_rigl_is_dense_on_every_tth_step(form, start, expected):
+    config = fxmask.WeightMask(ratio=0.75, backward="rigl", dense_every=3, start=start)
     model = fxmask.apply(mlp() if form == "module" else fx.symbolic_trace(mlp()), config)
     fxmask.step(model, 0)
     x, dense_steps = torch.randn(4, 64), []
@@ -132,7 +156,7 @@ def test_rigl_is_dense_on_every_tth_step(form):
         if grad[~mask].abs().sum() > 0:
             dense_steps.append(step)
         fxmask.step(model)
-    assert dense_steps == [2, 5, 8]
+    assert dense_steps == expected
 
 
 def test_random_masks_move_with_steps_alone_and_differ_by_layer_and_seed():
@@ -239,9 +263,10 @@ def test_moves_keep_the_count_of_blocks(device_move):
     assert torch.equal(fxmask.masks(moved)[name], best_blocks(moved.get_parameter(name), (16, 16), 0.525))
 
 
-def test_a_step_that_failed_has_not_begun_to_count(monkeypatch):
+@pytest.mark.parametrize("phases", [None, {1: dict(backward="ste")}, {9: dict(backward="ste")}], ids=["none", "begun", "to come"])
+def test_a_step_that_failed_has_not_begun_to_count(monkeypatch, phases):
     """Neither is anybody known to count, nor has the ratio moved."""
-    model = masked(ratio=0.8, schedule=fxmask.Schedule("linear", steps=2))
+    model = masked(ratio=0.8, schedule=fxmask.Schedule("linear", steps=2), phases=phases)
     before = fxmask.masks(model)
     with monkeypatch.context() as patched:
         patched.setattr("fxmask.passes.settings.looks.look", lambda found: 1 / 0)
@@ -250,3 +275,18 @@ def test_a_step_that_failed_has_not_begun_to_count(monkeypatch):
     assert all(torch.equal(m, before[name]) for name, m in fxmask.masks(model).items())
     with pytest.raises(StateError, match=r"fxmask\.step"):
         model(torch.randn(3, 64))
+
+
+def test_weights_set_by_hand_on_the_meta_device_take_the_state_with_the_next_move():
+    """As the error of a mask and a weight on two devices says: move the whole model."""
+    model, x = masked(refresh=2, ratio=0.7).to("meta"), torch.randn(3, 64)
+    for i, layer in enumerate(mlp()):
+        if layer._parameters:
+            model[i].weight, model[i].bias = layer.weight, layer.bias
+    fxmask.step(model, 0)
+    with pytest.raises(StateError, match=r"move the whole model by model.to\(device\)"):
+        fxmask.refresh(model)
+    fxmask.refresh(model.to("cpu"))
+    expected = masked(ratio=0.7)
+    assert torch.equal(model(x), expected(x))
+    assert all(torch.equal(m, fxmask.masks(model)[name]) for name, m in fxmask.masks(expected).items())
