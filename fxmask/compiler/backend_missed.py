@@ -80,14 +80,15 @@ def _what(o: Options, gaps: Sequence[Decision], required: bool, unknown: bool) -
 
 def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bool]]:
     """Models that torch.compile, or their own compile(), was given with this backend, its options, and whether it is the latter."""
+    optimized = torch._dynamo.OptimizedModule  # looked up once: there may be millions of objects
     for o in gc.get_objects():
-        kind, model, callback = type(o), None, None  # not isinstance, which asks proxies for what they stand for
-        if issubclass(kind, torch._dynamo.OptimizedModule):
+        kind = type(o)  # not isinstance, which asks proxies for what they stand for
+        if issubclass(kind, optimized):
             model, callback = o._modules.get("_orig_mod"), getattr(o.__dict__.get("dynamo_ctx"), "callback", None)
-        elif kind is FunctionType:
-            called = getattr(o, "_torchdynamo_orig_callable", None)
-            if getattr(called, "__name__", "") in FORWARDS:
-                model, callback = getattr(called, "__self__", None), _closure(o).get("callback")
+        elif kind is FunctionType and getattr(called := getattr(o, "_torchdynamo_orig_callable", None), "__name__", "") in FORWARDS:
+            model, callback = getattr(called, "__self__", None), _closure(o).get("callback")
+        else:
+            continue
         callback = behind_callback(callback)
         if isinstance(model, nn.Module) and getattr(getattr(callback, "compiler_fn", None), "__module__", "") == f"{__package__}.backend":
             yield model, getattr(callback, "kwargs", {}).get("options"), kind is FunctionType

@@ -288,4 +288,4 @@ def case(machine, lives):
 
 
 TestModules, TestGraphs = case(Lives, 40), case(GraphLives, 20)
-TestManyModules, TestManyGraphs = (pytest.mark.slow(case(machine, 300)) for machine in (Lives, GraphLives))
+TestManyModules, TestManyGraphs = (pytest.mark.slow(pytest.mark.timeout(1200)(case(machine, 300))) for machine in (Lives, GraphLives))
