@@ -95,6 +95,9 @@ def test_a_unit_is_the_layers_training_step():
     assert min(*dense[:2], *masked) > 0 and dense.rebuild == 0
     assert unit.dense.weight is not layer.weight and torch.equal(unit._linear().weight, layer.weight)
     assert Unit(layer, None).masked(fxmask.WeightMask(ratio=0.5, block=(32, 32), refresh=0))[1].step == 0.0
+    (narrow,) = seen(nn.Sequential(nn.Linear(64, 96)).bfloat16(), torch.randn(50, 64, dtype=torch.bfloat16))
+    unit = Unit(narrow, None)
+    assert unit.dense.weight.dtype == unit.inputs[0].dtype == torch.bfloat16
 
 
 def test_a_guard_for_any_optimiser():

@@ -75,3 +75,26 @@ def test_an_analysis_without_rows():
     report = fxmask.analyze(nn.Identity(), torch.randn(4), device="h100-sxm")
     with pytest.raises(ConfigError, match=r"measurements are named a: expected nodes or modules of this analysis, which has none\."):
         report.attach_measurements(timings={"a": 1.0})
+
+
+@pytest.mark.parametrize("name", ["blocks.1", "blocks.1/fwd", "blocks.1:addmm"])
+def test_a_name_means_its_own_rows(name):
+    model = nn.Sequential()
+    model.blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(11)))  # blocks.10 begins as blocks.1 does
+    report = fxmask.analyze(model, torch.randn(4, 16), device="h100-sxm")
+    report.attach_measurements(timings={name: 1e-3}, energy={"j_per_step": 2.5})
+    own = [r for r in report.tables["roofline"] if name in (r["module"], r["node"], f"{r['module']}/{r['phase']}")]
+    least, flop = sum(r["t_min_us"] for r in own), sum(r["flop"] for r in own)
+    moved = sum(r["bytes_min"] for r in report.tables["nodes"] if name in (r["module"], r["node"], f"{r['module']}/{r['phase']}"))
+    (row,) = report.tables["measured"]
+    assert (row["rows"], row["flop"], row["bytes_min"], row["t_min_us"]) == (len(own), flop, moved, least) and flop and moved
+    assert row["roof_pct"] == pytest.approx(least / 10) and row["pred_err"] == pytest.approx(least / 1000 - 1)
+    assert row["tflops_meas"] == pytest.approx(flop / 1e9) and row["gbps_min_meas"] == pytest.approx(moved / 1e6)
+    assert report.tables["energy"] == [{"j_per_step": 2.5}]
+    assert [r for r in report.tables["roofline"] if "t_meas_us" in r] == (own if len(own) == 1 else [])
+
+
+def test_measured_bytes_stand_beside_the_estimate_of_the_same_rows(report, csv):
+    report.attach_measurements(ncu_csv=csv(("fc2", 5000)))
+    (row,) = report.tables["measured"]
+    assert (row["bytes_meas"], row["dram_est"]) == (2000, sum(r["bytes_dram_est"] for r in report.tables["traffic"] if r["module"] == "fc2"))

@@ -82,6 +82,25 @@ def test_roofs(report):
     assert sum(r["t_min_us"] for r in report.tables["roofline"]) == pytest.approx(report.summary["t_min_us"])
 
 
+def test_a_masked_layer_s_row_by_hand():
+    """128 x 64 in 16-bit floats, half of its 32 blocks kept, 256 tokens; the second layer has half of that."""
+    made = devices.Device("own", {"fp32": 1e12, "bf16": 4e12}, 1e11, 1 << 30, 5e11, 1e-6, (128, 128), "made up")
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32)), block=(16, 16)).bfloat16()
+    report = fxmask.analyze(model, torch.randn(256, 64, dtype=torch.bfloat16), device=made, impl="triton")
+    node, least = (next(r for r in report.tables[t] if r["op"] == "fxmask.masked_linear" and r["module"] == "0") for t in ("nodes", "roofline"))
+    assert (node["weights_loaded"], node["param_bytes"], node["flop"]) == (16 * 256, 16 * 256 * 2, 2 * 256 * 16 * 256)
+    own = [r for r in report.tables["traffic"] if all(r[c] == node[c] for c in ("node", "op", "phase"))]
+    assert node["index_bytes"] == sum(r["bytes_min"] for r in own if r["direction"] == "read" and r["operand"] not in ("x", "w", "bias")) > 0
+    assert [node[c] for c in ("dtype_in", "dtype_acc", "dtype_out")] == ["bfloat16", "float32", "bfloat16"]
+    assert least["ai_dram"] == node["flop"] / node["bytes_min"] and least["ai_l2"] == node["flop"] / node["bytes_req"]
+    assert (least["ridge_dram"], least["ridge_l2"], least["bound"]) == (40, 8, "dram")
+    moved = sum(r["bytes_dram_est"] for r in own)
+    assert least["dram_est_us"] == pytest.approx(moved / 1e5) and moved >= node["bytes_min"]
+    root, first, second = report.tables["modules"]
+    assert first["flop_pct"] == pytest.approx(100 * 4 / 7) and second["flop_pct"] == pytest.approx(100 * 3 / 7)  # the first has no dX
+    assert first["bytes_min_pct"] == pytest.approx(100 * first["bytes_min"] / root["bytes_min"]) and root["bytes_min_pct"] == 100
+
+
 def test_modules_add_up(report):
     rows = report.tables["modules"]
     root, by_name = rows[0], {r["module"]: r for r in rows}

@@ -41,6 +41,23 @@ def test_rows_of_before_have_their_holdout_in_the_command(tmp_path):
     assert accuracy_table.write(tmp_path / "runs", table) == 1 and plots.read_csv(table) == [row]
 
 
+def test_a_row_has_the_last_epoch_s_values_and_all_epochs_sums(tmp_path):
+    """The test images' accuracies beside the held-out ones, none of a search."""
+    out = tmp_path / "dense-adam-seed0"
+    finished(out, ran_on=["NVIDIA H200", "cpu"])
+    rows = [{c: str((i + 1) * epoch) for i, c in enumerate(program.COLUMNS)} for epoch in (1, 100)]  # a column's number, and a hundred times that
+    scale = {"flop": 1e12, "loaded": 1e9}
+    csv_files.write(out / "log.csv", program.COLUMNS, ({c: float(v) * scale.get(c, 1) if c in scale else v for c, v in r.items()} for r in rows))
+    (out / "test.json").write_text(json.dumps({"top1": 70.0, "top5": 90.0}))
+    row = accuracy_table.row_of("final", "dense-adam", 0, out)
+    assert [row[c] for c in ("train_loss", "train_acc", "held_top1", "ratio_achieved")] == ["200.0000", "400.00", "500.00", "700.0000"]
+    assert [row[c] for c in ("flips", "train_tflop", "loaded_weights_g", "train_seconds")] == [808, "1010.00", "1111.000", "1212"]
+    assert [row[c] for c in ("test_top1", "test_top5", "device")] == ["70.00", "90.00", "NVIDIA H200, cpu"]
+    assert accuracy_table.row_of("search", "dense-adam", 0, out)["test_top1"] == ""
+    csv_files.write(out / "log.csv", program.COLUMNS, rows[:1])
+    assert accuracy_table.row_of("final", "dense-adam", 0, out) is None
+
+
 def final(run, top1, *, epochs="20", data=JPEG, holdout="5000", seed="0", phase="final"):
     return {
         "phase": phase, "run": run, "seed": seed, "epochs": epochs, "data": data, "holdout": holdout, "test_top1": top1, "held_top1": top1, "train_tflop": "20",

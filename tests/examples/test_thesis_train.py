@@ -302,6 +302,10 @@ def test_mixing():
     assert 70 < cut < 130
     assert Mixing(Recipe(mix_prob=0), 10)(images, labels)[1] is labels
     assert sum(Mixing(Recipe(mix_prob=0.3), 10)(images, labels)[1] is labels for _ in range(100)) > 50
+    for options, all_cut in ((dict(mix_switch=1.0), True), (dict(mix_switch=0.0), False), (dict(mixup=0.0), True), (dict(cutmix=0.0), False)):
+        mixing = Mixing(Recipe(**{"mixup": 1.0, "cutmix": 1.0} | options), 10)
+        for mixed, targets in (mixing(images, labels) for _ in range(10)):
+            assert targets is not labels and bool(torch.isin(mixed, images).all()) == all_cut
 
 
 def test_wrong_use(tmp_path, capsys):

@@ -65,6 +65,21 @@ def test_a_fused_dropout_that_is_switched_alone_warns(masks):
     always(x)  # drops, as it would without
 
 
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_the_ends_of_a_dropout_s_range(p, trace):
+    """A Dropout that drops nothing is fused, too; one that drops all is refused."""
+    dense, x = nn.Sequential(nn.Linear(32, 32), nn.Dropout(p), nn.Linear(32, 32)), torch.randn(32, 32)
+    model = torch.fx.symbolic_trace(dense) if trace else copy.deepcopy(dense)
+    if p == 1:
+        with pytest.raises(fxmask.FxMaskError, match=r"behind a [Dd]ropout with p=1.0: expected p in \[0, 1\), or exclude='2'"):
+            fxmask.apply(model, BlockDropout())
+        return
+    fxmask.apply(model, BlockDropout())
+    assert [r["name"] for r in fxmask.explain(model).rows if r.get("dropout")] == ["2"]
+    assert torch.equal(model(x), dense(x))
+
+
 def test_a_dropout_with_a_forward_of_its_own_stays():
     for make in (lambda m: m, torch.fx.symbolic_trace):
         model = make(nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 32)))

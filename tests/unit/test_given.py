@@ -36,6 +36,21 @@ def test_named_layers_alone_are_masked_and_with_include_the_others_by_the_ratio(
     assert [row["ranks_by"] for row in fxmask.explain(both).rows[:2]] == ["given", None]
 
 
+def test_scores_take_a_layer_s_own_ratio():
+    model = masked(masks=None, scores={"0": scores(), "2": scores()}, overrides={"2": dict(ratio=0.75)})
+    assert torch.equal(mask_of(model), best(scores(), 8)) and torch.equal(mask_of(model, "2.weight"), best(scores(), 4))
+
+
+def test_a_mask_that_a_schedule_comes_to_is_built_every_so_many_steps():
+    model = masked(schedule=SCHEDULE, refresh=3)
+    fxmask.step(model, 0)
+    kept = []
+    for _ in range(6):
+        kept.append(int(mask_of(model).sum()))
+        fxmask.step(model)
+    assert kept[0] == kept[2] == 16 > kept[3] and torch.equal(mask_of(model), diagonal())
+
+
 @pytest.mark.parametrize("kept", range(1, 17))
 def test_every_number_of_blocks_is_kept_to_the_block(kept):
     mask = best(scores(), kept)

@@ -83,6 +83,13 @@ def test_the_wide_format(read):
     assert rows[1] == {"id": 4, "kernel": "b", "range": "blocks.0.fc1", "time_us": 1, "dram_write_bytes": 0, "l2_bytes": 0}  # measured zeros stay
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_metric_stands_before_what_pages_call_it(read, order):
+    said = [(0, "k", TIME, "usecond", "3"), (0, "k", "Duration", "usecond", "2.97"), (0, "k", L2_HITS, "%", "50.25"), (0, "k", "L2 Hit Rate", "%", "50")]
+    (row,) = read(long(*said[::order]))
+    assert (row["time_us"], row["l2_hit_rate"]) == (3.0, 50.25)
+
+
 def test_both_formats_say_the_same(read):
     flat = read(wide({TIME: "us", READ: "Mbyte"}, (0, "k", ("fc",), 5, 2), (1, "k", ("fc",), 7, 3)))
     assert flat == read(

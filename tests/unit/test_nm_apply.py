@@ -91,9 +91,11 @@ def test_states_that_do_not_fit():
     for other, words in ((one, "other settings"), (fewer, "of other N:M masks"), (blocks, "other weights")):
         with pytest.raises(fxmask.FxMaskError, match=words):
             fxmask.load_state_dict(other, state)
-    state["nm"]["0"]["mask"] = state["nm"]["0"]["mask"][:1]
-    with pytest.raises(fxmask.FxMaskError, match="saved mask does not fit"):
-        fxmask.load_state_dict(fxmask.apply(net(), NMMask()), state)
+    mask = state["nm"]["0"]["mask"]
+    for frozen, wrong in ((True, mask[:1]), (True, mask.int()), (True, None), (False, mask)):
+        state["nm"]["0"] |= {"mask": wrong, "frozen": frozen}
+        with pytest.raises(fxmask.FxMaskError, match="saved mask does not fit"):
+            fxmask.load_state_dict(fxmask.apply(net(), NMMask()), state)
 
 
 def test_logits_ask_for_a_gradient_where_the_state_that_is_loaded_is_not_frozen():

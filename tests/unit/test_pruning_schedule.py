@@ -187,6 +187,10 @@ def test_a_resumed_run_goes_on_at_its_step():
     for _ in range(5):
         assert saved(other, X) == saved(model, X)
         fxmask.step(model), fxmask.step(other)
+    untold = fxmask.apply(mlp(), CONFIG)
+    fxmask.load_state_dict(untold, fxmask.state_dict(fxmask.apply(mlp(), CONFIG)))
+    with pytest.raises(fxmask.FxMaskError):  # nobody counted when it was saved, and nobody does now
+        untold(X)
     guarded = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
     optimizer = torch.optim.SGD(guarded.parameters(), 1e-3)
     fxmask.guard(optimizer, guarded)

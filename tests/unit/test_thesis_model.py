@@ -126,6 +126,12 @@ def test_example_in_the_docstring():
     assert doctest.testmod(thesis).attempted and not doctest.testmod(thesis).failed
 
 
+def test_every_copy_of_a_linear_that_is_not_masked_has_its_weight_and_bias():
+    heads = [LinearShape("head", 10, 64, masked=False, count=count) for count in (1, 3)]
+    one, three = (movement(ModelShapes((W, head)), (32, 32), 0.5).other_weights for head in heads)
+    assert (one, three) == (2560 + 128, 3 * (2560 + 128))
+
+
 W = LinearShape("w", 64, 64)
 
 
@@ -178,6 +184,12 @@ def test_barley_counts():
 def test_barley_savings_by_the_width_of_an_index(index_bytes, percent):
     dense, kept = barley.saved_bytes(barley.resmlp_inputs(), 32, 64, 0.8, index_bytes=index_bytes)
     assert f"{100 * (kept - dense) / 2**20 / 1599.2:.2f}" == percent
+
+
+def test_barley_savings_in_16_bits():
+    """196 x 384 features in blocks of 64 at 80 %: 235 blocks are kept."""
+    dense, kept = barley.saved_bytes([(196, 384)], 2, 64, 0.8, itemsize=2, index_bytes=4)
+    assert (dense, kept) == (2 * 196 * 384 * 2, 2 * (235 * 64 * 2 + (235 + 197) * 4))
 
 
 def test_barley_activations():
