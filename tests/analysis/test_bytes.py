@@ -153,3 +153,6 @@ def test_attention_whose_queries_share_keys_asks_for_these_again():
     found, back = dense_cost.attention(*sizes, kv_heads=2), dense_cost.attention_backward(*sizes, kv_heads=2)
     assert found.reads == {"q": q, "k": 2 * 4 * k, "v": 2 * 4 * 2 * k} and found.reads_min == {"q": q, "k": k, "v": 2 * k}
     assert back.reads == {"dy": 3 * 2 * q, "q": 3 * q, "k": k, "v": 2 * k, "y": 2 * q} and back.writes == {"dq": q, "dk": k, "dv": 2 * k}
+    product = 2 * 3 * 8 * 256 * 300  # of one feature; the backward makes Q K^T once more
+    assert found.flop_useful == found.flop_issued == product * (16 + 32)
+    assert (back.flop_useful, back.flop_issued) == (product * 2 * (16 + 32), product * (3 * 16 + 2 * 32))
