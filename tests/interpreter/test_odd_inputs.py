@@ -196,6 +196,7 @@ def test_rows_that_lie_badly_are_copied():
     for lie in lies.values():
         with recording() as launches:
             y, dw = linear(lie(x), lie(w), None, MASK), launch.sampled_matmul(lie(gy), lie(x), MASK, (16, 16))
+        assert torch.allclose(y, linear(x, w, None, MASK, impl="reference"), atol=0.1) and [e.kernel for e in launches].count("list_matmul_kernel") == 1
         assert torch.equal(y, linear(x, w, None, MASK)) and torch.equal(dw, launch.sampled_matmul(gy, x, MASK, (16, 16)))
         operands = {e.kernel: e.operands for e in launches}
         assert "mask_cast_kernel" not in operands and aligned(lie(x)).is_contiguous() and aligned(lie(x)).data_ptr() % 16 == 0
