@@ -8,7 +8,7 @@ from torch import nn
 
 import fxmask
 from fxmask.analysis import devices
-from fxmask.kernels import layer_cost
+from fxmask.kernels import dense_cost, layer_cost
 
 
 def bytes_of(report, op="", column="bytes_min"):
@@ -133,3 +133,26 @@ def test_a_mask_of_inference_mode_is_counted_as_it_is_now():
         mask = torch.tensor([[True, False], [False, False]])
         one, mask[1, 1] = layer_cost.by_lists("forward", 70, (32, 32), mask, (16, 16), torch.float32), True
         assert layer_cost.by_lists("forward", 70, (32, 32), mask, (16, 16), torch.float32).flop_useful == 2 * one.flop_useful == 4 * 70 * 256
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_lists_of_a_mask_that_is_rewritten_in_place_are_counted_anew(inference):
+    """Inference tensors do not say when they change."""
+    with torch.inference_mode(inference):
+        mask, found = torch.eye(2) > 0, []
+        for _ in range(2):
+            found.append(layer_cost.lists_of(mask, (32, 32), (16, 16), False, 128).kept)
+            mask.fill_(True)
+    assert found == [512, 1024]
+
+
+def test_attention_whose_queries_share_keys_asks_for_these_again():
+    """8 heads of 256 queries over 2 heads of 300 keys, in tiles of 128: forward each reads K and V twice, backward Q and dY three times."""
+    sizes = 3, 8, 256, 300, 16, 32, 2
+    k, q = 2 * 3 * 2 * 300 * 16, 2 * 3 * 8 * 256 * 16
+    found, back = dense_cost.attention(*sizes, kv_heads=2), dense_cost.attention_backward(*sizes, kv_heads=2)
+    assert found.reads == {"q": q, "k": 2 * 4 * k, "v": 2 * 4 * 2 * k} and found.reads_min == {"q": q, "k": k, "v": 2 * k}
+    assert back.reads == {"dy": 3 * 2 * q, "q": 3 * q, "k": k, "v": 2 * k, "y": 2 * q} and back.writes == {"dq": q, "dk": k, "dv": 2 * k}
+    product = 2 * 3 * 8 * 256 * 300  # of one feature; the backward makes Q K^T once more
+    assert found.flop_useful == found.flop_issued == product * (16 + 32)
+    assert (back.flop_useful, back.flop_issued) == (product * 2 * (16 + 32), product * (3 * 16 + 2 * 32))

@@ -1,5 +1,6 @@
 """Dumps and caches."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from sample_models import mlp
 from torch.testing import FileCheck
 
 import fxmask
+from fxmask.compiler import backend, sources
+from fxmask.passes.infra import CleanUp
 
 
 def test_graphs_are_dumped_before_and_after_every_pass(tmp_path, monkeypatch):
@@ -22,6 +25,34 @@ def test_graphs_are_dumped_before_and_after_every_pass(tmp_path, monkeypatch):
     assert sorted(files) == ["CleanUp.after.py", "CleanUp.before.py", "MaskLifted.after.py", "MaskLifted.before.py"]
     FileCheck().check_not("fxmask").check("torch._C._nn.linear").run(files["MaskLifted.before.py"])
     FileCheck().check("# 2 rewritten: inner.0, inner.2").check("torch.ops.fxmask.masked_linear").run(files["MaskLifted.after.py"])
+
+
+class Own(CleanUp):
+    """A pass of somebody's own."""
+
+
+def test_the_key_of_inductors_caches_holds_the_library_the_passes_and_what_was_set_before(monkeypatch):
+    """And what is asked of Inductor by name goes before what a mode asks."""
+    keys = []
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, inputs, config_patches: keys.append((torch.compiler.config.cache_key_tag, config_patches)))
+    mine = f"fxmask-{sources.source_hash()}"
+    with torch.compiler.config.patch(cache_key_tag="theirs"):
+        for options in ({}, {"passes": [Own()], "inductor": {"max_autotune": False}}):
+            backend._inner(backend.parse(options), "max-autotune")(None, [])
+        assert torch.compiler.config.cache_key_tag == f"theirs+{mine}"
+    assert [tag for tag, _ in keys] == [f"theirs+{mine}", f"theirs+{mine}+{Own().uuid()}"]
+    assert [patches["max_autotune"] for _, patches in keys] == [True, False] and all(patches["triton.cudagraphs"] for _, patches in keys)
+
+
+def test_the_librarys_hash_is_of_all_that_decides_what_is_compiled(monkeypatch):
+    root, hashed = Path(fxmask.__file__).parent, []
+    monkeypatch.setattr(sources, "file_hash", lambda files, root: hashed.extend(f.relative_to(root).parts for f in files) or "0" * 64)
+    sources.source_hash.__wrapped__()
+    folders = {f.name for f in root.iterdir() if any(f.glob("*/*.py")) or any(f.glob("*.py"))}
+    assert {parts[0] for parts in hashed if len(parts) > 1} == folders - {"advice", "analysis", "bench"}
+    assert {parts[0] for parts in hashed if len(parts) == 1} == {f.name for f in root.glob("*.py")}
+    assert ("kernels", "triton", "launch.py") in hashed
 
 
 STALE = """

@@ -64,6 +64,18 @@ def test_one_gradient_in_two_steps_is_no_warning():
     optimizer.step()
 
 
+def test_a_dense_gradient_that_is_written_into_the_last_one_is_a_warning():
+    """As `zero_grad(set_to_none=False)` leaves it: the same tensor, and another gradient."""
+    model, x = Wrap(mlp()), torch.randn(4, 64)
+    call, optimizer = compiled(model, **OPTIONS), torch.optim.SGD(model.parameters(), 0.1)
+    call(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    with pytest.warns(FxMaskWarning, match="though no masked graph ran"):
+        optimizer.step()
+
+
 def test_the_recompile_limit_is_a_warning():
     model = Wrap(mlp())
     call = torch.compile(model, backend=backend.fxmask_backend, dynamic=False, options={**OPTIONS, "inner": "eager"})

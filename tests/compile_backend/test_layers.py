@@ -41,8 +41,10 @@ class Products(nn.Module):
         for name in "abcdef":
             setattr(self, name, nn.Parameter(torch.randn(32, 32) / 6))
         self.bias = nn.Parameter(torch.randn(32))
+        self.register_buffer("fixed", torch.randn(32, 32) / 6)
 
     def forward(self, x):
+        x = x @ self.fixed.t()  # no parameter
         x = torch.addmm(self.bias, torch.mm(torch.matmul(x @ self.a.t(), self.b.T), self.c.transpose(0, 1)), self.d.permute(1, 0))
         return (x @ self.e) @ (x.t() @ x) @ self.f.mT
 
@@ -58,6 +60,8 @@ def test_products_with_transposed_parameters_are_linears_when_asked():
     assert not [line for line in code if "permute" in line or "transpose" in line]  # nothing uses them any more
     model = Products()
     torch.testing.assert_close(compiled(model, ratio=0.0, match="matmul")(x), model(x))
+    (text,) = graph_of(lambda x: checkpoint(lambda t: t @ model.a.t(), x, use_reentrant=False), x, **OPTIONS, match="matmul")  # in a body, too
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
 
 
 class Norm(nn.Module):

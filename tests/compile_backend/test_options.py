@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, Wrap, compiled, failing
 from sample_models import mlp
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask.compiler import backend, backend_options
@@ -63,7 +65,7 @@ def test_wrong_options(options, kind, text):
         backend.parse(options)
 
 
-@pytest.mark.parametrize("change", [dict(start=100), dict(schedule=fxmask.Schedule(steps=9)), dict(backward="rigl")], ids=str)
+@pytest.mark.parametrize("change", [dict(start=100), dict(schedule=fxmask.Schedule(steps=9)), dict(backward="rigl"), dict(refresh=0)], ids=str)
 def test_options_that_need_state_are_refused_in_overrides_too(change):
     error = failing(Wrap(mlp()), torch.randn(4, 64), **OPTIONS, overrides={"inner.0": change})
     assert isinstance(error, UnsupportedError) and "the options of 'inner.0' count optimiser steps or cache a mask" in str(error)
@@ -135,6 +137,27 @@ def test_function_transforms_raise(transform):
     }[transform]
     error = failing(call, **OPTIONS)
     assert isinstance(error, UnsupportedError) and "use fxmask.apply" in str(error)
+
+
+def dual(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+
+
+HIDDEN = {
+    "dual": (Wrap(nn.Linear(32, 32)), dual, "_make_dual"),
+    "reader": (nn.MultiheadAttention(32, 4), lambda m, x: torch.vmap(lambda t: m(t, t, t, need_weights=False)[0])(x[:, None]), "vmap"),
+    "body": (nn.Linear(32, 32), lambda m, x: torch.vmap(lambda t: checkpoint(m, t, use_reentrant=False))(x), "vmap"),
+    "behind": (nn.Linear(32, 32), lambda m, x: torch.vmap(lambda t: m(torch.func.grad(lambda u: u.square().sum())(t)))(x), "vmap"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize(("model", "call", "by"), HIDDEN.values(), ids=HIDDEN)
+def test_forward_ad_and_linears_that_are_hidden_in_a_transform_raise(model, call, by):
+    """In what reads a weight, in a body, and behind an inner transform."""
+    error = failing(lambda x: call(model, x), torch.randn(4, 32), **OPTIONS)
+    assert isinstance(error, UnsupportedError) and f"by a function transform ({by})" in str(error)
 
 
 class MappedMask(nn.Module):

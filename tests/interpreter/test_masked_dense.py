@@ -99,6 +99,23 @@ def test_zeros_are_all_that_is_written(shape, block):
 def test_only_contiguous_rows_are_written():
     with pytest.raises(ShapeError, match="zero_masked writes contiguous rows"):
         masked_dense.zero_masked(torch.randn(32, 16).t(), torch.ones(1, 2, dtype=torch.bool), (16, 16))
+    w = torch.randn(32, 16).t()
+    with pytest.raises(ShapeError, match="mask_cast writes contiguous rows"):
+        masked_dense.mask_cast(w, torch.ones(1, 2, dtype=torch.bool), (16, 16), FP32, out=w)
+
+
+def test_a_mask_in_another_memory_order():
+    w, mask = make((48, 80), (16, 32))
+    turned, t = mask.t().contiguous().t(), torch.randn(48, 80)
+    assert torch.equal(masked_dense.masked(w, turned, (16, 32)), reference.masked(w, mask, (16, 32)))
+    assert torch.equal(masked_dense.zero_masked(t.clone(), turned, (16, 32)), reference.masked(t, mask, (16, 32)))
+
+
+def test_a_scale_is_rounded_once():
+    """By the product in float32, and not first to the dtype of the weight."""
+    w, mask = make((70, 130), (16, 16), FP16)
+    got = masked_dense.mask_cast(w, mask, (16, 16), FP16, scale=1 / 0.6)
+    assert torch.equal(got, (reference.masked(w, mask, (16, 16)).float() * (1 / 0.6)).half())
 
 
 @pytest.mark.parametrize(("runs", "expected"), [(True, masked_dense), (False, reference)])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from interpreter.trace import recording
 from torch import nn
 
 import fxmask
@@ -189,11 +191,22 @@ def test_odd_features_are_multiplied_densely(n, k, layout):
 
 def test_rows_that_lie_badly_are_copied():
     """An odd stride over an even number of features, or a base that 16 does not divide: the kernels run, on a copy."""
-    wide, flat = torch.randn(9, 65).half(), torch.randn(9 * 64 + 1).half()
-    for x in (wide[:, :64], flat[1:].view(9, 64)):
-        LAUNCHES.clear()
-        assert torch.allclose(linear(x, W.half(), None, MASK), linear(x, W.half(), None, MASK, impl="reference"), atol=0.1)
-        assert LAUNCHES["list_matmul_kernel"] == 1 and not LAUNCHES["mask_cast_kernel"]
-        assert aligned(x).is_contiguous() and aligned(x).data_ptr() % 16 == 0
+    lies = {"odd": lambda t: F.pad(t, (0, 1))[:, :-1], "off": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)}
+    x, w, gy = torch.randn(9, 64).half(), W.half(), torch.randn(9, 40).half()
+    for lie in lies.values():
+        with recording() as launches:
+            y, dw = linear(lie(x), lie(w), None, MASK), launch.sampled_matmul(lie(gy), lie(x), MASK, (16, 16))
+        assert torch.allclose(y, linear(x, w, None, MASK, impl="reference"), atol=0.1) and [e.kernel for e in launches].count("list_matmul_kernel") == 1
+        assert torch.equal(y, linear(x, w, None, MASK)) and torch.equal(dw, launch.sampled_matmul(gy, x, MASK, (16, 16)))
+        operands = {e.kernel: e.operands for e in launches}
+        assert "mask_cast_kernel" not in operands and aligned(lie(x)).is_contiguous() and aligned(lie(x)).data_ptr() % 16 == 0
+        for name in ("x", "w"):
+            check_lies_well(operands["list_matmul_kernel"][name].tensor)
+        for name in ("x", "gy"):
+            check_lies_well(operands["sampled_matmul_kernel"][name].tensor)
     even = torch.randn(9, 66).half()[:, :64]
     assert aligned(even) is even
+
+
+def check_lies_well(t):
+    assert t.data_ptr() % 16 == 0 and t.stride(0) % 2 == 0 and t.stride(1) == 1

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter.trace import recording
 from torch import nn
 
@@ -133,6 +134,20 @@ def check_bytes(launches, case, gy, values, index, shape, mask):
         added = matmul_cost.sum_splits((n, k), mask_block if gathered else (n, k), written, dtype.itemsize, splits=splits)
         assert sum(o.bytes_read for o in e.operands.values()) == sum(added.reads.values())
         assert sum(o.bytes_written for o in e.operands.values()) == sum(added.writes.values())
+
+
+@pytest.mark.parametrize("layout", [lambda t: t.mT.contiguous().mT, lambda t: t[..., :1].expand_as(t), lambda t: F.pad(t, (3, 2))[..., 3:-2]])
+def test_operands_that_lie_otherwise(layout):
+    """Of dY columns side by side, one for all, or odd strides from an odd place; of the kept blocks features that are apart."""
+    gy, values, index, shape, _ = make(2, 19, 64, 48, 16, 20, FP16, 1, None, 0)
+    gy, apart = layout(gy), values.mT.contiguous().mT
+    expected = prune_launch.pruned_dw(gy.contiguous(), values, index, shape)
+    with recording() as launches:
+        got = prune_launch.pruned_dw(gy, apart, index, shape)
+    assert torch.equal(got, expected)
+    (entry,) = (e for e in launches if e.kernel == "pruned_matmul_kernel")
+    read = entry.operands["gy"].tensor
+    assert read.data_ptr() % 16 == 0 and read.stride(0) % 2 == 0
 
 
 def test_issued_flop_are_those_of_both_densities():

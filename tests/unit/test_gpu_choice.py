@@ -15,6 +15,7 @@ from fxmask.bench.cells import Cell
 from fxmask.bench.inputs import Inputs
 from fxmask.kernels import availability, gpu_choice
 from fxmask.kernels.grid import grid_shape, keep_count
+from fxmask.kernels.lists import UNITS
 from fxmask.passes.state import gpu_site
 
 RECORDED = Path(__file__).parents[2] / "examples/results/h200/bench.csv"
@@ -51,6 +52,23 @@ def test_the_constants_are_those_of_the_recorded_run():
 def test_predictions_are_near_the_recorded_steps():
     for (tokens, shape, block, density), factor in recorded_steps():
         assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.2)
+
+
+def test_lists_of_every_forward_take_their_time():
+    case = 4096, WIDE, BLOCK, 0.2
+    own, dense = (sum(gpu_choice.seconds(op, *case, "masked", impl) for op in ("forward", "dx", "dw")) for impl in ("triton", "masked_dense"))
+    assert gpu_choice.factor(*case) == pytest.approx(dense / own) and gpu_choice.factor(*case, lists=True) == pytest.approx(dense / (own + gpu_choice.LISTS))
+
+
+def test_dx_is_the_forward_of_the_transposed_weight():
+    for block in ((128, 16), (32, 64)):
+        dx, forward = gpu_choice.features("dx", 4096, (512, 384), block, 0.3, True), gpu_choice.features("forward", 4096, (384, 512), block[::-1], 0.3, True)
+        assert dx == forward
+
+
+def test_a_weight_with_more_units_than_lists_can_name_stays_masked_dense(hopper):
+    for units in (UNITS, UNITS + 1):
+        assert gpu_choice.takes(CUDA, (16, 16 * units), (16, 16)) == gpu_choice.takes(CUDA, (16 * units, 16), (16, 16)) == (units == UNITS)
 
 
 def test_what_was_not_recorded_stays_masked_dense(hopper, monkeypatch):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from unit.tuned import a_table, forward, said  # noqa: F401  (a_table is a fixture)
 
 from fxmask.kernels import tune
@@ -55,6 +56,23 @@ def test_a_damaged_file_is_made_again_with_one_warning(table, damage):
     assert {**json.loads(file.read_text()), "times": 0, "at": 0, "name": 0} == {**json.loads(text), "times": 0, "at": 0, "name": 0}
     table.fresh()
     assert said(forward) == [] and not table.measured
+
+
+OTHERS = {
+    "cores": (os, "cpu_count", lambda: 999),
+    "processor": (tune, "cpu_name", lambda: "another"),
+    "torch": (torch, "__version__", f"{torch.__version__}.1"),
+    "format": (tune, "FORMAT", 0),
+    "code": (tune, "code", lambda: "0"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_decision_of_another_machine_or_version_is_not_taken(table, monkeypatch, other):
+    forward()
+    monkeypatch.setattr(*other)
+    table.fresh()
+    assert said(forward) == [] and len(table.measured) == 1 and len(table.files()) == 2
 
 
 def test_a_folder_that_cannot_be_made_costs_one_warning(table, tmp_path, monkeypatch):

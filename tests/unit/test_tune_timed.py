@@ -57,6 +57,23 @@ def test_another_thread_at_work_makes_a_machine_busy_and_is_not_timed(monkeypatc
     assert sleeping.times["a"] < 0.01  # the process's own time has the other thread's in it
 
 
+def test_the_first_turn_warms_up(monkeypatch):
+    """What is fast once, before it has filled the caches, is not chosen for that."""
+    now, calls = [0.0], []
+
+    def first_fast():
+        calls.append(0)
+        now[0] += 0.1 if len(calls) == 1 else 2.0
+
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
+    found = REAL({"first": first_fast, "always": lambda: now.append(now.pop() + 1.0)}, 1, 0.0)
+    assert found.name == "always" and found.times == pytest.approx({"first": 2.0, "always": 1.0})
+
+
+def test_a_machine_that_was_busy_for_ever_is_not_stale():
+    assert not tune.stale(tune.Choice("a", "measured", {"a": 1.0}, busy=True, at=time.time(), tries=10_000))
+
+
 @pytest.mark.parametrize("cause", ["load", "waiting"])
 def test_a_tune_on_a_busy_machine_is_repeated(table, cause, monkeypatch):
     with monkeypatch.context() as m:
