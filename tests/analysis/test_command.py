@@ -381,19 +381,22 @@ def test_the_help_names_explain(capsys):
     assert "what becomes of every linear of a model" in " ".join(capsys.readouterr().out.split())
 
 
+BELONGS = f"fix: install the torchvision that belongs to torch {torch.__version__}"
+
+
 @pytest.mark.parametrize(
-    ("error", "fix"),
+    ("error", "fixes"),
     [
-        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), "fix: pip install torchvision"),
-        (ModuleNotFoundError("No module named 'PIL'", name="PIL"), f"fix: install the torchvision that belongs to torch {torch.__version__}"),
-        (RuntimeError("operator torchvision::nms does not exist"), f"fix: install the torchvision that belongs to torch {torch.__version__}"),
+        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), ("fix: pip install torchvision\n", BELONGS)),
+        (ModuleNotFoundError("No module named 'PIL'", name="PIL"), ("fix: pip install torchvision\n", "fix: pip install timm\n")),  # and what it lacks
+        (RuntimeError("operator torchvision::nms does not exist"), (BELONGS, BELONGS)),
     ],
 )
-def test_a_package_that_is_there_and_does_not_load(error, fix, capsys, monkeypatch):
+def test_a_package_that_is_there_and_does_not_load(error, fixes, capsys, monkeypatch):
     def fails(name):
         raise error
 
     monkeypatch.setattr("fxmask.analysis.models.importlib.import_module", fails)
-    code, _, err = run(capsys, "torchvision:vit_b_16", "--input", "1x3x224x224")
-    assert code == 2 and f"torchvision.models cannot be imported: {type(error).__name__}: {error}" in err and fix in err
-    assert fix.replace("pip install torchvision", "install the torchvision that belongs") in run(capsys, "timm:resmlp_12_224", "--input", "1x3x224x224")[2]
+    for model, package, fix in zip(("torchvision:vit_b_16", "timm:resmlp_12_224"), ("torchvision.models", "timm"), fixes, strict=True):
+        code, _, err = run(capsys, model, "--input", "1x3x224x224")
+        assert code == 2 and f"{package} cannot be imported: {type(error).__name__}: {error}" in err and fix in err
