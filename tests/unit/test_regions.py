@@ -130,7 +130,7 @@ def test_phases_of_a_convolution_are_followed():
         region.fc = nn.Conv2d(32, 32, 1)
     fxmask.apply(model, layers=nn.Conv2d, overrides={"2.fc": dict(phases={1: dict(block=(8, 8))})})
     fxmask.step(model, 0)
-    call, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(2, 32, 4, 4)
+    call, x = torch.compile(model, backend="eager", fullgraph=True), torch.randn(2, 32, 4, 4)
     for _ in range(2):
         torch.testing.assert_close(call(x), model(x))
         fxmask.step(model)
