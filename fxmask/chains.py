@@ -91,7 +91,7 @@ def chain_of(model: nn.Module) -> tuple[list[nn.Module], list[Link]]:
     if steps and type(steps[-1][1]) in ENDS:
         name, end = steps.pop()
         if end.dim not in (None, 1, -1):  # of predictions (B, classes)
-            raise _refusal(f"a softmax over dim={end.dim}, which is none over classes", name)
+            raise _refusal(f"a softmax over dim={end.dim}, which is none over classes", name, f"{type(end).__name__}(dim=1).")
     kept = _kept(model)
     front: list[nn.Module] = []
     links: list[Link] = []
@@ -145,11 +145,11 @@ def slope_of(m: nn.Module, name: str) -> float:
     raise _refusal("a softmax before the end" if type(m) in ENDS else type(m).__name__, name)
 
 
-def _refusal(got: str, where: str) -> UnsupportedError:
+def _refusal(got: str, where: str, fix: str = "") -> UnsupportedError:
     known = ", ".join(t.__name__ for t in [*SLOPES, nn.LeakyReLU, nn.ELU])
     what = f"{CALLER} is for softmax after a chain of layers: expected an nn.Sequential of Linear, Flatten, Dropout and {known}, got {got}."
-    fix = "put the layers themselves into an nn.Sequential, which shares weights and masks; convolutions, norms and branches have no such bound here."
-    return UnsupportedError(message(what, where, fix))
+    other = "put the layers themselves into an nn.Sequential, which shares weights and masks; convolutions, norms and branches have no such bound here."
+    return UnsupportedError(message(what, where, fix or other))
 
 
 @torch.no_grad()

@@ -176,5 +176,5 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
             d.reason = left if has_input(d) else "its owner reads its weight and never calls it: it has no input"
     if not done:
         warn(f"fxmask.apply changed nothing: {reasons_of(decisions)}.")
-    model.__dict__[REASONS] = {d.candidate.names[-1]: d.reason for d in decisions}
+    model.__dict__[REASONS] = {d.candidate.key: d.reason for d in decisions}
     return model

@@ -142,8 +142,8 @@ def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
     if entry is not None:
         row = masked_row(c.name, *entry)
         return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
-    if c.names[-1] in known.reasons:
-        return dense_row(c.name, c.weight, known.reasons[c.names[-1]])
+    if c.key in known.reasons:
+        return dense_row(c.name, c.weight, known.reasons[c.key])
     if isinstance(c.weight, nn.Parameter) or c.module is None:
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)

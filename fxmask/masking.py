@@ -138,14 +138,14 @@ def apply(
     warn_if_dense(decisions)
     warn_of_outside(left, decisions, given.include(include), exclude)
     inputs.warn_if_none()
-    warn_of_regions(model, [d for d in (*decisions, *products) if d.config is not None])
+    warn_of_regions(model, [d for d in (*decisions, *products) if (id(d) in inputs.wanted if d.candidate.product else d.config is not None)])
     before = {id(site) for _, site, _ in sites(model)}
     _change(model, decisions)
     inputs.change(model)
     start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
     model.__dict__.pop(FINAL, None)
     done = saved_pruned(model, products)
-    model.__dict__[REASONS] = {d.candidate.names[-1]: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
+    model.__dict__[REASONS] = {d.candidate.key: d.reason for d in [*decisions, *done] if d.config is None or d.candidate.product}
     masked = (d.candidate.name for d in decisions if d.config is not None and d.candidate.host is None)
     model.__dict__[SELECTED] = tuple(dict.fromkeys((*model.__dict__.get(SELECTED, ()), *masked)))
     mark_decided(decisions)

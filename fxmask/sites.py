@@ -21,7 +21,7 @@ from .passes.state.site_mask import refuse_size
 from .swap import MaskedLayer, ReadWeight, WeightReader
 
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
-REASONS = "_fxmask_reasons"  # on the model that apply was given: {name, or that of its call: why a linear stays dense}
+REASONS = "_fxmask_reasons"  # on the model that apply was given: {a candidate's key: why a linear stays dense}
 EXPECTED = "expected one that fxmask.apply has changed"
 FINAL = "_fxmask_final"  # on a model that finalize was given: its format
 

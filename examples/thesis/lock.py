@@ -11,7 +11,6 @@ import shlex
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,10 +80,10 @@ def in_use(folder: Path, by: str) -> InUse:
     return InUse(f"{folder}: {what}.\n  fix: wait for it to end, or name another folder.")
 
 
-def wait_until_free(folder: Path, every_s: float = 1.0) -> bool:
-    """Return when nobody holds the folder, and whether somebody did; what a killed sweep had started trains on without it."""
-    told = False
-    while (folder / NAME).exists():
+def wait_until_free(folder: Path, every_s: float = 1.0, stopped: threading.Event | None = None) -> bool:
+    """Return when nobody holds the folder, and whether somebody did; what a killed sweep had started trains on without it. Once `stopped` is set: at once."""
+    told, stopped = False, stopped or threading.Event()
+    while (folder / NAME).exists() and not stopped.is_set():
         try:
             with held(folder):
                 break
@@ -92,8 +91,8 @@ def wait_until_free(folder: Path, every_s: float = 1.0) -> bool:
             if not told:
                 print(f"waiting: {error}".split("\n")[0], flush=True)
             told = True
-            time.sleep(every_s)
-    return told
+            stopped.wait(every_s)
+    return told and not stopped.is_set()
 
 
 @contextmanager

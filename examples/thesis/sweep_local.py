@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,13 +55,14 @@ def environments(processes: int, gpus: int | None) -> list[dict[str, str]]:
 def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[str, str]], ended: Callable[[Run], bool], after: After) -> int:
     """Every run by a process of its own, as many at a time as there are environments; how many failed."""
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
+    stopped = threading.Event()  # by which whoever waits for another's run knows that nobody wants it any more
     for env in envs:
         free.put(env)
 
     def one(job: Run) -> int:
         folder = out / job.name
-        lock.wait_until_free(folder)  # a sweep that was killed may have left the run training
-        if ended(job):
+        lock.wait_until_free(folder, stopped=stopped)  # a sweep that was killed may have left the run training
+        if stopped.is_set() or ended(job):
             return 0
         folder.mkdir(parents=True, exist_ok=True)
         env = free.get()
@@ -69,7 +71,7 @@ def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[s
             with (folder / "output.txt").open("a") as file:
                 run = partial(subprocess.run, command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
                 status = run().returncode
-                if status != 0 and lock.wait_until_free(folder):  # a run of a killed sweep took the folder after we had looked
+                if status != 0 and lock.wait_until_free(folder, stopped=stopped):  # a run of a killed sweep took the folder after we had looked
                     status = 0 if ended(job) else run().returncode
         finally:
             free.put(env)
@@ -80,6 +82,7 @@ def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[s
     try:
         return sum(pool.map(one, jobs))
     finally:
+        stopped.set()
         pool.shutdown(cancel_futures=True)
 
 

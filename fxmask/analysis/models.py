@@ -51,8 +51,9 @@ def _module(name: str, spec: str, package: str = "") -> Any:
     try:
         return importlib.import_module(name)
     except Exception as e:  # a broken installation raises what it likes
+        lacks = str(e.name) if isinstance(e, ModuleNotFoundError) else "torch"
         fix = f"pip install {package}" if package else "check the name, and that it lies in the folder that this is called in, or in one on PYTHONPATH."
-        if package and not (isinstance(e, ModuleNotFoundError) and e.name == package):  # it is there, but its or timm's torchvision is for another torch
+        if package and lacks != package and lacks.startswith("torch"):  # it is there, but its or timm's torchvision is for another torch; pip brings what else
             fix = f"install the torchvision that belongs to torch {torch.__version__}, from the index that torch came from."
         raise ConfigError(message(f"model: {name} cannot be imported: {type(e).__name__}: {str(e)[:300]}", spec, fix)) from e
 

@@ -60,6 +60,11 @@ class Candidate:
         """By which a pattern names it exactly."""
         return (self.name, self.call) if self.call else (self.name,)
 
+    @property
+    def key(self) -> str:
+        """By which `explain` finds what `apply` has said of it: the calls of one module apart, and apart from a module that is named as a call is."""
+        return f"{self.name}:{self.call.rpartition('.')[2]}" if self.call else self.name
+
 
 def linear_like(weight: Tensor) -> nn.Module:
     """A Linear of a weight's shape, without values: for patterns that look at a module."""

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fxmask.analysis import command
 from fxmask.cli import main
 
 SPEC = "spec_models"
+BELONGS = f"fix: install the torchvision that belongs to torch {torch.__version__}"
 SOURCE = """
 import torch
 from torch import nn
@@ -59,6 +61,7 @@ def models(tmp_path_factory, monkeypatch):
     (folder / f"{SPEC}.py").write_text(SOURCE)
     (folder / "broken_models.py").write_text("import nowhere_at_all\n")
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, SPEC, raising=False)  # a test may have masked its model
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 
@@ -382,18 +385,15 @@ def test_the_help_names_explain(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "fix"),
+    ("error", "fixes"),
     [
-        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), "fix: pip install torchvision"),
-        (ModuleNotFoundError("No module named 'PIL'", name="PIL"), f"fix: install the torchvision that belongs to torch {torch.__version__}"),
-        (RuntimeError("operator torchvision::nms does not exist"), f"fix: install the torchvision that belongs to torch {torch.__version__}"),
+        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), ("fix: pip install torchvision\n", BELONGS)),
+        (ModuleNotFoundError("No module named 'PIL'", name="PIL"), ("fix: pip install torchvision\n", "fix: pip install timm\n")),  # and what it lacks
+        (RuntimeError("operator torchvision::nms does not exist"), (BELONGS, BELONGS)),
     ],
 )
-def test_a_package_that_is_there_and_does_not_load(error, fix, capsys, monkeypatch):
-    def fails(name):
-        raise error
-
-    monkeypatch.setattr("fxmask.analysis.models.importlib.import_module", fails)
-    code, _, err = run(capsys, "torchvision:vit_b_16", "--input", "1x3x224x224")
-    assert code == 2 and f"torchvision.models cannot be imported: {type(error).__name__}: {error}" in err and fix in err
-    assert fix.replace("pip install torchvision", "install the torchvision that belongs") in run(capsys, "timm:resmlp_12_224", "--input", "1x3x224x224")[2]
+def test_a_package_that_is_there_and_does_not_load(error, fixes, capsys, monkeypatch):
+    monkeypatch.setattr("fxmask.analysis.models.importlib.import_module", mock.Mock(side_effect=error))
+    for model, package, fix in zip(("torchvision:vit_b_16", "timm:resmlp_12_224"), ("torchvision.models", "timm"), fixes, strict=True):
+        code, _, err = run(capsys, model, "--input", "1x3x224x224")
+        assert code == 2 and f"{package} cannot be imported: {type(error).__name__}: {error}" in err and fix in err

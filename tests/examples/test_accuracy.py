@@ -299,7 +299,7 @@ def test_what_is_interrupted_begins_no_other_run(tmp_path, monkeypatch, capsys):
 def test_a_run_that_a_killed_comparison_left_training_is_waited_for(tmp_path, begun, monkeypatch):
     command = [*recorded(tmp_path, "final", "dense-muon"), "--csv", str(tmp_path / "t.csv")]
     test = (tmp_path / "final" / "dense-muon-seed0" / "test.json").rename(tmp_path / "test.json")
-    monkeypatch.setattr(lock, "wait_until_free", lambda folder: bool(test.rename(folder / "test.json")))
+    monkeypatch.setattr(lock, "wait_until_free", lambda folder, **_: bool(test.rename(folder / "test.json")))
     assert accuracy.main(command) == 0 and not begun
 
 

@@ -2,8 +2,10 @@
 
 import os
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 from thesis import lock, many, sweep_local, train
 
 
@@ -34,6 +36,30 @@ def test_a_run_that_a_killed_sweep_began_after_we_had_looked(tmp_path):
     free = SimpleNamespace(name="b", arguments=())
     assert sweep_local.one_process_each([free], tmp_path, script, [dict(os.environ)], lambda _: False, lambda *a: told.append(a)) == 1  # tried once
     assert told[1:] == [("b", 2)]
+
+
+def test_a_run_that_is_waited_for_is_not_begun_after_an_interruption(tmp_path, monkeypatch):
+    began, waits, tries = [], threading.Event(), iter(range(5))
+
+    def held(folder):
+        waits.set()
+        if next(tries, None) is not None:
+            raise lock.InUse("by another")
+        return nullcontext()
+
+    def run(command, **more):
+        began.append(command[-1])
+        assert waits.wait(60)
+        raise KeyboardInterrupt
+
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / lock.NAME).touch()
+    monkeypatch.setattr(lock, "held", held)
+    monkeypatch.setattr(sweep_local.subprocess, "run", run)
+    jobs = [SimpleNamespace(name=name, arguments=()) for name in "ab"]
+    with pytest.raises(KeyboardInterrupt):
+        sweep_local.one_process_each(jobs, tmp_path, tmp_path, [dict(os.environ)] * 2, lambda _: False, lambda *_: None)
+    assert began == [str(tmp_path / "a")]
 
 
 def test_whatever_one_run_dies_of_the_others_go_on(tmp_path, capsys):

@@ -114,3 +114,14 @@ def test_each_call_of_a_module_has_the_reason_of_its_own():
     gm = torch.export.export(nn.Sequential(Computed()), (torch.randn(2, 8),)).module()
     fxmask.apply(gm, ratio=0.5, exclude="linear_1")
     assert {r["reason"] for r in fxmask.explain(gm).rows} == {"in exclude", "default exclusion: min(out, in) = 8 < 16"}
+
+
+@pytest.mark.filterwarnings("ignore:fxmask.apply masked nothing")
+def test_a_call_that_is_named_as_another_layer_has_the_reason_of_its_own():
+    model = nn.Sequential()
+    model.first, model.linear = nn.utils.parametrizations.weight_norm(nn.Linear(64, 8)), nn.Linear(8, 64)
+    gm = torch.export.export(model, (torch.randn(2, 64),)).module()  # whose node `linear` is the call of `first`
+    fxmask.apply(gm, ratio=0.5, exclude="first")
+    for form, prefix in ((gm, ""), (nn.Sequential(gm), "0.")):
+        reasons = {r["name"]: r["reason"] for r in fxmask.explain(form).rows}
+        assert reasons == {f"{prefix}first": "in exclude", f"{prefix}linear": "default exclusion: min(out, in) = 8 < 16"}

@@ -118,6 +118,7 @@ def test_momenta_that_each_rank_has_a_part_of(mesh, monkeypatch):
     train(model, optimizer, 3)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 def test_zero_redundancy_within_ddp(mesh):
     """Its steps are made in DDP's hooks, where no guard is."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
