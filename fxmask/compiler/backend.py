@@ -23,11 +23,12 @@ from ..inputs import selected
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..kernels.grid import grid_shape
 from ..passes.finding.choose import Decision, Pattern, as_patterns, choose, matches
-from ..passes.graphs.canonical import Canonicalise
+from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR
 from ..passes.graphs.lifted import READERS, Body, find_lifted, graphs_of
 from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
+from ..passes.graphs.sunk import sunk
 from ..passes.infra import CleanUp, Pass, run_passes
 from . import backend_watch
 from .backend_names import of_model, warn_of_parts
@@ -71,6 +72,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     mark_again()
     if _masked_already(bodies, real, o):
         return []
+    bodies = sunk(gm, lambda body, node: transposed(node, _is_parameter(body.origin, real)))
     if o.match == "matmul":
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])

@@ -52,23 +52,24 @@ class Canonicalise(Pass):
                 return None
         else:
             return None
-        w = self._transposed(right)
+        w = transposed(right, self.is_weight)
         return None if w is None or not isinstance(x, Node) else (x, w, bias)
 
-    def _transposed(self, node: object) -> Node | None:
-        """The parameter whose transpose a node is."""
-        if not isinstance(node, Node) or not is_transpose(node):
-            return None
-        conjugates = node.target in (torch.adjoint, "adjoint") or (node.target is getattr and node.args[1] in ("H", "mH"))
-        w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
-        if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
-            flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
-        elif node.target in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
-            given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-            flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
-        else:
-            flipped = True  # an attribute, such as .T
-        return w if flipped and isinstance(w, Node) and self.is_weight(w) and not (conjugates and _value(w).is_complex()) else None
+
+def transposed(node: object, is_weight: Callable[[Node], bool]) -> Node | None:
+    """The parameter whose transpose a node is."""
+    if not isinstance(node, Node) or not is_transpose(node):
+        return None
+    conjugates = node.target in (torch.adjoint, "adjoint") or (node.target is getattr and node.args[1] in ("H", "mH"))
+    w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
+    if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
+        flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
+    elif node.target in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
+        given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+        flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
+    else:
+        flipped = True  # an attribute, such as .T
+    return w if flipped and isinstance(w, Node) and is_weight(w) and not (conjugates and _value(w).is_complex()) else None
 
 
 def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:
