@@ -41,7 +41,7 @@ def test_what_rounding_leaves_goes_to_the_largest_remainders():
 def test_a_budget_of_one_block_a_layer_is_one():
     items = [Item(10, 3, 30), Item(4, 5, 18)]
     check_budget(items, 8, 0.8, "bytes")
-    with pytest.raises(ConfigError, match="leaves 7 of 48 bytes, and one block in each of 2 layers is 8; expected a ratio of at most 0.8333"):
+    with pytest.raises(ConfigError, match=r"leaves 7 of 48 bytes, and one block in each of 2 layers is 8; expected a ratio of at most 0\.8333"):
         check_budget(items, 7, 0.9, "bytes")
 
 

@@ -72,7 +72,8 @@ class Reader(nn.Module):
 
 
 def test_what_stays_dense_has_a_row_and_a_reason():
-    model = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 3, groups=2), Scaled(32, 16, 3), Reader(), nn.Conv2d(16, 16, 3), Doubled(16, 16, 3))
+    grouped = nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 3, groups=2)
+    model = nn.Sequential(*grouped, Scaled(32, 16, 3), Reader(), nn.Conv2d(16, 16, 3), Doubled(16, 16, 3))
     model[4].forward = model[4].forward
     dense = copy.deepcopy(model)
     with pytest.warns(FxMaskWarning) as seen:

@@ -224,6 +224,7 @@ class Reads(nn.Module):
 ], ids=["computed", "traced"])  # fmt: skip
 def test_what_cannot_be_read_masked(make, name, options):
     model = make()
-    with pytest.raises(UnsupportedError, match=rf"cannot mask '{name}' by read='weight': expected a module with a plain weight parameter(.|\n)*exclude='{name}'"):
+    text = rf"cannot mask '{name}' by read='weight': expected a module with a plain weight parameter(.|\n)*exclude='{name}'"
+    with pytest.raises(UnsupportedError, match=text):
         fxmask.apply(model, **options)
     assert len(fxmask.masks(fxmask.apply(model, exclude=name))) == 1
