@@ -115,6 +115,19 @@ def test_a_masked_layer_has_the_kernels_bytes(block, dtype):
     assert seen > 3 * tokens * (n + k) * dtype.itemsize
 
 
+@pytest.mark.parametrize("inner", [True, False])
+def test_tokens_that_lie_side_by_side_are_read_as_they_lie(inner):
+    """Token mixing, which other tiles suit."""
+    torch.manual_seed(3)
+    model = fxmask.apply(nn.Sequential(nn.Linear(512, 512)).half(), ratio=0.6, block=(64, 64))
+    x = torch.randn(2, 512, 136, dtype=torch.float16).transpose(1, 2)
+    report = analyze(model, x if inner else x.contiguous(), impl="triton")
+    (row,) = (r for r in report.tables["nodes"] if r["op"] == "fxmask.masked_linear")
+    mask = fxmask.masks(model)["0.weight"]
+    found = {i: layer_cost.by_lists("forward", 2 * 136, (512, 512), mask, (64, 64), x.dtype, bias=True, inner=i) for i in (True, False)}
+    assert found[True].bytes_req != found[False].bytes_req and row["bytes_req"] == found[inner].bytes_req
+
+
 @pytest.mark.parametrize(("shape", "skipped"), [((64, 48), "forward dx dw"), ((65, 48), "forward"), ((64, 49), ""), ((65, 49), "")])
 def test_where_the_kernels_mask_and_multiply_densely_the_tables_say_so(shape, skipped):
     """Rows of an odd number of elements cannot be copied in pieces of 4 bytes: the forward reads rows of K, dX and dW rows of N, too."""

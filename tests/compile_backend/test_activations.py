@@ -28,6 +28,7 @@ class Gained(nn.Module):
     def forward(self, x):
         h = torch.mul(other=self.gain, input=self.inner(x))
         h *= self.gain
+        h.mul_(self.gain)
         return torch.addcmul(x, self.gain.view(1, 1, -1), h.sin())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, Wrap, compiled, failing
-from sample_models import mlp
+from sample_models import Attention, mlp
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -69,6 +69,15 @@ def test_wrong_options(options, kind, text):
 def test_options_that_need_state_are_refused_in_overrides_too(change):
     error = failing(Wrap(mlp()), torch.randn(4, 64), **OPTIONS, overrides={"inner.0": change})
     assert isinstance(error, UnsupportedError) and "the options of 'inner.0' count optimiser steps or cache a mask" in str(error)
+
+
+def test_a_call_that_takes_a_weight_as_an_argument_cannot_be_unmasked():
+    options, x = dict(OPTIONS, backward="unmasked"), torch.randn(4, 6, 32)
+    error = failing(Attention(), x, **options)
+    assert isinstance(error, UnsupportedError) and "multi_head_attention_forward takes the weight of this layer as an argument" in str(error)
+    assert "overrides={'attention.out_proj': dict(backward='ste')}, or exclude it" in str(error)
+    for change in (dict(backward="ste"), False):
+        compiled(Attention(), **options, overrides={"attention.out_proj": change})(x)
 
 
 def test_a_mode_of_inductor_needs_inductor():

@@ -70,6 +70,27 @@ def test_every_option_of_the_mask_means_what_apply_means(options):
     assert train(ours, compiled(ours, **options), lambda: torch.randn(8, 64)) == train(applied, applied, lambda: torch.randn(8, 64))
 
 
+@pytest.mark.parametrize("block", [(24, 20), (64, 8)], ids=str)
+@pytest.mark.parametrize("backward", ["masked", "ste"])
+def test_ragged_and_wide_blocks_of_a_weight_that_is_an_argument(block, backward):
+    options = dict(ratio=0.6, block=block, backward=backward)
+    ours, applied = MODELS["attention"][0](), fxmask.apply(MODELS["attention"][0](), **options)
+    assert train(ours, compiled(ours, **options), lambda: torch.randn(4, 6, 32)) == train(applied, applied, lambda: torch.randn(4, 6, 32))
+
+
+@pytest.mark.parametrize(("options", "kept"), [({}, "11110000"), (dict(ties="keep"), "11111111"), (dict(cover=True), "10101001")], ids=str)
+def test_blocks_that_are_alike(options, kept):
+    """Which of them stay is what ties and cover say: of a weight that is 1 everywhere."""
+    options = dict(ratio=0.5, block=(16, 16), **options)
+    ours, applied = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+    for fc in (ours, applied):
+        nn.init.ones_(fc.weight)
+    x = torch.rand(8, 32)
+    found, expected = compiled(ours, **options)(x), fxmask.apply(applied, **options)(x)
+    assert torch.equal(found, expected)
+    assert "".join(str(int(b)) for b in fxmask.masks(applied)["weight"].flatten()) == kept
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_training_through_aot_and_inductor(inner):
     ours, applied = resmlp(), fxmask.apply(resmlp(), **OPTIONS)

@@ -170,3 +170,27 @@ class InARow(Held):
         for layer in itertools.chain([self.fc], self.layers):
             x = F.linear(x, layer.weight)
         return x
+
+
+class Carried(Held):
+    """layers.0"""
+
+    def forward(self, x):
+        before = None
+        for _ in range(2):
+            if before is not None:
+                x = F.linear(x, before.weight)
+            before = self.layers[0]
+        return x
+
+
+class Awaited(Held):
+    """layers.0"""
+
+    def forward(self, x):
+        before, turns = None, 0
+        while turns < 2:
+            if before is not None:
+                x = F.linear(x, before.weight)
+            before, turns = self.layers[0], turns + 1
+        return x

@@ -1,6 +1,7 @@
 """fxmask.allocate on models: which layers take part, tokens, shared weights, `apply(allocation=...)`, and what cannot be met."""
 
 import copy
+from fractions import Fraction
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import fx, nn
 
 import fxmask
 from fxmask.errors import ConfigError, StateError, UnsupportedError
+from fxmask.passes.settings.allocation import Item, check_budget, proportional
 
 
 def big():
@@ -28,6 +30,19 @@ def test_apply_with_an_allocation_is_apply_with_its_ratios(method, form):
     model = fxmask.apply(form(mlp()), ratio=0.6, allocation=method)
     assert same(fxmask.masks(model), fxmask.masks(by_hand))
     assert [r["final_ratio"] for r in fxmask.explain(model).rows if r["masked"]] == list(found.values())
+
+
+def test_what_rounding_leaves_goes_to_the_largest_remainders():
+    items = [Item(10, 1, 10)] * 3
+    for shares, kept in (([2.25, 3.75, 4.0], [2, 4, 4]), ([2.75, 3.75, 3.5], [3, 4, 3]), ([2.5, 3.5, 4.0], [3, 3, 4])):
+        assert proportional(items, [Fraction(s) for s in shares], 10) == kept
+
+
+def test_a_budget_of_one_block_a_layer_is_one():
+    items = [Item(10, 3, 30), Item(4, 5, 18)]
+    check_budget(items, 8, 0.8, "bytes")
+    with pytest.raises(ConfigError, match=r"leaves 7 of 48 bytes, and one block in each of 2 layers is 8; expected a ratio of at most 0\.8333"):
+        check_budget(items, 7, 0.9, "bytes")
 
 
 def test_a_ramp_ends_at_each_layers_ratio():

@@ -57,6 +57,11 @@ class Scaled(nn.Conv2d):
         return self._conv_forward(x, 2 * self.weight, self.bias)
 
 
+class Doubled(nn.Conv2d):
+    def __call__(self, x):
+        return super().__call__(2 * x)
+
+
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()
@@ -67,7 +72,8 @@ class Reader(nn.Module):
 
 
 def test_what_stays_dense_has_a_row_and_a_reason():
-    model = nn.Sequential(nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 3, groups=2), Scaled(32, 16, 3), Reader(), nn.Conv2d(16, 16, 3))
+    grouped = nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 32, 3, groups=2)
+    model = nn.Sequential(*grouped, Scaled(32, 16, 3), Reader(), nn.Conv2d(16, 16, 3), Doubled(16, 16, 3))
     model[4].forward = model[4].forward
     dense = copy.deepcopy(model)
     with pytest.warns(FxMaskWarning) as seen:
@@ -77,9 +83,10 @@ def test_what_stays_dense_has_a_row_and_a_reason():
         "0": "a grouped convolution (groups=16)", "1": "a grouped convolution (groups=2)", "2": "Scaled has a forward of its own, which a mask would not reach",
         "3.conv": "its owner reads its weight and never calls it", "3.called": "selected",
         "4": "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that",
+        "5": "Doubled has a forward of its own, which a mask would not reach",
     }  # fmt: skip
     told = sorted(str(w.message).partition(" ")[0] for w in seen)
-    assert told == ["2", "3.conv", "4"]  # a grouped one is no surprise
+    assert told == ["2", "3.conv", "4", "5"]  # a grouped one is no surprise
     x = torch.randn(1, 16, 16, 16)
     fxmask.restore(model)
     assert torch.equal(model(x), dense(x))

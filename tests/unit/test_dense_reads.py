@@ -26,6 +26,13 @@ class Matmul(Layers):
         return self.b(torch.addmm(self.a.bias, x, self.a.weight.t()))
 
 
+class Copied(Layers):
+    """The transpose, and something after it."""
+
+    def forward(self, x):
+        return self.b(torch.matmul(x, self.a.weight.t().contiguous()) + self.a.bias)
+
+
 class Einsum(Layers):
     def forward(self, x):
         return self.b(torch.einsum("bi,oi->bo", x, self.a.weight.float()))
@@ -60,7 +67,7 @@ def traced(model, how):
 
 
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
-@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Einsum, "einsum"), (Convolution, "conv1d")])
+@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d")])
 def test_a_weight_that_no_linear_call_reads(cls, reader, how):
     gm = traced(cls(), how)
     with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call; mask the nn\.Module"):

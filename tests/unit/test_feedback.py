@@ -202,6 +202,17 @@ def test_bytes_are_those_of_the_dtype_and_a_shared_weight_counts_once():
     model = fxmask.apply(Twice(), fxmask.WeightMask(ratio=0.9, block=(8, 8), schedule=fxmask.Feedback("bytes", every=1, goal=8 * 256)))
     fxmask.step(model, 100)
     assert kept(model) == {"fc.weight": 8}
+    tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    fxmask.apply(tied, fxmask.WeightMask(ratio=0.9, block=(8, 8), schedule=fxmask.Feedback("bytes", every=1, goal=8 * 256)))
+    fxmask.step(tied, 100)
+    assert set(kept(tied).values()) == {8}
+
+
+def test_a_block_beyond_the_weight_costs_what_lies_inside():
+    model = fxmask.apply(nn.Linear(64, 16), fxmask.WeightMask(ratio=0.9, block=(32, 16), schedule=fxmask.Feedback("bytes", every=1, goal=2 * 16 * 16 * 4)))
+    fxmask.step(model, 100)
+    assert kept(model) == {"weight": 2}
 
 
 def test_a_budget_holds_in_all_phases():

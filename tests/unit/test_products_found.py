@@ -58,6 +58,15 @@ class InPlace(Scaled):
         return h
 
 
+class Written(Scaled):
+    """What is read afterwards is what the product was written into."""
+
+    def forward(self, x):
+        h = x + 1
+        h.mul_(self.g)
+        return h
+
+
 class Larger(Scaled):
     def forward(self, x):
         return x.sum(-1, keepdim=True) * self.g
@@ -139,7 +148,7 @@ def test_a_trace_has_all_of_them(form):
     assert [(n.op, str(n.target)) for n in gm.graph.nodes if n.op != "get_attr"] == before and torch.equal(gm(x), dense(x))
 
 
-@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, Wrong, InPlace, Residual, ByName])
+@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, Wrong, InPlace, Written, Residual, ByName])
 def test_products_of_every_spelling_in_a_trace(kind):
     torch.manual_seed(0)
     dense, x = kind().double(), torch.randn(3, 10, 64, dtype=torch.float64, requires_grad=True)
@@ -156,7 +165,7 @@ def test_products_of_every_spelling_in_a_trace(kind):
     torch.testing.assert_close(again, got)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, InPlace, Residual, ByName])
+@pytest.mark.parametrize("kind", [Scaled, Twice, ByView, InPlace, Written, Residual, ByName])
 def test_a_trace_is_given_back_as_it_was(kind):
     """Names of nodes and spelling of calls included."""
     gm = torch.fx.symbolic_trace(kind())
@@ -164,6 +173,12 @@ def test_a_trace_is_given_back_as_it_was(kind):
     calls = sum(n.target in (*MUL, *MUL_, *ADDCMUL) for n in gm.graph.nodes)
     assert str(fxmask.apply(gm, CONFIG).graph).count("fxmask_scaled.") == calls - (kind is Twice)  # one is by a buffer
     assert str(fxmask.restore(gm).graph) == before
+
+
+def test_two_traces_in_one_model():
+    model = nn.Sequential(torch.fx.symbolic_trace(Scaled()), torch.fx.symbolic_trace(Residual()))
+    fxmask.apply(model, CONFIG)
+    assert [str(gm.graph).count("fxmask_scaled.") for gm in model] == [1, 1]
 
 
 @pytest.mark.parametrize("call", [lambda x, g: torch.mul(x, g, out=x), lambda x, g: torch.addcmul(x, x, g, value=2), lambda x, g: torch.mul(x, other=2.0) + g])

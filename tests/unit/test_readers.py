@@ -207,3 +207,24 @@ def test_a_reader_that_apply_was_not_given_is_told():
         warnings.simplefilter("error")
         fxmask.guard(optimizer, model)
     assert not any("Read dense" in note for note in fxmask.explain(model).notes)
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.head(nn.functional.linear(x, self.fc.weight))
+
+
+@pytest.mark.parametrize(("make", "name", "options"), [
+    (Reads, "fc", {}),
+    (lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))), "1", dict(overrides={"1": dict(read="weight")})),
+], ids=["computed", "traced"])  # fmt: skip
+def test_what_cannot_be_read_masked(make, name, options):
+    model = make()
+    text = rf"cannot mask '{name}' by read='weight': expected a module with a plain weight parameter(.|\n)*exclude='{name}'"
+    with pytest.raises(UnsupportedError, match=text):
+        fxmask.apply(model, **options)
+    assert len(fxmask.masks(fxmask.apply(model, exclude=name))) == 1

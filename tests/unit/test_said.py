@@ -30,6 +30,8 @@ from unit.reads_by_name import (
 )
 from unit.reads_in_loops import (
     Added,
+    Awaited,
+    Carried,
     Comprehended,
     Counted,
     Enumerated,
@@ -55,7 +57,7 @@ from fxmask.passes.finding.readers import weight_readers
 
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
-READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default]
+READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default, Carried, Awaited]
 
 
 class Calls(Held):

@@ -23,6 +23,7 @@ def _out(t, y):
 FORMS = {
     "t.add_(y)": (lambda t, y: t.add_(y), True),
     "t.view(-1).mul_(2)": (lambda t, y: t.view(-1).mul_(2), True),
+    "t.__setitem__(0, y[0])": (lambda t, y: t.__setitem__(0, y[0]), True),
     "t.data.clamp_(0)": (lambda t, y: t.data.clamp_(0), True),
     "t.detach()[0].zero_()": (lambda t, y: t.detach()[0].zero_(), True),
     "mul(y, 2, out=t)": (_out, True),
@@ -69,6 +70,17 @@ def test_an_item_that_is_set_is_a_write():
     graph.call_function(operator.setitem, (graph.call_method("t", (t,)), 0, 1))
     graph.output(t)
     assert Writes(fx.GraphModule({}, graph)).into(t)
+
+
+def test_two_inputs_of_one_memory():
+    graph, held = fx.Graph(), torch.zeros(4, 4)
+    t, view, other = (graph.placeholder(name) for name in ("t", "view", "other"))
+    for node, value in ((t, held), (view, held[1:]), (other, torch.zeros(4, 4))):
+        node.meta["example_value"] = value
+    graph.call_method("zero_", (view,))
+    graph.output(t)
+    writes = Writes(fx.GraphModule({}, graph))
+    assert writes.into(t) and writes.into(held) and not writes.into(other)
 
 
 @pytest.mark.parametrize("how", [setattr, torch.Tensor.set_, torch.ops.aten.set_.source_Tensor, "set_"])
@@ -154,6 +166,20 @@ def test_long_chains_of_writes_take_no_time_of_their_own():
 def test_of_modules_only_those_in_place_write():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.ReLU()))
     assert [len([*written(gm, n)]) for n in gm.graph.nodes] == [0, 0, 1, 0, 0]
+
+
+class Rows(nn.Linear):
+    def forward(self, x):
+        return x[1:]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Rows])
+def test_a_module_of_a_known_kind_alone_makes_a_new_tensor(kind):
+    graph = fx.Graph()
+    t = graph.placeholder("t")
+    graph.call_method("zero_", (graph.call_module("m", (t,)),))
+    graph.output(t)
+    assert bool(Writes(fx.GraphModule({"m": kind(4, 4)}, graph)).into(t)) == (kind is Rows)
 
 
 class Net(nn.Module):
