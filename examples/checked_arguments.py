@@ -34,6 +34,9 @@ def check_numbers(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             p.error(f"--warmup-lr: expected a number above 0 and at most --lr, {args.lr}, to which the warm-up rises, got {args.warmup_lr}")
         if args.cooldown and args.min_lr > args.lr:
             p.error(f"--min-lr: expected at most --lr, {args.lr}, got {args.min_lr}")
+        if args.mix_prob and (args.mixup or args.cutmix) and not args.mixup * (1 - args.mix_switch) + args.cutmix * args.mix_switch:
+            one, share = ("MixUp", "below 1") if args.mixup else ("CutMix", "above 0")
+            p.error(f"--mix-switch: expected a share {share}, since {one} alone is on, got {args.mix_switch}; --mix-prob 0 mixes nothing")
 
 
 def check_device(p: argparse.ArgumentParser, name: str) -> None:

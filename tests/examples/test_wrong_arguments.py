@@ -54,6 +54,8 @@ CASES = {
     "a ramp's start": (train, ["--schedule", "cubic:5ep,initial=x"], "--schedule: initial=: expected a number, got 'x'."),
     "a warm-up to less": (thesis_train, ["--lr", "1e-4"], "--warmup-lr: expected a number above 0 and at most --lr, 0.0001, "),
     "a decay to more": (thesis_train, ["--lr", "1e-6", "--warmup", "0"], "--min-lr: expected at most --lr, 1e-06, got 1e-05"),
+    "mixing by neither": (thesis_train, ["--cutmix", "0", "--mix-switch", "1"], "--mix-switch: expected a share below 1, since MixUp alone is on, got 1.0"),
+    "cuts of none": (thesis_train, ["--mixup", "0", "--mix-switch", "0"], "--mix-switch: expected a share above 0, since CutMix alone is on, got 0.0"),
     "layers of nobody": (imagenet, [*ROOT, "--exclude", "fc1"], "--exclude: expected with --timm"),
     "masks beside a configuration": (imagenet, [*ROOT, "--config", "ResMLP1", "--ratio", "0.5"], "which layers are masked and how: leave out --ratio"),
     "blocks beside none": (imagenet, [*ROOT, "--dense", "--block", "8", "8"], "--dense has no masks: leave out --config, --ratio and --block"),
