@@ -72,7 +72,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     mark_again()
     if _masked_already(bodies, real, o):
         return []
-    bodies = sunk(gm, lambda body, node: transposed(node, _is_parameter(body.origin, real)))
+    bodies = sunk(gm, lambda body, node, user: transposed(node, user, _is_parameter(body.origin, real)))
     if o.match == "matmul":
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])

@@ -20,6 +20,8 @@ from ..infra import SWAP_METHODS, SWAPS, TRANSPOSES, Pass, is_transpose, recorde
 
 PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
 SUMS = {torch.addmm, torch.ops.aten.addmm.default}
+GRADS, ENTER = torch._C._set_grad_enabled, torch.autograd.grad_mode._enter_inference_mode
+SWITCHES = (GRADS, ENTER, torch.autograd.grad_mode._exit_inference_mode)  # of gradients
 
 
 class Canonicalise(Pass):
@@ -52,12 +54,12 @@ class Canonicalise(Pass):
                 return None
         else:
             return None
-        w = transposed(right, self.is_weight)
+        w = transposed(right, node, self.is_weight)
         return None if w is None or not isinstance(x, Node) else (x, w, bias)
 
 
-def transposed(node: object, is_weight: Callable[[Node], bool]) -> Node | None:
-    """The parameter whose transpose a node is."""
+def transposed(node: object, user: Node, is_weight: Callable[[Node], bool]) -> Node | None:
+    """The parameter whose transpose a node is, with a gradient of its own wherever `user` has one: none for a transpose that was computed under no_grad."""
     if not isinstance(node, Node) or not is_transpose(node):
         return None
     conjugates = node.target in (torch.adjoint, "adjoint") or (node.target is getattr and node.args[1] in ("H", "mH"))
@@ -69,7 +71,15 @@ def transposed(node: object, is_weight: Callable[[Node], bool]) -> Node | None:
         flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
     else:
         flipped = True  # an attribute, such as .T
-    return w if flipped and isinstance(w, Node) and is_weight(w) and not (conjugates and _value(w).is_complex()) else None
+    if not flipped or not isinstance(w, Node) or not is_weight(w) or (conjugates and _value(w).is_complex()):
+        return None
+    return w if _has_gradients(node) or not _has_gradients(user) else None
+
+
+def _has_gradients(node: Node) -> bool:
+    """Whether gradients are on where a node stands, as far as its graph switches them."""
+    last = max((n for target in SWITCHES for n in node.graph.find_nodes(op="call_function", target=target) if n < node), default=None)
+    return last is None or (bool(last.args[0]) if last.target is GRADS else last.target is not ENTER)
 
 
 def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:

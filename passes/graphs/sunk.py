@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .lifted import TRANSPARENT, Body, graphs_of
 from .regions import bodies_of
 
-Transposed = Callable[[Body, Node], "Node | None"]  # the parameter whose transpose a node of a graph is
+Transposed = Callable[[Body, Node, Node], "Node | None"]  # the parameter whose transpose a node of a graph is, and a user of it reads
 
 
 class _Call(NamedTuple):
@@ -52,7 +52,7 @@ def _sink(inners: Sequence[GraphModule], calls: Sequence[_Call], transposed: Tra
     """Whether there was one among the operands."""
     done = False
     for i, outers in enumerate(zip(*(call.given[0].values() for call in calls), strict=True)):
-        weights = [w for call, o in zip(calls, outers, strict=True) if (w := transposed(call.around, o)) is not None]
+        weights = [w for call, o in zip(calls, outers, strict=True) if (w := transposed(call.around, o, call.node)) is not None]
         if len(weights) < len(outers) or any((o.target, o.args[1:], o.kwargs) != (outers[0].target, outers[0].args[1:], outers[0].kwargs) for o in outers):
             continue
         for inner, given in zip(inners, calls[0].given, strict=True):

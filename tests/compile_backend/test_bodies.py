@@ -1,0 +1,86 @@
+"""Products with transposes that Dynamo computes in front of the bodies of checkpoints, conditions and regions."""
+
+import pytest
+import torch
+from compile_backend.helpers import OPTIONS, compiled
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxmask.errors import FxMaskWarning
+
+
+def saved(f, *args):
+    return checkpoint(f, *args, use_reentrant=False)
+
+
+BODIES = {
+    "T": lambda m, x: saved(lambda t: t @ m.a.T, x),
+    "mT": lambda m, x: saved(lambda t: t @ m.a.mT, x),
+    "in a body of a body": lambda m, x: saved(lambda t: saved(lambda u: u @ m.a.T, t), x),
+    "of two branches": lambda m, x: torch.cond(x.sum() > -1e9, lambda t: t @ m.a.T, lambda t: t @ m.a.T * 2, (x,)),
+    "behind the body, too": lambda m, x: saved(lambda t: t @ m.a.T, x) + 0 * m.a.T[:1],
+    "computed outside": lambda m, x: (lambda turned: saved(lambda t: t @ turned, x))(m.a.transpose(0, 1)),
+}
+
+
+class InBody(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.made = nn.Parameter(torch.randn(32, 32)), forward
+
+    def forward(self, x):
+        return self.made(self, x)
+
+
+@pytest.mark.parametrize("how", BODIES)
+def test_a_transpose_that_dynamo_takes_out_of_a_body_is_followed(how):
+    x, found = torch.randn(4, 32), []
+    for make in (lambda m, x: x @ m.a.t(), BODIES[how]):
+        model = InBody(make)
+        y = compiled(model, **OPTIONS, match="matmul", require=True)(x)
+        y.square().sum().backward()
+        found.append((y, model.a.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", [saved, lambda f, x: f(x)], ids=["in a body", "plain"])
+def test_a_transpose_without_gradient_gives_none_to_its_parameter(read, off):
+    def forward(m, x):
+        with off():
+            turned = m.a.T
+        return read(lambda t: t @ turned, x) + x @ m.a.T
+
+    x, found = torch.randn(4, 32), []
+    for compile_it in (lambda m: torch.compile(m, backend="eager"), lambda m: compiled(m, ratio=0.0, match="matmul")):
+        model = InBody(forward)
+        compile_it(model)(x).square().sum().backward()
+        found.append(model.a.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_product_without_gradient_is_masked_all_the_same():
+    def forward(m, x):
+        with torch.no_grad():
+            return saved(lambda t: t @ m.a.T, x) + x @ m.a.T
+
+    with torch.no_grad():
+        expected = compiled(InBody(lambda m, x: 2 * (x @ m.a.t())), **OPTIONS, match="matmul")(x := torch.randn(4, 32))
+    torch.testing.assert_close(compiled(InBody(forward), **OPTIONS, match="matmul")(x), expected)
+
+
+@pytest.mark.parametrize("form", ["T", "mT"])
+def test_transposes_in_front_of_a_body_that_several_layers_share(form):
+    """They are the layers' own, and one body can have one mask only: dense, with a row; alike they must be, or it would be another product."""
+    torch.manual_seed(0)
+    a, b, x = (nn.Parameter(torch.randn(32, 32)) for _ in range(3))
+    region = torch.compiler.nested_compile_region(lambda w, x: x @ w)
+
+    def forward(x):
+        return region(a.T, x * 2) + region(getattr(b, form), x + 1)
+
+    with pytest.warns(FxMaskWarning) as caught:
+        y = compiled(forward, **OPTIONS, match="matmul")(x)
+    assert ("compiled once for several layers" if form == "T" else "it has no linear") in str(caught[-1].message)
+    torch.testing.assert_close(y, forward(x))
