@@ -89,7 +89,7 @@ def test_a_teacher_of_other_batches_and_other_hidden_layers(dense, tmp_path):
 def test_teachers_run_before_their_pupils(tmp_path, monkeypatch):
     """Whatever is free earlier: a pupil is refused while its teacher trains."""
     begun = []
-    monkeypatch.setattr(accuracy.subprocess, "run", lambda words, **_: begun.append(words) or subprocess.CompletedProcess(words, 0))
+    monkeypatch.setattr(accuracy.sweep_local.subprocess, "run", lambda words, **_: begun.append(words) or subprocess.CompletedProcess(words, 0))
     only = ["dense-muon-wd0.1-bf16", "dense-muon-wd0.1-bf16-from-teacher", "b16-tokens-whole-muon-wd0.1-bf16-from-teacher"]
     assert accuracy.main(["final", "--data", "digits", "--runs", str(tmp_path), "--csv", str(tmp_path / "t.csv"), "--only", *only]) == 0
     assert ["--teacher" in words for words in begun] == [False, False, True, True, True, True]
