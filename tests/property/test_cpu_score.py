@@ -90,6 +90,15 @@ def test_each_magnitude_takes_the_fast_path(criterion, power, monkeypatch):
     assert torch.equal(score.block_keys(w, (16, 9), criterion), expected)
 
 
+@pytest.mark.parametrize("criterion", ["fro", "l1"])
+def test_every_power_of_two_alone_is_scaled_exactly(criterion):
+    """With no smaller or larger block beside it: where the scale stops being a float32 is told by this block itself."""
+    w = torch.rand(12, 10, generator=torch.Generator().manual_seed(4)) + 1e-3
+    for power in range(-148, 128):
+        tiny = torch.ldexp(w, torch.tensor(power))
+        assert torch.equal(score.block_keys(tiny, (8, 8), criterion), block_keys(tiny, (8, 8), criterion)), power
+
+
 def refuse(*_):
     raise AssertionError("the plain keys were asked for")
 
