@@ -145,6 +145,13 @@ def test_full_blocks_of_the_largest_terms_add_up_exactly():
             assert torch.equal(score.block_keys(w, block, criterion), block_keys(w, block, criterion))
 
 
+@pytest.mark.parametrize(("criterion", "terms"), [("l1", (2.0**43, 2.0**22 - 1, 0.75, 0.75)), ("fro", (2.0**21, 1448, 21, 2, 1, 1, 0.87, 0.87))])
+def test_each_term_is_truncated_before_they_add_up(criterion, terms):
+    """The whole parts are one less than the key's next value; what is behind the points adds up to more than one."""
+    w = torch.tensor(terms)[:, None] / 2.0 ** (22 if criterion == "fro" else 44)
+    assert torch.equal(score.block_keys(w, w.shape, criterion), block_keys(w, w.shape, criterion))
+
+
 @pytest.mark.parametrize(("shape", "ties"), [((0, 5), "lowest"), ((5, 0), "lowest"), ((40, 33), "lowest"), ((40, 33), "keep")])
 def test_masks_are_those_of_the_reference(shape, ties):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(5)).round()  # of many ties

@@ -110,4 +110,5 @@ def test_where_runs_pay(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
         found = {side: min(p / 100 for p in range(100) if dropout_runs.pays(x, (side, 256), p / 100)) for side in wanted}
         assert found == wanted
+        assert dropout_runs.pays(x, (128, 128), 0.99) and not dropout_runs.pays(x.to("meta"), (128, 128), 0.99)
         assert not dropout_runs.pays(x, (16, 128), 0.99) and not dropout_runs.pays(x.half(), (128, 128), 0.99)
