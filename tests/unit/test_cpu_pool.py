@@ -89,6 +89,16 @@ def test_the_same_bits_from_run_to_run(threads):
     assert torch.get_num_threads() == threads
 
 
+def test_three_threads_compute_what_one_does():
+    """dW is the sum of all their shares."""
+    *floats, mask = operands()
+    o = *(t.double() for t in floats), mask
+    with set_threads(1):
+        expected = results(o)
+    with set_threads(3):
+        torch.testing.assert_close(results(o), expected, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("size", [pytest.param((1200, 160, 224), id="small"), pytest.param((4096, 256, 512), id="large", marks=pytest.mark.slow)])
 def test_the_same_bits_whether_the_pool_is_free_or_busy(threads, size):
     o, stop = operands(*size), threading.Event()
