@@ -284,6 +284,31 @@ def test_adapters_around_frozen_layers(reads):
     assert any("0.base_layer" in note and "dense" in note for note in fxmask.explain(m).notes) == reads
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")
+def test_adapters_that_share_a_compile_run_their_layers():
+    m = fxmask.apply(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), ratio=0.75, block=(4, 16))
+    for i, layer in enumerate(m):
+        m[i] = Adapter(layer)
+        m[i].reads = False
+        m[i].compile(backend="eager")
+    m(torch.randn(3, 64)).square().mean().backward()
+    assert not all(part.base_layer._fxmask_called for part in m)
+    assert fxmask.passes.stepping.bypass.read_by_adapters(m) == []
+
+
+def test_an_adapter_around_a_layer_that_trains_is_told_of_as_any_reader():
+    m = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.75, block=(4, 8))
+    m[0] = Adapter(m[0])
+    m.requires_grad_()
+    m(torch.randn(3, 64)).square().mean().backward()
+    optimiser = optim.SGD(m.parameters(), lr=0.1)
+    fxmask.guard(optimiser, m)
+    with pytest.warns(FxMaskWarning) as told:
+        optimiser.step()
+    assert [word for word in ("never run:", "frozen") if any(word in str(w.message) for w in told)] == ["never run:"]
+    assert fxmask.passes.stepping.bypass.read_by_adapters(m) == []
+
+
 def test_a_plain_tensor_in_the_place_of_a_weight_that_is_read():
     """As old-style pruning, weight_norm and PEFT's merges put one there."""
     attention, x = nn.MultiheadAttention(64, 4, batch_first=True), torch.randn(2, 5, 64)

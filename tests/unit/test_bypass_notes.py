@@ -1,6 +1,7 @@
 """What `explain` notes of gradients that no masked forward made, and what it must not suspect."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from unit.dense_readers import Calls, Reader, loss, model
 
 import fxmask
 from fxmask.errors import FxMaskWarning
+from fxmask.passes.stepping import bypass
 
 
 def noted(m):
@@ -91,6 +93,45 @@ def test_gradients_of_before_the_ramps_step_are_no_readers(how):
         assert noted(m) is None
         optimiser.step()
         assert noted(m) is None
+
+
+def told_by_steps(m, steps=5):
+    """At which steps the guard's optimiser says that a layer never runs."""
+    optimiser, found = optim.SGD(m.parameters(), lr=0.0), []
+    fxmask.guard(optimiser, m)
+    for step in range(steps):
+        optimiser.zero_grad()
+        loss(m).backward()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimiser.step()
+        found += [step for w in said if "never run" in str(w.message)]
+    return found
+
+
+@compiled
+def test_a_reader_beside_a_compiled_layer_is_told_when_a_mask_tells():
+    """Before `start` every block has a gradient, by a masked forward, too."""
+    torch.manual_seed(0)
+    m = fxmask.apply(nn.Sequential(Calls(), Reader()), ratio=0.5, start=2)
+    m[0].compile(backend="eager")
+    assert told_by_steps(m) == [3]
+
+
+@compiled
+def test_masks_that_keep_more_than_the_ratio_are_no_readers():
+    """Of equal weights all blocks are kept by `ties="keep"`."""
+    m = blocks(ratio=0.75, ties="keep")
+    for p in m.parameters():
+        nn.init.constant_(p, 0.1)
+    assert told_by_steps(m) == [] and noted(m) is None and all(part.inner.weight.grad.ne(0).all() for part in m)
+
+
+@compiled
+def test_the_gradients_of_compiled_layers_are_looked_at_once(monkeypatch):
+    looked, real = [], bypass._as_masked
+    monkeypatch.setattr(bypass, "_as_masked", lambda site, grad: looked.append(site) or real(site, grad))
+    assert told_by_steps(blocks(ratio=0.75), 3) == [] and len(looked) == len(set(looked)) > 0
 
 
 @compiled

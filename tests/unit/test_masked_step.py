@@ -280,7 +280,7 @@ def test_kept_blocks(shape, block):
         mask = torch.rand(grid, generator=torch.Generator().manual_seed(seed)) < 0.5
         elements = expand_mask(mask, shape, block)
         for counted, found in enumerate((KeptBlocks(mask, shape, block), KeptBlocks(mask, shape, block, int(mask.sum())))):
-            for make in (lambda t: t.clone(), lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, t], -1)[..., 0]):
+            for make in (torch.clone, lambda t: t.t().contiguous().t(), lambda t: torch.stack([t, t], -1)[..., 0], lambda t: torch.stack([-t, t])[1]):
                 t = make(torch.arange(1.0, 1 + elements.numel()).reshape(shape))
                 kept = found.gather(t)
                 assert kept.shape == (1, found.numel) and torch.equal(kept.unique(), t[elements].sort().values)
