@@ -260,6 +260,7 @@ def test_operands_of_two_dtypes_are_refused_as_pytorch_refuses_them():
             lambda i: fx.masked_linear_dx(gy, w, mask, 16, 16, "masked", impl=i),
             lambda i: fx.masked_linear_dw(gy, x, mask, 16, 16, "masked", impl=i),
             lambda i: fx.masked_linear_backward(gy, x, w, mask, 16, 16, "masked", impl=i),
+            lambda i: fx.masked_linear_backward(gy, x.float(), w, mask, 16, 16, "masked", impl=i),
         ):
             with pytest.raises(RuntimeError, match="dtype"):
                 call(impl)

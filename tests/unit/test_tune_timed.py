@@ -153,6 +153,17 @@ def test_small_cases_are_never_timed(table, monkeypatch):
     small, strips = (deciding.of(case, forced) for forced in (False, True))
     assert (small.name, small.why, strips.name in BY_NAME, strips.why) == ("masked_dense", "too small to gain", True, "estimated")
     assert "masked_dense" in small.times and list(deciding.decisions.values()) == [strips]
+    made = [deciding.made("forward", (48, 64), BLOCK, case.density, forced) for forced in (False, True)]
+    assert made[0][0] == small and list(made[1].values()) == [strips]
+
+
+def test_plans_far_behind_masked_dense_are_not_timed(table, monkeypatch):
+    """But where masked-dense is none of the candidates."""
+    monkeypatch.setattr(deciding, "NEAR", 4.0)
+    monkeypatch.setattr(deciding, "seconds", lambda plan, case: 5.0 if str(plan) == "rows-512" else 1.0)
+    forward("auto")
+    forward("cpu")
+    assert [*map(sorted, table.measured)] == [["masked_dense", "rows-512x3"], ["rows-512", "rows-512x3"]]
 
 
 def test_an_empty_batch_decides_nothing(table, monkeypatch):
