@@ -7,6 +7,7 @@ from torch import optim
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.stepping import held
 
 
 class ScheduleFree(optim.Optimizer):
@@ -131,3 +132,14 @@ def test_codes_are_the_optimisers():
     train(model, optimiser)
     for _, codes in masked_parts(model, optimiser, "codes"):
         assert (codes == 128).all()
+
+
+@pytest.mark.parametrize("several", [lambda o: o, lambda o: [o], lambda o: (o,), lambda o: {"inner": o}], ids=["one", "list", "tuple", "dict"])
+def test_what_an_optimiser_wraps_is_found_wherever_it_holds_it(several):
+    """And of a state of one name the outermost's is told."""
+    weight = torch.ones(2, requires_grad=True)
+    outer, inner = type("Outer", (optim.SGD,), {})([weight]), optim.SGD([weight])
+    outer.parts = several(inner)
+    assert held.find_wrapped(outer) == [outer, inner]
+    outer.state[weight], inner.state[weight] = {"a": 1}, {"a": 2, "b": 3}
+    assert held.state_of(outer, weight) == {"a": 1, "b": 3}
