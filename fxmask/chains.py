@@ -27,6 +27,7 @@ SLOPES: dict[type[nn.Module], float] = {
 CALLER = "fxmask.stability"
 RESTS = (nn.Dropout.forward, nn.AlphaDropout.forward, FusedDropout.forward)  # the identity in eval()
 ENDS = (nn.Softmax, nn.LogSoftmax)
+LAYERS = "put the layers themselves into an nn.Sequential, which shares weights and masks; convolutions, norms and branches have no such bound here."
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,10 @@ def slope_of(m: nn.Module, name: str) -> float:
     raise _refusal("a softmax before the end" if type(m) in ENDS else type(m).__name__, name)
 
 
-def _refusal(got: str, where: str, fix: str = "") -> UnsupportedError:
+def _refusal(got: str, where: str, fix: str = LAYERS) -> UnsupportedError:
     known = ", ".join(t.__name__ for t in [*SLOPES, nn.LeakyReLU, nn.ELU])
     what = f"{CALLER} is for softmax after a chain of layers: expected an nn.Sequential of Linear, Flatten, Dropout and {known}, got {got}."
-    other = "put the layers themselves into an nn.Sequential, which shares weights and masks; convolutions, norms and branches have no such bound here."
-    return UnsupportedError(message(what, where, fix or other))
+    return UnsupportedError(message(what, where, fix))
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from thesis.recipes import COMMON, arguments_of
 from thesis.sweep_checks import SweepError
 
 
-class Turn(NamedTuple):
+class Job(NamedTuple):
     """A run of train.py, with its arguments but for the folder."""
 
     recipe: str
@@ -41,12 +41,12 @@ class Turn(NamedTuple):
         return f"{self.recipe}-seed{self.seed}"
 
 
-def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None, runs: Path, how: list[str]) -> Iterator[Turn]:
+def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None, runs: Path, how: list[str]) -> Iterator[Job]:
     """Seeds paired: all runs of a seed see the same batches. `how`: what all runs have."""
     for seed in seeds:
         for name in PHASES[phase][0]:
             if only is None or name in only:
-                yield Turn(name, seed, (*how, "--epochs", str(epochs), "--seed", str(seed), *COMMON, *arguments_of(name, epochs, seed, runs)))
+                yield Job(name, seed, (*how, "--epochs", str(epochs), "--seed", str(seed), *COMMON, *arguments_of(name, epochs, seed, runs)))
 
 
 def refuse_others(out: Path, words: Sequence[str]) -> None:
@@ -86,14 +86,14 @@ def main(argv: list[str] | None = None) -> int:
 
         out = args.runs / args.phase
 
-        def ended(run: Turn) -> bool:
+        def ended(run: Job) -> bool:
             return row_of(args.phase, run.recipe, run.seed, out / run.name) is not None
 
         def after(name: str, code: int) -> None:
             print(f"{out / name}: {'ended' if code == 0 else f'exit {code}, see output.txt'}", flush=True)
             write(args.runs, args.csv)
 
-        def train_all(runs: list[Turn]) -> int:
+        def train_all(runs: list[Job]) -> int:
             left = [run for run in runs if not ended(run)]
             processes = sweep_local.environments(max(1, min(args.at_once, len(left))), None)
             if args.in_turns:
