@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--ratio", type=float, default=0.75)
     args = parser.parse_args(argv)
+    path = args.out / "checkpoint.pt"
+    if args.resume and not path.is_file():
+        parser.error(f"--resume: expected a checkpoint at {path}, found none; leave --resume out to begin a run")
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -75,7 +78,6 @@ def main(argv: list[str] | None = None) -> float:
     model = fxmask.apply(build_model().to(device), ratio=args.ratio, block=(16, 16), schedule=fxmask.Schedule("cubic", steps=30))
     wrapped = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    path = args.out / "checkpoint.pt"
     first = load(path, device, model, optimizer) if args.resume else 0
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 

@@ -81,6 +81,9 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--ratio", type=float, default=0.75)
     args = parser.parse_args(argv)
+    path = args.out / "checkpoint.pt"
+    if args.resume and not path.is_file():
+        parser.error(f"--resume: expected a checkpoint at {path}, found none; leave --resume out to begin a run")
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -96,7 +99,6 @@ def main(argv: list[str] | None = None) -> float:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    path = args.out / "checkpoint.pt"
     first = load(path, model, optimizer) if args.resume else 0
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 

@@ -26,3 +26,11 @@ def test_a_run_that_is_there_already_says_so_and_has_no_loss(recipe, here, tmp_p
         assert math.isnan(here(recipe, "--steps", steps, "--out", tmp_path, "--resume"))
         said = capsys.readouterr().out
         assert f"already at step 3: --steps {steps} leaves none to take" in said and "loss" not in said and saved(tmp_path)["step"] == 3
+
+
+@pytest.mark.parametrize("recipe", ["ddp.py", "fsdp2.py"])
+def test_nothing_to_resume_is_said_before_anything_begins(recipe, here, tmp_path, capsys):  # noqa: F811
+    with pytest.raises(SystemExit):
+        here(recipe, "--steps", 3, "--out", tmp_path / "new", "--resume")
+    assert f"--resume: expected a checkpoint at {tmp_path / 'new' / 'checkpoint.pt'}, found none" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
