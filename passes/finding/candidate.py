@@ -29,6 +29,7 @@ class Candidate:
     weight: Tensor
     module: nn.Module | None = None  # of a call in a graph: a stand-in of the same shape, for patterns
     host: GraphModule | None = None
+    trace: str = ""  # path of the outermost graph module around that
     nodes: list[Node] = dataclasses.field(default_factory=list)
     weight_path: str | None = None
     weight_node: Node | None = None  # in a Dynamo graph, where the weight is an input
@@ -59,6 +60,11 @@ class Candidate:
     def names(self) -> tuple[str, ...]:
         """By which a pattern names it exactly."""
         return (self.name, self.call) if self.call else (self.name,)
+
+    @property
+    def name_in_trace(self) -> str:
+        """Its name whatever holds the trace: for what a pass puts there."""
+        return self.name.removeprefix(f"{self.trace}.")
 
     @property
     def key(self) -> str:

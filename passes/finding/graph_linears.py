@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -24,6 +24,11 @@ INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
     """Every GraphModule inside a model, with its path."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))
+
+
+def trace_around(path: str, graphs: Iterable[tuple[str, GraphModule]]) -> str:
+    """Path of the outermost graph module around a module; the bodies of regions lie in those of their callers."""
+    return min((p for p, _ in graphs if p in ("", path) or path.startswith(f"{p}.")), key=len, default="")
 
 
 def is_plain(m: nn.Module) -> bool:
@@ -133,7 +138,7 @@ def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
     return list(found.values())
 
 
-def rewritten(prefix: str, gm: GraphModule, named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:
+def rewritten(prefix: str, gm: GraphModule, trace: str, named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:
     """Linears whose calls a pass has rewritten, which are linears no more; but for those of the parameters in `named`, to which new ones are added."""
     layers = {id(site): comes_in[w] for w, site in graph_weights(gm) if w in comes_in}
     for site, weight in graph_sites(gm):
@@ -142,14 +147,15 @@ def rewritten(prefix: str, gm: GraphModule, named: set[str], comes_in: dict[Node
             shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
             lifted = layers.get(id(site), "")
             yield Candidate(layer_name(lifted or path), path, shown, masked=True, lifted=lifted)
-    for name, weight in _behind_inputs(gm):
+    for local, weight in _behind_inputs(gm):
+        name = join(trace, local)
         if f"{name}.weight" not in named:
             named.add(f"{name}.weight")
             yield Candidate(name, f"{name}.weight", weight)
 
 
 def _behind_inputs(gm: GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """(name, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
+    """(name in the trace, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
     for n in gm.graph.nodes:
         if n.op == "call_module" and str(n.target).partition(".")[0] in INPUT_SITES:
             w = n.args[1]

@@ -40,7 +40,7 @@ class PruneProducts(Pass):
                 parts = product_parts(node, behind)
                 roles: dict[Any, Any] = {n: k for k, n in parts.items()}
                 call = (node.op, node.target, tuple(roles[n] for n in node.args), {k: roles.get(v, v) for k, v in node.kwargs.items()})
-                site = PrunedProductCall(config, d.candidate.name, d.candidate.weight_path, call)
+                site = PrunedProductCall(config, d.candidate.name_in_trace, d.candidate.weight_path, call)
                 replace_node(gm, node, call_site(gm, SCALED, node, site, tuple(parts[k] for k in ("x", "a", "b") if k in parts)))
             names.append(d.candidate.name)
         return names

@@ -213,7 +213,7 @@ class PruneActivations(Pass):
                 continue
             for node in d.candidate.nodes:
                 w, b, origin = linear_parts(gm, node)
-                replace_node(gm, node, call_site(gm, PRUNED, node, PrunedCall(config, d.candidate.name, origin), (input_arg(node), w, b)))
+                replace_node(gm, node, call_site(gm, PRUNED, node, PrunedCall(config, d.candidate.name_in_trace, origin), (input_arg(node), w, b)))
             names.append(d.candidate.name)
         return names
 

@@ -170,7 +170,7 @@ class FuseDropout(Pass):
                 w, b, origin = linear_parts(gm, node)
                 before = None if found is None else _call(gm, found[0])
                 x = input_arg(node) if found is None else input_arg(found[0])
-                new = call_site(gm, DROPPED, node, DroppedCall(own, d.candidate.name, origin, before), (x, w, b))
+                new = call_site(gm, DROPPED, node, DroppedCall(own, d.candidate.name_in_trace, origin, before), (x, w, b))
                 replace_node(gm, node, new)
                 if found is not None:
                     new.meta["dropout"] = found[0].meta

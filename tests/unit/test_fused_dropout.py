@@ -270,3 +270,12 @@ def test_a_dropout_that_is_gone_is_missed(masks):
         head = model[:3](x)  # in two parts; the second again in the backward
         checkpoint(model[3], head, use_reentrant=False).sum().backward()
         model(x)
+
+
+def test_rows_of_a_trace_go_by_where_it_lies():
+    trace = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)))
+    fxmask.apply(trace, BlockDropout(block=(16, 16)))
+    rows = fxmask.explain(nn.Sequential(nn.Identity(), trace)).rows
+    assert {r["name"]: bool(r["dropout"]) for r in rows} == {"1.0": False, "1.2": True} and len(rows) == 2
+    outside = fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64)))), BlockDropout(block=(16, 16)))
+    assert [(r["name"], bool(r["dropout"])) for m in (outside, outside[0]) for r in fxmask.explain(m).rows] == [("0.1", True), ("1", True)]

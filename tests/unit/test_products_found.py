@@ -13,6 +13,7 @@ from fxmask import ActivationPruning, WeightMask
 from fxmask.kernels import scale_ops
 from fxmask.passes.finding.plain_forward import Product, product_of
 from fxmask.passes.finding.products import ADDCMUL, MUL, MUL_, find_products
+from fxmask.pruning import pruned_layers
 
 CONFIG = ActivationPruning(0.5, 16, affine=True)
 
@@ -179,6 +180,10 @@ def test_two_traces_in_one_model():
     model = nn.Sequential(torch.fx.symbolic_trace(Scaled()), torch.fx.symbolic_trace(Residual()))
     fxmask.apply(model, CONFIG)
     assert [str(gm.graph).count("fxmask_scaled.") for gm in model] == [1, 1]
+    for m, names in ((model, ["0.g", "1.g"]), (model[1], ["g"]), (nn.Sequential(nn.Identity(), model), ["1.0.g", "1.1.g"])):
+        assert [(c.name, c.weight) for c in find_products(m)] == [(name, m.get_parameter(name)) for name in names]
+        assert [name for name, _ in pruned_layers(m)] == names
+    assert {r["name"]: r["activations"] for r in fxmask.explain(nn.Sequential(nn.Identity(), model)).rows} == {f"1.{i}.g": "50 % of 1x16" for i in (0, 1)}
 
 
 @pytest.mark.parametrize("call", [lambda x, g: torch.mul(x, g, out=x), lambda x, g: torch.addcmul(x, x, g, value=2), lambda x, g: torch.mul(x, other=2.0) + g])

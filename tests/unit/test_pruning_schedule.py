@@ -267,3 +267,24 @@ def test_what_the_optimiser_is_given_after_its_guard(frozen, masks):
     handle.remove()
     with pytest.raises(fxmask.FxMaskError, match=r"nobody tells them|expected a step source"):
         model(X)
+
+
+def test_traces_in_one_model_have_a_state_each():
+    """Rows and states go by where a trace lies now, as those of masks."""
+
+    def two(counts):
+        parts = [fxmask.apply(torch.fx.symbolic_trace(mlp()), CONFIG) for _ in range(2)]
+        for part, steps in zip(parts, counts, strict=True):
+            fxmask.step(part, 0)
+            fxmask.step(part, steps)
+        return nn.Sequential(*parts)
+
+    old, new = two((2, 5)), two((0, 0))
+    rows = {r["name"]: r["activations"] for r in fxmask.explain(old).rows}
+    assert rows == {f"{i}.{j}": f"{p} % of 1x16, 80 % in the end" for i, p in enumerate((20, 40)) for j in (0, 2)}
+    state = fxmask.state_dict(old)
+    assert {name: entry["step"] for name, entry in state["pruning"].items()} == {"0.0": 2, "0.2": 2, "1.0": 5, "1.2": 5}
+    fxmask.load_state_dict(new, state)
+    assert fxmask.state_dict(new) == state and [r["activations"] for r in fxmask.explain(new).rows] == list(rows.values())
+    fxmask.load_state_dict(old[1], fxmask.state_dict(fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(mlp())), CONFIG)[0]))
+    assert set(fxmask.state_dict(old[1])["pruning"]) == {"0", "2"}, "applied from outside, and asked for by itself"
