@@ -118,7 +118,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
     every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
     left = [c for c in outside(model, found) if not seen(c.weight)]  # those have rows
-    notes = [*notes, *([f"In no nn.Linear, where masks do not reach: {words_of(left)}."] if left else [])]
+    notes = [*notes, *([f"In no nn.Linear, where masks do not reach: {plain(words_of(left))}."] if left else [])]
     return Report("fxmask.explain", every, [*notes, *map(plain, _notes(model, by_backend, dropped, bool(traced)))], summary)
 
 

@@ -70,7 +70,8 @@ def test_an_exclude_of_nothing_is_still_told():
 
 def test_few_elements_are_named_and_no_warning():
     model = fxmask.apply(nn.Sequential(mlp(sizes=(32, 128, 32)), Conv1D()))
-    assert notes(model) == ["In no nn.Linear, where masks do not reach: 1 weight of 3,072 elements (1 32x96)."]
+    named = ["In no nn.Linear, where masks do not reach: 1 weight of 3,072 elements (1 32x96)."]
+    assert notes(model) == notes(torch.compile(model)) == named, "as the model names it, compiled or not"
 
 
 def test_who_includes_layers_means_these():
