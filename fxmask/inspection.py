@@ -223,7 +223,7 @@ def _history(log: HealthLog) -> dict[int, dict[str, Any]]:
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
+    found = {name: PRUNED_INPUT for name, _ in pruned_layers(model)} | {name: DROPPED_INPUT for name, _ in dropped_layers(model)}  # of a part of what was given
     for prefix, m in model.named_modules():
         for name, reason in m.__dict__.get(REASONS, {}).items():
             found[join(prefix, name)] = reason

@@ -278,4 +278,5 @@ def test_rows_of_a_trace_go_by_where_it_lies():
     rows = fxmask.explain(nn.Sequential(nn.Identity(), trace)).rows
     assert {r["name"]: bool(r["dropout"]) for r in rows} == {"1.0": False, "1.2": True} and len(rows) == 2
     outside = fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64)))), BlockDropout(block=(16, 16)))
-    assert [(r["name"], bool(r["dropout"])) for m in (outside, outside[0]) for r in fxmask.explain(m).rows] == [("0.1", True), ("1", True)]
+    rows = [(r["name"], r["reason"], bool(r["dropout"])) for m in (outside, outside[0]) for r in fxmask.explain(m).rows]
+    assert rows == [(name, "dense; its input is dropped in blocks", True) for name in ("0.1", "1")]
