@@ -87,6 +87,17 @@ def test_a_dense_graph_is_for_no_layer_of_a_plain_model():
     assert not torch.equal(other(x), dense(plain, x))
 
 
+def test_a_new_layer_of_a_masked_model_is_dense_in_the_old_graph_and_in_its_own():
+    """A head that is replaced: what `apply` has masked in the graph says for all of it."""
+    model, x = Wrap(nn.Sequential(*pair().values())), torch.randn(4, 32)
+    call = compiled(model)
+    call(x)
+    model.inner[1] = nn.Linear(32, 32)
+    assert torch.equal(call(x), model(x))
+    torch._dynamo.reset()
+    assert torch.equal(call(x), model(x))
+
+
 def test_restore_says_where_the_masks_of_the_backend_are():
     """As masks, state_dict, finalize, step and guard do; explain lists these masks."""
     model = Wrap(mlp())

@@ -41,10 +41,11 @@ class Products(nn.Module):
         for name in "abcdef":
             setattr(self, name, nn.Parameter(torch.randn(32, 32) / 6))
         self.bias = nn.Parameter(torch.randn(32))
+        self.experts = nn.Parameter(torch.randn(2, 32, 32) / 6)
         self.register_buffer("fixed", torch.randn(32, 32) / 6)
 
     def forward(self, x):
-        x = x @ self.fixed.t()  # no parameter
+        x = (x @ self.fixed.t() @ self.experts.mT).sum(0)  # no parameter; one of several matrices
         x = torch.addmm(self.bias, torch.mm(torch.matmul(x @ self.a.t(), self.b.T), self.c.transpose(0, 1)), self.d.permute(1, 0))
         return (x @ self.e) @ (x.t() @ x) @ self.f.mT
 

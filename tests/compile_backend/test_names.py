@@ -27,7 +27,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, breaks=True):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block(breaks) for _ in range(2)), nn.Linear(64, 64)
+        self.blocks, self.head = nn.ModuleList(Block(breaks) for _ in range(3)), nn.Linear(64, 64)
 
     def forward(self, x):
         for block in self.blocks:
@@ -48,8 +48,9 @@ BY_NAME = {"exclude": dict(exclude=["fc", nn.Conv2d]), "overrides": dict(overrid
 @pytest.mark.parametrize("what", BY_NAME)
 def test_names_of_a_submodule_are_told(what, call):
     text = rf"(?s)begins inside of the compiled model.*names of its own: fc\.weight for blocks\.\d\.fc\.weight\. {what} goes by these.*fxmask\.apply"
-    with pytest.warns(FxMaskWarning, match=text):
+    with pytest.warns(FxMaskWarning, match=text) as told:
         call(Net(), **OPTIONS, **BY_NAME[what])(torch.randn(4, 64))
+    assert not any("share this graph" in str(w.message) for w in told)  # which says the same again
 
 
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
