@@ -26,6 +26,7 @@ class Seen:
     dtype: torch.dtype
     needs_gradient: bool
     graph: bool = True  # gradients are on where it is called
+    autocast: torch.dtype | None = None  # what is in force there
 
     @property
     def tokens(self) -> int:
@@ -40,7 +41,6 @@ class Layer:
     weight: Tensor
     bias: bool
     calls: tuple[Seen, ...]
-    autocast: torch.dtype | None
     why: str = ""
     others: tuple[str, ...] = ()  # names of modules that share the weight
 
@@ -51,7 +51,7 @@ class Layer:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Layers that agree in this take the same time."""
-        return tuple(self.weight.shape), self.weight.dtype, self.weight.requires_grad, self.bias, self.calls, self.autocast
+        return tuple(self.weight.shape), self.weight.dtype, self.weight.requires_grad, self.bias, self.calls
 
 
 class _Watch(TorchFunctionMode):
@@ -62,7 +62,6 @@ class _Watch(TorchFunctionMode):
         self.weights = weights
         self.calls: dict[int, list[Seen]] = {}
         self.bias: dict[int, bool] = {}
-        self.autocast: torch.dtype | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,8 +72,8 @@ class _Watch(TorchFunctionMode):
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         if id(weight) in self.weights:
             kind = input.device.type
-            self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            seen = Seen(tuple(input.shape), tuple(input.stride()), input.dtype, input.requires_grad, torch.is_grad_enabled())
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            seen = Seen(tuple(input.shape), tuple(input.stride()), input.dtype, input.requires_grad, torch.is_grad_enabled(), autocast)
             self.calls.setdefault(id(weight), []).append(seen)
             self.bias[id(weight)] = bias is not None
 
@@ -99,7 +98,7 @@ def layers_of(model: nn.Module, decisions: Sequence[Decision], args: tuple[Any, 
                 why = "its owner reads its weight and multiplies densely"
             elif why and c.module is not None and "weight" not in c.module._parameters:
                 why = "its weight is computed from other parameters: expected a plain one"
-            found[key] = Layer(c.name, c.weight, watch.bias.get(key, False), tuple(watch.calls.get(key, ())), watch.autocast, why)
+            found[key] = Layer(c.name, c.weight, watch.bias.get(key, False), tuple(watch.calls.get(key, ())), why)
         else:
             found[key].others += (c.name,)
     return list(found.values())

@@ -41,6 +41,7 @@ def stepper(
     """A call that takes one training step."""
 
     def step() -> None:
+        torch.clear_autocast_cache()  # of the step before, where the caller's autocast is around them all
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
         else:

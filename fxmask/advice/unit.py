@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -72,21 +71,18 @@ class Unit:
         made.weight.requires_grad_(self.layer.weight.requires_grad)
         return made
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self.layer.autocast) if self.layer.autocast else nullcontext()
-
     def _runner(self, linear: nn.Linear, optimizer: torch.optim.Optimizer | None) -> Callable[[], tuple[float, float]]:
         """A call that takes one training step of the layer and returns the seconds of (both passes, the optimiser's step)."""
         inputs, trained = self.inputs, linear.weight.requires_grad
         optimizer = optimizer or (self.make([p for p in linear.parameters() if p.requires_grad]) if self.make and trained else None)
         gradients: list[Tensor] = []
-        graph = [c.graph for c in self.layer.calls]
+        kind = self.device.type
 
         def passes() -> None:
-            with self._autocast():
-                out = []
-                for x, on in zip(inputs, graph, strict=True):
-                    with torch.set_grad_enabled(on):
+            out = []
+            with torch.autocast(kind, enabled=False):  # around all calls, as it is what keeps the casts of a weight for the next one
+                for x, c in zip(inputs, self.layer.calls, strict=True):
+                    with torch.set_grad_enabled(c.graph), torch.autocast(kind, c.autocast, enabled=c.autocast is not None):
                         out.append(linear(x))
             ends = [y for y in out if y.requires_grad]  # none of a frozen layer with a frozen input: its forward is all of its step
             if not gradients:
@@ -95,6 +91,7 @@ class Unit:
                 torch.autograd.backward(ends, gradients)
 
         def run() -> tuple[float, float]:
+            torch.clear_autocast_cache()  # of the step before, where the caller's autocast is around them all
             for x in inputs:
                 x.grad = None
             if optimizer is not None:

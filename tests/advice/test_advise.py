@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxmask
 from fxmask import cli
@@ -17,6 +18,7 @@ from fxmask.advice import command, trial
 from fxmask.advice.layers import layers_of
 from fxmask.advice.plan import Plan
 from fxmask.advice.search import Timed
+from fxmask.advice.step import mean_square, stepper
 from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
 from fxmask.passes.finding.choose import choose
 from fxmask.passes.finding.find import find
@@ -67,8 +69,48 @@ def test_it_sees_graphs_and_autocast():
         assert [x.tokens for x in seen(m, torch.randn(5, 32))] == [5, 5]
     with torch.autocast("cpu", torch.bfloat16):
         first, second = seen(model, torch.randn(5, 32))
-    assert (first.autocast, second.autocast, second.calls[0].dtype) == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    assert {x.autocast for x in seen(model, torch.randn(5, 32))} == {None}
+    assert (first.calls[0].autocast, second.calls[0].autocast, second.calls[0].dtype) == (torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    assert {x.calls[0].autocast for x in seen(model, torch.randn(5, 32))} == {None}
+
+
+class PartlyCast(nn.Module):
+    """A head in float32, as many models have it whatever the autocast around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(32, 64), nn.Linear(64, 48)
+
+    def forward(self, x):
+        x = self.fc(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.head(x.float())
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of weights to 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter) and kwargs["dtype"] is torch.bfloat16:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_step_casts_its_weights_as_one_of_a_training_does():
+    """Each call under its own autocast; the caller's goes on through all steps, and so would the casts that it keeps."""
+    model, x = PartlyCast(), torch.randn(8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        layers = seen(model, x)
+        assert [c.autocast for layer in layers for c in layer.calls] == [torch.bfloat16, None]
+        whole = stepper(model, (x,), {}, mean_square, torch.optim.SGD(model.parameters(), 0.1))
+        for run, shapes in ((Unit(layers[0], None).run_dense, [(64,), (64, 32)]), (Unit(layers[1], None).run_dense, []), (whole, [(64,), (64, 32)])):
+            for _ in range(2):
+                with Casts() as casts:
+                    run()
+                assert casts.shapes == shapes
 
 
 def test_layers_that_share_a_weight_are_one():

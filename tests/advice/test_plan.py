@@ -23,7 +23,7 @@ B64, B32 = (64, 64), (32, 32)
 
 def layer(name: str, n: int = 256, k: int = 256, tokens: int = 100, others: tuple[str, ...] = ()) -> Layer:
     seen = Seen((tokens, k), (k, 1), torch.float32, True)
-    return Layer(name, torch.empty(n, k), True, (seen,), None, "", others)
+    return Layer(name, torch.empty(n, k), True, (seen,), "", others)
 
 
 def timed(layers: list[Layer], dense: float, cells: dict, refresh: int = 10) -> Timed:
