@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxmask.errors import FxMaskWarning
+from fxmask.passes.infra import Pass
 
 
 def saved(f, *args):
@@ -68,6 +69,23 @@ def test_a_product_without_gradient_is_masked_all_the_same():
     with torch.no_grad():
         expected = compiled(InBody(lambda m, x: 2 * (x @ m.a.t())), **OPTIONS, match="matmul")(x := torch.randn(4, 32))
     torch.testing.assert_close(compiled(InBody(forward), **OPTIONS, match="matmul")(x), expected)
+
+
+class Noted(Pass):
+    """A pass of somebody's own."""
+
+    def __init__(self, met):
+        self.met = met
+
+    def run(self, gm):
+        self.met += [node.target for node in gm.graph.nodes if node.target in ("tanh", "relu")]
+        return []
+
+
+def test_passes_of_ones_own_reach_bodies():
+    met, fc = [], nn.Linear(32, 32)
+    compiled(lambda x: saved(lambda t: fc(t).tanh(), x).relu(), **OPTIONS, passes=[Noted(met)])(torch.randn(4, 32))
+    assert sorted(met) == ["relu", "tanh"]
 
 
 @pytest.mark.parametrize("form", ["T", "mT"])

@@ -78,6 +78,28 @@ def test_an_eager_forward(kind):
     assert model.fc.weight is model.fc._parameters["weight"]  # and the Parameter again, once it has ended
 
 
+class Around(nn.Module):
+    """Reads what a module inside of it reads, before and after that one's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Own()
+
+    def forward(self, x):
+        return F.linear(x, self.own.fc.weight), self.own(x), F.linear(x, self.own.fc.weight)
+
+
+@pytest.mark.parametrize("how", [lambda m: m, lambda m: torch.compile(m, backend="eager", fullgraph=True)], ids=["eager", "compiled"])
+def test_an_owner_around_an_owner(how):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Around(), torch.randn(8, 64)
+    expected = fxmask.apply(nn.Sequential(copy.deepcopy(model.own.fc)), ratio=0.5)(x)
+    fxmask.apply(model, ratio=0.5)
+    for y, z in zip(how(model)(x), (expected, expected.tanh(), expected), strict=True):
+        torch.testing.assert_close(y, z)
+
+
 def test_a_method_that_is_compiled_on_the_instance():
     model, x, expected = outputs(Own)
     model.inner = torch.compile(model.inner, backend="eager")
