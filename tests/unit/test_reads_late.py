@@ -134,9 +134,11 @@ def test_a_checkpoint_in_a_model_that_is_compiled_as_a_whole(reentrant):
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_compiled_code_that_is_called_by_itself_says_that_it_is_dense():
+@pytest.mark.parametrize("by", [lambda m: m.compiled, lambda m: (lambda held: torch.compile(lambda x: held[0].inner(x), backend="eager"))([m])], ids=["method", "function"])
+def test_compiled_code_that_is_called_by_itself_says_that_it_is_dense(by):
+    """As a method, and in a function that has no module among its variables."""
     torch._dynamo.reset()
     model, x = fxmask.apply(CompiledAnew(), ratio=0.5), torch.randn(8, 64)
     with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)compiled part of a module's forward is called outside of it.*call the module"):
-        y = model.compiled(x)
+        y = by(model)(x)
     torch.testing.assert_close(y, F.linear(x, model.fc._parameters["weight"]).tanh())
