@@ -242,6 +242,11 @@ class AsksForAPart(Student):
         return F.linear(x, self.fc.weight).sum() + self.teacher[0].part(x).sum()
 
 
+class InSteps(Student):
+    def forward(self, x):
+        yield super().forward(x)
+
+
 class Teacher(Talks):
     def forward(self, x):
         return F.linear(x, self.fc.weight)
@@ -271,12 +276,13 @@ def test_a_compiled_part_of_a_teacher_is_told_in_the_forward_of_a_student():
         model(x)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["eager", "compiled", "in steps"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_of_a_forward_that_looks_at_a_teachers_weight(reentrant, compiled):
-    model, x, found = taught(), torch.randn(8, 64), []
-    call = torch.compile(model, backend="eager") if compiled else model
-    for run in (model, lambda x: checkpoint(call, x, use_reentrant=reentrant)):
+def test_a_checkpoint_of_a_forward_that_looks_at_a_teachers_weight(reentrant, how):
+    model, x, found = taught(InSteps if how == "in steps" else Student), torch.randn(8, 64), []
+    plain = (lambda x: sum(model(x))) if how == "in steps" else model
+    call = torch.compile(model, backend="eager") if how == "compiled" else plain
+    for run in (plain, lambda x: checkpoint(call, x, use_reentrant=reentrant)):
         model.zero_grad()
         given = x.clone().requires_grad_()
         y = run(given)
