@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _COUNTING = threading.Lock()
 FORWARDS: set[CodeType] = set()  # the code of what owners' forwards are made of
-_READERS = {"fxmask.swap", "fxmask.reading", "fxmask.late_forwards"}  # files that call a whole forward
+_READERS = {"fxmask.swap", "fxmask.late_forwards"}  # files that call a whole forward
 Called = tuple[CodeType, dict[str, Any]]  # the code of a frame and its globals
 
 
@@ -53,9 +53,8 @@ def _callers(frame: FrameType | None) -> Iterator[Called]:
 def _refuse_part(context: Any) -> None:
     """The same of code that is being compiled, as an error: compiled code cannot look for it, and serves all calls outside of a forward alike."""
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    compiled, frame = _compiled(tx), inspect.currentframe()
-    assert frame is not None  # CPython has frames
-    if torch._C._current_graph_task_id() != -1 and _is_part([*compiled, *_callers(frame.f_back)]):  # this file is a reader, too
+    compiled = _compiled(tx)
+    if torch._C._current_graph_task_id() != -1 and _is_part([*compiled, *_callers(inspect.currentframe())]):
         what = "compiled code reads a masked weight for a forward that has ended: expected eager code in a checkpoint."
         fix = "leave that code eager, or compile a checkpoint's whole model; or let the method call the layer instead of reading its weight."
         raise StateError(message(what, "a module that reads a weight", fix))

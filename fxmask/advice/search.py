@@ -60,9 +60,7 @@ class Timed:
     def settled(self, cell: Cell) -> bool:
         """Whether a larger block at no lower a ratio, or the same one at a higher ratio, already loses."""
         (b, r) = cell
-        return any(
-            o[0] >= b[0] and o[1] >= b[1] and q >= r and (o, q) != cell and (self.gain((o, q)) or 1.0) < LOSES for o, q in self.cells
-        )
+        return any(o[0] >= b[0] and o[1] >= b[1] and q >= r and (self.gain((o, q)) or 1.0) < LOSES for o, q in self.cells)
 
 
 def order_of(blocks: Iterable[tuple[int, int]], ratios: Iterable[float]) -> list[Cell]:

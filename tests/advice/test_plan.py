@@ -137,6 +137,14 @@ def test_what_is_sure_to_lose_is_not_timed(fake):
     assert found.left_out == 0 and found.gain((B32, 0.9)) == pytest.approx(1.5) and found.gain((B32, 0.8)) is None
 
 
+def test_a_block_that_loses_settles_those_that_lie_within_it_alone(fake):
+    """One that is wider may win, however small its area is."""
+    wide, tall, small = (16, 128), (64, 64), (16, 64)
+    fake.gains = {(tall, 0.8): 0.5, (wide, 0.8): 2.0}
+    (found,) = search([layer("a")], order_of([wide, tall, small], [0.8]), {}, None, 10, float("inf"))
+    assert fake.asked[:2] == [(tall, 0.8), (wide, 0.8)] and set(found.cells) == {(tall, 0.8), (wide, 0.8)}
+
+
 def test_noise_around_one_settles_nothing(fake):
     fake.gains = {(B64, 0.9): 0.96, (B64, 0.5): 0.96, (B32, 0.9): 1.0, (B32, 0.5): 0.5}
     search([layer("a")], order_of([B64, B32], [0.5, 0.9]), {}, None, 10, float("inf"))

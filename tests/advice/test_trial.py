@@ -1,0 +1,57 @@
+"""Whole steps of a copy: how they are taken and timed, and what a trial counts."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fxmask.advice import step as steps
+from fxmask.advice import trial
+from fxmask.advice.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def test_steps_are_timed_in_turns_after_one_that_does_not_count(monkeypatch):
+    monkeypatch.setattr(steps, "Stopwatch", lambda device: lambda step: step())
+    ran: list[str] = []
+
+    def taking(name, seconds):
+        return lambda: ran.append(name) or (seconds if ran.count(name) > 1 else 100.0)
+
+    assert steps.step_seconds({"dense": taking("dense", 2.0), "masked": taking("masked", 1.0)}, CPU, 0.0) == {"dense": 2.0, "masked": 1.0}
+    assert ran == ["dense", "masked", "masked", "dense", "dense", "masked", "masked", "dense"] and steps.FEWEST == 3
+
+
+@pytest.mark.parametrize("make", [None, lambda p: torch.optim.SGD(p, 0.0)], ids=["no optimiser", "one"])
+def test_gradients_are_those_of_one_step(make):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    step = steps.stepper(model, (x,), {}, steps.mean_square, steps.optimizer_of(model, make))
+    step()
+    first = model.weight.grad.clone()
+    step()
+    assert torch.equal(model.weight.grad, first)
+
+
+def a_trial(refresh=10):
+    model = nn.Sequential(nn.Linear(64, 64))
+    return trial.Trial(model, ((torch.randn(8, 64),), {}), steps.mean_square, torch.optim.SGD, refresh, {"backward": "ste"}, CPU)
+
+
+@pytest.mark.parametrize(("refresh", "expected"), [(10, 1.3), (1, 4.0), (0, 1.0)])
+def test_a_trial_counts_its_share_of_a_rebuild_and_no_other(monkeypatch, refresh, expected):
+    """Masks rest in the steps themselves; one rebuild is timed."""
+    applied, guarded = [], []
+    monkeypatch.setattr(trial, "apply", lambda model, **given: applied.append(given) or model)
+    monkeypatch.setattr(trial, "guarded", lambda *given: guarded.append(given))
+    monkeypatch.setattr(trial, "step_seconds", lambda *_: {"dense": 2.0, "masked": 1.0})
+    monkeypatch.setattr(trial, "Stopwatch", lambda device: lambda run: 3.0)
+    tried = a_trial(refresh).of(Plan(0.5, {"0": (32, 32)}, 0.001, 2.0), time.perf_counter() + 60, [])
+    assert tried == (2.0, pytest.approx(expected)) and len(guarded) == 1
+    assert applied == [{"ratio": 0.5, "block": (32, 32), "refresh": 0, "backward": "ste", "include": ["0"]}]
+
+
+def test_a_dense_step_leaves_no_gradients_behind():
+    a = a_trial()
+    assert a.dense(0.0) > 0 and all(p.grad is None for p in a.model.parameters())
