@@ -44,12 +44,13 @@ def test_what_was_given_reaches_advise(monkeypatch, capsys):
         return fxmask.Report("", [])
 
     monkeypatch.setattr(command, "advise", advise)
-    call = "advise torch.nn:Flatten --input 8x64 --input 2x3:int64 --target 2 --ratios 0.5 --ratios 0.7 --blocks 32 64x16 --refresh 7 --seconds 9".split()
-    assert cli.main([*call, "--include", "a", "b", "--exclude", "c"]) == 0
+    call = ["advise", "torch.nn:Flatten", "--input", "8x64"]
+    more = ["--input", "2x3:int64", "--target", "2", "--ratios", "0.5", "--ratios", "0.7", "--blocks", "32", "64x16", "--refresh", "7", "--seconds", "9"]
+    assert cli.main([*call, *more, "--include", "a", "b", "--exclude", "c"]) == 0
     assert found == {
         "inputs": [((8, 64), torch.float32), ((2, 3), torch.int64)], "autocast": False, "target": 2.0, "ratios": [0.5, 0.7], "blocks": [(32, 32), (64, 16)],
         "refresh": 7, "seconds": 9.0, "include": ["a", "b"], "exclude": ["c"],
     }  # fmt: skip
     found.clear()
-    assert cli.main("advise torch.nn:Flatten --input 8x64 --dtype bfloat16".split()) == 0
+    assert cli.main([*call, "--dtype", "bfloat16"]) == 0
     assert found["autocast"] and "ratios" not in found and found["blocks"] is None

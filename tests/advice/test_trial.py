@@ -2,12 +2,14 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import fxmask
+from fxmask.advice import advise, trial
 from fxmask.advice import step as steps
-from fxmask.advice import trial
 from fxmask.advice.plan import Plan
 
 CPU = torch.device("cpu")
@@ -55,3 +57,23 @@ def test_a_trial_counts_its_share_of_a_rebuild_and_no_other(monkeypatch, refresh
 def test_a_dense_step_leaves_no_gradients_behind():
     a = a_trial()
     assert a.dense(0.0) > 0 and all(p.grad is None for p in a.model.parameters())
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+@pytest.mark.parametrize(("check", "share"), [(True, 0.8), (False, 1.0)])
+def test_the_search_leaves_time_for_a_trial_and_has_what_apply_would_mask(monkeypatch, check, share):
+    """NumPy's numbers are Python's by then, and a pattern may be the type of a module around a layer."""
+    given = []
+    monkeypatch.setattr(advise, "search", lambda *args: given.extend((*args, time.perf_counter())) or [])
+    model = nn.Sequential(nn.Linear(64, 64), Around())
+    fxmask.advise(model, torch.randn(8, 64), seconds=1000.0, refresh=np.int64(3), check=check, exclude=[Around])
+    layers, _, _, _, refresh, until, now = given
+    assert [layer.name for layer in layers] == ["0"] and type(refresh) is int and until - now == pytest.approx(1000 * share, abs=90)

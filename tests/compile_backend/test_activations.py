@@ -101,10 +101,11 @@ def test_memory_is_really_less(inner):
 def test_overrides_checkpoints_and_no_gradients():
     model, x = Wrap(mlp()), torch.randn(4, 10, 64)
     dense = grads(model, model, x)
-    got = grads(model, compiled(model, activations=PRUNED, overrides={"inner.0": False, "*.2": {"ratio": 0.8}}), x)
+    other = {"*.2": {"ratio": 0.8, "block": 8}}
+    got = grads(model, compiled(model, activations=PRUNED, overrides={"inner.0": False, **other}), x)
     assert [n for n, g in got.items() if not torch.equal(g, dense[n])] == ["inner.2.weight"]
     torch._dynamo.reset()
-    recomputed = compiled(lambda x: checkpoint(model, x, use_reentrant=False), activations=PRUNED, overrides={"*inner.0": False, "*.2": {"ratio": 0.8}})
+    recomputed = compiled(lambda x: checkpoint(model, x, use_reentrant=False), activations=PRUNED, overrides={"*inner.0": False, **other})
     again = grads(model, recomputed, x)
     torch.testing.assert_close(again["inner.2.weight"], got["inner.2.weight"])
     torch._dynamo.reset()

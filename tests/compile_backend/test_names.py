@@ -132,6 +132,20 @@ def test_names_under_ddp_are_the_model_s():
         torch.distributed.destroy_process_group()
 
 
+class Second(Halves):
+    """Calls one of two layers that share a weight: what the graph calls it is the model's second name of it."""
+
+    def forward(self, x):
+        return self.b(x)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_each_name_of_a_tied_weight_is_the_model_s():
+    model = Second()
+    model.b.weight = model.a.weight
+    compiled(model, **OPTIONS, include="b", criterion="random")(torch.randn(4, 64))
+
+
 class Named(nn.Module):
     """A layer whose name is that of the other one's call in a graph."""
 

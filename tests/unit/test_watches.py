@@ -1,5 +1,6 @@
 """Two watches by themselves: which optimiser steps have gradients of masked graphs, and which reads of W∘M were written into."""
 
+import copy
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ import fxmask
 from fxmask import lost_writes
 from fxmask.compiler import backend_watch
 from fxmask.compiler.backend_watch import Done
-from fxmask.errors import FxMaskWarning, UnsupportedError
+from fxmask.errors import FxMaskWarning, StateError, UnsupportedError
 
 AROUND = "though no masked graph ran since the last one"
 MASKED = Done(mask=fxmask.WeightMask(ratio=0.5))
@@ -49,6 +50,7 @@ def test_calls_of_a_graph_that_holds_the_weight_itself(weight):
             call()
             weight.grad = torch.ones_like(weight)
             optimizer.step()
+    assert backend_watch.seen(weight) == MASKED
 
 
 def test_a_graph_that_leaves_the_weight_dense_forgets_no_other(weight):
@@ -57,6 +59,17 @@ def test_a_graph_that_leaves_the_weight_dense_forgets_no_other(weight):
     weight.grad = torch.ones_like(weight)
     with pytest.warns(FxMaskWarning, match=AROUND):
         optim.SGD([weight], 0.1).step()
+
+
+def test_a_dense_graph_of_several_layers_meets_one_that_apply_has_seen():
+    """A graph of a model of which a layer was replaced stays dense, that of a plain model does not."""
+    layers = nn.ModuleDict({name: nn.Linear(16, 16) for name in "abc"})
+    fxmask.apply(layers, ratio=0.5, block=(4, 4), exclude=["a", "b"])
+    weights, new = [layers["a"].weight, layers["b"].weight], nn.Parameter(torch.randn(16, 16))
+    checked = backend_watch.watch_left(lambda *args: "ran", weights, weights)
+    assert checked(*weights) == checked(weights[0], new) == checked(copy.deepcopy(layers)["a"].weight, new) == "ran"
+    with pytest.raises(StateError, match="meets a layer that apply has not seen"):
+        checked(new, new)
 
 
 class Read:

@@ -1,6 +1,7 @@
 """torch.compile(backend="fxmask") under fully_shard: graphs are given gathered Parameters, optimisers and `explain` have shards."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -123,6 +124,15 @@ def test_a_version_that_does_not_show_what_it_gathers(one_process, monkeypatch, 
     model = fully_shard(Three(), mesh=one_process)
     with pytest.raises(UnsupportedError, match=f"{text}, and require=True"):
         steps(model, compiled(model, require=True))
+
+
+def test_a_tensor_that_has_a_shards_old_id_is_no_shard(monkeypatch):
+    t, kept = torch.zeros(2), nn.Module()
+    kept.sharded_param = torch.zeros(2)
+    monkeypatch.setitem(shards._kept, id(t), weakref.ref(kept))
+    assert shards._of(t) is None
+    kept.sharded_param = t
+    assert shards._of(t) is kept
 
 
 def test_what_graphs_cannot_mask_is_not_told(one_process):  # noqa: F811
