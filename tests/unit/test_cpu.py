@@ -164,6 +164,25 @@ def test_a_broken_weight_shows_where_it_is_kept_and_only_there(block, broken):
         assert (~implementation.backward(gy, x, shown, mask, block, plan)[0].isfinite()).any(0).nonzero().tolist() == [[column]]
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("case", ["17 x 33", "a few more than two chunks", "nothing kept", "bfloat16"])
+def test_memory_that_was_not_written_is_not_read(case, monkeypatch):
+    """It may hold NaN, which times zero is none."""
+    x, w, bias, gy, mask = operands(*CASES[case])
+    block, empty, new_empty = CASES[case][2], torch.empty, torch.Tensor.new_empty
+
+    def results():
+        found = [implementation.masked_linear(x, w, b, mask, block, plan) for plan in FORWARD for b in (None, bias)]
+        found += [implementation.masked_linear_dx(gy, w, mask, block, plan) for plan in FORWARD]
+        return found + [t for plan in BACKWARD for t in implementation.backward(gy, x, w, mask, block, plan)]
+
+    expected = results()
+    assert all(t.isfinite().all() for t in expected)
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(float("nan")))
+    assert all(map(torch.equal, results(), expected))
+
+
 def flops(f, *arguments):
     """Of the matmuls themselves; PyTorch counts none of `addmm_` unless told how."""
     told = {torch.ops.aten.addmm_: lambda out, a, b, *_, **__: 2 * a[0] * a[1] * b[1]}
