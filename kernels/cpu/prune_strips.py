@@ -36,8 +36,8 @@ def pays(gy: Tensor, values: Tensor, shape: list[int], turned: bool) -> bool:
     """Whether strips are the faster way, by a kept block's features and its gather against the dense product's features; see the table above."""
     b, r, c = prune.sample_shape(tuple(shape), turned)
     block = values.shape[2]
-    work = values.shape[1] * (block + GATHER) / max(1, r * c)  # padding of ragged blocks is multiplied, too
-    return values.device.type == "cpu" and not turned and work <= SHARE and 2 * b * r * c * gy.shape[-1] >= SMALL
+    work = values.shape[1] * (block + GATHER)  # padding of ragged blocks is multiplied, too
+    return values.device.type == "cpu" and not turned and work <= SHARE * r * c and 2 * b * r * c * gy.shape[-1] >= SMALL
 
 
 def dw(gy: Tensor, values: Tensor, index: Tensor, shape: list[int]) -> Tensor:
@@ -48,11 +48,7 @@ def dw(gy: Tensor, values: Tensor, index: Tensor, shape: list[int]) -> Tensor:
     rows, slots, begins = prune.strip_rows(index, r, strips)
     packed = values.reshape(-1, block)
     grads, out = gy.reshape(-1, gy.shape[-1]), gy.new_empty(gy.shape[-1], strips * block)
-    places = begins.tolist()
-    for j, (begin, end) in enumerate(pairwise(places)):
-        strip_of = out[:, j * block : (j + 1) * block]
-        if end > begin:
-            torch.mm(grads.index_select(0, rows[begin:end]).t(), packed.index_select(0, slots[begin:end]), out=strip_of)
-        else:
-            strip_of.zero_()
+    for j, (begin, end) in enumerate(pairwise(begins.tolist())):  # without a row the product is zero
+        product = grads.index_select(0, rows[begin:end]).t(), packed.index_select(0, slots[begin:end])
+        torch.mm(*product, out=out[:, j * block : (j + 1) * block])
     return out[:, :c].contiguous()

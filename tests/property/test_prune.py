@@ -68,6 +68,8 @@ def test_the_weakest_blocks_of_each_sample_go(shape, ratio, block):
         ((8, 196, 384), 384, 16, 0.7, False, False),
         ((8, 196, 384), 384, 64, 0.9, True, False),
         ((4, 10, 64), 96, 16, 0.9, False, False),  # too small
+        ((400, 10, 64), 96, 16, 0.9, False, True),
+        ((4, 0, 64), 96, 16, 0.9, False, False),  # nothing
     ],
 )
 def test_when_strips_pay(shape, out, block, ratio, turned, pays):
@@ -75,6 +77,7 @@ def test_when_strips_pay(shape, out, block, ratio, turned, pays):
     n = prune.block_count(r, c, block)
     values, gy = torch.empty(b, n - prune.dropped_count(n, ratio), block), torch.empty(*shape[:-1], out)
     assert prune_strips.pays(gy, values, list(shape), turned) == pays
+    assert not prune_strips.pays(gy.to("meta"), values.to("meta"), list(shape), turned)
 
 
 @examples(60)
