@@ -122,10 +122,11 @@ def test_others_of_torch_keep_what_they_have(cls):
         assert state["exp_avg"][~kept].any() if cls is optim.AdamW else state["row_var"].all()
 
 
+@pytest.mark.parametrize("cls", [Average, type("Mine", (optim.SGD,), {"step": Average.step})])
 @pytest.mark.parametrize("returning", ["keep", "zero"])
-def test_an_optimiser_of_ones_own_is_told_by_returning(returning):
-    weights, seen, _ = ramped(Average, returning=returning)
-    same = [torch.equal(a, b) for a, b in zip(weights, in_plain_pytorch(Average, seen), strict=True)]
+def test_an_optimiser_of_ones_own_is_told_by_returning(returning, cls):
+    weights, seen, _ = ramped(cls, returning=returning)
+    same = [torch.equal(a, b) for a, b in zip(weights, in_plain_pytorch(cls, seen), strict=True)]
     assert all(same) if returning == "zero" else not all(same)
 
 

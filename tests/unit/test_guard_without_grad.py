@@ -233,7 +233,9 @@ def test_optimisers_that_know_each_other():
     a.other, b.other, gone = b, a, MainGrad([nn.Parameter(torch.ones(1))])
     a.gone, a.apart = weakref.proxy(gone), [MainGrad([nn.Parameter(torch.ones(1))])]
     del gone
-    assert held.find_wrapped(a) == [a, b] and held.with_wrapped(a) == [a, b]
+    assert held.find_wrapped(a) == [a, b] and held.with_wrapped(a) == [a, b] and held.with_wrapped(b) == [b, a]
+    a.other = None
+    assert held.with_wrapped(a) == [a, b] and held.find_wrapped(a) == [a] == held.with_wrapped(a)
     theirs = optim.AdamW(model.parameters())
     theirs.previous = optim.SGD(model.parameters())
     assert held.find_wrapped(theirs) == [theirs]
