@@ -10,7 +10,7 @@ from fxmask.errors import UnsupportedError
 from fxmask.kernels import dropout_ops, ops, reference
 from fxmask.kernels.grid import grid_shape
 from fxmask.kernels.lists import listed
-from fxmask.kernels.triton import launch, tiles
+from fxmask.kernels.triton import launch, plan, tiles
 from fxmask.kernels.triton.device import LAUNCHES
 
 MATMULS = {torch.ops.aten.matmul.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default}
@@ -231,6 +231,17 @@ def test_tiles_that_are_no_default(block, transposed):
     assert any(tile.tma for tile in found) == (block != (16, 16))
     for tile in found:
         close(launch.list_matmul(t, w, bias, mask, block, transposed, tile=tile), exact, plain, dtype, tile)
+
+
+def test_groups_of_token_tiles(monkeypatch):
+    """Of long inputs: tiles that read the same tokens run together, and the last group has fewer of them."""
+    monkeypatch.setattr(plan, "TOKEN_GROUP", 256)
+    monkeypatch.setattr(launch, "list_matmul_plan", plan.list_matmul_plan.__wrapped__)
+    x, w, b, gy, mask = make((600, 264, 200), (32, 32), 0.8, torch.float16)
+    y, dx = launch.list_matmul(x, w, b, mask, (32, 32), False), launch.list_matmul(gy, w, None, mask, (32, 32), True)
+    exact = reference.masked_linear(x.double(), w.double(), b.double(), mask, (32, 32)), gy.double() @ reference.masked(w, mask, (32, 32)).double()
+    close(y, exact[0], reference.masked_linear(x, w, b, mask, (32, 32)), torch.float16, "y")
+    close(dx, exact[1], reference.masked_linear_dx(gy, w, mask, (32, 32), "masked"), torch.float16, "dx")
 
 
 @pytest.mark.parametrize("block", [(64, 64), (128, 128)], ids=str)
