@@ -87,9 +87,8 @@ def backward(
             product(t, dx[a:b])
         blocks, left = inputs(a, b).view(b - a, wanted.units, wanted.unit), t[: wanted.across].split(wanted.width)
         for s, rows_of_t, g in zip(sums.parts, left, rows.gathers(wanted, gathered, b - a), strict=True):
-            if g is not None:
-                torch.index_select(blocks, 1, g.kept, out=g.blocks)
-                s.addmm_(rows_of_t, g.flat)
+            torch.index_select(blocks, 1, g.kept, out=g.blocks)
+            s.addmm_(rows_of_t, g.flat)
 
 
 def pieces(sums: Sums, wanted: Strips) -> Tensor:

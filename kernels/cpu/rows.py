@@ -23,13 +23,13 @@ class Gather(NamedTuple):
     flat: Tensor  # [tokens, kept * unit]
 
 
-def gathers(strips: Strips, buffer: Tensor, tokens: int) -> list[Gather | None]:
-    """One for each strip, all in the same buffer; None for a strip that keeps nothing."""
+def gathers(strips: Strips, buffer: Tensor, tokens: int) -> list[Gather]:
+    """One for each strip, all in the same buffer; that of a strip that keeps nothing is empty, and its product zero."""
     views = {}
     for n in set(strips.counts):  # fewer than strips
         g = buffer[: tokens * n * strips.unit].view(tokens, n, strips.unit)
         views[n] = g, g.view(tokens, n * strips.unit)
-    return [Gather(k, *views[n]) if n else None for k, n in zip(strips.kept, strips.counts, strict=True)]
+    return [Gather(k, *views[n]) for k, n in zip(strips.kept, strips.counts, strict=True)]
 
 
 def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, hi: int, chunk: int, dtype: torch.dtype) -> None:
@@ -47,9 +47,6 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
         blocks = source(a, b).view(b - a, strips.units, strips.unit)
         out = y[a:b] if own is None else own[: b - a]
         for i, (part, g) in enumerate(zip(out.split(strips.width, 1), places, strict=True)):
-            if g is None:
-                part.copy_(biases[i]) if biases is not None else part.zero_()
-                continue
             torch.index_select(blocks, 1, g.kept, out=g.blocks)
             if biases is None:
                 torch.mm(g.flat, strips.weights[i], out=part)
@@ -74,10 +71,6 @@ def backward(gy: Tensor, x: Tensor, strips: Strips, dx: Tensor | None, sums: Sum
         out = None if dx is None else dx[a:b] if own is None else own[: b - a]
         parts = None if out is None else out.split(strips.width, 1)
         for i, (column, g) in enumerate(zip(inputs(a, b).t().split(strips.width), places, strict=True)):
-            if g is None:
-                if parts is not None:
-                    parts[i].zero_()
-                continue
             torch.index_select(blocks, 1, g.kept, out=g.blocks)
             if parts is not None:
                 torch.mm(g.flat, strips.weights[i], out=parts[i])

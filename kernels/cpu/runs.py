@@ -31,17 +31,14 @@ def matmul(x: Tensor, strips: Strips, bias: Tensor | None, y: Tensor, lo: int, h
     jobs: list[tuple[int, bool, int, int, Tensor]] = []  # strip, whether it begins here, features of the run, its weights
     for i, (kept, w) in enumerate(zip(strips.kept, strips.weights, strict=True)):
         at = 0
-        for first, end in runs_of(kept.tolist()):
+        for first, end in runs_of(kept.tolist()) or [(0, 0)]:  # without one the product is zero
             jobs.append((i, at == 0, first * unit, end * unit, w[at : at + (end - first) * unit]))
             at += (end - first) * unit
-    empty = [i for i, kept in enumerate(strips.kept) if not len(kept)]
     for a in range(lo, hi, size):
         b = min(a + size, hi)
         t = source(a, b)
         out = y[a:b] if own is None else own[: b - a]
         parts = out.split(strips.width, 1)
-        for i in empty:
-            parts[i].copy_(biases[i]) if biases is not None else parts[i].zero_()
         for i, begins, first, end, w in jobs:
             if not begins:
                 parts[i].addmm_(t[:, first:end], w)

@@ -32,7 +32,7 @@ class Strips(NamedTuple):
     @property
     def longest(self) -> int:
         """Features that the longest strip gathers."""
-        return max(self.counts, default=0) * self.unit
+        return max(self.counts) * self.unit
 
     @property
     def sizes(self) -> list[int]:
@@ -47,7 +47,7 @@ def strips_of(mask: Tensor, shape: tuple[int, int], block: tuple[int, int], tran
     the rows do forward, and block by block in dX.
     """
     m = mask.t() if transposed else mask
-    m = (m if group == 1 else _grouped(m, group).any(1)).contiguous()
+    m = m if group == 1 else _grouped(m, group).any(1)
     across, along = shape[::-1] if transposed else shape
     width, unit = block[::-1] if transposed else block
     width, unit = min(width, across) * group, min(unit, along)
