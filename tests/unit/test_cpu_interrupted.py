@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from queue import SimpleQueue
 
 import pytest
 
@@ -106,11 +107,12 @@ def test_without_threads_the_caller_does_all(monkeypatch):
 
         return start
 
-    done = []
+    done, tasks = [], SimpleQueue()
     monkeypatch.setattr(pool, "_threads", [])
+    monkeypatch.setattr(pool, "_tasks", tasks)
     monkeypatch.setattr(pool, "start_new_thread", refused("can't start new thread"))
     pool.run([lambda: done.append(1), lambda: done.append(2), lambda: done.append(3)])
-    assert done == [1, 2, 3]
+    assert done == [1, 2, 3] and tasks.empty()  # a thread that begins later would do them again
     monkeypatch.setattr(pool, "start_new_thread", refused("DataLoader worker is killed"))
     with pytest.raises(RuntimeError, match="DataLoader worker is killed"):
         pool.run([lambda: done.append(4), lambda: done.append(5)])
