@@ -143,3 +143,5 @@ def test_what_an_optimiser_wraps_is_found_wherever_it_holds_it(several):
     assert held.find_wrapped(outer) == [outer, inner]
     outer.state[weight], inner.state[weight] = {"a": 1}, {"a": 2, "b": 3}
     assert held.state_of(outer, weight) == {"a": 1, "b": 3}
+    outer.state[weight] = (1, 2)  # whatever somebody keeps there
+    assert held.state_of(outer, weight) == {"a": 2, "b": 3}
