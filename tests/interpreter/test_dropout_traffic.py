@@ -1,9 +1,11 @@
 """The bytes and FLOP of block dropout's launches, recorded, are those of `kernels.layer_cost.dropped`, operand by operand and byte for byte."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from interpreter.test_traffic import agrees, moved, table_of
 from interpreter.trace import recording
 from torch import nn
@@ -83,13 +85,26 @@ def test_each_launch(op, shape, block, p, dtype, bias, extra):
 
 
 @pytest.mark.parametrize(("shape", "block", "dtype"), [((300, 40, 170), (64, 32), FP16), ((300, 40, 70), (16, 128), FP32)], ids=str)
-@pytest.mark.parametrize("splits", [2, 7])
-def test_splits(shape, block, dtype, splits):
-    entries, expected, keep = recorded("dw", shape, block, 0.5, dtype, False, "holes", splits)
+@pytest.mark.parametrize(("splits", "extra"), [(2, "holes"), (7, "holes"), (7, "")])
+def test_splits(shape, block, dtype, splits, extra):
+    entries, expected, keep = recorded("dw", shape, block, 0.5, dtype, False, extra, splits)
     one, total = entries["list_matmul"], entries["sum_splits"]
     assert moved([one, total]) == expected.bytes_req and one.flop == expected.flop_issued
+    assert one.operands["counts"].bytes_read == 4 * math.prod(one.grid)  # which lie behind the entries: no share begins there
     agrees(total, matmul_cost.sum_splits(shape[1:], (1, 1), shape[1] * shape[2], dtype.itemsize, splits=splits, masked=False))
     assert (one.operands["y"].writes == 1).all() and not one.operands["w"].reads[~expand_mask(keep, (shape[0], shape[2]), block)].any()
+
+
+@pytest.mark.parametrize("lie", [lambda t: F.pad(t, (0, 1))[:, :-1], lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)], ids=["odd", "off"])
+def test_rows_that_lie_badly_are_copied(lie):
+    """As those of masked layers are: loads would leave the pipeline."""
+    x, w, _, gy, keep = make((40, 48, 64), (16, 16), 0.5, FP16, "")
+    args = keep, (16, 16), 0.5
+    with recording() as launches:
+        found = dropped.linear(lie(x), lie(w), None, *args), dropped.dx(lie(gy), lie(w), *args), dropped.dw(lie(gy), lie(x), *args, splits=1)
+    assert all(map(torch.equal, found, (dropped.linear(x, w, None, *args), dropped.dx(gy, w, *args), dropped.dw(gy, x, *args, splits=1))))
+    read = [o.tensor for entry in launches for name, o in entry.operands.items() if name in ("x", "w", "gy") and "matmul" in entry.kernel]
+    assert len(read) == 6 and all(t.data_ptr() % 16 == 0 and all(s == 1 or s % 2 == 0 for s in t.stride()) for t in read)
 
 
 @pytest.mark.parametrize("tokens", [0, 40, 40_000])
