@@ -57,13 +57,14 @@ def test_the_bits_of_the_plain_form(block, dtype, density):
         assert same_bits(torch.where(kept, b, held.of(i, t)), b)
 
 
-def test_tensors_that_no_sixteen_bytes_divide():
-    """Views into one tensor, at odd places and of odd widths; what lies between them is not touched."""
+@pytest.mark.parametrize("first", [0, 3])
+def test_tensors_that_no_sixteen_bytes_divide(first):
+    """Views into one tensor, at odd places (the second one's alone, or both) and of odd widths; what lies between them is not touched."""
     whole = torch.randn(2000)
     masks = [torch.rand(2, 2) < 0.5, torch.rand(2, 13) < 0.5]
 
     def views(t):
-        return t[3:66].view(9, 7)[:8], t[101:451].view(7, 50)
+        return t[first : first + 63].view(9, 7)[:8], t[101:451].view(7, 50)
 
     expected = whole * 2
     for new, old, m in zip(views(expected), views(whole), masks, strict=True):
