@@ -1,6 +1,7 @@
 """From layers' times to a plan: pure arithmetic, on times that the tests make up."""
 
 import os
+import re
 import sys
 from typing import ClassVar
 
@@ -181,10 +182,14 @@ def test_a_block_that_can_mask_nothing_is_not_timed(fake):
 
 
 def test_blocks_and_ratios_are_checked():
-    assert check_cells([32, (16, 64)], [0.5]) == [((32, 32), 0.5), ((16, 64), 0.5)] or check_cells([32, (16, 64)], [0.5]) == [((16, 64), 0.5), ((32, 32), 0.5)]
-    for blocks, ratios in (([32], []), ([], [0.5]), (32, [0.5]), ([32], 0.5), ("32", [0.5]), ([32], [0.0]), ([32], [1.0]), ([0], [0.5]), ([(1, 2, 3)], [0.5])):
-        with pytest.raises(fxmask.FxMaskError):
+    assert check_cells([16, (16, 64)], [0.5, 0.9]) == [((16, 64), 0.9), ((16, 64), 0.5), ((16, 16), 0.9), ((16, 16), 0.5)]
+    for blocks, ratios in (([32], []), ([], [0.5]), (32, [0.5]), ([32], 0.5), ("32", [0.5])):
+        with pytest.raises(fxmask.FxMaskError, match=re.escape(f"at least one each, got blocks={blocks!r}, ratios={ratios!r}.")):
             check_cells(blocks, ratios)
+    wrong = ((32, 0.0, "expected ratios above 0, got 0.0"), (32, 1.0, "[0, 1), got 1.0"), (0, 0.5, "got (0, 0)"), ((1, 2, 3), 0.5, "got (1, 2, 3)"))
+    for block, ratio, words in wrong:
+        with pytest.raises(fxmask.FxMaskError, match=re.escape(words)):
+            check_cells([block], [ratio])
 
 
 def test_page_faults_are_named_where_they_take_time(monkeypatch):

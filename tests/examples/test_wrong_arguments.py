@@ -21,7 +21,7 @@ CASES = {
     "a scan that is none": (tile_scan, ["--show", __file__], "expected a csv that --csv has written"),
     "cells": (traffic, ["table", __file__], f"traffic.cells.json, {NO_FILE}"),
     "a shape": (traffic, ["run", "--shapes", "foo"], "expected e.g. 8192x4096->14336, got 'foo'"),
-    "a traffic device": (traffic, ["run", "--device", "foo"], "device"),
+    "a traffic device": (traffic, ["run", "--device", "foo"], "device type at start of device string: foo"),
     "runs": (many, ["nowhere.json"], "expected a file of runs, got nowhere.json"),
     "runs that are none": (many, [__file__], "expected a list of [name, [words of train.py]]"),
     "a script": (timm_train, ["nowhere.py"], NO_FILE),
@@ -65,7 +65,7 @@ CASES = {
 } | {
     f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
     for m in (advice, page_faults, whole_model)
-    for option, words in (("--ratio", "expected a finite number in [0, 1)"), ("--block", "block"), ("--threads", AT_LEAST))
+    for option, words in (("--ratio", "expected a finite number in [0, 1)"), ("--block", "expected e.g. (16, 16), got (0, 0)"), ("--threads", AT_LEAST))
 }  # fmt: skip
 
 
