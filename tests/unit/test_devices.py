@@ -103,16 +103,16 @@ def test_no_gpu(monkeypatch):
 
 def test_this_cpu_is_measured():
     devices._measured.cache_clear()
-    state, start = torch.get_rng_state(), time.perf_counter()
+    state, start = torch.get_rng_state(), time.thread_time()  # not the clock on the wall: others may be at work
     entry = cpu()
-    assert time.perf_counter() - start < 5  # two, on a machine of its own
+    assert time.thread_time() - start < 2
     assert torch.equal(torch.get_rng_state(), state)
     assert entry.name.startswith("cpu (") and f"measured here, {torch.get_num_threads()} threads" in entry.source and "load" in entry.source
     # what no CPU does and what every one does: a factor of a thousand lost shows
     assert 1e9 < entry.peak("fp32") < 1e14 and 1e8 < entry.dram_bytes_s < 1e13 and 1e-8 < entry.launch_s < 1e-3
     assert entry.peak(torch.bfloat16) is None
-    start = time.perf_counter()
-    assert cpu() is entry and time.perf_counter() - start < 0.01
+    start = time.thread_time()
+    assert cpu() is entry and time.thread_time() - start < 0.01
 
 
 def test_the_last_cache(tmp_path):
