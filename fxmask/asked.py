@@ -81,9 +81,9 @@ def _refuse_beside(configs: tuple[Any, ...], given: list[str], values: Mapping[s
     raise ConfigError(message(what, "fxmask.apply", f"write fxmask.{inside[0]}(..., {written}), or leave out what is the default; {beside}."))
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, caller: str = "fxmask.apply") -> None:
     """UnsupportedError for a model that is compiled, wrapped or sharded already, ConfigError for what is no model."""
-    expect_module(model, "fxmask.apply")
+    expect_module(model, caller)
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # nothing is compiled before it is imported, which takes seconds
     for name, m in model.named_modules():
@@ -93,5 +93,5 @@ def check_model(model: nn.Module) -> None:
         what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
         what = what or ("sharded by fully_shard" if ranks.is_sharded_module(m) else "")
         if what:
-            fix = "call fxmask.apply on the plain module first, then compile or wrap it."
-            raise UnsupportedError(message(f"fxmask.apply: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))
+            fix = f"call {caller} on the plain module first, then compile or wrap it."
+            raise UnsupportedError(message(f"{caller}: expected a plain nn.Module, got one that is {what}.", name or type(m).__name__, fix))

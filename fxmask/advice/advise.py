@@ -23,7 +23,7 @@ from ..passes.finding.find import find
 from ..passes.settings.checks import at_least
 from ..passes.settings.config import WeightMask
 from ..pruning import any_pruned
-from ..sites import any_masked, expect_module
+from ..sites import any_masked
 from .advice import Advice, advice_of
 from .layers import Layer, layers_of
 from .plan import chosen, plans
@@ -92,7 +92,7 @@ def advise(
         decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None, own)
         layers = layers_of(own, decisions, args, named)
         if not any(not layer.why for layer in layers):
-            raise _nothing_to_time(layers, [f"{d.candidate.name}: {d.reason}" for d in decisions if d.config is None])
+            raise _nothing_to_time(layers, [f"{d.candidate.name or '(model)'}: {d.reason}" for d in decisions if d.config is None])
         trial = Trial(own, (args, named), loss or mean_square, optimizer, refresh, options, device)
         dense = trial.dense(FOR_STEPS * seconds)
         until = begin + seconds * (1 - FOR_STEPS * check)
@@ -117,8 +117,7 @@ def advise(
 
 
 def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seconds: Any, optimizer: Any, loss: Any, check: Any) -> list[Cell]:
-    expect_module(model, "fxmask.advise")
-    check_model(model)
+    check_model(model, "fxmask.advise")
     if any_masked(model) or any_pruned(model) or any_dropped(model):
         fix = "fxmask.restore(model) first, or advise before apply."
         raise StateError(message("fxmask.advise compares masks with the dense model: expected one without masks.", "", fix))
@@ -139,5 +138,5 @@ def _own(t: Any) -> Any:
 
 
 def _nothing_to_time(layers: list[Layer], others: list[str]) -> UnsupportedError:
-    reasons = "; ".join([f"{layer.name}: {layer.why}" for layer in layers] + others)[:600] or "it has no linear"
+    reasons = "; ".join([f"{layer.name or '(model)'}: {layer.why}" for layer in layers] + others)[:600] or "it has no linear"
     return UnsupportedError(message(f"advise found nothing to time: expected a linear that can be masked and is called, got none: {reasons}."))

@@ -319,28 +319,28 @@ class Itself(nn.Linear):
 
 X = torch.randn(8, 64)
 WRONG = {
-    "masked already": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64)), X), "without masks"),
+    "masked already": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64)), X), "expected one without masks"),
     "no linear": (lambda: fxmask.advise(nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4), **SMALL), "found nothing to time: .* it has no linear"),
-    "small linears": (lambda: fxmask.advise(nn.Linear(64, 4), X, **SMALL), r"min\(out, in\) = 4"),
+    "small linears": (lambda: fxmask.advise(nn.Linear(64, 4), X, **SMALL), r"got none: \(model\): default exclusion: min\(out, in\) = 4"),
     "another shape": (lambda: fxmask.advise(nn.Linear(64, 64), torch.randn(8, 63), **SMALL), r"cannot run on these inputs: RuntimeError: mat1 and mat2 shapes"),
     "not called": (lambda: fxmask.advise(nn.MultiheadAttention(64, 2), (X, X, X), **SMALL), "owner reads"),
     "another device": (lambda: fxmask.advise(nn.Linear(64, 64), X.to("meta"), **SMALL), "one device, got weight on cpu, input 0 on meta"),
     "meta": (lambda: fxmask.advise(nn.Linear(64, 64, device="meta"), X.to("meta"), **SMALL), "expected device cpu or cuda, got meta"),
     "no gradient": (lambda: fxmask.advise(NoGradient(), X, **SMALL), "requires a gradient, got none"),
     "no copy": (lambda: fxmask.advise(Uncopied(64, 64), X, **SMALL), "can be copied, got RuntimeError: no copies"),
-    "a copy that is none": (lambda: fxmask.advise(Itself(64, 64), X, **SMALL), "shares parameters"),
+    "a copy that is none": (lambda: fxmask.advise(Itself(64, 64), X, **SMALL), "the copy shares parameters or buffers with the model"),
     "loss of many": (lambda: fxmask.advise(nn.Linear(64, 64), X, loss=lambda y: y, **SMALL), r"one number with a gradient, got a tensor \(8, 64\)"),
     "loss of none": (lambda: fxmask.advise(nn.Linear(64, 64), X, loss=lambda y: 1.0, **SMALL), "one number with a gradient, got float"),
-    "lbfgs": (lambda: fxmask.advise(nn.Linear(64, 64), X, optimizer=torch.optim.LBFGS, **SMALL), "got LBFGS"),
-    "pruned": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64), fxmask.ActivationPruning()), X), "without masks"),
-    "compiled": (lambda: fxmask.advise(torch.compile(nn.Linear(64, 64)), X, **SMALL), "compiled"),
+    "lbfgs": (lambda: fxmask.advise(nn.Linear(64, 64), X, optimizer=torch.optim.LBFGS, **SMALL), "an optimiser that needs none, got LBFGS"),
+    "pruned": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64), fxmask.ActivationPruning()), X), "expected one without masks"),
+    "compiled": (lambda: fxmask.advise(torch.compile(nn.Linear(64, 64)), X, **SMALL), r"advise: .* got one that is compiled(.|\n)*call fxmask\.advise on the"),
     "no module": (lambda: fxmask.advise(len, X), "expected an nn.Module, got builtin"),
     "an optimiser": (lambda: fxmask.advise(m := nn.Linear(64, 64), X, optimizer=torch.optim.SGD(m.parameters()), **SMALL), "makes one from parameters"),
     "target": (lambda: fxmask.advise(nn.Linear(64, 64), X, target=0), "target: expected a number above 0, got 0"),
     "seconds": (lambda: fxmask.advise(nn.Linear(64, 64), X, seconds="60"), "seconds: expected a number above 0, got '60'"),
-    "refresh": (lambda: fxmask.advise(nn.Linear(64, 64), X, refresh=-1), "refresh"),
-    "ratios": (lambda: fxmask.advise(nn.Linear(64, 64), X, ratios=0.5), "as sequences"),
-    "backward": (lambda: fxmask.advise(nn.Linear(64, 64), X, backward="dense"), "backward"),
+    "refresh": (lambda: fxmask.advise(nn.Linear(64, 64), X, refresh=-1), "refresh counts optimiser steps: expected an int of at least 0, got -1"),
+    "ratios": (lambda: fxmask.advise(nn.Linear(64, 64), X, ratios=0.5), r"as sequences .* ratios=0\.5"),
+    "backward": (lambda: fxmask.advise(nn.Linear(64, 64), X, backward="dense"), "unknown backward mode: .* got 'dense'"),
 }
 
 
@@ -366,9 +366,15 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     rows = (tmp_path / "a.csv").read_text().splitlines()
     assert "64x64" in out and "32x64" in out and rows[0].startswith("layer,") and len(rows) > 2  # what it advises of layers so small is noise
-    for more in (["--dtype", "int8"], ["--device", "nowhere"], ["--device", "meta"], ["--threads", "0"], ["--blocks", "x"]):
-        assert cli.main([*call, *more]) == 2
-        assert "expected" in capsys.readouterr().err
+    for option, value, expected in [
+        ("--dtype", "int8", "--dtype: expected bfloat16 or float16, got 'int8'"),
+        ("--device", "nowhere", "--device: expected cpu or cuda, got 'nowhere'"),
+        ("--device", "meta", "--device: expected a device that is here, cpu or cuda, got 'meta'"),
+        ("--threads", "0", "--threads: expected at least 1, got 0"),
+        ("--blocks", "x", "block: expected out x in, such as 16x16, got 'x'"),
+    ]:
+        assert cli.main([*call, option, value]) == 2
+        assert capsys.readouterr().err.startswith(f"fxmask: {expected}")
 
 
 def test_advice_that_cannot_be_written_is_printed(capsys, tmp_path, monkeypatch):
