@@ -142,7 +142,7 @@ def test_empty_axes(n, k, impl):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_wrong_arguments_of_the_ops():
     keep = torch.tensor(3)
-    with pytest.raises(ShapeError):
+    with pytest.raises(ShapeError, match="two axes"):
         ops.block_index(torch.randn(2, 40, 64), keep, keep, 16, 16, "fro", "lowest", 0, "triton")
     for bad, block in ((MASK, (8, 8)), (MASK.int(), (16, 16)), (MASK[0], (16, 16))):
         with pytest.raises(ShapeError, match="strip_lists"):

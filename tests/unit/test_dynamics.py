@@ -287,7 +287,7 @@ def test_a_step_that_is_refused_shows_no_score_anything():
     fxmask.guard(optimizer, model, masked_step=True)
     model(torch.randn(4, 64)).sum().backward()
     for _ in range(3):
-        with pytest.raises(UnsupportedError):
+        with pytest.raises(UnsupportedError, match="masked_step with a closure"):
             optimizer.step(lambda: None)
     assert not model[0]._fxmask_score.any()
 

@@ -114,7 +114,7 @@ def test_looking_runs_no_power_iteration():
     fxmask.apply(model, ratio=0.5)
     fxmask.step(model)
     fxmask.masks(model), fxmask.explain(model)
-    with pytest.raises(StateError):
+    with pytest.raises(StateError, match="'0' is masked already"):
         fxmask.apply(model)
     fxmask.restore(model)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -85,7 +85,7 @@ def test_numbers_of_numpy_are_numbers():
 
 def test_wrong_use_loses_nothing():
     model = net()
-    with pytest.raises(fxmask.FxMaskError):
+    with pytest.raises(fxmask.FxMaskError, match="got n=9, m=4"):
         fxmask.apply(model, NMMask(), overrides={"3": {"n": 9}})
     assert repr(model) == repr(net())
 

@@ -189,7 +189,7 @@ def test_a_resumed_run_goes_on_at_its_step():
         fxmask.step(model), fxmask.step(other)
     untold = fxmask.apply(mlp(), CONFIG)
     fxmask.load_state_dict(untold, fxmask.state_dict(fxmask.apply(mlp(), CONFIG)))
-    with pytest.raises(fxmask.FxMaskError):  # nobody counted when it was saved, and nobody does now
+    with pytest.raises(fxmask.FxMaskError, match="nobody tells them"):  # nor did anybody when it was saved
         untold(X)
     guarded = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
     optimizer = torch.optim.SGD(guarded.parameters(), 1e-3)
@@ -197,7 +197,7 @@ def test_a_resumed_run_goes_on_at_its_step():
     state = fxmask.state_dict(guarded)
     resumed = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
     fxmask.load_state_dict(resumed, state)
-    with pytest.raises(fxmask.FxMaskError):  # hooks are not saved
+    with pytest.raises(fxmask.FxMaskError, match="the state that was loaded had a guard"):  # hooks are not saved
         resumed(X)
     assert {r["activations"] for r in fxmask.explain(resumed).rows} == {"80 % of 1x16, by steps that nobody counts yet"}
     again = torch.optim.SGD(resumed.parameters(), 1e-3)

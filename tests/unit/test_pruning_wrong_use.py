@@ -68,7 +68,7 @@ def test_a_trace_by_torch_jit(masks):
 
 def test_wrong_use_loses_nothing():
     model = mlp()
-    with pytest.raises(fxmask.FxMaskError):
+    with pytest.raises(fxmask.FxMaskError, match="got 'width'"):
         fxmask.apply(model, WeightMask(), ActivationPruning(), overrides={"0": {"activations": {"width": 3}}})
     assert repr(model) == repr(mlp())
 
