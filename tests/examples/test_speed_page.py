@@ -1,0 +1,74 @@
+"""The GPU's figures in README and docs/speed.md are those of the recorded rows, and no row that loses is left out."""
+
+import csv
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/speed.md").read_text()
+OURS = "6d8343922e20"  # the kernels of which examples/results/h200/README.md says that the pages have them
+
+
+def rows_of(name):
+    with (ROOT / "examples/results/h200" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(text, head):
+    """The cells of the table whose first row begins so, its header first; an empty first cell repeats the one above."""
+    lines = text[text.index(head) :].split("\n\n")[0].splitlines()
+    header, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    for above, row in zip([header, *body], body, strict=False):
+        row[0] = row[0] or above[0]
+    return header, body
+
+
+def measured(op):
+    """{(shape, block, percent): times as fast} of the kernels."""
+    found = {}
+    for r in rows_of("bench.csv"):
+        if (r["op"], r["provider"], r["source"]) == (op, "fxmask_triton", OURS):
+            assert (r["gate"], r["verdict"], r["mask"], r["dtype"]) == ("pass", "ok", "random", "bf16")
+            key = (f"{r['M']} x {r['K']} -> {r['N']}", r["block_n"], f"{float(r['ratio']):.0%}".replace("%", " %"))
+            assert key not in found
+            found[key] = f"{float(r['x_best']):.2f}"
+    return found
+
+
+def steps(text):
+    header, body = table(text, "| tokens x in -> out | block |")
+    cells = {(row[0].split(":")[0], row[1].split("x")[0], of.removesuffix(" masked")): x for row in body for of, x in zip(header[2:], row[2:], strict=True)}
+    return {key: x for key, x in cells.items() if x}
+
+
+def test_layers():
+    found = measured("step")
+    assert steps(PAGE) == found and len(found) > 20
+    readme = steps((ROOT / "README.md").read_text())
+    assert readme.items() <= found.items() and len(readme) > 10
+    assert any(float(x) < 1 for x in readme.values())
+
+
+def test_single_ops_that_lose():
+    header, body = table(PAGE, "| | forward | dW |")
+    said = {op: {} for op in header[1:]}
+    for row in body:
+        for op, cell in zip(header[1:], row[1:], strict=True):
+            for block, percents, factors in re.findall(r"(\d+), ([\d /]+) %: ([\d. /]+)", cell):
+                for percent, x in zip(percents.split(" / "), factors.split(" / "), strict=True):
+                    said[op][row[0], block, f"{percent} %"] = x.strip()
+    for op, losing in {**said, "dx": {}}.items():
+        found = measured(op.lower())
+        assert found and losing == {key: x for key, x in found.items() if float(x) < 1}, op
+
+
+def test_bytes():
+    rows = rows_of("traffic.csv")
+    dense = {r["op"]: int(r["dram_bytes"]) for r in rows if r["provider"] == "dense"}
+    _, body = table(PAGE, "| | L2: forward / dX / dW |")
+    for name, l2, dram in body:
+        block, ratio = re.fullmatch(r"(\S+), (\d+) %", name).groups()
+        who = ("masked_dense", "128x128") if block == "masked-dense" else ("fxmask_triton", block)
+        of = {r["op"]: r for r in rows if (r["provider"], r["block"]) == who and float(r["ratio"]) == int(ratio) / 100}
+        assert l2 == " / ".join(f"{float(of[op]['l2_of_dense']):.2f}" for op in ("forward", "dx", "dw")), name
+        assert dram == " / ".join(f"{int(of[op]['dram_bytes']) / dense[op]:.2f}" for op in ("forward", "dx", "dw")), name
