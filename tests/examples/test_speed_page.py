@@ -1,4 +1,4 @@
-"""The GPU's figures in README and docs/speed.md are those of the recorded rows, and no row that loses is left out."""
+"""Figures in README and docs/speed.md are those of the recorded rows, and no row that loses is left out."""
 
 import csv
 import re
@@ -9,8 +9,8 @@ PAGE = (ROOT / "docs/speed.md").read_text()
 OURS = "6d8343922e20"  # the kernels of which examples/results/h200/README.md says that the pages have them
 
 
-def rows_of(name):
-    with (ROOT / "examples/results/h200" / name).open(newline="") as file:
+def rows_of(name, host="h200"):
+    with (ROOT / "examples/results" / host / name).open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -72,3 +72,34 @@ def test_bytes():
         of = {r["op"]: r for r in rows if (r["provider"], r["block"]) == who and float(r["ratio"]) == int(ratio) / 100}
         assert l2 == " / ".join(f"{float(of[op]['l2_of_dense']):.2f}" for op in ("forward", "dx", "dw")), name
         assert dram == " / ".join(f"{int(of[op]['dram_bytes']) / dense[op]:.2f}" for op in ("forward", "dx", "dw")), name
+
+
+def test_layers_of_a_cpu():
+    """Of three shapes the slowest and the fastest."""
+    rows = [r for r in rows_of("cpu.csv", "epyc") if (r["op"], r["provider"], r["source"]) == ("step", "fxmask_auto", "cf72697af8a5")]
+    header, body = table(PAGE.split("EPYC (Zen 4), the slowest")[1], "| | 50 % |")
+    for row in body:
+        for percent, cell in zip(header[1:], row[1:], strict=True):
+            of = {"block_n": row[0].split("x")[0], "ratio": f"{int(percent[:-2]) / 100}", "verdict": "ok"}
+            found = [sorted(float(r["x_best"]) for r in rows if r.items() >= (of | {"threads": threads}).items()) for threads in "12"]
+            assert [len(x) for x in found] == [3, 3]
+            assert cell == " / ".join(f"{x[0]:.2f}, {x[-1]:.2f}" for x in found), (row[0], percent)
+
+
+STEPS = {"MLP": "mlp", "the same": "mlp", "ResMLP-S12": "resmlp-s12", "the thesis'": "cifar", "ViT": "vit-b16", "GPT": "gpt"}
+
+
+def test_whole_steps_of_a_cpu():
+    _, body = table(PAGE.split("## On a CPU: does a whole training step gain?")[1], "| | Ice Lake, one thread | two |")
+    said = []
+    for name, *cells in body:
+        model = next(model for start, model in STEPS.items() if name.startswith(start))
+        ratio = "0.9" if "90 %" in name else "0.8"
+        for (host, threads), cell in zip([("cpu", "1"), ("cpu", "2"), ("epyc", "1"), ("epyc", "2")], cells, strict=True):
+            of = {"model": model, "ratio": ratio, "threads": threads, "refresh": "10"}
+            found = {r["contender"]: r for r in rows_of("train_step.csv", host) if r.items() >= of.items()}
+            pair = [found[by] for by in ("fxmask_eager", "fxmask_compiled") if by in found]
+            busy = " *" * any(r["verdict"].startswith("busy") for r in pair)
+            assert cell == " / ".join(f"{float(r['x_dense']):.2f}" for r in pair) + busy, (name, host, threads)
+            said += pair
+    assert len(said) == 36
