@@ -37,7 +37,7 @@ def recorded_steps():
 
 def test_no_loss_above_3_percent_and_no_missed_win_above_10(hopper):
     found = recorded_steps()
-    assert len(found) >= 12
+    assert len(found) == 21
     for (tokens, shape, block, density), factor in found:
         taken = gpu_choice.choice(CUDA, torch.bfloat16, tokens, shape, block, density) == "triton"
         assert factor >= 0.97 if taken else factor <= 1.1, (tokens, shape, block, density, factor)
@@ -45,7 +45,9 @@ def test_no_loss_above_3_percent_and_no_missed_win_above_10(hopper):
 
 def test_the_constants_are_those_of_the_recorded_run():
     """After another run: python -m fxmask.bench.fit_choice examples/results/h200/bench.csv."""
-    for key, values in fit_choice.fit(fit_choice.read(str(RECORDED))).items():
+    fitted = fit_choice.fit(fit_choice.read(str(RECORDED)))
+    assert fitted.keys() == gpu_choice.SECONDS.keys()
+    for key, values in fitted.items():
         assert gpu_choice.SECONDS[key] == pytest.approx(values, rel=0.01), key
 
 
