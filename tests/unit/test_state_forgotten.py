@@ -31,10 +31,10 @@ def test_a_forgotten_guard(form, config):
     with pytest.raises(StateError, match=match):
         fresh.model(x)
     fresh.model.eval()(x)
-    with pytest.raises(StateError, match=r"fxmask\.guard"):
+    with pytest.raises(StateError, match="the state that was loaded had a guard"):
         fresh.model.train()(x)
     other = copy.deepcopy(fresh.model)
-    with pytest.raises(StateError, match=r"fxmask\.guard"):
+    with pytest.raises(StateError, match="the state that was loaded had a guard"):
         other(x)
     fresh.go()
     fresh.model(x)
@@ -50,7 +50,7 @@ def test_a_forgotten_guard_survives_another_save():
     take_up(fresh, saved)
     again = run("module", "refresh-1")
     take_up(again, through_a_file(checkpoint(fresh)))
-    with pytest.raises(StateError, match=r"fxmask\.guard"):
+    with pytest.raises(StateError, match="the state that was loaded had a guard"):
         again.model(torch.randn(2, 64))
 
 
@@ -61,7 +61,7 @@ def test_a_forgotten_guard_of_weights_that_other_parameters_make():
     with pytest.warns(fxmask.FxMaskWarning, match="weights that other parameters make"):
         fxmask.guard(optimiser, model)
     fxmask.load_state_dict(fresh, fxmask.state_dict(model))
-    with pytest.raises(StateError, match=r"fxmask\.guard"):
+    with pytest.raises(StateError, match="the state that was loaded had a guard"):
         fresh(torch.randn(2, 64))
 
 
