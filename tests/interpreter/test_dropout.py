@@ -151,6 +151,15 @@ def test_masks_are_the_plain_forms_to_the_bit(p):
     assert torch.equal(dropout_ops.drop_mask(*args, "triton"), dropout_ops.drop_mask(*args))
 
 
+def test_a_number_at_the_rate_is_kept():
+    """By both forms, and the next rate drops its block."""
+    block, seed, number, of = (1, 1, (16, 16)), torch.tensor(5), 0, 2**dropout.BITS
+    for bit in reversed(range(dropout.BITS)):
+        number |= int(dropout.draw(*block, (number | 1 << bit) / of, seed).item()) << bit
+    for least in (number, number + 1):
+        assert dropped.draw(*block, least / of, seed).item() == dropout.draw(*block, least / of, seed).item() == (least == number)
+
+
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.3), nn.Linear(96, 64))
