@@ -182,9 +182,9 @@ def test_nothing_is_saved_that_no_gradient_needs(tensors):
 
 
 @pytest.mark.parametrize(("call", "text"), [
-    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x[..., :5], w, b, m, *BLOCK, "masked"), r"last axis of x: expected 30, got shape \(2, 5, 5\)", id="x"),
-    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m[:1], *BLOCK, "masked"), r"expected bool \(2, 4\), got torch.bool \(1, 4\)", id="mask"),
-    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m.int(), *BLOCK, "masked"), r"expected bool \(2, 4\), got torch.int32 \(2, 4\)", id="mask-dtype"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x[..., :5], w, b, m, *BLOCK, "masked"), "last axis of x: expected 30, got shape", id="x"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m[:1], *BLOCK, "masked"), r"got torch.bool \(1, 4\)", id="mask"),
+    pytest.param(lambda x, w, b, gy, m: ops.masked_linear(x, w, b, m.int(), *BLOCK, "masked"), r"got torch.int32 \(2, 4\)", id="mask-dtype"),
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear_dx(x, w, m, *BLOCK, "masked"), "last axis of gy: expected 20, got shape", id="dx"),
     pytest.param(lambda x, w, b, gy, m: ops.masked_linear_dw(gy[:1], x, m, *BLOCK, "masked"), "tokens of gy and x: expected the same leading axes", id="dw"),
 ])  # fmt: skip
