@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
-from .passes.finding.graph_linears import graph_modules, trace_around
+from .passes.finding.graph_linears import graph_modules, name_now
 from .passes.finding.weights import raw_weight
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
@@ -205,7 +205,7 @@ def dropped_layers(model: nn.Module) -> Iterator[tuple[str, BlockDropout]]:
     graphs = list(graph_modules(model))
     for name, m in model.named_modules():
         if isinstance(m, DroppedCall):
-            yield join(trace_around(name, graphs), m._fxmask_name), m._fxmask_dropping
+            yield name_now(m, name, graphs), m._fxmask_dropping
         elif "_fxmask_dropping" in m.__dict__:
             yield name, m.__dict__["_fxmask_dropping"]
 

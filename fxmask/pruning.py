@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from .kernels.errors import UnsupportedError, message
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
-from .passes.finding.graph_linears import graph_modules, trace_around
+from .passes.finding.graph_linears import graph_modules, name_now
 from .passes.finding.plain_forward import Product, product_of
 from .passes.finding.weights import raw_weight
 from .passes.graphs.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
@@ -104,7 +104,7 @@ def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, m in model.named_modules():
         if "_fxmask_pruning" in m.__dict__:
             if isinstance(m, (PrunedCall, PrunedProductCall)):
-                name = join(trace_around(name, graphs), m._fxmask_name)
+                name = name_now(m, name, graphs)
             yield (join(name, m._fxmask_product.a) if isinstance(m, PrunedProduct) else name), m
 
 

@@ -29,7 +29,7 @@ class Candidate:
     weight: Tensor
     module: nn.Module | None = None  # of a call in a graph: a stand-in of the same shape, for patterns
     host: GraphModule | None = None
-    trace: str = ""  # path of the outermost graph module around that
+    local: str = ""  # its name in the graph module that holds the layer, which may lie around `host`, whatever holds that one
     nodes: list[Node] = dataclasses.field(default_factory=list)
     weight_path: str | None = None
     weight_node: Node | None = None  # in a Dynamo graph, where the weight is an input
@@ -62,9 +62,9 @@ class Candidate:
         return (self.name, self.call) if self.call else (self.name,)
 
     @property
-    def name_in_trace(self) -> str:
-        """Its name whatever holds the trace: for what a pass puts there."""
-        return self.name.removeprefix(f"{self.trace}.")
+    def held(self) -> bool:
+        """Whether a graph module holds the weight, and does not compute it."""
+        return bool(self.weight_path or self.lifted)
 
     @property
     def key(self) -> str:

@@ -15,7 +15,7 @@ from ..graphs.graph_site import graph_sites
 from ..graphs.regions import incoming
 from ..state.site import Site
 from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
-from .graph_linears import graph_modules, in_graph, is_plain, rewritten, trace_around, used_outside
+from .graph_linears import around, graph_modules, in_graph, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
 from .weights import peek_weight
@@ -28,11 +28,13 @@ def find(model: nn.Module) -> list[Candidate]:
     found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in))]
     named = {c.param_name for c in found}
     for prefix, gm in graphs:
-        found += rewritten(prefix, gm, trace_around(prefix, graphs), named, comes_in)
+        found += rewritten(prefix, gm, graphs, named, comes_in)
     embeddings = _embedding_weights(model, graphs)
     paths = {id(gm): prefix for prefix, gm in graphs}
     for c in found:
-        c.trace = "" if c.host is None else trace_around(paths[id(c.host)], graphs)
+        if c.host is not None:
+            holders = dict(around(c.name, around(paths[id(c.host)], graphs)))
+            c.local = c.name.removeprefix(next(iter(holders), "")).removeprefix(".")
         c.tied_embedding = id(resolve(model, c.lifted) if c.lifted else c.weight) in embeddings
     return found
 

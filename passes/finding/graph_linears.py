@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
+from ..graphs.regions import found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import Read, dense_reads
@@ -26,9 +27,16 @@ def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))
 
 
-def trace_around(path: str, graphs: Iterable[tuple[str, GraphModule]]) -> str:
-    """Path of the outermost graph module around a module; the bodies of regions lie in those of their callers."""
-    return min((p for p, _ in graphs if p in ("", path) or path.startswith(f"{p}.")), key=len, default="")
+def around(path: str, graphs: Iterable[tuple[str, GraphModule]]) -> list[tuple[str, GraphModule]]:
+    """The graph modules that hold what lies at a path, each with its own, the nearest first."""
+    return sorted(((p, gm) for p, gm in graphs if p in ("", path) or path.startswith(f"{p}.")), key=lambda found: -len(found[0]))
+
+
+def name_now(site: Any, path: str, graphs: Iterable[tuple[str, GraphModule]]) -> str:
+    """The name of the layer that a pass has put the module at `path` into a graph for: by where the graph that holds the layer lies now."""
+    traces = around(path, graphs)
+    holders = (p for p, gm in traces if site._fxmask_held and found_at(gm, site._fxmask_name) is not None)
+    return join(next(holders, traces[0][0] if traces else ""), site._fxmask_name)
 
 
 def is_plain(m: nn.Module) -> bool:
@@ -138,7 +146,7 @@ def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
     return list(found.values())
 
 
-def rewritten(prefix: str, gm: GraphModule, trace: str, named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:
+def rewritten(prefix: str, gm: GraphModule, graphs: list[tuple[str, GraphModule]], named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:
     """Linears whose calls a pass has rewritten, which are linears no more; but for those of the parameters in `named`, to which new ones are added."""
     layers = {id(site): comes_in[w] for w, site in graph_weights(gm) if w in comes_in}
     for site, weight in graph_sites(gm):
@@ -147,16 +155,16 @@ def rewritten(prefix: str, gm: GraphModule, trace: str, named: set[str], comes_i
             shown = weight if weight is not None else torch.empty(site._fxmask_config.block, device="meta")
             lifted = layers.get(id(site), "")
             yield Candidate(layer_name(lifted or path), path, shown, masked=True, lifted=lifted)
-    for local, weight in _behind_inputs(gm):
-        name = join(trace, local)
+    for site, weight in _behind_inputs(gm):
+        name = name_now(site, prefix, graphs)
         if f"{name}.weight" not in named:
             named.add(f"{name}.weight")
             yield Candidate(name, f"{name}.weight", weight)
 
 
-def _behind_inputs(gm: GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """(name in the trace, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
+def _behind_inputs(gm: GraphModule) -> Iterator[tuple[Any, Tensor]]:
+    """(module, weight) of linear calls that a module of `INPUT_SITES` makes now, for ActivationPruning or BlockDropout."""
     for n in gm.graph.nodes:
         if n.op == "call_module" and str(n.target).partition(".")[0] in INPUT_SITES:
             w = n.args[1]
-            yield str(gm.get_submodule(str(n.target))._fxmask_name), resolve(gm, w.target) if w.op == "get_attr" else torch.empty(0, 0, device="meta")
+            yield gm.get_submodule(str(n.target)), resolve(gm, w.target) if w.op == "get_attr" else torch.empty(0, 0, device="meta")

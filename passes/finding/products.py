@@ -16,7 +16,6 @@ from torch.nn.utils import parametrize
 from ..graphs.graph_calls import call_stack, resolve
 from ..infra import recorded_value
 from .candidate import REPLACED, Candidate, join, weight_problem
-from .graph_linears import graph_modules, trace_around
 from .per_class import per_class
 from .plain_forward import product_of
 from .readers import forward_sources
@@ -36,10 +35,9 @@ SUMMANDS = {"input": "b", "self": "b", "tensor1": "u", "tensor2": "v"}
 def find_products(model: nn.Module) -> list[Candidate]:
     """The products of a model, in the model's order. `skip` says why one stays dense; nobody takes them for Linears, so that says nothing aloud."""
     found: list[Candidate] = []
-    graphs = list(graph_modules(model))
     for name, m in model.named_modules():
         if isinstance(m, GraphModule):
-            found += _in_graph(name, m, trace_around(name, graphs))
+            found += _in_graph(name, m)
             continue
         cls: Any = getattr(type(m), "_fxmask_base", type(m))
         whole = product_of(cls)
@@ -93,19 +91,19 @@ def _own(e: ast.expr) -> str:
 # ---- graphs ----------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _in_graph(prefix: str, gm: GraphModule, trace: str) -> Iterator[Candidate]:
+def _in_graph(prefix: str, gm: GraphModule) -> Iterator[Candidate]:
     """The products of one graph, one candidate a parameter, and those that were rewritten."""
     behind = parameters_behind(gm)
     found: dict[str, Candidate] = {}
     for node in gm.graph.nodes:
         if node.op == "call_module" and str(node.target).startswith(f"{SCALED}."):
             site: Any = gm.get_submodule(str(node.target))
-            found[site._fxmask_path] = _candidate(join(trace, site._fxmask_name), resolve(gm, site._fxmask_path))
+            found[site._fxmask_name] = _candidate(join(prefix, site._fxmask_name), resolve(gm, site._fxmask_name))
         elif parts := product_parts(node, behind):
             path = behind[parts["a"]][0]
             if path not in found:
                 skip, types = larger(node, parts["x"]), call_stack(node)[1]
-                found[path] = _candidate(join(prefix, path), resolve(gm, path), host=gm, trace=trace, weight_path=path, types=types, skip=skip)
+                found[path] = _candidate(join(prefix, path), resolve(gm, path), host=gm, weight_path=path, types=types, skip=skip)
             found[path].nodes.append(node)
     yield from found.values()
 

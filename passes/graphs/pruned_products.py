@@ -17,9 +17,9 @@ from .graph_calls import call_site, calls_of
 class PrunedProductCall(PrunedSite):
     """Of a product: (x, a, b) -> y. `_fxmask_call`: its op, its target, and which of these its arguments are."""
 
-    def __init__(self, config: ActivationPruning, name: str, path: str, call: tuple[str, Any, tuple[str, ...], dict[str, Any]]) -> None:
-        super().__init__(config, name)
-        self._fxmask_path, self._fxmask_call = path, call
+    def __init__(self, config: ActivationPruning, path: str, call: tuple[str, Any, tuple[str, ...], dict[str, Any]]) -> None:
+        super().__init__(config, path, True)
+        self._fxmask_call = call
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor | None = None) -> Tensor:
         return self._fxmask_pruning.product(x, a, b, self._fxmask_call[1] in MUL_, self.training)
@@ -40,7 +40,7 @@ class PruneProducts(Pass):
                 parts = product_parts(node, behind)
                 roles: dict[Any, Any] = {n: k for k, n in parts.items()}
                 call = (node.op, node.target, tuple(roles[n] for n in node.args), {k: roles.get(v, v) for k, v in node.kwargs.items()})
-                site = PrunedProductCall(config, d.candidate.name_in_trace, d.candidate.weight_path, call)
+                site = PrunedProductCall(config, d.candidate.weight_path, call)
                 replace_node(gm, node, call_site(gm, SCALED, node, site, tuple(parts[k] for k in ("x", "a", "b") if k in parts)))
             names.append(d.candidate.name)
         return names

@@ -26,8 +26,13 @@ def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, N
 
 def attribute(gm: nn.Module, node: Node) -> Any:
     """What a get_attr node reads; None where it is gone."""
-    value: Any = gm
-    for part in str(node.target).split("."):
+    return found_at(gm, str(node.target))
+
+
+def found_at(m: nn.Module, path: str) -> Any:
+    """What lies at a dotted path; None where nothing does."""
+    value: Any = m
+    for part in path.split("."):
         value = getattr(value, part, None)
     return value
 

@@ -176,14 +176,14 @@ def saves(weight: Tensor) -> bool:
 
 
 class PrunedSite(nn.Module):
-    """A call of a graph whose input is saved pruned."""
+    """A call of a graph whose input is saved pruned. Of `name` and `held` see `Candidate.local`."""
 
     _fxmask_pruning: ActivationPruning
 
-    def __init__(self, config: ActivationPruning, name: str) -> None:
+    def __init__(self, config: ActivationPruning, name: str, held: bool) -> None:
         super().__init__()
         install(self, config)
-        self._fxmask_name = name
+        self._fxmask_name, self._fxmask_held = name, held
 
     def extra_repr(self) -> str:
         return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
@@ -192,8 +192,8 @@ class PrunedSite(nn.Module):
 class PrunedCall(PrunedSite):
     """Of a linear: (x, w, b) -> y."""
 
-    def __init__(self, config: ActivationPruning, name: str, origin: str) -> None:
-        super().__init__(config, name)
+    def __init__(self, config: ActivationPruning, name: str, held: bool, origin: str) -> None:
+        super().__init__(config, name, held)
         self._fxmask_origin = origin
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -213,7 +213,8 @@ class PruneActivations(Pass):
                 continue
             for node in d.candidate.nodes:
                 w, b, origin = linear_parts(gm, node)
-                replace_node(gm, node, call_site(gm, PRUNED, node, PrunedCall(config, d.candidate.name_in_trace, origin), (input_arg(node), w, b)))
+                site = PrunedCall(config, d.candidate.local, d.candidate.held, origin)
+                replace_node(gm, node, call_site(gm, PRUNED, node, site, (input_arg(node), w, b)))
             names.append(d.candidate.name)
         return names
 

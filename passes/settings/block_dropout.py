@@ -100,9 +100,9 @@ class BlockDropout(Options):
 class DroppedCall(nn.Module):
     """A linear call of a graph with its dropout: (x, w, b) -> y. Follows train() and eval(), whatever the trace was made in."""
 
-    def __init__(self, config: BlockDropout, name: str, origin: str, before: tuple[Any, ...] | None) -> None:
+    def __init__(self, config: BlockDropout, name: str, held: bool, origin: str, before: tuple[Any, ...] | None) -> None:
         super().__init__()
-        self._fxmask_dropping, self._fxmask_name, self._fxmask_origin = config, name, origin
+        self._fxmask_dropping, self._fxmask_name, self._fxmask_held, self._fxmask_origin = config, name, held, origin
         self._fxmask_before = before  # (name, op, target, further args, kwargs, module or None) of the dropout that was fused
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -170,7 +170,8 @@ class FuseDropout(Pass):
                 w, b, origin = linear_parts(gm, node)
                 before = None if found is None else _call(gm, found[0])
                 x = input_arg(node) if found is None else input_arg(found[0])
-                new = call_site(gm, DROPPED, node, DroppedCall(own, d.candidate.name_in_trace, origin, before), (x, w, b))
+                site = DroppedCall(own, d.candidate.local, d.candidate.held, origin, before)
+                new = call_site(gm, DROPPED, node, site, (x, w, b))
                 replace_node(gm, node, new)
                 if found is not None:
                     new.meta["dropout"] = found[0].meta

@@ -280,3 +280,10 @@ def test_rows_of_a_trace_go_by_where_it_lies():
     outside = fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64)))), BlockDropout(block=(16, 16)))
     rows = [(r["name"], r["reason"], bool(r["dropout"])) for m in (outside, outside[0]) for r in fxmask.explain(m).rows]
     assert rows == [(name, "dense; its input is dropped in blocks", True) for name in ("0.1", "1")]
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_trace_of_one_layer_goes_by_where_it_lies():
+    model = fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(nn.Linear(64, 64))), BlockDropout(p=0.5, block=(16, 16)))
+    rows = [(r["name"], r["reason"], bool(r["dropout"])) for m in (model, nn.Sequential(model)) for r in fxmask.explain(m).rows]
+    assert rows == [(name, "dense; its input is dropped in blocks", True) for name in ("0", "0.0")]

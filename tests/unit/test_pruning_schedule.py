@@ -288,3 +288,31 @@ def test_traces_in_one_model_have_a_state_each():
     assert fxmask.state_dict(new) == state and [r["activations"] for r in fxmask.explain(new).rows] == list(rows.values())
     fxmask.load_state_dict(old[1], fxmask.state_dict(fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(mlp())), CONFIG)[0]))
     assert set(fxmask.state_dict(old[1])["pruning"]) == {"0", "2"}, "applied from outside, and asked for by itself"
+
+
+class KeepsTraces(torch.fx.Tracer):
+    """Traces that lie in what is traced stay whole, as stages of a pipeline do."""
+
+    def is_leaf_module(self, m, path):
+        return isinstance(m, torch.fx.GraphModule) or super().is_leaf_module(m, path)
+
+
+def traces_in_a_trace():
+    root = nn.Sequential(*(torch.fx.symbolic_trace(mlp()) for _ in range(2)))
+    return torch.fx.GraphModule(root, KeepsTraces().trace(root))
+
+
+def test_traces_in_a_trace_have_a_state_each():
+    """Whichever of them was given to apply: by names of the trace that holds the layer."""
+    parts, whole = traces_in_a_trace(), traces_in_a_trace()
+    for part, steps in zip(parts.children(), (2, 5), strict=True):
+        fxmask.apply(part, CONFIG)
+        fxmask.step(part, 0)
+        fxmask.step(part, steps)
+    state = fxmask.state_dict(parts)
+    assert {name: entry["step"] for name, entry in state["pruning"].items()} == {"0.0": 2, "0.2": 2, "1.0": 5, "1.2": 5}
+    fxmask.load_state_dict(fxmask.apply(whole, CONFIG), state)
+    assert fxmask.state_dict(whole) == state
+    for model, names in ((parts, ("0.0", "0.2", "1.0", "1.2")), (whole.get_submodule("1"), ("0", "2"))):
+        rows = fxmask.explain(model).rows
+        assert sorted(r["name"] for r in rows) == list(names) and {r["reason"] for r in rows} == {"dense; its input is saved pruned"}

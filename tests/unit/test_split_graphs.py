@@ -52,3 +52,11 @@ def test_a_guard_knows_whose_weights_the_parts_are_given(decay):
     model = fxmask.apply(split(two("export"), "relu"), ratio=0.5, block=(16, 16))
     with pytest.warns(fxmask.FxMaskWarning, match=r"weights that other parameters make \(by a parametrisation, a pruning or a graph\) cannot be guarded"):
         fxmask.guard(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=decay), model)
+
+
+def test_states_of_pruned_inputs_are_those_of_the_graph_before_it_was_split():
+    gm = fxmask.apply(two("export"), fxmask.ActivationPruning(0.5, 16, schedule=fxmask.Schedule("linear", steps=4)))
+    fxmask.step(gm, 0)
+    state = fxmask.state_dict(gm)
+    model = split(gm, "relu")
+    assert fxmask.state_dict(model) == state and set(state["pruning"]) == {"0", "2"}
