@@ -110,7 +110,7 @@ def test_every_step_casts_its_weights_as_one_of_a_training_does():
             for _ in range(2):
                 with Casts() as casts:
                     run()
-                assert casts.shapes == shapes
+                assert sorted(casts.shapes) == shapes  # which one is first is the C++ compiler's choice
 
 
 def test_layers_that_share_a_weight_are_one():

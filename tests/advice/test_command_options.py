@@ -44,7 +44,7 @@ def test_what_was_given_reaches_advise(monkeypatch, capsys):
         return fxmask.Report("", [])
 
     monkeypatch.setattr(command, "advise", advise)
-    call = ["advise", "torch.nn:Flatten", "--input", "8x64"]
+    call = ["advise", "torch.nn:Flatten", "--device", "cpu", "--input", "8x64"]
     more = ["--input", "2x3:int64", "--target", "2", "--ratios", "0.5", "--ratios", "0.7", "--blocks", "32", "64x16", "--refresh", "7", "--seconds", "9"]
     assert cli.main([*call, *more, "--include", "a", "b", "--exclude", "c"]) == 0
     assert found == {
