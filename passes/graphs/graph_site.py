@@ -61,9 +61,9 @@ def containers(gm: GraphModule) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_split(model: nn.Module, caller: str) -> None:
-    """Raise UnsupportedError for graphs that somebody has cut up since (torch.fx's split_module): a mask's calls, weight and container are in several."""
+    """Raise UnsupportedError for graphs that somebody has cut up since (torch.fx's split_module): a site's calls, weight and container are in several."""
     graphs = [(path, m) for path, m in model.named_modules() if isinstance(m, GraphModule)]
-    cut = [f"{path}.{name}".lstrip(".") for path, gm in graphs for name, m in gm.named_children() if isinstance(m, GraphSite)]
+    cut = [f"{path}.{name}".lstrip(".") for path, gm in graphs for name, m in gm.named_children() if isinstance(m, GraphSite) or "_fxmask_held" in m.__dict__]
     if cut:
         what = f"{caller} of a traced model that was split after fxmask.apply: expected the graph as fxmask.apply has left it."
         raise UnsupportedError(message(what, first_of(cut), f"call {caller} on the model before it is split."))

@@ -60,3 +60,11 @@ def test_states_of_pruned_inputs_are_those_of_the_graph_before_it_was_split():
     state = fxmask.state_dict(gm)
     model = split(gm, "relu")
     assert fxmask.state_dict(model) == state and set(state["pruning"]) == {"0", "2"}
+
+
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.5, (2, 16))], ids=["pruned", "dropped"])
+def test_a_split_of_changed_inputs_is_not_torn_apart(config):
+    model = split(fxmask.apply(two("export"), config), "relu")
+    with pytest.raises(fxmask.FxMaskError, match=r"(?s)fxmask.restore of a traced model that was split after fxmask.apply.*before it is split"):
+        fxmask.restore(model)
+    of(model).sum().backward()
