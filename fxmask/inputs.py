@@ -15,6 +15,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of,
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, matches, reasons_of
 from .passes.finding.products import find_products
+from .passes.graphs.graph_calls import resolve
 from .passes.settings.activation_pruning import ActivationPruning
 from .passes.settings.block_dropout import BlockDropout
 from .pruning import any_pruned, prune, pruned_layers
@@ -156,7 +157,8 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
     done = {name for name, _ in pruned_layers(model)}
     for d in decisions:
         if d.candidate.name in done:
-            d.reason = PRUNED_INPUT if d.candidate.weight_node is not None or d.candidate.weight.requires_grad else RESTS
+            weight = resolve(model, d.candidate.lifted) if d.candidate.lifted else d.candidate.weight
+            d.reason = PRUNED_INPUT if d.candidate.weight_node is not None or weight.requires_grad else RESTS
     return decisions
 
 

@@ -16,7 +16,7 @@ from .dropping import dropped_layers, other_dropouts, resting_dropouts
 from .errors import ConfigError
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
-from .inputs import DROPPED_INPUT, PRUNED_INPUT
+from .inputs import DROPPED_INPUT, PRUNED_INPUT, RESTS
 from .kernels.errors import first_of
 from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
 from .nm.nm_layers import any_nm, element_mask, nm_layers
@@ -108,7 +108,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
         weight = torch.empty(done.shape, device="meta")
         told.append((graph_made_row(name, weight, done, known.unseen, made_there=True), weight))
     told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
-    products = [dense_row(c.name, c.weight, reasons[c.name]) for c in find_products(model) if c.name in reasons]
+    products = [dense_row(c.name, c.weight, _reason(c, reasons)) for c in find_products(model) if c.name in reasons]
     products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
     dropped = _name_inputs(model, [row for row, _ in told], products)
     total, kept = _elements(told)
@@ -143,7 +143,7 @@ def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
         row = masked_row(c.name, *entry)
         return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
     if c.key in known.reasons:
-        return dense_row(c.name, c.weight, known.reasons[c.key])
+        return dense_row(c.name, c.weight, _reason(c, known.reasons))
     if isinstance(c.weight, nn.Parameter) or c.module is None:
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)
@@ -220,6 +220,12 @@ def _history(log: HealthLog) -> dict[int, dict[str, Any]]:
     """What a log has seen last of each mask: of the same one, which may have another name in the log's model."""
     last = {r["name"]: r for r in log.rows}
     return {id(site): {k: last[name][k] for k in HISTORY} for name, site, _ in sites(log.model) if name in last}
+
+
+def _reason(c: Candidate, reasons: dict[str, str]) -> str:
+    """Why it is dense. A parameter that rests has nothing saved for it, whatever was asked."""
+    rests = isinstance(c.weight, nn.Parameter) and not c.weight.requires_grad
+    return RESTS if rests and reasons[c.key] == PRUNED_INPUT else reasons[c.key]
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import numpy
 import pytest
 import torch
+from torch import nn
 from unit.pruned_models import mlp
 
 import fxmask
@@ -54,6 +55,42 @@ def test_a_layer_whose_weight_rests_says_so():
         x = X.clone().requires_grad_()
         model(x).sum().backward()
         assert model[0].weight.grad is None and x.grad is not None and model[2].weight.grad is not None
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda t: self.a(t), lambda t: self.b(t).sin(), (x,))
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return self.gain * x
+
+
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda m: m], ids=["trace", "module"])
+def test_a_part_says_so_too(trace):
+    inner = nn.Sequential(mlp(torch.float32), Gain())
+    inner[0][0].weight.requires_grad_(False)
+    inner[1].gain.requires_grad_(False)
+    model = fxmask.apply(nn.Sequential(trace(inner)), ActivationPruning(0.5, 16, affine=True))
+    whole, part = ({r["name"]: r["reason"] for r in fxmask.explain(m).rows} for m in (model, model[0]))
+    assert whole == {f"0.{name}": reason for name, reason in part.items()} and len({part["0.0"], part["0.2"], part["1.gain"]}) == 2
+
+
+def test_a_weight_that_comes_into_a_body_rests_by_what_it_is():
+    """And not by what the trace has recorded of it."""
+    trace = torch.export.export(Branches(), (torch.ones(4, 64),)).module()
+    trace.b.weight.requires_grad_(False)
+    rows = {r["name"]: r["reason"] for r in fxmask.explain(fxmask.apply(trace, ActivationPruning(0.5, 16))).rows}
+    assert rows["a"] == "dense; its input is saved pruned" and "asks for no gradient: nothing is saved" in rows["b"]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning", "ignore:Converting a tensor to a Python boolean")  # shapes
