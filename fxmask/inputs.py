@@ -167,12 +167,13 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     warn_of_regions(model, [d for d in decisions if id(d) in inputs.wanted])
     inputs.change(model)
     model.__dict__.pop(REASONS, None)
-    done = {name for name, _ in dropped_layers(model)}
+    dropped = {name for name, _ in dropped_layers(model)}
+    done = bool(dropped)
     for d in saved_pruned(model, decisions):
-        if d.candidate.name in done:
+        if d.candidate.name in dropped:
             d.reason = DROPPED_INPUT
         elif d.reason in (PRUNED_INPUT, RESTS):
-            done.add(d.candidate.name)
+            done = True
         elif d.config is not None:
             left = "overrides: False" if id(d) not in inputs.wanted else "no active dropout before it, and no p was given"
             d.reason = left if has_input(d) else "its owner reads its weight and never calls it: it has no input"

@@ -63,7 +63,7 @@ class Branches(nn.Module):
         self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda t: self.a(t), lambda t: self.b(t).sin(), (x,))
+        return torch.cond(x.sum() > 0, lambda t: self.a(t), lambda t: self.b(self.a(t)), (x,))
 
 
 class Gain(nn.Module):
@@ -90,6 +90,7 @@ def test_a_weight_that_comes_into_a_body_rests_by_what_it_is():
     trace = torch.export.export(Branches(), (torch.ones(4, 64),)).module()
     trace.b.weight.requires_grad_(False)
     rows = {r["name"]: r["reason"] for r in fxmask.explain(fxmask.apply(trace, ActivationPruning(0.5, 16))).rows}
+    assert rows.keys() == {"a", "b"}, "the first is a layer of both bodies"
     assert rows["a"] == "dense; its input is saved pruned" and "asks for no gradient: nothing is saved" in rows["b"]
 
 
