@@ -33,8 +33,8 @@ def find(model: nn.Module) -> list[Candidate]:
     paths = {id(gm): prefix for prefix, gm in graphs}
     for c in found:
         if c.host is not None:
-            holders = dict(around(c.name, around(paths[id(c.host)], graphs)))
-            c.local = c.name.removeprefix(next(iter(holders), "")).removeprefix(".")
+            both = around(c.name, around(paths[id(c.host)], graphs))  # the call and the layer; the nearest holds the layer
+            c.local = c.name.removeprefix(both[0][0] if both else "").removeprefix(".")
         c.tied_embedding = id(resolve(model, c.lifted) if c.lifted else c.weight) in embeddings
     return found
 

@@ -59,13 +59,8 @@ def test_a_dense_step_leaves_no_gradients_behind():
     assert a.dense(0.0) > 0 and all(p.grad is None for p in a.model.parameters())
 
 
-class Around(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.fc(x)
+class Around(nn.Sequential):
+    """A type that a pattern names."""
 
 
 @pytest.mark.parametrize(("check", "share"), [(True, 0.8), (False, 1.0)])
@@ -73,7 +68,7 @@ def test_the_search_leaves_time_for_a_trial_and_has_what_apply_would_mask(monkey
     """NumPy's numbers are Python's by then, and a pattern may be the type of a module around a layer."""
     given = []
     monkeypatch.setattr(advise, "search", lambda *args: given.extend((*args, time.perf_counter())) or [])
-    model = nn.Sequential(nn.Linear(64, 64), Around())
+    model = nn.Sequential(nn.Linear(64, 64), Around(nn.Linear(64, 64)))
     fxmask.advise(model, torch.randn(8, 64), seconds=1000.0, refresh=np.int64(3), check=check, exclude=[Around])
     layers, _, _, _, refresh, until, now = given
     assert [layer.name for layer in layers] == ["0"] and type(refresh) is int and until - now == pytest.approx(1000 * share, abs=90)
