@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from property.often import examples
 from torch import nn, optim
@@ -58,6 +58,7 @@ def test_an_exchange_keeps_exactly_k_and_the_best(case, cover):
     assert int(new.sum()) == keep
     assert not (grown & (old | ~new)).any()
     if cover:
+        assert keep < max(nb, kb) or (new.any(0).all() and new.any(1).all())
         return
     best, grows = (lambda i, of=of: (-int(of.flatten()[i]), i) for of in (keys, growth))
     kept = sorted(old.flatten().nonzero().flatten().tolist(), key=best)[:keep]
@@ -113,7 +114,7 @@ def test_hysteresis_lets_in_only_what_exceeds_by_its_share(seed, hysteresis, rat
     fxmask.step(model, 0)
     old = fxmask.masks(model)["0.weight"]
     with torch.no_grad():
-        model[0].weight.mul_(torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)).repeat_interleave(1, 0))
+        model[0].weight.mul_(torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)).repeat_interleave(16, 0).repeat_interleave(16, 1))
     fxmask.step(model)
     norms = model[0].weight.detach().double().reshape(4, 16, 4, 16).square().sum((1, 3)).sqrt()
     norms = torch.where(old, norms * (1 + hysteresis), norms).flatten()
@@ -186,6 +187,7 @@ def norm_of(model):
 
 @given(st.integers(0, 10**6), st.floats(0.1, 0.95), st.sampled_from(["random", "fro"]))
 @examples(30)
+@example(479, 0.25, "random")
 def test_gain_keeps_the_norm_of_a_static_mask(seed, ratio, criterion):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64))
@@ -195,6 +197,7 @@ def test_gain_keeps_the_norm_of_a_static_mask(seed, ratio, criterion):
     assert norm_of(model) == pytest.approx(dense, rel=1e-6)
     kept = expand_mask(fxmask.masks(model)["0.weight"], before.shape, (16, 16))
     assert torch.equal(model[0].weight.detach()[~kept], before[~kept])
+    kept &= before != 0  # some seeds draw one
     ratio_of = model[0].weight.detach()[kept] / before[kept]
     assert float(ratio_of.max() / ratio_of.min()) == pytest.approx(1, rel=1e-5)
 
