@@ -112,7 +112,9 @@ def test_zeros_score_zero(criterion):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes_round_to_float32_first(dtype):
-    w = weight(48, 48, 1.0, 0).to(dtype)
+    w = weight(48, 48, 1.0, 0, torch.float64)
+    w[:16, :16], w[0, 0] = 0, 1 - 2.0**-30  # to 1, which is another power of two
+    w = w.to(dtype)
     assert torch.equal(block_keys(w, (16, 16), "fro"), block_keys(w.float(), (16, 16), "fro"))
 
 
