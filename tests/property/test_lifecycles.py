@@ -116,6 +116,8 @@ class Lives(RuleBasedStateMachine):
             self.apply(options, ["a", "c", "out"])
         self.optimise(make)
         self.attempt_guard("auto", False)
+        if self.masked():
+            self.save()
 
     @rule(options=OPTIONS, include=st.sampled_from([None, ["a", "c", "out"], ["a", "b", "d"], "att*"]))
     def apply(self, options, include):
