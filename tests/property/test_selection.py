@@ -122,7 +122,7 @@ NORMS = {"l1": lambda b: b.abs().sum(), "linf": lambda b: b.abs().max(), "spectr
 
 
 @pytest.mark.parametrize(("criterion", "norm"), NORMS.items(), ids=NORMS)
-@pytest.mark.parametrize("scale", [1e-40, 1.0, 1e36])
+@pytest.mark.parametrize("scale", [1e-40, 1.0, 8e37])
 def test_other_norms_rank_as_defined(criterion, norm, scale):
     w = weight(64, 48, scale, 4)
     mask = build(w, (16, 8), 0.6, criterion)
