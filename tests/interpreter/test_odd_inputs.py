@@ -9,7 +9,7 @@ from torch import nn
 import fxmask
 from fxmask.errors import ConfigError, ShapeError, UnsupportedError
 from fxmask.kernels import lists, ops, reference
-from fxmask.kernels.triton import launch, refresh
+from fxmask.kernels.triton import launch, prune_launch, refresh
 from fxmask.kernels.triton.device import LAUNCHES, aligned
 
 torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_lists_of_another_mask():
                 call()
 
 
-@pytest.mark.parametrize("what", ["x", "w", "dw"])
+@pytest.mark.parametrize("what", ["x", "w", "dx", "dw", "pruned dw"])
 def test_rows_further_apart_than_int32_counts(what):
     """Rows 2^31 elements apart; the memory between them is never touched."""
     apart = torch.empty(2**31 + 4096, dtype=torch.half).as_strided((2, 64), (2**31, 1))
@@ -82,6 +82,11 @@ def test_rows_further_apart_than_int32_counts(what):
         calls = [linear(X.half(), t, None, mask) for t in (apart, near)]
         keys = [refresh.block_keys(t, (16, 16)) for t in (apart, near)]
         assert torch.equal(*keys)
+    elif what == "dx":
+        calls = [ops.masked_linear_dx(GY[:, :2].half(), t, mask, 16, 16, "masked", None, "triton") for t in (apart, near)]
+    elif what == "pruned dw":
+        index = torch.tensor([[0, 1]], dtype=torch.int16)
+        calls = [prune_launch.pruned_dw(t[None], other[None], index, (1, 2, 16)) for t in (apart, near)]
     else:
         calls = [ops.masked_linear_dw(other, t, mask, 16, 16, "masked", None, "triton") for t in (apart, near)]
     assert torch.equal(*calls)
