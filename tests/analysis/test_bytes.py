@@ -90,6 +90,28 @@ def test_finite_cache():
         assert "finite L2" in row["dram_model"]
 
 
+def test_finite_cache_of_tokens():
+    """Where 2,048 do not fit in half of the L2, they are read again for every tile of 128 outputs; for dW all of them for every 528 tiles."""
+    small = devices.Device("small", {"fp32": 1e13}, 1e12, 1 << 22, None, 1e-6, (128, 128), "made up")
+    with torch.device("meta"):
+        layer, x = nn.Linear(3072, 4096, bias=False), torch.empty(8192, 3072, requires_grad=True)
+    found = {(r["phase"], r["operand"]): r["bytes_dram_est"] // r["bytes_min"] for r in analyze(layer, x, device=small, optimizer=None).tables["traffic"]}
+    assert (found["fwd", "x"], found["dX", "dy"]) == (32, 24)
+    assert found["dW", "x"] == found["dW", "dy"] == -(-32 * 24 // 528)
+    assert found["fwd", "y"] == found["dX", "dx"] == found["dW", "dw"] == 1
+
+
+def test_runs_of_a_block_waste_three_quarters_of_a_line():
+    """16 half floats are a sector, and begin anywhere in a line."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(256, 256, bias=False).half()), ratio=0.5, block=(16, 16))
+    rows = analyze(model, torch.randn(64, 256).half(), phases=("fwd",), impl="triton").tables["traffic"]
+    columns = ("bytes_req", "bytes_sector", "bytes_line", "reread", "sector_eff")
+    found = {r["operand"]: [r[c] for c in columns] for r in rows if r["op"] == "fxmask.masked_linear"}
+    kept, x = 2 * 128 * 256, 2 * 64 * 256
+    assert found["w"] == [kept, kept, 4 * kept, 1, 1] and found["x"] == [4 * x, 4 * x, 16 * x, 4, 1]
+    assert found["counts"] == [8, 32, 128, 1, 0.25]
+
+
 # ---- masked layers and the kernels' closed forms ------------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ def test_by_hand(optimizer, states):
     found = row(report)
     assert found["bytes_min"] == found["bytes_req"] == expected
     assert (found["impl"], found["nnzb"], found["density"], found["flop"]) == ("masked_step", 6, 0.25, 0)
+    (least,) = (r for r in report.tables["roofline"] if r["phase"] == "opt" and r["node"] == "0.weight")
+    assert (least["t_min_us"], least["t_dense_min_us"]) == (pytest.approx(2 * (2 * tensors)), pytest.approx(2)), "2 us for each gather, step, and scatter"
     # what is not masked is stepped densely, and what is not counted so, too
     plain = analyze(net(), X, optimizer=optimizer)
     assert row(plain)["bytes_min"] == (3 + 2 * states) * 4 * 96 * 64 and row(plain)["impl"] is None

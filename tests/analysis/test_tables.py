@@ -89,14 +89,18 @@ def test_a_masked_layer_s_row_by_hand():
     report = fxmask.analyze(model, torch.randn(256, 64, dtype=torch.bfloat16), device=made, impl="triton")
     node, least = (next(r for r in report.tables[t] if r["op"] == "fxmask.masked_linear" and r["module"] == "0") for t in ("nodes", "roofline"))
     assert (node["weights_loaded"], node["param_bytes"], node["flop"]) == (16 * 256, 16 * 256 * 2, 2 * 256 * 16 * 256)
+    assert (node["m"], node["n"], node["k"]) == (256, 128, 64)
     own = [r for r in report.tables["traffic"] if all(r[c] == node[c] for c in ("node", "op", "phase"))]
     assert node["index_bytes"] == sum(r["bytes_min"] for r in own if r["direction"] == "read" and r["operand"] not in ("x", "w", "bias")) > 0
     assert [node[c] for c in ("dtype_in", "dtype_acc", "dtype_out")] == ["bfloat16", "float32", "bfloat16"]
     assert least["ai_dram"] == node["flop"] / node["bytes_min"] and least["ai_l2"] == node["flop"] / node["bytes_req"]
     assert (least["ridge_dram"], least["ridge_l2"], least["bound"]) == (40, 8, "dram")
+    dense = 2 * (256 * 64 + 128 * 64 + 128 + 256 * 128) / 1e5  # us, by DRAM
+    assert least["t_dense_min_us"] == pytest.approx(dense) and least["l2_bw_to_tie"] == pytest.approx(node["bytes_req"] / dense / 1e6)
     moved = sum(r["bytes_dram_est"] for r in own)
     assert least["dram_est_us"] == pytest.approx(moved / 1e5) and moved >= node["bytes_min"]
     root, first, second = report.tables["modules"]
+    assert first["density"] == (16 * 256 + 128) / (32 * 256 + 128)
     assert first["flop_pct"] == pytest.approx(100 * 4 / 7) and second["flop_pct"] == pytest.approx(100 * 3 / 7)  # the first has no dX
     assert first["bytes_min_pct"] == pytest.approx(100 * first["bytes_min"] / root["bytes_min"]) and root["bytes_min_pct"] == 100
 
