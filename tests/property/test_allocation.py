@@ -147,6 +147,7 @@ def test_shares_of_any_cost(rows, part):
 
 @given(SHAPES, RATIOS, BLOCKS, st.integers(0, 99))
 @examples(60)
+@example([(40, 56), (56, 40)], 0.5, (16, 16), 7)  # where ragged blocks stand at the threshold, in rows and in columns
 def test_global_is_one_threshold(shapes, ratio, block, seed):
     """By mean squares in float64: no block that is left out is better than one that is kept, but for the best of each layer, which stay."""
     model = Layers(shapes, seed=seed)
