@@ -42,5 +42,7 @@ def test_a_second_forward_counts_as_the_first(name, reentrant):
     assert flop.pop("recompute") == flop["fwd"] and flop.pop("total") == once.summary["flop"]["total"] + flop["fwd"]
     assert flop == {k: once.summary["flop"][k] for k in flop}
     assert "recompute" not in once.summary["flop"]
+    loaded = [[r["param_bytes"] for r in twice.tables["nodes"] if r["phase"] == phase and r["m"]] for phase in ("fwd", "recompute")]
+    assert loaded[0] == loaded[1] and len(loaded[0]) == 3 and all(loaded[0])
     executed = twice.summary["flop_executed"]
     assert executed["recompute"] == executed["fwd"]
