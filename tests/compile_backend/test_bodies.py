@@ -18,7 +18,8 @@ BODIES = {
     "T": lambda m, x: saved(lambda t: t @ m.a.T, x),
     "mT": lambda m, x: saved(lambda t: t @ m.a.mT, x),
     "in a body of a body": lambda m, x: saved(lambda t: saved(lambda u: u @ m.a.T, t), x),
-    "of two branches": lambda m, x: torch.cond(x.sum() > -1e9, lambda t: t @ m.a.T, lambda t: t @ m.a.T * 2, (x,)),
+    "of two branches, the first": lambda m, x: torch.cond(x.sum() > -1e9, lambda t: t @ m.a.T, lambda t: t @ m.a.T * 2, (x,)),
+    "of two branches, the second": lambda m, x: torch.cond(x.sum() > 1e9, lambda t: t @ m.a.T * 2, lambda t: t @ m.a.T, (x,)),
     "behind the body, too": lambda m, x: saved(lambda t: t @ m.a.T, x) + 0 * m.a.T[:1],
     "computed outside": lambda m, x: (lambda turned: saved(lambda t: t @ turned, x))(m.a.transpose(0, 1)),
 }
