@@ -28,6 +28,11 @@ def test_layers_are_selected_by_name():
     FileCheck().check("block_index.default").check(", 8, 16,").check("block_index.default").check(", 4, 4,").run(text)
 
 
+def test_masks_and_products_are_of_the_implementation_that_is_asked_for():
+    (text,) = graph_of(mlp(), torch.randn(4, 64), **OPTIONS, impl="reference")
+    assert text.count("block_index.default") == text.count("masked_linear.default") == 2 and text.count("'reference'") == 4
+
+
 def test_a_weight_that_is_used_twice_has_one_mask():
     (text,) = graph_of(Twice(), torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("block_index.default", 1, exactly=True).run(text)
