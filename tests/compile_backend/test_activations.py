@@ -33,6 +33,7 @@ class Gained(nn.Module):
 
 
 def grads(model, call, x):
+    torch.manual_seed(1)  # of noise
     model.zero_grad()
     x = x.clone().requires_grad_()
     out = call(x)
@@ -41,7 +42,7 @@ def grads(model, call, x):
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("masks", [{}, OPTIONS], ids=["alone", "with masks"])
+@pytest.mark.parametrize("masks", [{}, OPTIONS, {**OPTIONS, "backward": "ste"}], ids=["alone", "with masks", "with masks of one's own backward"])
 def test_as_apply(inner, masks):
     torch.manual_seed(0)
     model, x = Wrap(mlp()), torch.randn(4, 10, 64)
@@ -54,9 +55,10 @@ def test_as_apply(inner, masks):
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_products_are_those_of_a_trace(inner):
+    """And so is the noise of their blocks, and of linears'."""
     torch.manual_seed(0)
     for model, x in ((ResMLP(PRESETS["digits"]), torch.randn(4, 1, 8, 8)), (Gained(), torch.randn(4, 10, 64))):
-        config = ActivationPruning(**PRUNED, affine=True)
+        config = ActivationPruning(**PRUNED, affine=True, noise=2.0)
         want = fxmask.apply(torch.fx.symbolic_trace(copy.deepcopy(model)), config)
         dense = grads(model, model, x)
         got = grads(model, compiled(model, inner, activations=config), x)
@@ -126,6 +128,18 @@ def test_gradients_that_came_around_the_graph_are_told():
         steps_of(model, model, 2)
 
 
+class Closed(torch.autograd.Function):
+    """A product with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, a):
+        return x * a
+
+    @staticmethod
+    def backward(ctx, gy):
+        return gy, gy.sum((0, 1))
+
+
 def test_what_is_not_pruned_is_told():
     x = torch.randn(4, 10, 64)
     with pytest.warns(FxMaskWarning, match="backend='fxmask' pruned nothing in a graph: it has no linear"):
@@ -133,6 +147,10 @@ def test_what_is_not_pruned_is_told():
     attention = nn.MultiheadAttention(64, 2, batch_first=True)
     with pytest.warns(FxMaskWarning, match=r"pruned nothing in a graph: .*out_proj"):
         compiled(lambda x: attention(x, x, x)[0], activations={})(x)
+    gain = nn.Parameter(torch.rand(64))
+    for call, why in ((lambda x: x[..., :1] * gain, r"its result \(4, 10, 64\) is larger"), (lambda x: Closed.apply(x, gain), "it stands in the body of autograd_fun")):
+        with pytest.warns(FxMaskWarning, match=rf"l_gain_.*: {why}"):
+            compiled(call, activations=dict(affine=True))(x)
     torch._dynamo.reset()
     error = failing(Wrap(mlp()), x, activations=PRUNED, exclude="inner.0", require="inner.0")
     assert isinstance(error, UnsupportedError) and "expected 'inner.0' to be pruned in this graph, got inner.2" in str(error)
