@@ -232,6 +232,7 @@ SMOKE: list[tuple[Op, Case]] = [
     (turned_dw, (BF16, (64, 64), "even", 64, "both")),
     (tile, (BF16, (128, 128), 4, False, "even")),
     *((dropped_op, (op, "bf16", (128, 128), "even", 4096, True)) for op in ("forward", "dx", "dw")),
+    (drop_mask, (4096,)),
     (group, (FP32, (16, 16), 4096, 0)),
     (group, (BF16, (64, 64), 384, 0)),
     (select, (1000,)),
