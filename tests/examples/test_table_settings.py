@@ -112,20 +112,21 @@ def test_two_that_measure_stability_lose_no_row(tmp_path, monkeypatch):
 
 
 def test_two_that_write_the_modes_lose_no_row(tmp_path, monkeypatch):
-    """One has looked which runs have ended, and another ends before it writes."""
-    names, others, row_of = list(cifar10_modes.RUNS)[:2], [], cifar10_modes.row_of
+    """One has read the table, and another run ends and is written before it writes."""
+    names, others, read = list(cifar10_modes.RUNS)[:2], [], csv_files.read
     dense = {"backward": "masked", "opt": "adam", "guard": "free", "criterion": "fro", "schedule": None, "seed": 0}
     finished(tmp_path / "runs" / names[0], **dense)
 
-    def slow(*run):
+    def slow(path):
+        found = read(path)
         if not others:
             finished(tmp_path / "runs" / names[1], **dense)
             others.append(threading.Thread(target=cifar10_modes.write, args=(tmp_path / "runs", tmp_path / "t.csv")))
             others[0].start()
             others[0].join(0.3)
-        return row_of(*run)
+        return found
 
-    monkeypatch.setattr(cifar10_modes, "row_of", slow)
+    monkeypatch.setattr(csv_files, "read", slow)
     cifar10_modes.write(tmp_path / "runs", tmp_path / "t.csv")
     others[0].join()
     with (tmp_path / "t.csv").open(newline="") as file:
