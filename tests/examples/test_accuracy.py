@@ -313,10 +313,10 @@ def test_a_killed_comparison_goes_on_and_counts_nothing_twice(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if kill:
             process = subprocess.Popen(command, env=environment, start_new_session=True)
-            deadline = time.time() + 120
-            while not (table.exists() and plots.read_csv(table)) and time.time() < deadline:
+            deadline, second = time.time() + 240, runs / "isoflop" / "d128-b16-75-static-seed0"
+            while not (second / "run.json").exists() and process.poll() is None and time.time() < deadline:
                 time.sleep(0.05)
-            time.sleep(2)
+            assert process.poll() is None and plots.read_csv(table), "killed while the second one trains"
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         subprocess.run(command, env=environment, check=True)
@@ -357,6 +357,7 @@ def test_stability_measures_what_it_says(tmp_path, capsys):
     assert stability.main(command) == 0
     first = plots.read_csv(table)
     assert [r["mode"] for r in first] == ["dense", "masked"] and all(float(r["last_loss"]) < float(r["first_loss"]) for r in first)
+    assert first[0]["last_loss"] != first[1]["last_loss"], "masks are in force"
     assert stability.main(command) == 0 and plots.read_csv(table) == first, "what was measured is not measured again"
     assert "no spike above 0.5" in capsys.readouterr().out
 
