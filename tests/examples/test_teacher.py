@@ -111,7 +111,7 @@ def test_checkpoints_of_before_these_options_go_on(tmp_path):
 
 
 def test_the_teacher_is_the_run_that_ended(dense, tmp_path):
-    """Its weights, its accuracy on the test images, and never trained."""
+    """Its weights, and never trained."""
     run = pupil(dense, tmp_path / "pupil")
     saved = torch.load(dense / "checkpoint.pt", weights_only=True)["model"]
     before = {name: t.clone() for name, t in run.teacher.model.state_dict().items()}
