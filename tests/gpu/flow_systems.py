@@ -93,13 +93,15 @@ def check_dropout(device, impl, masks=False):
         fxmask.apply(other, ratio=0.5, block=BLOCK, impl="reference")
     torch.testing.assert_close(model(x), other(x), rtol=1e-4, atol=1e-4)
     model.train()
-    wide = torch.ones(512, WIDTH, device=device)
+    wide = torch.ones(512, WIDTH, device=device, requires_grad=True)
     only = fxmask.apply(nn.Linear(WIDTH, WIDTH, bias=False).to(device), BlockDropout(0.5, (16, 16), impl=own))
     with torch.no_grad():
         only.weight.copy_(torch.eye(WIDTH))
     y = only(wide)
     share = float((y == 0).double().mean())
     assert 0.3 < share < 0.7 and set(y.unique().tolist()) == {0.0, 2.0}
+    y.sum().backward()
+    assert torch.equal(wide.grad, y) and torch.equal(only.weight.grad, y.sum(0).expand(WIDTH, WIDTH))
 
 
 def nm_net(model, impl, **options):
