@@ -168,8 +168,7 @@ def test_an_evaluation_of_a_checkpoint_has_its_masks(train, recipe, tmp_path):
     """Inside the ramp the ratio is not the last one, and a fresh module would be dense."""
     import lightning
 
-    train("--steps", 10, "--out", tmp_path)
-    seen = []
+    wanted, seen = fxmask.masks(train("--steps", 10, "--out", tmp_path)), []
 
     class Evaluated(recipe["Classifier"]):
         def test_step(self, batch, index):
@@ -178,4 +177,4 @@ def test_an_evaluation_of_a_checkpoint_has_its_masks(train, recipe, tmp_path):
 
     trainer = lightning.Trainer(callbacks=[recipe["MaskCallback"]()], default_root_dir=tmp_path, **quiet())
     trainer.test(Evaluated(), recipe["data"](), ckpt_path=str(tmp_path / "last.ckpt"), verbose=False)
-    assert seen and not seen[0]["model.0.weight"].all()
+    assert seen and all(torch.equal(mask, seen[0][name]) for name, mask in wanted.items()) and not wanted["model.0.weight"].all()
