@@ -97,7 +97,7 @@ def test_an_evaluation_between_two_steps_hides_nothing(mode):
         assert [("inner.0, inner.2 though" in str(w.message), w.category) for w in seen] == [(True, FxMaskWarning)] * told
 
 
-@pytest.mark.parametrize(("require", "refused"), [(True, True), (["inner.0", "*.2"], True), (False, False)])
+@pytest.mark.parametrize(("require", "refused"), [(True, True), (["inner.0", "*.2"], True), ("inner.0", True), (False, False)])
 def test_require_refuses_the_gradients_of_eager_code(require, refused):
     """Again where the step is tried again; nothing has moved by then, and a masked step goes on."""
     model = Wrap(mlp())

@@ -120,6 +120,9 @@ def test_one_layer_outside_of_every_graph():
     with pytest.warns(FxMaskWarning, match=r"gradients of b of a model"):
         steps_of(model, compiled(model, **OPTIONS), 1)
     model = Partly()
+    with pytest.warns(FxMaskWarning, match=r"gradients of b of a model"):
+        steps_of(model, compiled(model, **OPTIONS, require=["*"]), 1)  # which has a
+    model = Partly()
     with pytest.raises(UnsupportedError, match=r"gradients of b of a model"):
         steps_of(model, compiled(model, **OPTIONS, require=True), 1)
 
@@ -128,6 +131,8 @@ def test_what_is_meant_to_be_dense_is_not_told(beside):
     """Layers that options leave out, models that nothing compiles with the backend, weights that graphs of another compile have met, and what apply masks."""
     model = Looped()
     steps_of(model, compiled(model, **OPTIONS, exclude="layers.*"), 1)
+    model = Looped()
+    steps_of(model, compiled(model, ratio=0.0), 1)
     model = Looped()
     steps_of(model, torch.compile(model, backend="eager"), 1)
     torch._dynamo.reset()
