@@ -25,6 +25,7 @@ from thesis.imagenet_data import open_images, torchvision_sets
 from thesis.imagenet_model import build
 from thesis.imagenet_run import Run
 from thesis.ranks import Ranks
+from torch.nn.parallel import DistributedDataParallel
 
 import fxmask
 
@@ -147,6 +148,8 @@ def test_killed(options, whole, tmp_path):
 
 def test_a_process_group_of_one(options, whole, tmp_path, monkeypatch):
     """Under DDP, with what it gathers and adds up: the bits of a run without."""
+    wrapped = []
+    monkeypatch.setattr("thesis.ranks.DistributedDataParallel", lambda *args, **how: wrapped.append(DistributedDataParallel(*args, **how)) or wrapped[-1])
     monkeypatch.setenv("WORLD_SIZE", "1")
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
@@ -155,6 +158,7 @@ def test_a_process_group_of_one(options, whole, tmp_path, monkeypatch):
     finally:
         dist.destroy_process_group()
     assert_same_end(tmp_path, whole)
+    assert len(wrapped) == 2
 
 
 def test_bf16(options, whole, tmp_path):
