@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,13 +127,44 @@ def test_a_version_that_does_not_show_what_it_gathers(one_process, monkeypatch, 
         steps(model, compiled(model, require=True))
 
 
-def test_a_tensor_that_has_a_shards_old_id_is_no_shard(monkeypatch):
+@pytest.mark.parametrize("name", ["sharded_param", "_sharded_post_forward_param"])
+def test_a_tensor_that_has_a_shards_old_id_is_no_shard(monkeypatch, name):
     t, kept = torch.zeros(2), nn.Module()
-    kept.sharded_param = torch.zeros(2)
+    setattr(kept, name, torch.zeros(2))
     monkeypatch.setitem(shards._kept, id(t), weakref.ref(kept))
     assert shards._of(t) is None
-    kept.sharded_param = t
+    setattr(kept, name, t)
     assert shards._of(t) is kept
+
+
+@pytest.mark.parametrize("groups", [lambda g: {"_fsdp_param_group": g}, lambda g: {"_fsdp_param_groups": [g]}], ids=["one", "several"])
+def test_what_fully_shard_keeps_under_both_of_its_names(monkeypatch, groups):
+    """One group of a module's, and, as in PyTorch 2.13, a list of them."""
+    kept, state = object(), nn.Module()
+    state.__dict__.update(groups(SimpleNamespace(fsdp_params=[kept])))
+    monkeypatch.setattr("torch.distributed._composable_state._module_state_mapping", {"module": weakref.ref(state), "alias": weakref.ref(state)})
+    assert list(shards._all_kept()) == [kept]
+
+
+def test_weights_that_fully_shard_was_told_to_leave(one_process):  # noqa: F811
+    """It gathers neither a tensor-parallel layer nor a plain one, so that nothing of them is hidden."""
+    model = Three()
+    parallelize_module(model, one_process, {"c": ColwiseParallel()})
+    fully_shard(model, mesh=one_process, ignored_params={*model.b.parameters(), *model.c.parameters()})
+    left = [model.b.weight, model.c.weight]
+    shards._kept.clear()
+    assert shards.is_unread(model) and [shards.is_unknown(w, True) for w in left] == [False, True]
+    shards.look(model.parameters())
+    assert not shards.is_unread(model) and not any(shards.is_unknown(w, False) for w in left)
+
+
+def test_explain_before_any_step(one_process):  # noqa: F811
+    model = fully_shard(Three(), mesh=one_process)
+    call = compiled(model)
+    shards._kept.clear()
+    call(torch.randn(32, 64))
+    model.reshard()
+    assert masked(call) == dict.fromkeys("abc", 0.75)
 
 
 def test_what_graphs_cannot_mask_is_not_told(one_process):  # noqa: F811
