@@ -24,8 +24,8 @@ def weight(monkeypatch):
     return nn.Parameter(torch.randn(16, 16))
 
 
-def graph(weight, done=MASKED, inputs=None):
-    return backend_watch.watch(lambda *args: None, [("a", weight, done)], [weight] if inputs is None else inputs)
+def graph(weight, done=MASKED, inputs=None, name="a"):
+    return backend_watch.watch(lambda *args: None, [(name, weight, done)], [weight] if inputs is None else inputs)
 
 
 def test_a_gradient_that_eager_code_adds_to(weight):
@@ -40,6 +40,9 @@ def test_a_gradient_that_eager_code_adds_to(weight):
     weight.grad.add_(1)
     with pytest.warns(FxMaskWarning, match=AROUND):
         optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # of the same gradient, which was told
 
 
 def test_calls_of_a_graph_that_holds_the_weight_itself(weight):
@@ -53,12 +56,37 @@ def test_calls_of_a_graph_that_holds_the_weight_itself(weight):
     assert backend_watch.seen(weight) == MASKED
 
 
-def test_a_graph_that_leaves_the_weight_dense_forgets_no_other(weight):
+@pytest.mark.parametrize("inputs", [None, []], ids=["given", "held"])
+def test_a_graph_that_leaves_the_weight_dense_forgets_no_other(weight, inputs):
+    """Neither that one, nor by its calls what they train, nor, where `require` names what is excluded, makes it an error."""
     graph(weight)
-    graph(weight, Done(dense="in exclude"))
+    graph(weight, Done(dense="in exclude", required=True), inputs)(weight)
     weight.grad = torch.ones_like(weight)
     with pytest.warns(FxMaskWarning, match=AROUND):
         optim.SGD([weight], 0.1).step()
+
+
+def test_a_graph_that_only_prunes_inputs_is_missed_as_one_that_masks(weight):
+    graph(weight, Done(activations="0.5 in blocks of 16"))
+    weight.grad = torch.ones_like(weight)
+    with pytest.warns(FxMaskWarning, match=AROUND):
+        optim.SGD([weight], 0.1).step()
+
+
+def test_one_weight_that_require_wants_refuses_the_step_and_comes_first(weight):
+    wanted = nn.Parameter(torch.ones(16, 16))
+    graph(weight), graph(wanted, MASKED._replace(required=True), name="b")
+    weight.grad, wanted.grad = torch.ones(16, 16), torch.ones(16, 16)
+    with pytest.raises(UnsupportedError, match=f"gradients of b, a {AROUND}"):
+        optim.SGD([weight, wanted], 0.1).step()
+
+
+def test_a_random_mask_that_is_shared_is_told_once_for_all_graphs(weight):
+    done, other = Done(mask=fxmask.WeightMask(criterion="random")), nn.Parameter(torch.randn(16, 16))
+    with pytest.warns(FxMaskWarning, match="share this graph and its name") as told:
+        for call in [graph(weight, done) for _ in range(2)]:
+            call(other)
+    assert len(told) == 1
 
 
 def test_a_dense_graph_of_several_layers_meets_one_that_apply_has_seen():
