@@ -62,9 +62,8 @@ class Use:
 
 @dataclasses.dataclass
 class State:
-    """Of the process: whether somebody took the backend, whether a graph has reached it, and whether that was told."""
+    """Of a process that took the backend: whether a graph has reached it, and whether it was told that none has."""
 
-    asked: bool = False
     reached: bool = False
     told: bool = False
 
@@ -77,8 +76,7 @@ _installed: list[Any] = []
 
 
 def asked() -> None:
-    """Somebody took the backend."""
-    state.asked = True
+    """Somebody took the backend: from now on optimiser steps are looked at."""
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -240,7 +238,7 @@ def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:
     texts = [m.text for m in found]
     for w in (w for m in found for w in m.weights):
         _told[local(w)] = True
-    if state.asked and not state.reached and not state.told:
+    if not state.reached and not state.told:
         state.told = True
         what = "an optimiser step in a process that asked for torch.compile(backend='fxmask'), and no graph has reached it: everything is dense so far."
         texts = texts or [message(what, "", f"{SKIPPED}; {CONTAINER}: compile what torch.compile(fullgraph=True) takes, {APPLY}")]

@@ -19,7 +19,7 @@ MASKED = Done(mask=fxmask.WeightMask(ratio=0.5))
 
 @pytest.fixture
 def weight(monkeypatch):
-    monkeypatch.setattr(backend_watch, "state", backend_watch.State(asked=True, reached=True, told=True))
+    monkeypatch.setattr(backend_watch, "state", backend_watch.State(reached=True, told=True))
     backend_watch.asked()
     return nn.Parameter(torch.randn(16, 16))
 
@@ -83,9 +83,9 @@ def test_one_weight_that_require_wants_refuses_the_step_and_comes_first(weight):
 
 def test_a_random_mask_that_is_shared_is_told_once_for_all_graphs(weight):
     done, other = Done(mask=fxmask.WeightMask(criterion="random")), nn.Parameter(torch.randn(16, 16))
+    calls = [graph(weight, done) for _ in range(2)]
     with pytest.warns(FxMaskWarning, match="share this graph and its name") as told:
-        for call in [graph(weight, done) for _ in range(2)]:
-            call(other)
+        [call(other) for call in calls]
     assert len(told) == 1
 
 
