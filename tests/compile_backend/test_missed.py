@@ -1,5 +1,7 @@
 """Layers of a compiled model that no graph has met when they are trained, whatever else of the process was captured."""
 
+import copy
+
 import pytest
 import torch
 from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
@@ -47,15 +49,20 @@ def of_forward(model, **options):
     return compiled(model.forward, **options)
 
 
+def of_call(model, **options):
+    return compiled(model.__call__, **options)
+
+
 TEXT = r"(?s)gradients of layers\.0, layers\.1 of a model.*no graph has reached it.*where: Looped.*a graph break in a loop.*fullgraph=True.*fxmask\.apply"
 
 
-@pytest.mark.parametrize("how", [compiled, by_name, in_place, of_forward])
+@pytest.mark.parametrize("how", [compiled, by_name, in_place, of_forward, of_call])
 def test_a_frame_that_dynamo_skips_is_told_once(how):
-    model = Looped()
-    call = how(model, **OPTIONS)
+    """Also where the model is compiled twice, with a pattern for nothing, which graphs tell, and beside another whose options are wrong."""
+    model, other = Looped(), Looped()
+    calls = how(other, rate=0.5), compiled(model, **OPTIONS), how(model, **OPTIONS, exclude="nothing")
     with pytest.warns(FxMaskWarning, match=TEXT) as told:
-        steps_of(model, call, 5)
+        steps_of(model, calls[-1], 5)
     assert len(told) == 1
 
 
@@ -88,7 +95,7 @@ class Attention(nn.Module):
         return self.attention(x[None], x[None], x[None], need_weights=False)[0]
 
 
-@pytest.mark.parametrize("backward", ["masked", "ste"])
+@pytest.mark.parametrize("backward", ["masked", "ste", "unmasked"])
 def test_a_layer_whose_owner_reads_it(backward):
     model = Attention()
     with pytest.warns(FxMaskWarning, match=r"gradients of attention\.out_proj of a model"):
@@ -100,6 +107,24 @@ def test_force_eager_from_the_first_step():
     call = compiled(model, **OPTIONS)
     with torch.compiler.set_stance("force_eager"), pytest.warns(FxMaskWarning, match=r"(?s)gradients of 0, 2 of a model.*force_eager"):
         steps_of(model, call, 2)
+
+
+def test_a_model_that_is_one_linear():
+    model = nn.Linear(64, 64)
+    call = compiled(model, **OPTIONS)
+    with torch.compiler.set_stance("force_eager"), pytest.warns(FxMaskWarning, match="gradients of the model itself of a model"):
+        steps_of(model, call, 1)
+
+
+def test_a_container_in_ddp_is_told_to_be_compiled_by_itself():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(mlp())
+        call = compiled(model, **OPTIONS)
+        with torch.compiler.set_stance("force_eager"), pytest.warns(FxMaskWarning, match=r"(?s)where: Sequential.*DDP around a container call no backend"):
+            steps_of(model, call, 1)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Partly(nn.Module):
@@ -127,6 +152,13 @@ def test_one_layer_outside_of_every_graph():
         steps_of(model, compiled(model, **OPTIONS, require=True), 1)
 
 
+@pytest.mark.parametrize(("kind", "require"), [(Partly, "*"), (Looped, "nothing")])
+def test_a_pattern_that_require_names_has_something_else_or_nothing_at_all(kind, require):
+    model = kind()
+    with pytest.warns(FxMaskWarning, match="they are dense so far"):
+        steps_of(model, compiled(model, **OPTIONS, require=[require]), 1)
+
+
 def test_what_is_meant_to_be_dense_is_not_told(beside):
     """Layers that options leave out, models that nothing compiles with the backend, weights that graphs of another compile have met, and what apply masks."""
     model = Looped()
@@ -140,7 +172,8 @@ def test_what_is_meant_to_be_dense_is_not_told(beside):
     call(torch.randn(4, 64))
     steps_of(beside, compiled(beside, **OPTIONS, seed=1), 1)
     model = fxmask.apply(Looped(), ratio=0.5, block=(16, 16), exclude="layers.1")
-    steps_of(model, compiled(model), 1)
+    for copied in (model, copy.deepcopy(model)):
+        steps_of(copied, compiled(copied), 1)
 
 
 def test_a_model_is_looked_for_ever_more_rarely(monkeypatch):
