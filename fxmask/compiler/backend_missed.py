@@ -114,7 +114,7 @@ def _chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of patterns, which is said where a graph is captured
         decisions = choose(linears, o.config, o.include, o.exclude, o.of_masks, root)
-    return [d for d in decisions if d.config is not None and (o.alone or d.config.ratio > 0)]
+    return [d for d in decisions if d.config is not None and d.config.ratio > 0]
 
 
 def _graphs_mask(c: Candidate, unread: bool) -> bool:
