@@ -30,7 +30,7 @@ def look(weights: Iterable[Tensor]) -> None:
 
 def gathered(w: Tensor) -> Tensor | None:
     """The Parameter that forwards have in a shard's place; None of what is no shard, of a shard that is not fully_shard's, and where it is not known."""
-    return getattr(_of(w), "_unsharded_param", None) if is_shard(w) else None
+    return getattr(_of(w), "_unsharded_param", None)
 
 
 def aliases(w: Tensor) -> list[Tensor]:
