@@ -55,6 +55,17 @@ def test_the_librarys_hash_is_of_all_that_decides_what_is_compiled(monkeypatch):
     assert ("kernels", "triton", "launch.py") in hashed
 
 
+def test_a_library_without_files_goes_by_its_version(monkeypatch):
+    monkeypatch.setattr(sources, "FOLDERS", ())
+    assert sources.source_hash.__wrapped__() == f"version-{fxmask.__version__}"
+
+
+def test_a_key_that_holds_nothing_else():
+    with torch.compiler.config.patch(cache_key_tag=""):
+        sources.tag_caches()
+        assert torch.compiler.config.cache_key_tag == f"fxmask-{sources.source_hash()}"
+
+
 STALE = """
 import sys
 sys.path.insert(0, {root!r})

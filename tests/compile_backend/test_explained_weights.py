@@ -87,6 +87,34 @@ def test_weights_of_layers_that_share_a_graph_and_of_other_models():
     assert not fxmask.explain(other).rows
 
 
+def test_a_weight_that_is_made_of_the_input_too():
+    """It is one weight, however many inputs there were."""
+    class Moved(Scaled):
+        def forward(self, x):
+            return F.linear(x, self.w * x.mean())
+
+    model = Wrap(Moved())
+    call = compiled(model, **OPTIONS)
+    for _ in range(2):
+        call(torch.randn(4, 72))
+    assert [row["masked"] for row in fxmask.explain(model).rows] == [True]
+
+
+def test_a_weight_that_is_made_of_two_parts_is_in_each():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Scaled(), Scaled()
+
+        def forward(self, x):
+            return F.linear(x, self.a.w * self.b.g)
+
+    model = Apart()
+    call = compiled(model, **OPTIONS)
+    call(torch.randn(4, 72))
+    assert [[row["masked"] for row in fxmask.explain(part).rows] for part in (model.a, model.b)] == [[True], [True]]
+
+
 def test_several_weights_of_one_module_are_told_apart():
     class Two(Scaled):
         def forward(self, x):
