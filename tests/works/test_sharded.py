@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from sample_models import mlp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from works.twin import check, gradients, pair, results, some
 
@@ -48,6 +48,13 @@ def test_fully_shard_then_apply_raises(one_process):
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=one_process)
     with pytest.raises(UnsupportedError, match=r"expected a plain nn.Module, got one that is sharded by fully_shard"):
+        fxmask.apply(model, ratio=0.75)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_the_older_fsdp_then_apply_raises(one_process):
+    model = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"got one that is wrapped by FSDP(.|\n)*where: FullyShardedDataParallel"):
         fxmask.apply(model, ratio=0.75)
 
 
