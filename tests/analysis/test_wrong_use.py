@@ -122,6 +122,17 @@ def test_models_that_read_values(how):
         analyze(Reads(how), X)
 
 
+class Raises(nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+
+def test_a_model_that_raises_before_any_op_and_without_a_word():
+    """The innermost module is named."""
+    with pytest.raises(UnsupportedError, match=r"have shapes and no values: ValueError: \n  where: 0\.1, after nothing\n"):
+        analyze(nn.Sequential(nn.Sequential(nn.Identity(), Raises())), X)
+
+
 def test_wrapped_and_lazy_parameters():
     model = nn.Linear(16, 8)
     model.weight = nn.Parameter(TwoTensor(torch.zeros(8, 16), torch.zeros(8, 16)))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxmask
 from fxmask import lost_writes
 from fxmask.errors import UnsupportedError
+from fxmask.reading import count
 
 
 class Own(nn.Module):
@@ -223,13 +224,31 @@ def test_a_checkpoint_outside_of_the_owner_reads_the_parameter_both_times(reentr
     assert torch.equal(*found)
 
 
-def test_a_copy_made_while_the_owner_runs_reads_its_parameter():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_copy_made_while_the_owner_runs_reads_its_parameter(compiled):
+    """And again when a forward of the copy has ended."""
     model, x, _ = outputs(Own)
-    copies = []
-    model.inner = lambda x: copies.append((copy.deepcopy(model.fc), pickle.loads(pickle.dumps(model.fc)))) or x
+    copies, inner = [], model.inner
+    model.inner = lambda x: copies.append((copy.deepcopy(model), pickle.loads(pickle.dumps(model.fc)))) or inner(x)
+    count([model.fc], 1, compiled)  # inside of another owner's forward
     model(x)
-    for m in copies[0]:
+    copied, pickled = copies[0]
+    copied.inner = inner
+    for m in (copied.fc, pickled, copied.fc):
         assert m.weight is m._parameters["weight"]
+        copied(x)
+
+
+def test_a_read_that_fails_is_not_answered_by_the_dense_parameter(monkeypatch):
+    """As nn.Module answers an AttributeError of a property."""
+    model, x, _ = outputs(Own)
+
+    def broken(*_):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("fxmask.swap.forward_mask", broken)
+    with pytest.raises(RuntimeError, match="reading a masked weight failed: no such thing"):
+        model(x)
 
 
 class Writes(Own):
