@@ -178,8 +178,8 @@ def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward:
 
 
 def _computes(m: nn.Module) -> bool:
-    """Whether the class that a layer had before it was masked has a forward of its own."""
-    return getattr(m, "_fxmask_base", type(m)).forward not in (nn.Linear.forward, nn.Conv2d.forward)
+    """Whether the class that a Linear had before it was masked has a forward of its own."""
+    return getattr(m, "_fxmask_base", type(m)).forward is not nn.Linear.forward
 
 
 def _wants_kept_dw(site: Site) -> bool:
