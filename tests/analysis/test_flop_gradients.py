@@ -64,6 +64,19 @@ def test_the_callers_mode_does_not_matter(around):
         assert torch.is_grad_enabled() == (around is torch.enable_grad) and torch.is_inference_mode_enabled() == (around is torch.inference_mode)
 
 
+def test_a_forward_alone_runs_without_gradients():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.b(self.a(x)) if torch.is_grad_enabled() else self.a(x)
+
+    found = [count(Asks(), torch.randn(5, 16), **phases).summary["flop"]["fwd"] for phases in ({}, {"phases": ("fwd",)})]
+    assert found == [2 * 2 * 5 * 256, 2 * 5 * 256]
+
+
 class Twice(nn.Module):
     """One layer, called twice; another that shares its weight."""
 

@@ -54,6 +54,8 @@ def test_a_bound_forward_outlives_the_masks(case, take_off):
     first = lambda y: y[0] if isinstance(y, tuple) else y  # noqa: E731
     wrapped, plain = first(model[0](*inputs)), first(type(model[0]).forward(model[0], *inputs))
     assert torch.equal(wrapped, plain) and not type(model[0]).__name__.startswith(("Masked", "NM", "Pruned", "Dropped"))
+    left = {name for m in model.modules() for name in vars(m) if name.startswith("_fxmask")}
+    assert take_off is fxmask.finalize or not left
     model[0].forward = model[0]._old_forward  # what taking Accelerate's hook off leaves
     assert torch.equal(first(model[0](*inputs)), plain)
 

@@ -109,11 +109,12 @@ def test_noise_of_a_part_without_gradients_inside_of_a_checkpoint():
     torch.testing.assert_close(model.fc.bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
-def test_without_noise_in_eval_for_frozen_weights_or_uncounted_steps_nothing_is_drawn():
+@pytest.mark.parametrize("masks", [(), (WeightMask(0.5, (16, 16)),)], ids=["alone", "masked"])
+def test_without_noise_in_eval_for_frozen_weights_or_uncounted_steps_nothing_is_drawn(masks):
     x = torch.randn(4, 10, 64)
     noisy, later = (ActivationPruning(0.5, 16, noise=2.0, start=start) for start in (0, 3))
     for config, training, trains in ((ActivationPruning(0.5, 16), True, True), (noisy, False, True), (noisy, True, False), (later, True, True)):
-        model, state = fxmask.apply(nn.Linear(64, 64), config).train(training).requires_grad_(trains), torch.get_rng_state()
+        model, state = fxmask.apply(nn.Linear(64, 64), *masks, config).train(training).requires_grad_(trains), torch.get_rng_state()
         for grads in (False, not trains):
             with torch.set_grad_enabled(grads):
                 model(x)
