@@ -89,7 +89,7 @@ def capture(
     dtype: torch.dtype | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Recording:
-    """Record one step of a model: its forward on `args` and `kwargs`, and, where anything requires a gradient, the backward from all its floating outputs.
+    """Record one step of a model: its forward on `args` and `kwargs`, and the backward from all outputs that require a gradient.
 
     Tensors among the inputs are looked at for shape, dtype and requires_grad alone; they may be meta tensors, and so may the model's. With `dtype` all floating
     tensors are taken as if they had it. `progress` is called with the number of ops so far.
@@ -204,8 +204,8 @@ def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator
 
 
 def _backward(out: Any) -> bool:
-    """Backward from every floating output that has a gradient, as a loss would begin it; False where there is none."""
-    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
+    """Backward from every output that has a gradient, complex ones too, as a loss would begin it; False where there is none."""
+    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if found:
         torch.autograd.backward(found, [torch.empty_like(t) for t in found])
     return bool(found)

@@ -64,6 +64,21 @@ def test_the_callers_mode_does_not_matter(around):
         assert torch.is_grad_enabled() == (around is torch.enable_grad) and torch.is_inference_mode_enabled() == (around is torch.inference_mode)
 
 
+def test_a_complex_output_has_a_backward():
+    """As where a loss is of a spectrum."""
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp(16, 32, 8)
+
+        def forward(self, x):
+            return torch.fft.fft(self.inner(x))
+
+    model, x = Spectrum(), torch.randn(5, 16)
+    report, inner = count(model, x), count(model.inner, x)
+    assert report.summary["flop"] == inner.summary["flop"] and not any("forward only" in n for n in report.notes)
+
+
 def test_a_forward_alone_runs_without_gradients():
     class Asks(nn.Module):
         def __init__(self):
