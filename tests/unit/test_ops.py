@@ -6,7 +6,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxmask.errors import ShapeError
-from fxmask.kernels import lists, ops, reference
+from fxmask.kernels import dispatch, lists, ops, reference
+from fxmask.kernels.cpu import chosen
 from fxmask.kernels.grid import kept_elements
 
 BLOCK = (16, 8)
@@ -218,3 +219,12 @@ def test_autocast_of_both_gradients_is_that_of_each(tensors):
         each = ops.masked_linear_dx(gy, w, mask, *how), ops.masked_linear_dw(gy, x, mask, *how)
     assert all(a.dtype == b.dtype == torch.bfloat16 for a, b in zip(both, each, strict=True))
     assert all(torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2) for a, b in zip(both, each, strict=True))
+
+
+def test_what_an_implementation_means_on_a_device(monkeypatch):
+    """Without a GPU, and for check_available as if there were one."""
+    assert dispatch.form("auto", torch.empty(2)) is chosen.AUTO and dispatch.form("auto", torch.empty(2, device="meta")) is reference
+    devices = torch.device("cuda"), torch.device("cpu")
+    assert [dispatch.runs_triton(impl, d) for impl in ("triton", "auto") for d in devices] == [True, False, False, False]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dispatch.check_available("triton")
