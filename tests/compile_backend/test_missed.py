@@ -249,3 +249,16 @@ def test_a_replaced_forward_that_graphs_reach_is_not_told():
     model.a.forward, linear = model.a.forward, model.b
     model.b.forward = lambda x: nn.functional.linear(x, linear.weight * 2, linear.bias)
     steps_of(model, compiled(model, **OPTIONS), 2)
+
+
+class Powers(nn.Linear):
+    def forward(self, x):
+        return x @ (self.weight @ self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:a graph begins inside")
+def test_a_replaced_forward_of_a_class_that_computes_no_linear_is_not_told():
+    model = Called()
+    model.b = Powers(64, 64, bias=False)
+    model.b.forward = torch.compiler.disable(model.b.forward)
+    steps_of(model, compiled(model, **OPTIONS), 1)
