@@ -98,6 +98,8 @@ def test_a_dense_graph_of_several_layers_meets_one_that_apply_has_seen():
     assert checked(*weights) == checked(weights[0], new) == checked(copy.deepcopy(layers)["a"].weight, new) == "ran"
     with pytest.raises(StateError, match="meets a layer that apply has not seen"):
         checked(new, new)
+    dense = backend_watch.watch(lambda *args: "ran", [("b", new, Done(dense="in exclude"))], [new])
+    assert dense(weights[0]) == "ran"  # which it leaves as apply has
 
 
 class Read:
