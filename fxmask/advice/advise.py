@@ -66,7 +66,7 @@ def advise(
         target: how many times as fast as dense the step is to be; the lowest ratio that is predicted to reach it is advised.
         ratios, blocks: what is tried; blocks as (out, in) or one number for both. Default blocks: 64, 32, 16 on a CPU, 128, 64, 32 on CUDA.
         refresh, backward, impl, include, exclude: as for `apply`. optimizer: makes one from parameters, such as a functools.partial; None: no step.
-            It is guarded with `masked_step=True` where it can be. loss: of the model's output; default: the mean square of its floating tensors.
+            It is guarded with `masked_step=True` where it can be. loss: of the model's output; default: the mean square of its tensors that require a gradient.
         seconds: when the search stops; a layer that is being timed then is finished. What was not reached is said.
         check: whether to try the advice on a copy.
 

@@ -27,8 +27,8 @@ KEEP = "MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_MMAP_THRESHOLD_=33554432"  # g
 
 
 def mean_square(out: Any) -> Tensor:
-    """The loss where the caller gives none: the mean square of every floating output."""
-    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+    """The loss where the caller gives none: the mean square of every output that requires a gradient, of complex ones that of both parts."""
+    found = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
     if not found:
         what = "advise times training steps: expected an output that requires a gradient, got none."
         raise UnsupportedError(message(what, "", "give it a model with parameters that require gradients, or loss=, a function of the model's output."))

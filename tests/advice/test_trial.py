@@ -36,6 +36,15 @@ def test_gradients_are_those_of_one_step(make):
     assert torch.equal(model.weight.grad, first)
 
 
+def test_the_loss_where_none_is_given_is_of_complex_outputs_too():
+    """Of both parts, and also of a conjugate, which is a view."""
+    a, b, z = torch.tensor([3.0, 1.0], requires_grad=True), torch.tensor([4.0, 2.0], requires_grad=True), torch.ones(2, dtype=torch.complex64)
+    for of in (torch.complex(a, b), torch.complex(a, b).conj()):
+        found = steps.mean_square({"of": of, "real": [2 * a], "no gradient": (z, 3)})
+        assert found.item() == (9 + 1 + 16 + 4) / 4 + (36 + 4) / 2
+        assert [g.tolist() for g in torch.autograd.grad(found, (a, b))] == [[13.5, 4.5], [2.0, 1.0]]
+
+
 def a_trial(refresh=10):
     model = nn.Sequential(nn.Linear(64, 64))
     return trial.Trial(model, ((torch.randn(8, 64),), {}), steps.mean_square, torch.optim.SGD, refresh, {"backward": "ste"}, CPU)
