@@ -84,6 +84,7 @@ def test_roofs(report):
 
 def test_a_masked_layer_s_row_by_hand():
     """128 x 64 in 16-bit floats, half of its 32 blocks kept, 256 tokens; the second layer has half of that."""
+    torch.manual_seed(0)  # of some masks a column of blocks has none, and no x is loaded for it
     made = devices.Device("own", {"fp32": 1e12, "bf16": 4e12}, 1e11, 1 << 30, 5e11, 1e-6, (128, 128), "made up")
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32)), block=(16, 16)).bfloat16()
     report = fxmask.analyze(model, torch.randn(256, 64, dtype=torch.bfloat16), device=made, impl="triton")
