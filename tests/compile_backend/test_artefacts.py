@@ -60,7 +60,7 @@ def test_a_library_without_files_goes_by_its_version(monkeypatch):
     assert sources.source_hash.__wrapped__() == f"version-{fxmask.__version__}"
 
 
-def test_a_key_that_holds_nothing_else():
+def test_a_cache_tag_that_nobody_has_set_is_the_librarys_alone():
     with torch.compiler.config.patch(cache_key_tag=""):
         sources.tag_caches()
         assert torch.compiler.config.cache_key_tag == f"fxmask-{sources.source_hash()}"
