@@ -27,6 +27,7 @@ TAYLOR = ("--criterion", "taylor", "--average", "0.9")
 LR = ("--lr", "0.01")
 TAUGHT, TAUGHT_WD = (("--teacher", f"{{runs}}/final/{teacher}-seed{{seed}}") for teacher in ("dense-muon", "dense-muon-wd0.1"))
 BF16 = ("--amp", "bf16")
+TAUGHT_BF16 = ("--teacher", "{runs}/final/dense-muon-wd0.1-bf16-seed{seed}", *BF16)
 WIDE_TEACHER = ("--teacher", "{runs}/final/dense-d96-muon-wd0.1-bf16-seed0", *BF16)  # half as wide again; the same one for every seed
 # 20 epochs more of a dense run that has ended, which goes on teaching
 FROM_TEACHER = ("--teacher", "{runs}/final/dense-muon-wd0.1-bf16-seed{seed}", "--from-teacher", "--lr", "0.005", *BF16)
@@ -141,6 +142,7 @@ FINAL: dict[str, tuple[str, ...]] = {
     **{f"{name}-taught": (*SEARCH[name], *TAUGHT_WD) for name in WITH_DECAY},
     **{f"{name}-bf16": (*SEARCH[name], *BF16) for name in WITH_DECAY},  # with --epochs 34 the 16x16 mask takes the FLOP of 20 dense epochs
     **{f"{name}-bf16-from-teacher": (*SEARCH[name], *FROM_TEACHER) for name in WITH_DECAY},
+    **{f"{name}-bf16-taught": (*SEARCH[name], *TAUGHT_BF16) for name in WITH_DECAY},  # longer than 20 epochs, by a run as long
     "b16-tokens-whole-muon-wd0.1-bf16-from-teacher-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *FROM_TEACHER),
     "b16-tokens-whole-muon-wd0.1-bf16-fast": (*TOKENS_WHOLE_B16, *FREEZE, *FIFTH, *MUON, *CHANGES["wd0.1"], *TAYLOR, *BF16),
     "dense-d96-muon-wd0.1-bf16": (*SEARCH["dense-muon-wd0.1"], "--dim", "96", *BF16),

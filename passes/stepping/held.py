@@ -48,10 +48,14 @@ def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def states_of(optimizer: Optimizer, weight: Tensor) -> list[Mapping[str, Any]]:
-    """What an optimiser, and each of those that it wraps, keeps for a weight; in the same order as long as nobody looks anew."""
+    """What an optimiser, and each of those that it wraps, keeps for a weight; in the same order as long as nobody looks anew. What they share is listed once."""
     if _is_torchs(optimizer):  # wraps none
         return [optimizer.state.get(weight, {})]
-    return [s if isinstance(s := o.state.get(weight), Mapping) else {} for o in with_wrapped(optimizer)]
+    found: list[Mapping[str, Any]] = []
+    for o in with_wrapped(optimizer):
+        state = o.state.get(weight)
+        found.append(state if isinstance(state, Mapping) and not any(state is other for other in found) else {})
+    return found
 
 
 def state_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any]:

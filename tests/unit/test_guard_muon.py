@@ -1,9 +1,13 @@
 """fxmask.guard with optimisers that move an element by the momenta of others: what masked blocks have left behind must not turn the kept ones."""
 
+import functools
+from collections import Counter
+
 import pytest
 import torch
 from sample_models import mlp
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
@@ -26,6 +30,45 @@ class Average(optim.Optimizer):
                 p.sub_(group["lr"] * memory.mean())
 
 
+class TwoParts(optim.Optimizer):
+    """One that steps its weights by an optimiser each, all on one state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__([{"params": [p], "lr": lr} for p in params], {})
+        self.parts = [optim.SGD(g["params"], lr=lr, momentum=0.9) for g in self.param_groups]
+
+    def step(self, closure=None):
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [{**part.defaults, **group}], self.state
+            part.step()
+
+
+class UnseenParts(TwoParts):
+    """The same, but nothing finds its parts among its attributes."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.parts = iter(self.parts * 10)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            part = next(self.parts)
+            part.param_groups, part.state = [{**part.defaults, **group}], self.state
+            part.step()
+
+
+class Ops(TorchDispatchMode):
+    """The names of all ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def matrices(model):
     """The weights that `fxmask.apply` masks there."""
     return [model[0].weight, model[2].weight]
@@ -46,6 +89,21 @@ def ramped(optimiser_of, steps=12, **guard):
         seen.append([(expand_mask(masks[name], p.shape, (16, 16)), p.grad.clone()) for name, p in pairs])
         optimiser.step()
     return [p.detach() for p in matrices(model)], seen, optimiser
+
+
+def ops_of_a_step(optimiser_of, refresh, **guard):
+    """How often each op runs in the third step of a guarded run whose masks stay: its rate is zero."""
+    model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16), refresh=refresh)
+    optimiser = optimiser_of(matrices(model))
+    fxmask.guard(optimiser, model, **guard)
+    for step in range(3):
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        for group in optimiser.param_groups:
+            group["lr"] = 0.0
+        with Ops() as ops:
+            optimiser.step()
+    return Counter(ops.names)
 
 
 def in_plain_pytorch(optimiser_of, seen):
@@ -128,6 +186,18 @@ def test_an_optimiser_of_ones_own_is_told_by_returning(returning, cls):
     weights, seen, _ = ramped(cls, returning=returning)
     same = [torch.equal(a, b) for a, b in zip(weights, in_plain_pytorch(cls, seen), strict=True)]
     assert all(same) if returning == "zero" else not all(same)
+
+
+def test_a_state_that_parts_share_is_looked_after_once():
+    assert ops_of_a_step(TwoParts, 1, returning="zero") == ops_of_a_step(UnseenParts, 1, returning="zero")
+
+
+@pytest.mark.parametrize(("refresh", "looks"), [(0, set()), (1, {"fxmask::block_index", "aten::equal"})])
+def test_where_no_block_returns_no_momentum_is_touched(refresh, looks):
+    """A refresh that changes nothing is seen from the masks, which are small."""
+    sgd = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
+    more = ops_of_a_step(sgd, refresh, returning="zero") - ops_of_a_step(sgd, refresh, returning="keep")
+    assert set(more) - {"aten::detach"} == looks
 
 
 def test_step_sizes_are_no_momenta():
