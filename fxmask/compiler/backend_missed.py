@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..decided import decided_by_apply, mark_again
+from ..inputs import selected
 from ..kernels.errors import message
 from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
@@ -71,7 +72,7 @@ def missed(weights: Sequence[Tensor]) -> list[Missed]:
 
 def _what(o: Options, gaps: Sequence[Decision], required: bool, unknown: bool) -> str:
     names = [d.candidate.name or "the model itself" for d in gaps]
-    done = "pruned" if o.alone else "masked"
+    done = "masked" if any(_is_masked(o, d) for d in gaps) else "pruned"
     what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} of a model that is compiled by backend='fxmask', and "
     unshown = f"this PyTorch's fully_shard does not show whether graphs have {done} them"
     what += unshown if unknown else "no graph has reached it with them: they are dense so far"
@@ -105,7 +106,7 @@ def _closure(f: FunctionType) -> dict[str, Any]:
 
 
 def _chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -> list[Decision]:
-    """The linears that the options select in the whole model, if it has any of these weights. Raises as a graph's capture does, where options are wrong."""
+    """The linears that graphs are to mask or to prune in the whole model, if it has any of these weights. Raises as a capture does, where options are wrong."""
     linears = [c for c in find(root) if not c.masked and _graphs_mask(c, unread)]
     if not any(id(c.weight) in unmet for c in linears):
         return []
@@ -114,7 +115,12 @@ def _chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of patterns, which is said where a graph is captured
         decisions = choose(linears, o.config, o.include, o.exclude, o.of_masks, root)
-    return [d for d in decisions if d.config is not None and d.config.ratio > 0]
+    pruned = [] if o.activations is None else [d for d, _ in selected(decisions, o.activations, o.overrides, o.alone, lifted=True)]
+    return [d for d in decisions if _is_masked(o, d) or any(d is p for p in pruned)]
+
+
+def _is_masked(o: Options, d: Decision) -> bool:
+    return not o.alone and d.config is not None and d.config.ratio > 0
 
 
 def _graphs_mask(c: Candidate, unread: bool) -> bool:

@@ -83,10 +83,18 @@ def test_require_makes_it_an_error(require):
         steps_of(model, compiled(model, **OPTIONS, require=require), 1)
 
 
-def test_inputs_that_are_not_pruned_are_told():
+@pytest.mark.parametrize("beside", [{}, {"ratio": 0.0}])
+def test_inputs_that_are_not_pruned_are_told(beside):
+    """Alone, and beside masks that leave nothing out."""
     model = Looped()
-    with pytest.raises(UnsupportedError, match=r"require=True wants them pruned"):
-        steps_of(model, compiled(model, activations=dict(ratio=0.5, block=4), require=True), 1)
+    with pytest.raises(UnsupportedError, match=r"layers\.0, layers\.1 of a model.* require=True wants them pruned"):
+        steps_of(model, compiled(model, activations=dict(ratio=0.5, block=4), require=True, **beside), 1)
+
+
+def test_of_pruned_inputs_those_that_overrides_leave_are_not_told():
+    model, options = Looped(), dict(ratio=0.0, activations=dict(ratio=0.5, block=4))
+    with pytest.warns(FxMaskWarning, match=r"gradients of layers\.1 of a model"):
+        steps_of(model, compiled(model, overrides={"layers.0": {"activations": False}}, **options), 1)
 
 
 def test_options_that_no_graph_has_checked():
