@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ...kernels import ops
 from ...kernels.dispatch import runs_triton
@@ -269,6 +270,11 @@ def sync(*sites: Site) -> None:
 def _filled(site: Site, t: Tensor, value: float) -> Tensor:
     """A scalar that backwards read, with another value: a new tensor, because one that is still to come holds the old."""
     return t.fill_(value) if site._fxmask_in_place else torch.full_like(t, value)
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether a tensor has values, which one on the meta device, or of a FakeTensorMode, that memory is estimated in, has not."""
+    return not t.is_meta and not isinstance(t, FakeTensor)
 
 
 def capturing(t: Tensor) -> bool:

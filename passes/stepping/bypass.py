@@ -11,7 +11,7 @@ from ...kernels.errors import first_of, message, warn
 from ...kernels.grid import expand_mask, to_blocks
 from ..finding.candidate import join
 from ..state import ranks
-from ..state.site import Site, capturing
+from ..state.site import Site, capturing, has_values
 from ..state.site_forward import traced_alike
 from .optimiser import Guarded
 
@@ -74,7 +74,7 @@ def _is_zero(grad: Tensor) -> bool:
 
 def _readable(grad: Tensor) -> bool:
     """Whether the device may be asked for the gradient's values, and this rank has them all."""
-    return not grad.is_meta and grad.layout == torch.strided and not ranks.is_shard(grad) and not capturing(grad)
+    return has_values(grad) and grad.layout == torch.strided and not ranks.is_shard(grad) and not capturing(grad)
 
 
 def _ran_unseen(site: Site, weight: Tensor) -> bool:
@@ -112,7 +112,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     names = []
     for g in guarded:
         grad, config = g.weight.grad, g.site._fxmask_config
-        if config.backward != "masked" or g.mask is None or grad is None or grad.is_meta or grad.layout != torch.strided:
+        if config.backward != "masked" or g.mask is None or grad is None or not has_values(grad) or grad.layout != torch.strided:
             continue
         if capturing(grad):
             continue

@@ -48,7 +48,7 @@ def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def states_of(optimizer: Optimizer, weight: Tensor) -> list[Mapping[str, Any]]:
-    """What an optimiser, and each of those that it wraps, keeps for a weight; in the same order as long as nobody looks anew. What they share is listed once."""
+    """What an optimiser, and each of those that it wraps, keeps for a weight, in the same order while nobody looks anew. What they share is listed once."""
     if _is_torchs(optimizer):  # wraps none
         return [optimizer.state.get(weight, {})]
     found: list[Mapping[str, Any]] = []

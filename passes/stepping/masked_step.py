@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...kernels.errors import UnsupportedError, message
 from ..settings.feedback import Feedback
 from ..state import site as state
-from ..state.site import Site
+from ..state.site import Site, has_values
 from ..state.site_mask import kept, mask_outside
 from . import elementwise
 from .kept_blocks import KeptBlocks
@@ -69,7 +69,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
             g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
-                asked = None if g.mask.device.type == "cpu" else count  # a mask that is at hand is looked at
+                asked = None if g.mask.device.type == "cpu" and has_values(g.mask) else count  # a mask that is at hand is looked at
                 moving[id(g.weight)] = g, _blocks_of(g, g.mask, asked)
     if not moving:
         return None

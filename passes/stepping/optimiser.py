@@ -18,7 +18,7 @@ from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import expand_mask
 from ..settings.config import WeightMask
 from ..state import ranks
-from ..state.site import Site
+from ..state.site import Site, has_values
 from ..state.site_mask import mask_outside
 from . import set_aside
 from .held import find_wrapped, moves_by_grad, states_of
@@ -268,4 +268,4 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
 
 def _known_alike(old: Tensor, now: Tensor) -> bool:
     """Whether two block masks are known to be the same: they are one tensor, or lie where the host can look without a wait."""
-    return now is old or (old.device.type == now.device.type == "cpu" and torch.equal(old, now))
+    return now is old or (old.device.type == now.device.type == "cpu" and has_values(now) and torch.equal(old, now))

@@ -96,7 +96,7 @@ def ops_of_a_step(optimiser_of, refresh, **guard):
     model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16), refresh=refresh)
     optimiser = optimiser_of(matrices(model))
     fxmask.guard(optimiser, model, **guard)
-    for step in range(3):
+    for _ in range(3):
         optimiser.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         for group in optimiser.param_groups:
