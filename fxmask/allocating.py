@@ -25,6 +25,7 @@ from .passes.settings.allocation import Item, budget_of, check_budget, erk_densi
 from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask
 from .passes.settings.phases import changes_any
+from .passes.state.site import has_values
 from .sites import expect_module
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")
@@ -183,8 +184,8 @@ def _shares(
 
 
 def _values(weight: Tensor, group: list[Decision]) -> Tensor:
-    if weight.is_meta or group[0].candidate.weight_node is not None:
-        what = "allocation by scores needs the weights' values: expected real memory, got a meta tensor."
+    if not has_values(weight) or group[0].candidate.weight_node is not None:
+        what = f"allocation by scores needs the weights' values: expected real memory, got a {'meta' if weight.is_meta else 'fake'} tensor."
         raise UnsupportedError(message(what, group[0].candidate.name, "materialise the model first, or use method='erk'."))
     return weight.detach()
 

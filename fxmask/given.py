@@ -16,6 +16,7 @@ from .passes.finding.choose import NOT_INCLUDED, Decision, Patterns, check_selec
 from .passes.settings.config import WeightMask
 from .passes.state import ranks
 from .passes.state.saliency import GIVEN
+from .passes.state.site import has_values
 
 OPTIONS = ("masks", "scores")
 BLOCKS = "fxmask.kernels.grid.to_blocks"
@@ -129,8 +130,8 @@ def _checked(option: str, name: Any, value: Any) -> Tensor:
         raise ConfigError(f"{where}: expected {wanted}, got {type(value).__name__}.")
     if value.layout is not torch.strided:
         raise ConfigError(f"{where}: expected {wanted}, got a {value.layout} one; .to_dense() makes it plain.")
-    if value.is_meta:
-        raise UnsupportedError(f"{where}: expected values, got a tensor on the meta device.")
+    if not has_values(value):
+        raise UnsupportedError(f"{where}: expected values, got a {'meta' if value.is_meta else 'fake'} tensor.")
     fits = value.dtype == torch.bool if option == "masks" else value.dtype != torch.bool and not value.is_complex()
     if not fits:
         binary = option == "masks" and not value.is_complex() and bool(((value == 0) | (value == 1)).all())

@@ -21,7 +21,7 @@ from .passes.finding.weights import is_wrapped
 from .passes.graphs.exported import Inside
 from .passes.settings.config import WeightMask
 from .passes.state.ranks import whole
-from .passes.state.site import Site, stream_of
+from .passes.state.site import Site, has_values, stream_of
 from .passes.state.site_mask import mask_outside
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
@@ -96,7 +96,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     nb, kb = site._fxmask_grid
     wrapped = weight is not None and is_wrapped(weight)
     resized = weight is not None and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape
-    known = weight is not None and not weight.is_meta and not wrapped and not resized and not site._fxmask_lost
+    known = weight is not None and has_values(weight) and not wrapped and not resized and not site._fxmask_lost
     shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
     mask = mask_outside(site, weight.detach()) if known and weight is not None else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
@@ -119,7 +119,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         **({} if wrapped or resized or site._fxmask_lost else _implementation(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
-        flips=None if site._fxmask_flips is None or site._fxmask_flips.is_meta else int(site._fxmask_flips),
+        flips=None if site._fxmask_flips is None or not has_values(site._fxmask_flips) else int(site._fxmask_flips),
         kept=kept,
         elements=elements,
     )
@@ -162,7 +162,7 @@ def exported_row(i: Inside) -> dict[str, Any]:
     row.update(impl=i.impl, why="the graph multiplies by W∘M" if i.backward is None else "chosen when it runs" if i.impl == "auto" else "asked for")
     if known and i.kept is not None and nb * kb:
         row["target_ratio"] = row["final_ratio"] = 1 - i.kept / (nb * kb)
-    kept = None if i.mask is None or not known or i.mask.is_meta else int(kept_elements(i.mask, matrix_shape(i.weight.shape), i.block))
+    kept = None if i.mask is None or not known or not has_values(i.mask) else int(kept_elements(i.mask, matrix_shape(i.weight.shape), i.block))
     row.update(kept=kept, achieved_ratio=None if kept is None or not i.weight.numel() else 1 - kept / i.weight.numel())
     return row
 
@@ -174,7 +174,7 @@ def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: boo
     row, mask = dense_row(name, weight, f"selected {IN_GRAPHS}"), None
     if (given := gathered(weight)) is not None:  # and not its values, which are there in forwards alone
         weight = whole(weight.detach()).to(given.dtype)
-    if not weight.is_meta:
+    if has_values(weight):
         keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in (c.keep_at(0, nb * kb), 0))
         stream = stream_of(c.seed, done.stream_name) if c.criterion == "random" else 0
         mask = ops.index(weight.detach(), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)

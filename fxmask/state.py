@@ -18,7 +18,7 @@ from .passes.settings.config import Schedule, WeightMask
 from .passes.settings.feedback import bounds
 from .passes.state import rebuild
 from .passes.state import site as state
-from .passes.state.site import Site
+from .passes.state.site import Site, has_values
 from .passes.stepping.optimiser import POLICIES
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
@@ -175,14 +175,14 @@ def _wrong_values(site: Site, entry: dict[str, Any]) -> Iterator[str]:
     mask, flips, c = entry["mask"], entry["flips"], _then(site, entry)
     for key, t, dtype in (("mask", mask, torch.bool), ("flips", flips, torch.int64)):
         wanted = c.cached
-        if wanted and (not isinstance(t, torch.Tensor) or t.dtype != dtype or t.is_meta or (key == "flips" and t.ndim)):
+        if wanted and (not isinstance(t, torch.Tensor) or t.dtype != dtype or not has_values(t) or (key == "flips" and t.ndim)):
             yield f"{key}: expected a tensor of {dtype} with values, got {f'one of {t.dtype}, {tuple(t.shape)}' if isinstance(t, torch.Tensor) else repr(t)}"
         if not wanted and t is not None:
             yield f"{key}: expected None, because each forward builds the mask, got {type(t).__name__}"
     grid = grid_shape(site._fxmask_shape, c.block)
     for key, wanted in (("score", c.observes or site._fxmask_own is not None), ("growth", c.wants_growth)):
         t = entry[key]
-        fits = isinstance(t, torch.Tensor) and t.dtype == torch.float32 and tuple(t.shape) == grid and not t.is_meta
+        fits = isinstance(t, torch.Tensor) and t.dtype == torch.float32 and tuple(t.shape) == grid and has_values(t)
         if (t is not None and not (wanted and fits)) or (t is None and key == "score" and wanted):
             yield f"{key}: expected {f'torch.float32 {grid}' if wanted else None}, got {t if t is None else type(t).__name__}"
     if mask is not None:

@@ -22,6 +22,7 @@ from ..passes.finding.nm_find import find_nm
 from ..passes.finding.weights import peek_weight
 from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
+from ..passes.state.site import has_values
 from ..sites import FINAL, REASONS
 from ..swap import refuse_changed_class
 from .nm_attributes import advance, is_resized
@@ -137,7 +138,7 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
     ratio, frozen = 1 - c.n / c.m, m._fxmask_nm_frozen
     lost = FROZEN_LOST if frozen else LOST
     unfit = lost if m._fxmask_nm_lost else RESIZED if is_resized(m, weight) else ""
-    kept = None if weight.is_meta or unfit else int(element_mask(m).sum())
+    kept = None if not has_values(weight) or unfit else int(element_mask(m).sum())
     made = ", which a kernel makes in one pass" if c.impl == "triton" and not frozen else ""
     drawn = "; not frozen: train() draws patterns, eval() takes the likeliest" if c.mode == "learned" and not frozen else ""
     return {

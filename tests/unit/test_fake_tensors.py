@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fxmask
+from fxmask.errors import StateError, UnsupportedError
 
 ADAMW = functools.partial(optim.AdamW, lr=0.1)
 FUSED = functools.partial(optim.AdamW, lr=0.1, fused=True)
@@ -85,3 +86,34 @@ def test_convolutions_and_muon():
         fxmask.guard(muon, linear)
         train(linear, muon)
     assert isinstance(model[1].weight.grad, FakeTensor) and muon.state[linear[0].weight]["momentum_buffer"].shape == (64, 64)
+
+
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_explain_leaves_out_what_only_values_tell(refresh):
+    with FakeTensorMode():
+        model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16), refresh=refresh)
+        optimiser = ADAMW(model.parameters())
+        fxmask.guard(optimiser, model)
+        train(model, optimiser)
+        (row, *_) = fxmask.explain(model).rows
+    assert (row["step"], row["target_ratio"], row["blocks"]) == (3, 0.5, 24) and row["achieved_ratio"] is None
+
+
+def test_patterns_two_of_four():
+    with FakeTensorMode():
+        model = fxmask.apply(mlp(), fxmask.NMMask(2, 4))
+        train(model, ADAMW(model.parameters()))
+        (row, *_) = fxmask.explain(model).rows
+    assert row["achieved_ratio"] is None and isinstance(model[0].weight.grad, FakeTensor)
+
+
+def test_what_needs_values_says_so():
+    saved = fxmask.state_dict(fxmask.apply(mlp(), ratio=0.5, block=(16, 16), refresh=2))
+    with FakeTensorMode() as mode:
+        with pytest.raises(UnsupportedError, match="allocation by scores needs the weights' values: expected real memory, got a fake tensor"):
+            fxmask.apply(mlp(), ratio=0.5, block=(16, 16), allocation="global")
+        with pytest.raises(UnsupportedError, match=r"masks\['0.weight'\]: expected values, got a fake tensor"):
+            fxmask.apply(mlp(), masks={"0.weight": torch.ones(6, 4, dtype=torch.bool)}, block=(16, 16))
+        saved["masks"]["0.weight"]["mask"] = mode.from_tensor(saved["masks"]["0.weight"]["mask"])
+        with pytest.raises(StateError, match=r"mask: expected a tensor of torch\.bool with values, got one of torch\.bool"):
+            fxmask.load_state_dict(fxmask.apply(mlp(), ratio=0.5, block=(16, 16), refresh=2), saved)
