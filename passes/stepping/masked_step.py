@@ -19,14 +19,13 @@ from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
 from ..settings.feedback import Feedback
-from ..state import site as state
 from ..state.site import Site, has_values
 from ..state.site_mask import kept, mask_outside
 from . import elementwise
+from .gathered import blocks_of
 from .kept_blocks import KeptBlocks
 from .optimiser import STEP_SIZE, Guarded, group_of, is_copy
 
-HELD = 8  # elements of a run from which on its place is remembered between steps: 8 bytes, at most a quarter of a float32 weight's kept elements
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 
 
@@ -70,7 +69,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" and has_values(g.mask) else count  # a mask that is at hand is looked at
-                moving[id(g.weight)] = g, _blocks_of(g, g.mask, asked)
+                moving[id(g.weight)] = g, blocks_of(g, g.mask, asked)
     if not moving:
         return None
     weights = []
@@ -83,17 +82,6 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         small.grad = blocks.gather(grad.detach())
         weights.append(StandIn(g, blocks, small))
     return Step(_stand_in(optimizer, weights), weights)
-
-
-def _blocks_of(g: Guarded, mask: Tensor, count: int | None) -> KeptBlocks:
-    """Where a weight's kept blocks lie; of a cached mask found once, as long as it stays the same, where that takes little memory beside the weight."""
-    of = state.version(mask), tuple(g.weight.shape), g.block, count
-    if g.found is not None and g.found[0] is mask and g.found[1] == of and not g.site._fxmask_in_place:
-        return g.found[2]
-    blocks = KeptBlocks(mask, *of[1:])
-    stays = mask is g.site._fxmask_mask and not g.site._fxmask_in_place  # what kernels rewrite in place has no other version after it
-    g.found = (mask, of, blocks) if stays and all(p.width >= HELD for p in blocks.parts) else None
-    return blocks
 
 
 def _stand_in(optimizer: Optimizer, weights: list[StandIn]) -> Optimizer:

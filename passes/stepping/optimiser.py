@@ -20,8 +20,9 @@ from ..settings.config import WeightMask
 from ..state import ranks
 from ..state.site import Site, has_values
 from ..state.site_mask import mask_outside
-from . import set_aside
+from . import gathered, set_aside
 from .held import find_wrapped, moves_by_grad, states_of
+from .kept_blocks import KeptBlocks
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -56,13 +57,14 @@ class Guarded:
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
     aside: list[set_aside.Kept] | None = None  # where that was done by kernels, of all weights; `momenta` has the names then, and the tensors themselves
+    masked: KeptBlocks | None = None  # where `before` and `momenta` are of masked blocks alone, gathered
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
     had_gradient: bool = False  # before the step, which may take it away
     by_grad: bool = True  # whether the optimiser surely moves it by its gradient alone
     stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
     by_momenta: bool = False  # it is one, in some phase
-    found: tuple[Tensor, Any, Any] | None = None  # of a step on kept blocks: a cached mask, as it was, and where its blocks lie
+    found: tuple[Tensor, Any, Any] | None = None  # of what gathers blocks: a cached mask, as it was, and where they lie
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""
@@ -70,7 +72,7 @@ class Guarded:
 
     def forget(self) -> None:
         """Let go of what the step was not to overwrite."""
-        self.mask = self.before = self.gradient = self.aside = None
+        self.mask = self.before = self.gradient = self.aside = self.masked = None
         self.momenta = {}
 
     @property
@@ -158,8 +160,11 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         if g.policy == "free":
             continue
         found = _momenta(optimizer, g.weight) if g.policy == "freeze" else {}
-        if g.policy == "freeze" and not g.clear and set_aside.fits(g, found):
+        parts = g.policy == "freeze" and not g.clear  # what is masked alone will do
+        if parts and set_aside.fits(g, found):
             taken.append((g, found))
+        elif parts and gathered.fits(g, found):
+            gathered.gather(g, found)
         else:
             _clone(g, found)
     aside = set_aside.begin(taken) if taken else None
@@ -207,13 +212,19 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
                 _start_anew(g, k, t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:
-            kept, weight, old = _elements(g.mask, g, g.block), ranks.part(g.weight), g.before
-            if g.policy == "decay":
-                old = _decayed(optimizer, g, old)
-            else:
-                _rest_momenta(optimizer, g, kept, old)
+            weight, old = ranks.part(g.weight), g.before
             # of one without a gradient nothing may have moved: who still needs it for a backward must not take it for another one
-            (weight if g.had_gradient or g.weight.grad is not None else weight.data).copy_(torch.where(kept, weight, old))
+            into = weight if g.had_gradient or g.weight.grad is not None else weight.data
+            if g.masked is not None:
+                g.masked.scatter(into, old)
+                _rest_momenta(optimizer, g, None, weight.detach())
+            else:
+                kept = _elements(g.mask, g, g.block)
+                if g.policy == "decay":
+                    old = _decayed(optimizer, g, old)
+                else:
+                    _rest_momenta(optimizer, g, kept, old)
+                into.copy_(torch.where(kept, weight, old))
             if g.gradient is not None and g.weight.grad is not None:
                 ranks.part(g.weight.grad).copy_(g.gradient)
         g.forget()
@@ -228,13 +239,16 @@ def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
     return decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
 
 
-def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> None:
+def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor | None, old: Tensor) -> None:
+    """`kept`: elements, None where what is masked was gathered. `old`: a weight that is masked as it was before the step."""
     for k, t in _momenta(optimizer, g.weight).items():
         was = g.momenta.get(k)
-        if was is not None:
+        if was is not None and g.masked is not None:
+            g.masked.scatter(t, was.to(t))
+        elif was is not None and kept is not None:
             t.copy_(torch.where(kept, t, was.to(t.device)))
-        elif _word(k) != STEP_SIZE:
-            _start_anew(g, k, t, ~kept, old)
+        elif _word(k) != STEP_SIZE and g.mask is not None:
+            _start_anew(g, k, t, ~(_elements(g.mask, g, g.block) if kept is None else kept), old)
 
 
 @torch.no_grad()
