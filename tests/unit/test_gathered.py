@@ -62,7 +62,7 @@ def train(optimiser, closure=False, steps=6, **mask):
     for _ in range(steps):
         x = torch.randn(8, 50)
 
-        def run():
+        def run(x=x):
             optimiser.zero_grad()
             loss = model(x)
             loss.backward()
