@@ -30,7 +30,7 @@ def fits(g: Guarded, momenta: Mapping[str, Tensor]) -> bool:
     if w.numel() < LARGE or torch.compiler.is_compiling() or g.site._fxmask_in_place or min(g.block[1], matrix_shape(w.shape)[1]) < HELD:
         return False
     plain = type(w) is nn.Parameter and not ranks.is_shard(w) and all(type(t) is Tensor for t in momenta.values())
-    return plain and all(t.device.type == "cpu" and t.layout == w.layout for t in (w, *momenta.values()))
+    return plain and all(t.device.type == "cpu" and t.layout is torch.strided for t in (w, *momenta.values()))
 
 
 def gather(g: Guarded, momenta: Mapping[str, Tensor]) -> None:
