@@ -3,7 +3,8 @@
 python examples/benchmarks/masked_step.py --optimizer adamw --block 64 --ratios 0.8 0.9
 python examples/benchmarks/masked_step.py --device cuda --form fused --features 4096 --layers 8 --block 128 --csv masked_step.csv
 
-On a GPU freeze by clones, as a CPU does it, stands beside freeze by one kernel. All are timed in turn, so that a busy machine is busy for all of them; medians.
+Freeze by copies of whole tensors stands beside freeze of what is masked, by one kernel on a GPU, by gathers on a CPU. All are timed in turn, so that a busy
+machine is busy for all of them; medians.
 The masks are cached (refresh=0), unless --refresh says otherwise.
 """
 
@@ -14,7 +15,8 @@ import csv
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +24,7 @@ import torch
 from torch import nn, optim
 
 import fxmask
-from fxmask.passes.stepping import set_aside
+from fxmask.passes.stepping import gathered, set_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 from benchmarks import checked
@@ -31,7 +33,7 @@ OPTIMISERS = {
     "adamw": lambda p, **form: optim.AdamW(p, lr=1e-3, weight_decay=0.1, **form),
     "sgd": lambda p, **form: optim.SGD(p, lr=1e-3, momentum=0.9, **form),
 }
-MODES, ON_GPUS = ("no guard", "freeze", "masked_step"), ("no guard", "freeze", "clones", "masked_step")
+MODES = ("no guard", "freeze", "clones", "masked_step")
 
 
 def made(a: argparse.Namespace, ratio: float, mode: str) -> optim.Optimizer:
@@ -50,10 +52,16 @@ def made(a: argparse.Namespace, ratio: float, mode: str) -> optim.Optimizer:
     return optimizer
 
 
+@contextmanager
+def _by_clones() -> Iterator[None]:
+    with mock.patch.object(set_aside, "fits", return_value=False), mock.patch.object(gathered, "fits", return_value=False):
+        yield
+
+
 def seconds(optimizer: optim.Optimizer, mode: str, on_gpu: bool) -> float:
     if on_gpu:
         torch.cuda.synchronize()
-    with mock.patch.object(set_aside, "fits", return_value=False) if mode == "clones" else nullcontext():
+    with _by_clones() if mode == "clones" else nullcontext():
         start = time.perf_counter()
         optimizer.step()
         if on_gpu:
@@ -80,21 +88,21 @@ def main(argv: list[str] | None = None) -> None:
     settings = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")}
     with checked.refused_by(p):
         on_gpu = checked.device_here(a.device).type == "cuda"
-        modes, where = (ON_GPUS, {"gpu": torch.cuda.get_device_name(a.device)}) if on_gpu else (MODES, {})
-        columns = [*settings, "ratio", "torch", *where, *(f"{mode.replace(' ', '_')}_ms" for mode in modes), "command"]
+        where = {"gpu": torch.cuda.get_device_name(a.device)} if on_gpu else {}
+        columns = [*settings, "ratio", "torch", *where, *(f"{mode.replace(' ', '_')}_ms" for mode in MODES), "command"]
         checked.table("--csv", a.csv, columns)
     torch.set_num_threads(a.threads)
     for ratio in a.ratios:
-        runs = {mode: made(a, ratio, mode) for mode in modes}
-        times: dict[str, list[float]] = {mode: [] for mode in modes}
+        runs = {mode: made(a, ratio, mode) for mode in MODES}
+        times: dict[str, list[float]] = {mode: [] for mode in MODES}
         for i in range(a.repeats + 3):
-            for mode in modes:
+            for mode in MODES:
                 t = seconds(runs[mode], mode, on_gpu)
                 if i >= 3:
                     times[mode].append(t)
         ms = {mode: 1e3 * statistics.median(t) for mode, t in times.items()}
         said = ", ".join(f"{mode} {t:.2f} ms" for mode, t in ms.items())
-        faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in modes[:-1])
+        faster = ", ".join(f"{ms[mode] / ms['masked_step']:.2f}x as fast as {mode}" for mode in MODES[:-1])
         what = f"{a.optimizer} {a.form} {a.layers} x {a.features}^2, block {a.block}, ratio {ratio}, refresh {a.refresh}"
         print(f"{what}: {said}; masked_step is {faster}", flush=True)
         if a.csv is not None:

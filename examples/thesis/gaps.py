@@ -20,7 +20,7 @@ from thesis.accuracy_table import RESULTS, setting_of
 from thesis.csv_files import read
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
-# terms, masked run, dense run; "@34", "@60": of so many epochs, where the others are of 20
+# terms, masked run, dense run; "@34", "@60", "@100": of so many epochs, where the others are of 20
 EQUAL = (
     ("16x16, AdamW", "b16-tokens-whole-taylor", "dense-adamw-lr0.01"),
     ("16x16, Muon", "b16-tokens-whole-muon", "dense-muon"),
@@ -49,6 +49,8 @@ OTHER = (
     ("16x16, goes on from a dense run, beside that run", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16"),
     ("16x16, taught by a wider one, beside dense untaught", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16"),
     ("32x32, taught by a dense run, beside that run", f"{MASK32}-taught", BEST),
+    ("32x32, taught by a dense run, beside that run, 60 epochs", f"{MASK32}-bf16-taught@60", f"{BEST}-bf16@60"),
+    ("32x32, Muon, 100 epochs beside 60", f"{MASK32}-bf16@100", f"{BEST}-bf16@60"),
 )
 
 
