@@ -131,7 +131,7 @@ def _checked(option: str, name: Any, value: Any) -> Tensor:
     if value.layout is not torch.strided:
         raise ConfigError(f"{where}: expected {wanted}, got a {value.layout} one; .to_dense() makes it plain.")
     if not has_values(value):
-        raise UnsupportedError(f"{where}: expected values, got a {'meta' if value.is_meta else 'fake'} tensor.")
+        raise UnsupportedError(f"{where}: expected values, got a {'tensor on the meta device' if value.is_meta else 'fake tensor'}.")
     fits = value.dtype == torch.bool if option == "masks" else value.dtype != torch.bool and not value.is_complex()
     if not fits:
         binary = option == "masks" and not value.is_complex() and bool(((value == 0) | (value == 1)).all())

@@ -355,7 +355,7 @@ FOUND = [(dict(refresh=5), 4), (dict(refresh=0), 1), (dict(refresh=1), 20), (dic
 def test_kept_blocks_are_found_once_for_each_mask(config, times, monkeypatch):
     """And anew for one that a state brings, or that kernels rewrite in place, where no version tells."""
     made = []
-    monkeypatch.setattr("fxmask.passes.stepping.masked_step.KeptBlocks", lambda *args: made.append(args[0]) or KeptBlocks(*args))
+    monkeypatch.setattr("fxmask.passes.stepping.gathered.KeptBlocks", lambda *args: made.append(args[0]) or KeptBlocks(*args))
     model, optimiser = build(optim.AdamW, ADAMW, schedule=None, **config)
     fxmask.guard(optimiser, model, masked_step=True)
     train(model, optimiser, 20)
