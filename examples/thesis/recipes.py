@@ -30,7 +30,7 @@ BF16 = ("--amp", "bf16")
 TAUGHT_BF16 = ("--teacher", "{runs}/final/dense-muon-wd0.1-bf16-seed{seed}", *BF16)
 WIDE_TEACHER = ("--teacher", "{runs}/final/dense-d96-muon-wd0.1-bf16-seed0", *BF16)  # half as wide again; the same one for every seed
 # 20 epochs more of a dense run that has ended, which goes on teaching
-FROM_TEACHER = ("--teacher", "{runs}/final/dense-muon-wd0.1-bf16-seed{seed}", "--from-teacher", "--lr", "0.005", *BF16)
+FROM_TEACHER = (*TAUGHT_BF16, "--from-teacher", "--lr", "0.005")
 MUON = ("--opt", "muon", "--lr", "0.01")  # for dense and masked alike
 # tried with Muon on both sides
 CHANGES = {f"lr{rate}": ("--lr", rate) for rate in ("0.02", "0.005")} | {f"wd{decay}": ("--weight-decay", decay) for decay in ("0.1", "0.5")}

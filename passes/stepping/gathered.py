@@ -7,6 +7,7 @@ time that they take with copies (`examples/benchmarks/masked_step.py`), and memo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +34,27 @@ def fits(g: Guarded, momenta: Mapping[str, Tensor]) -> bool:
     return plain and all(t.device.type == "cpu" and t.layout is torch.strided for t in (w, *momenta.values()))
 
 
+@dataclass
+class Gathered:
+    """The masked elements of a weight, and where its masked blocks lie."""
+
+    blocks: KeptBlocks
+    weight: Tensor
+
+    def put_back(self, g: Guarded, momenta: Mapping[str, Tensor]) -> None:
+        """Into the weight, and what was gathered of its momenta into them."""
+        self.blocks.scatter(g.into, self.weight)
+        for k, was in g.momenta.items():
+            if (t := momenta.get(k)) is not None:
+                self.blocks.scatter(t, was.to(t))
+
+
 def gather(g: Guarded, momenta: Mapping[str, Tensor]) -> None:
     """Keep the masked elements of a weight and of its momenta."""
     assert g.mask is not None
-    g.masked = blocks_of(g, g.mask, None, masked=True)
-    g.before = g.masked.gather(g.weight.detach())
-    g.momenta = {k: g.masked.gather(t.detach()) for k, t in momenta.items()}
+    blocks = blocks_of(g, g.mask, None, masked=True)
+    g.gathered = Gathered(blocks, blocks.gather(g.weight.detach()))
+    g.momenta = {k: blocks.gather(t.detach()) for k, t in momenta.items()}
 
 
 def blocks_of(g: Guarded, mask: Tensor, count: int | None, masked: bool = False) -> KeptBlocks:

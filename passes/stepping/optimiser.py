@@ -22,7 +22,6 @@ from ..state.site import Site, has_values
 from ..state.site_mask import mask_outside
 from . import gathered, set_aside
 from .held import find_wrapped, moves_by_grad, states_of
-from .kept_blocks import KeptBlocks
 
 POLICIES = ("auto", "freeze", "decay", "free")
 RETURNING = ("keep", "zero")
@@ -57,7 +56,7 @@ class Guarded:
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
     aside: list[set_aside.Kept] | None = None  # where that was done by kernels, of all weights; `momenta` has the names then, and the tensors themselves
-    masked: KeptBlocks | None = None  # where `before` and `momenta` are of masked blocks alone, gathered
+    gathered: gathered.Gathered | None = None  # in place of `before`: what masked blocks held, as `momenta` is then, too
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
     had_gradient: bool = False  # before the step, which may take it away
@@ -72,13 +71,22 @@ class Guarded:
 
     def forget(self) -> None:
         """Let go of what the step was not to overwrite."""
-        self.mask = self.before = self.gradient = self.aside = self.masked = None
+        self.mask = self.before = self.gradient = self.aside = self.gathered = None
         self.momenta = {}
 
     @property
     def moved(self) -> bool:
         """After a step: whether it may have moved, by a gradient, which a closure makes inside and some steps take away, or without."""
         return not self.by_grad or self.had_gradient or self.weight.grad is not None
+
+    @property
+    def into(self) -> Tensor:
+        """The weight, or this process's part, to write back into.
+
+        One without a gradient may not have moved, and keeps its version: who still needs it for a backward must not take it for another one.
+        """
+        part = ranks.part(self.weight)
+        return part if self.had_gradient or self.weight.grad is not None else part.data
 
     @property
     def policy(self) -> str:
@@ -202,29 +210,24 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
 def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. State that the step created begins anew there."""
     guarded = list(guarded)
-    by_kernels = [g for g in guarded if g.aside is not None]
-    now = {id(g): _momenta(optimizer, g.weight) for g in by_kernels}
-    for group in {id(k): k for g in by_kernels for k in g.aside or ()}.values():
+    in_parts = [g for g in guarded if g.aside is not None or g.gathered is not None]
+    now = {id(g): _momenta(optimizer, g.weight) for g in in_parts}
+    for group in {id(k): k for g in in_parts for k in g.aside or ()}.values():
         group.put_back(now)
-    for g in by_kernels:
+    for g in in_parts:
+        if g.gathered is not None and g.moved:
+            g.gathered.put_back(g, now[id(g)])
         for k, t in now[id(g)].items():
             if g.mask is not None and g.moved and k not in g.momenta and _word(k) != STEP_SIZE:
                 _start_anew(g, k, t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:
-            weight, old = ranks.part(g.weight), g.before
-            # of one without a gradient nothing may have moved: who still needs it for a backward must not take it for another one
-            into = weight if g.had_gradient or g.weight.grad is not None else weight.data
-            if g.masked is not None:
-                g.masked.scatter(into, old)
-                _rest_momenta(optimizer, g, None, weight.detach())
+            kept, old = _elements(g.mask, g, g.block), g.before
+            if g.policy == "decay":
+                old = _decayed(optimizer, g, old)
             else:
-                kept = _elements(g.mask, g, g.block)
-                if g.policy == "decay":
-                    old = _decayed(optimizer, g, old)
-                else:
-                    _rest_momenta(optimizer, g, kept, old)
-                into.copy_(torch.where(kept, weight, old))
+                _rest_momenta(optimizer, g, kept, old)
+            g.into.copy_(torch.where(kept, ranks.part(g.weight), old))
             if g.gradient is not None and g.weight.grad is not None:
                 ranks.part(g.weight.grad).copy_(g.gradient)
         g.forget()
@@ -239,16 +242,13 @@ def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
     return decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
 
 
-def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor | None, old: Tensor) -> None:
-    """`kept`: elements, None where what is masked was gathered. `old`: a weight that is masked as it was before the step."""
+def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> None:
     for k, t in _momenta(optimizer, g.weight).items():
         was = g.momenta.get(k)
-        if was is not None and g.masked is not None:
-            g.masked.scatter(t, was.to(t))
-        elif was is not None and kept is not None:
+        if was is not None:
             t.copy_(torch.where(kept, t, was.to(t.device)))
-        elif _word(k) != STEP_SIZE and g.mask is not None:
-            _start_anew(g, k, t, ~(_elements(g.mask, g, g.block) if kept is None else kept), old)
+        elif _word(k) != STEP_SIZE:
+            _start_anew(g, k, t, ~kept, old)
 
 
 @torch.no_grad()
