@@ -85,7 +85,7 @@ def ratio_keeping(kept: int, n_blocks: int) -> float:
     return -(-(n_blocks - kept) * RATIO_UNIT // n_blocks) / RATIO_UNIT
 
 
-def _clipped(block: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+def clipped(block: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
     """A block of at most the weight's size: the same grid, without padding up to the block."""
     return min(block[0], max(1, shape[0])), min(block[1], max(1, shape[1]))
 
@@ -96,7 +96,7 @@ def to_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
     A block that is larger than the weight is cut to it first.
     """
     w = as_matrix(w)
-    (nb, kb), (bh, bw) = grid_shape(w.shape, block), _clipped(block, w.shape)
+    (nb, kb), (bh, bw) = grid_shape(w.shape, block), clipped(block, w.shape)
     pad_rows, pad_cols = nb * bh - w.shape[0], kb * bw - w.shape[1]
     if pad_rows or pad_cols:
         w = F.pad(w, (0, pad_cols, 0, pad_rows))
@@ -106,7 +106,7 @@ def to_blocks(w: Tensor, block: tuple[int, int]) -> Tensor:
 def expand_mask(mask: Tensor, shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> Tensor:
     """Block mask [NB, KB] bool -> element mask of `shape`, (N, K) or what is seen as that matrix, bool. No host sync, no gradient."""
     n, k = matrix_shape(shape)
-    (nb, kb), (bh, bw) = mask.shape, _clipped(block, (n, k))
+    (nb, kb), (bh, bw) = mask.shape, clipped(block, (n, k))
     full = mask[:, None, :, None].expand(nb, bh, kb, bw).reshape(nb * bh, kb * bw)[:n, :k]
     return full if len(shape) == 2 else full.reshape(shape)
 

@@ -37,9 +37,28 @@ def block_keys(shape: tuple[int, int], block: tuple[int, int], itemsize: int) ->
     return Cost(reads=reads, writes=keys, reads_min=dict(reads), writes_min=dict(keys))
 
 
-def select(blocks: int) -> Cost:
-    """Selection among `blocks` keys by one program. Requested and compulsory B: key 4 blocks, keep one scalar, mask blocks written."""
-    reads, mask = {"key": INDEX * blocks, "keep": KEEP * min(blocks, 1)}, {"mask": blocks}
+def saliency(shape: tuple[int, int], block: tuple[int, int], itemsize: int, grad_itemsize: int, reads_w: bool = True) -> Cost:
+    """Scores off a gradient. Requested and compulsory B: grad b N K; w b N K, but for `gradient`, which does not read it; out 4 NB KB written."""
+    (nb, kb), (n, k) = grid_shape(shape, block), shape
+    reads, out = {"grad": grad_itemsize * n * k, "w": itemsize * n * k * reads_w}, {"out": INDEX * nb * kb}
+    return Cost(reads=reads, writes=out, reads_min=dict(reads), writes_min=dict(out))
+
+
+def take_in(blocks: int, averages: bool = True) -> Cost:
+    """Scores into an average, two passes. Requested B: new and score 8 blocks each, score 4 blocks written; compulsory: each read once. Without an average
+    scores are overwritten, and not read.
+    """
+    reads = {"new": 2 * INDEX * blocks, "score": 2 * INDEX * blocks * averages}
+    least = {"new": INDEX * blocks, "score": INDEX * blocks * averages}
+    return Cost(reads=reads, writes={"score": INDEX * blocks}, reads_min=least, writes_min={"score": INDEX * blocks})
+
+
+def select(blocks: int, scored: int = 0) -> Cost:
+    """Selection among `blocks` keys by one program. Requested and compulsory B: key 4 blocks, keep one scalar, mask blocks written. `scored`: by scores first,
+    4 blocks, and then by the keys of the ties alone, of so many blocks.
+    """
+    reads = {"key": INDEX * (scored or blocks), "keep": KEEP * min(blocks, 1)} | ({"score": INDEX * blocks} if scored else {})
+    mask = {"mask": blocks}
     return Cost(reads=reads, writes=mask, reads_min=dict(reads), writes_min=dict(mask))
 
 

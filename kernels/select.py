@@ -35,6 +35,21 @@ def select_blocks(keys: Tensor, keep: Tensor, ties: str = "lowest", cover: bool 
     return torch.zeros_like(best).scatter(0, order, best).reshape(keys.shape)
 
 
+def select_ranked(scores: Tensor, keys: Tensor, keep: Tensor) -> Tensor:
+    """Mask of the `keep` best blocks by their scores; ties by `keys`, then to the lowest flat index.
+
+    scores: float32 (NB, KB), of any sign, NaN highest and 0.0 as -0.0; keys: int32 (NB, KB), none negative; keep as of `select_blocks`.
+    Returns: bool (NB, KB), True = kept. Fixed shapes, no host sync. Cost: one sort of int64.
+    """
+    return select_blocks(ordered(scores).long() * (1 << 32) + keys, keep)
+
+
+def ordered(scores: Tensor) -> Tensor:
+    """int32 in the order of floats, exactly; NaN of either sign highest, both zeros equal."""
+    bits = (scores.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    return torch.where(torch.isnan(scores), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # a negative float's bits sort the wrong way round
+
+
 def covering(keys: Tensor, keep: Tensor) -> Tensor:
     """Blocks without which a block row or a block column of the weight would be empty, and with it units dead: bool (NB, KB), not empty.
 

@@ -3,6 +3,7 @@
     python examples/benchmarks/host_time.py --contender dense
     python examples/benchmarks/host_time.py --contender freeze --refresh 10
     python examples/benchmarks/host_time.py --contender masked_step --refresh 10
+    python examples/benchmarks/host_time.py --contender freeze --refresh 10 --criterion taylor --average 0.9
 
 Small models wait for this on a GPU (docs/speed.md). The Triton path runs on CPU tensors with launches left out: Triton's own part, some ten microseconds and
 more a launch, is missing, and results are nonsense. What is a launch of PyTorch's on a GPU is computed here on tiny tensors. Masks keep half of the blocks.
@@ -51,7 +52,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(contender: str, layers: int, side: int, refresh: int, steps: int) -> dict[str, Any]:
+def run(contender: str, layers: int, side: int, refresh: int, steps: int, **scores: Any) -> dict[str, Any]:
     """A row of figures."""
     launched = [0]
     device.launch = lambda *args, **constants: launched.__setitem__(0, launched[0] + 1)
@@ -59,7 +60,7 @@ def run(contender: str, layers: int, side: int, refresh: int, steps: int) -> dic
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)])
     optimiser = torch.optim.AdamW(model.parameters(), foreach=True)
     if contender != "dense":
-        fxmask.apply(model, ratio=0.5, block=(side, side), impl="triton", refresh=refresh)
+        fxmask.apply(model, ratio=0.5, block=(side, side), impl="triton", refresh=refresh, **scores)
         fxmask.guard(optimiser, model, masked_step=contender == "masked_step")
     x, calls, times = torch.randn(4, 64), Calls(), []
     for i in range(steps + 11):
@@ -85,7 +86,8 @@ def run(contender: str, layers: int, side: int, refresh: int, steps: int) -> dic
             optimiser.step()
     medians = [round(statistics.median(column), 1) for column in zip(*times[11:], strict=True)]
     row = dict(zip(("forward_us", "backward_us", "step_us"), medians, strict=True))
-    return {"contender": contender, "refresh": refresh, **row, "launches_of_ours": round(ours, 2), "calls": round(sum(calls.counts.values()) / layers, 2)}
+    counted = {"launches_of_ours": round(ours, 2), "calls": round(sum(calls.counts.values()) / layers, 2)}
+    return {"contender": contender, "refresh": refresh, **scores, **row, **counted}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -94,12 +96,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--layers", type=int, default=36)
     p.add_argument("--block", type=int, choices=(16, 32, 64), default=16)
     p.add_argument("--refresh", type=int, default=10)
+    p.add_argument("--criterion", default="fro", help="fxmask.WeightMask's, as is --average")
+    p.add_argument("--average", type=float, default=0.0)
     p.add_argument("--steps", type=int, default=100)
     args = p.parse_args(argv)
     checked.at_least_one(p, args, "layers", "steps")
-    checked.masks(p, args.block, [0.5], refresh=args.refresh)
+    checked.masks(p, args.block, [0.5], refresh=args.refresh, criterion=args.criterion, average=args.average)
     torch.set_num_threads(1)
-    row = run(args.contender, args.layers, args.block, args.refresh, args.steps)
+    row = run(args.contender, args.layers, args.block, args.refresh, args.steps, criterion=args.criterion, average=args.average)
     print(row)
     return row
 

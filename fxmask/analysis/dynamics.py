@@ -35,5 +35,5 @@ def said_of(found: Iterable[Site], fading: list[Site]) -> list[str]:
     scored = [s for s in found if (c := s._fxmask_config).remembers and (c.criterion != GIVEN or c.gain)]
     if scored:
         what = f"{len(scored)} masks take in scores, or change their weights, between steps; the bytes of that are not counted"
-        notes.append(f"{what}: at most a reading of weight, gradient and momenta a step, and three passes over the weight at a rebuild.")
+        notes.append(f"{what}: kernels read weight, gradient and momenta at most once a step and the weight once at a rebuild, plain PyTorch several times.")
     return notes

@@ -20,7 +20,7 @@ from ..lists import packed_length, pair
 from .device import capturing, divisor, sent
 from .tiles import CHUNK
 
-FIELDS = tl.constexpr(10)
+FIELDS = tl.constexpr(11)
 WEIGHT = tl.constexpr(0)  # distance from the first weight, in units of `weight_unit` elements
 ROWS = tl.constexpr(1)  # N
 COLS = tl.constexpr(2)  # K, in units of `cols_unit`
@@ -31,6 +31,7 @@ LIST0 = tl.constexpr(6)  # first place of the lists
 TILE0 = tl.constexpr(7)  # first program of the keys
 CHUNK0 = tl.constexpr(8)  # first program of the histograms
 STRIP0 = tl.constexpr(9)  # first program of the lists
+SCORE = tl.constexpr(10)  # distance of the scores from the first one's, in elements
 
 KEPT = 256  # groups: whoever captures a step has asked for all of its groups in the step before
 ALIGN = 16  # masks of a group begin at multiples of it: Triton compiles for one alignment, and loads are wide
@@ -59,11 +60,12 @@ class Place(NamedTuple):
     cols: int
     stride: int
     keep: int  # address of the number of kept blocks
+    score: int = 0  # of the scores, where there are any
 
 
-def place(w: Tensor, keep: Tensor) -> Place:
-    """Where a weight [N, K] with contiguous rows and its number of kept blocks lie."""
-    return Place(w.data_ptr(), w.shape[0], w.shape[1], w.stride(0), keep.data_ptr())
+def place(w: Tensor, keep: Tensor, scores: Tensor | None = None) -> Place:
+    """Where a weight [N, K] with contiguous rows, its number of kept blocks and its scores lie."""
+    return Place(w.data_ptr(), w.shape[0], w.shape[1], w.stride(0), keep.data_ptr(), 0 if scores is None else scores.data_ptr())
 
 
 def _up(n: int, to: int) -> int:
@@ -106,7 +108,7 @@ def _made(places: tuple[Place, ...], itemsize: int, block: tuple[int, int], tile
     for i, p in enumerate(places):
         blocks.append(at[0])
         lists.append(at[1])
-        rows.append([distances[i] // unit, p.rows, p.cols // cols_unit, p.stride // stride_unit, (p.keep - first.keep) // 8, *at])
+        rows.append([distances[i] // unit, p.rows, p.cols // cols_unit, p.stride // stride_unit, (p.keep - first.keep) // 8, *at, (p.score - first.score) // 4])
         steps = (_up(grids[i][0] * grids[i][1], ALIGN), packed_length(grids[i], block), tiles[i], chunks[i], strips[i])
         at = [a + s for a, s in zip(at, steps, strict=True)]
     return Group(

@@ -23,7 +23,12 @@ from . import nm as nm
 from .device import allows_tf32
 from .device import interpreting as interpreting
 from .device import require as require
+from .refresh import block_keys as block_keys
 from .refresh import refresh_group as refresh_group
+from .saliency import saliency as saliency
+from .saliency import sums as sums
+from .saliency import take_in as take_in
+from .tiles import SELECT_MAX
 
 
 def scores(w: Tensor, block: tuple[int, int], criterion: str) -> bool:
@@ -36,9 +41,12 @@ def builds(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: 
     return scores(w, block, criterion) and ties == "lowest" and not cover
 
 
-def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False) -> bool:
-    """Whether they may build it in a group, whose table holds addresses: rows that are not in one piece would be copied to another one each time."""
-    return builds(w, block, criterion, ties, cover) and w[0].is_contiguous()
+def groups(w: Tensor, block: tuple[int, int], criterion: str, ties: str, cover: bool = False, scores: Tensor | None = None) -> bool:
+    """Whether they may build it in a group, whose table holds addresses: rows that are not in one piece would be copied to another one each time.
+
+    `scores`: what the mask goes by before it goes by `criterion`; selections among very many blocks have no kernel for them.
+    """
+    return builds(w, block, criterion, ties, cover) and w[0].is_contiguous() and (scores is None or (scores.numel() <= SELECT_MAX and scores.is_contiguous()))
 
 
 def block_index(

@@ -28,7 +28,7 @@ from .group import Group, group_of, place
 from .keys import block_keys_kernel
 from .selection import BINS, histogram_kernel, select_kernel, write_mask_kernel
 from .strip_lists import order_kernel, strip_lists_kernel
-from .tiles import CHUNK, SELECT_MAX
+from .tiles import CHUNK, SELECT_MAX, keys_tile
 
 LIST_CHUNK = 512  # units of a list that one program takes at a time; more spill
 KEY_CONSTANTS = {"MANTISSA": MANTISSA, "OFFSET": OFFSET, "KEY_NAN": KEY_NAN, "KEY_INF": KEY_INF}
@@ -36,11 +36,6 @@ KEY_CONSTANTS = {"MANTISSA": MANTISSA, "OFFSET": OFFSET, "KEY_NAN": KEY_NAN, "KE
 
 def _pow2(n: int) -> int:
     return triton.next_power_of_2(n)
-
-
-def keys_tile(block: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of W that one program of the keys takes."""
-    return max(block[0], min(16, 4096 // max(block[1], 16))), max(block[1], 64)
 
 
 def _floats(w: Tensor) -> Tensor:
@@ -65,22 +60,28 @@ def _launch_keys(grid: tuple[int], w: Tensor, keys: Tensor, table: Any, owner: A
     )  # fmt: skip
 
 
-def select(keys: Tensor, keep: Tensor) -> Tensor:
-    """Mask of the `keep` best keys, bool like `keys`; equal to kernels.select.select_blocks."""
+def select(keys: Tensor, keep: Tensor, scores: Tensor | None = None) -> Tensor:
+    """Mask of the `keep` best keys, bool like `keys`; equal to kernels.select.select_blocks, with `scores` to select_ranked.
+
+    scores: float32 like `keys`, contiguous, of up to `SELECT_MAX` blocks.
+    """
     mask = torch.empty(keys.shape, dtype=torch.bool, device=keys.device)
-    _select(keys, keep, mask, (keys.numel(),), None)
+    _select(keys, keep, mask, (keys.numel(),), None, scores=scores)
     return mask
 
 
-def _select(keys: Tensor, keep: Tensor, mask: Tensor, sizes: Sequence[int], group: Group | None, block: tuple[int, int] = (1, 1)) -> None:
-    """Selection for one weight (`group` None) or for the weights of a group, in place in `mask`."""
+def _select(
+    keys: Tensor, keep: Tensor, mask: Tensor, sizes: Sequence[int], group: Group | None, block: tuple[int, int] = (1, 1), scores: Tensor | None = None
+) -> None:
+    """Selection for one weight (`group` None) or for the weights of a group, in place in `mask`; by scores before keys where there are any."""
     n, bits = sizes[0], mask.view(torch.int8)
     table, owner, km = (None, None, 1) if group is None else (group.table, group.chunks, group.cols_unit)
     shared = {"KM": km, "BH": block[0], "BW": block[1], "GROUPED": group is not None}
     if max(sizes) <= SELECT_MAX:
         size = max(32, _pow2(max(sizes)))
         warps = min(16, max(1, size // 512))
-        device.launch(select_kernel, (len(sizes),), keys, keys, keep, bits, table, n, CH=size, INDEX_BITS=size.bit_length() - 1, **shared, num_warps=warps)
+        scored = {"SCORED": scores is not None, "CH": size, "INDEX_BITS": size.bit_length() - 1}
+        device.launch(select_kernel, (len(sizes),), keys, keys, scores, keep, bits, table, n, **scored, **shared, num_warps=warps)
         return
     chunks = sum(triton.cdiv(size, CHUNK) for size in sizes)
     bins = torch.zeros(len(sizes), 3, BINS.value, dtype=torch.int32, device=keys.device)
@@ -118,20 +119,24 @@ def _list_programs(grids: tuple[tuple[int, int], ...], block: tuple[int, int], s
     return sum(lay.strips for lay in pairs), max(lay.capacity for lay in pairs), max(lay.strips for lay in pairs)
 
 
-def refresh_group(weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+def refresh_group(
+    weights: Sequence[Tensor], keeps: Sequence[Tensor], block: tuple[int, int], scores: Sequence[Tensor] | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """Masks (`fro`, ties to the lowest index) and packed lists of weights [N, K] of one dtype on one device, in one set of launches.
 
-    keeps: 0-d int64 each. Returns a (mask bool [NB, KB], lists int32) for each weight, views of two tensors.
+    keeps: 0-d int64 each; scores: float32 [NB, KB] each, contiguous, of up to `SELECT_MAX` blocks, by which masks go before they go by norms.
+    Returns a (mask bool [NB, KB], lists int32) for each weight, views of two tensors.
     """
     ws = [_floats(w) for w in weights]
     first = ws[0]
-    group = group_of(tuple(place(w, k) for w, k in zip(ws, keeps, strict=True)), first.element_size(), block, keys_tile(block), first.device)
+    places = tuple(place(*of) for of in zip(ws, keeps, [None] * len(ws) if scores is None else scores, strict=True))
+    group = group_of(places, first.element_size(), block, keys_tile(block), first.device)
     keys = torch.empty(group.blocks[-1], dtype=torch.int32, device=first.device)
     mask = torch.empty(group.blocks[-1], dtype=torch.bool, device=first.device)
     lists = torch.zeros(group.lists[-1], dtype=torch.int32, device=first.device)
     units = {"AT": group.weight_unit, "KM": group.cols_unit, "WM": group.stride_unit}
     _launch_keys((group.tiles.numel(),), first, keys, group.table, group.tiles, 0, 0, 0, block, **units)
-    _select(keys, keeps[0], mask, [nb * kb for nb, kb in group.grids], group, block)
+    _select(keys, keeps[0], mask, [nb * kb for nb, kb in group.grids], group, block, None if scores is None else scores[0])
     _launch_lists(mask, lists, group.table, group.strips, 0, 0, group.cols_unit, tuple(group.grids), block)
     return [
         (mask[b : b + nb * kb].view(nb, kb), lists[at : at + fixed_length((nb, kb), block)])

@@ -1,6 +1,7 @@
 """The k best of a weight's keys, exactly, ties to the lowest index: bit-equal to `kernels.select`. For one weight or a group (`kernels.triton.group`).
 
-Up to 16,384 blocks one program holds all keys in registers and bisects the threshold (`select_kernel`). Above, a radix select over many programs: three
+Up to 16,384 blocks one program holds all keys in registers and bisects the threshold (`select_kernel`), and before it that of scores, where blocks have any,
+whose ties the keys decide. Above, a radix select over many programs: three
 histograms of 11, 10 and 10 bits find the threshold (`histogram_kernel`), `write_mask_kernel` writes the mask.
 The histograms add up by integer atomics, whose order cannot change a bit.
 """
@@ -10,18 +11,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .group import BLOCK0, CHUNK0, COLS, FIELDS, KEEP, ROWS
+from .group import BLOCK0, CHUNK0, COLS, FIELDS, KEEP, ROWS, SCORE
 
 BINS = tl.constexpr(2048)  # of a histogram; every weight has three
 
 
 @triton.jit
+def _ordered(score):
+    """int32 in the order of float32: NaN highest, both zeros equal; as `kernels.select.ordered`."""
+    bits = score.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    bits = tl.where(size == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return tl.where(size > 0x7F800000, 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def select_kernel(
     key_ptr,
+    score_ptr,
     keep_ptr,
     mask_ptr,
     table_ptr,
     n,
+    SCORED: tl.constexpr,
     CH: tl.constexpr,
     INDEX_BITS: tl.constexpr,
     KM: tl.constexpr,
@@ -31,7 +43,7 @@ def select_kernel(
 ):
     """mask[i] = whether block i is among the `keep` best, ties to the lowest index. Grid: (weights,). key [n] int32 >= 0, n <= CH.
 
-    Bisection on the bits of the threshold key, then on the index among its ties.
+    Bisection on the bits of the threshold key, then on the index among its ties. SCORED: before it on those of score [n] float32, and keys are of its ties.
     """
     if GROUPED:
         row = table_ptr + tl.program_id(0).to(tl.int64) * FIELDS
@@ -39,9 +51,22 @@ def select_kernel(
         key_ptr += tl.load(row + BLOCK0)
         mask_ptr += tl.load(row + BLOCK0)
         n = tl.cdiv(tl.load(row + ROWS).to(tl.int32), BH) * tl.cdiv(tl.load(row + COLS).to(tl.int32) * KM, BW)
+        if SCORED:
+            score_ptr += tl.load(row + SCORE)
     i = tl.arange(0, CH)
-    key = tl.load(key_ptr + i, mask=i < n, other=-1)
     keep = tl.load(keep_ptr).to(tl.int32)
+    wanted = i < n
+    better = i < 0
+    if SCORED:
+        score = _ordered(tl.load(score_ptr + i, mask=i < n, other=0.0))
+        least = tl.where(tl.sum(((i < n) & (score >= 0)).to(tl.int32)) >= keep, 0, -2147483648)  # the sign; the other bits count upwards from either
+        for p in tl.range(0, 31):
+            t = least | (1 << (30 - p))
+            least = tl.where(tl.sum(((i < n) & (score >= t)).to(tl.int32)) >= keep, t, least)
+        better = wanted & (score > least)
+        wanted = wanted & (score == least)
+        keep -= tl.sum(better.to(tl.int32))
+    key = tl.load(key_ptr + i, mask=wanted, other=-1)
     threshold = tl.full((), 0, tl.int32)
     for p in tl.range(0, 31):
         t = threshold | (1 << (30 - p))
@@ -52,7 +77,7 @@ def select_kernel(
     for p in tl.range(0, INDEX_BITS):
         j = last | (1 << (INDEX_BITS - 1 - p))
         last = tl.where(tl.sum((tie & (i < j)).to(tl.int32)) < left, j, last)
-    kept = (key > threshold) | (tie & (i <= last))
+    kept = better | (key > threshold) | (tie & (i <= last))
     tl.store(mask_ptr + i, kept.to(tl.int8), mask=i < n)
 
 

@@ -34,6 +34,11 @@ class Tile(NamedTuple):
     tma: bool = False  # operands by host-made TMA descriptors: sm_90 and later, blocks that leave no bits (`takes_tma`)
 
 
+def keys_tile(block: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of W that one program of the keys takes, and of the scores off gradients."""
+    return max(block[0], min(16, 4096 // max(block[1], 16))), max(block[1], 64)
+
+
 def strip_for(block: tuple[int, int], transposed: bool) -> int:
     """Features of a strip of one direction's lists."""
     return strip_of(block[1] if transposed else block[0])

@@ -8,36 +8,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels import scoring
 from ...kernels.errors import StateError, message
-from ...kernels.grid import expand_mask
+from ...kernels.grid import as_matrix, expand_mask
 from ...kernels.score import random_keys
-from ...kernels.select import select_blocks
-from .saliency import NORMS, norms
+from ...kernels.select import ordered, select_blocks, select_ranked
+from ..settings.config import WeightMask
+from .saliency import GIVEN, NORMS, norms_of
 from .site import Site
 
 
 def ranks_of(scores: Tensor, *ties: Tensor) -> Tensor:
-    """Scores float32 [NB, KB], of any sign, as distinct keys int32 that `select_blocks` takes: 0 for the lowest, NaN highest.
+    """Scores float32 [NB, KB], of any sign, or integers, as distinct keys int32 that `select_blocks` takes: 0 for the lowest, NaN highest.
 
     Ties go by `ties`, each [NB, KB], one after the other, and then to the lowest flat index.
     """
     order = torch.arange(scores.numel(), device=scores.device)
     for key in reversed((scores, *ties)):
-        order = order[_ordered(key)[order].sort(descending=True, stable=True).indices]
+        values = ordered(key) if key.is_floating_point() else key
+        order = order[values.flatten()[order].sort(descending=True, stable=True).indices]
     places = torch.arange(order.numel() - 1, -1, -1, dtype=torch.int32, device=order.device)
     return torch.empty_like(places).scatter(0, order, places).reshape(scores.shape)
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """Integers [blocks] in the order of the floats, exactly: a float's bits sort like its magnitude."""
-    bits = scores.float().flatten().view(torch.int32).long()
-    signed = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    return torch.where(torch.isnan(scores.flatten()), 1 << 31, signed)
 
 
 def held_mask(site: Site) -> Tensor | None:
     """The cached mask that is in force, also inside fxmask.dense."""
     return site._fxmask_mask if site._fxmask_saved is None else site._fxmask_saved[0]
+
+
+def size_of(c: WeightMask) -> str:
+    """The norm by which blocks go whose scores tie."""
+    return c.criterion if c.criterion in NORMS else "fro"
+
+
+def in_groups(c: WeightMask) -> bool:
+    """Whether a mask is that of the best scores, or norms, alone, as kernels make it for many weights at once; what else there is, is `ranked`."""
+    return not c.remembers or not (c.hysteresis or c.regrow is not None or c.criterion in (GIVEN, "random"))
 
 
 def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
@@ -54,12 +60,15 @@ def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -
     if c.criterion == "random":
         keys = random_keys(torch.Size(site._fxmask_grid), weight.device, site._fxmask_count, site._fxmask_stream)
     else:
-        size = norms(weight, c.block, c.criterion if c.criterion in NORMS else "fro")
-        scores = size if site._fxmask_score is None else site._fxmask_score
+        by = size_of(c)
+        keys, scores = scoring.block_keys(as_matrix(weight), c.block, by, c.impl), site._fxmask_score
         if old is not None and c.hysteresis:
-            keys = ranks_of(*(torch.where(old, s + c.hysteresis * s.abs(), s) for s in (scores, size)), old)
-        else:
-            keys = ranks_of(scores, size)
+            size = norms_of(keys, weight, by)
+            keys = ranks_of(*(torch.where(old, s + c.hysteresis * s.abs(), s) for s in (size if scores is None else scores, size)), old)
+        elif scores is not None and c.regrow is None and not c.cover:
+            return select_ranked(scores, keys, site._fxmask_keep)
+        elif scores is not None:
+            keys = ranks_of(scores, keys)
     if old is None or c.regrow is None:
         return select_blocks(keys, site._fxmask_keep, "lowest", c.cover)
     keep = c.keep_at(site._fxmask_step, old.numel())

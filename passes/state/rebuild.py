@@ -16,7 +16,7 @@ from ...kernels.grid import as_matrix
 from ..settings import looks, phase_change
 from . import ranks, site_mask
 from . import site as state
-from .ranking import held_mask, keep_norm, start_at_zero
+from .ranking import held_mask, in_groups, keep_norm, size_of, start_at_zero
 from .site import Site
 from .site_forward import traced_alike
 
@@ -104,15 +104,16 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         kernels = dispatch.runs_triton(c.impl, weight.device)
         if c.impl == "auto":
             kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
-        kernels = kernels and not (c.remembers or ranks.is_shard(weight) or isinstance(weight, FakeTensor))
-        if kernels and dispatch.triton_ops().groups(weight, c.block, c.criterion, c.ties, c.cover):
-            groups.setdefault((weight.dtype, weight.device, c.block), []).append(i)
+        kernels = kernels and not (ranks.is_shard(weight) or isinstance(weight, FakeTensor)) and in_groups(c)
+        if kernels and dispatch.triton_ops().groups(weight, c.block, size_of(c), c.ties, c.cover, site._fxmask_score):
+            groups.setdefault((weight.dtype, weight.device, c.block, site._fxmask_score is None), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():
         weights = [as_matrix(jobs[i].weight.detach()) for i in members]
         keeps = [jobs[i].site._fxmask_keep for i in members]
+        scores = [s for i in members if (s := jobs[i].site._fxmask_score) is not None] or None
         block = jobs[members[0]].site._fxmask_config.block
-        for i, (mask, lists) in zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block), strict=True):
+        for i, (mask, lists) in zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block, scores), strict=True):
             found[i] = (mask, lists if state.reads_lists(jobs[i].site, mask.device) else None)
     tied: dict[object, Tensor] = {}  # of a weight that several layers share, each of which loads: one mask, and a copy for each
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):

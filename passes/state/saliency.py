@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...kernels import scoring
 from ...kernels.bits import bits_as
 from ...kernels.errors import UnsupportedError, message
-from ...kernels.grid import as_matrix, to_blocks
-from ...kernels.score import CRITERIA, block_keys, sum_of_keys
+from ...kernels.grid import as_matrix
+from ...kernels.saliency import BY_GRADIENT, block_sums, taken
+from ...kernels.score import CRITERIA, sum_of_keys
 from . import ranks
 
 if TYPE_CHECKING:
@@ -36,24 +38,19 @@ MOMENTA = ("exp_avg", "momentum_buffer")  # of Adam's family, of SGD
 NORMS = tuple(c for c in CRITERIA if c != "random")
 
 
-def norms(w: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
+def norms(w: Tensor, block: tuple[int, int], criterion: str, impl: str = "auto") -> Tensor:
     """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
-    keys = block_keys(as_matrix(w), block, criterion)
+    return norms_of(scoring.block_keys(as_matrix(w.detach()), block, criterion, impl), w, criterion)
+
+
+def norms_of(keys: Tensor, w: Tensor, criterion: str) -> Tensor:
+    """The norms that keys stand for."""
     if criterion == "linf" or not w.numel():
         return bits_as(keys, torch.float32)
     if criterion == "spectral":  # of the weight as scaled by a power of two
         return torch.ldexp(bits_as(keys, torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)
     sums = sum_of_keys(keys)
     return (sums.sqrt() if criterion == "fro" else sums).float()
-
-
-def saliency(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str) -> Tensor:
-    """One step's `gradient`, `taylor` or `movement` of each block, float32 [NB, KB]. w, grad: (N, K)."""
-    g = grad.detach().float()
-    if criterion == "gradient":
-        return to_blocks(g, block).square().sum(-1).sqrt()
-    products = to_blocks(g * w.detach().float(), block).sum(-1)
-    return products.abs() if criterion == "taylor" else -products
 
 
 @torch.no_grad()
@@ -79,28 +76,16 @@ def observe(
         return
     new = _new_score(site, weight, state, stateless)
     if new is not None:
-        old = site._fxmask_score
-        assert old is not None  # of sites that observe
-        by_gradient = c.criterion in ("gradient", "taylor", "movement")
+        assert site._fxmask_score is not None  # of sites that observe
+        by_gradient = c.criterion in BY_GRADIENT  # a norm that is not finite is the weight's, and is seen
         if by_gradient and scale is not None:
             new = new / scale
-        if c.criterion == "movement":
-            blended = (c.average or 1.0) * old + new
-        else:
-            goes_on = torch.isfinite(old) & (old != 0).any()  # an average begins with its first value
-            blended = torch.where(goes_on, c.average * old + (1 - c.average) * new, new) if c.average else new
-        # a norm that is not finite is the weight's, and is seen
-        old.copy_(torch.where(_holds(new, skipped), blended, old) if by_gradient else blended)  # in place, where a CUDA graph finds it again
+        # in place, where a CUDA graph finds it again
+        scoring.take_in(site._fxmask_score, new, c.average, c.criterion == "movement", by_gradient, skipped, c.impl)
     if c.wants_growth and weight.grad is not None and (c.backward != "rigl" or site._fxmask_dense_now):
-        growth = saliency(weight, weight.grad, c.block, "gradient")
+        growth = scoring.saliency_of(as_matrix(weight.detach()), as_matrix(weight.grad.detach()), c.block, "gradient", c.impl)
         before = torch.zeros_like(growth) if site._fxmask_growth is None else site._fxmask_growth
-        site._fxmask_growth = torch.where(_holds(growth, skipped), growth, before)
-
-
-def _holds(new: Tensor, skipped: Tensor | None) -> Tensor:
-    """Whether what a gradient shows is of a step that is taken: 0-d bool."""
-    finite = torch.isfinite(new).all()
-    return finite if skipped is None else finite & (skipped.to(new.device) == 0).all()
+        site._fxmask_growth = torch.where(taken(growth, skipped), growth, before)
 
 
 def refuse_shard(site: Site, weight: Tensor) -> None:
@@ -116,7 +101,7 @@ def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None, stat
     if not c.observes:
         return None
     if c.criterion in NORMS:
-        return norms(weight, c.block, c.criterion)
+        return norms(weight, c.block, c.criterion, c.impl)
     if c.criterion == "momentum":
         assert state is not None  # fxmask.step refuses
         found = next((state[k] for k in MOMENTA if isinstance(state.get(k), Tensor)), None)
@@ -126,8 +111,7 @@ def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None, stat
             got = ", ".join(map(str, state)) or "none"
             what = f"criterion='momentum' reads the optimiser's first moment: expected one of {', '.join(MOMENTA)}, got {got}."
             raise UnsupportedError(message(what, site._fxmask_name, "use Adam, AdamW or SGD with momentum; or criterion='gradient' with average=0.9."))
-        blocks = to_blocks(found.detach().float().abs(), c.block)
-        return blocks.sum(-1) / to_blocks(torch.ones_like(weight, dtype=torch.float32), c.block).sum(-1)
+        return block_sums(found.detach().float().abs(), c.block) / block_sums(torch.ones_like(weight, dtype=torch.float32), c.block)
     if weight.grad is None:
         return None
-    return saliency(weight, weight.grad, c.block, c.criterion)
+    return scoring.saliency_of(as_matrix(weight.detach()), as_matrix(weight.grad.detach()), c.block, c.criterion, c.impl)

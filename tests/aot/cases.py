@@ -16,6 +16,7 @@ import torch
 from record import MATMULS, Config, configure, recording
 from torch import Tensor
 
+from fxmask.kernels.grid import grid_shape
 from fxmask.kernels.lists import LISTED
 from fxmask.kernels.triton import (
     aside,
@@ -31,6 +32,7 @@ from fxmask.kernels.triton import (
     prune_launch,
     pruned_matmul,
     refresh,
+    saliency,
     sampled_matmul,
     selection,
     strip_lists,
@@ -38,7 +40,7 @@ from fxmask.kernels.triton import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-KERNEL_MODULES = (draw, elementwise, keys, list_matmul, nm, pruned_matmul, sampled_matmul, selection, strip_lists)
+KERNEL_MODULES = (draw, elementwise, keys, list_matmul, nm, pruned_matmul, saliency, sampled_matmul, selection, strip_lists)
 
 BLOCKS = list(itertools.product(LISTED, LISTED))
 SMALL_BLOCKS = [(1, 1), (1, 8), (4, 1), (2, 4), (8, 8), (3, 5), (7, 64)]  # what is masked and cast, then multiplied densely
@@ -170,18 +172,31 @@ def block_keys(dtype: torch.dtype, block: tuple[int, int], edge: str) -> None:
     refresh.block_keys(rows(e.out_features, e.in_features, e.pad, dtype), block)
 
 
-def select(blocks: int) -> None:
-    refresh.select(meta(blocks, dtype=torch.int32), meta(1, dtype=torch.int64))
+def block_saliency(dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], edge: str, criterion: str) -> None:
+    """Of a weight and its gradient."""
+    e = EDGES[edge]
+    saliency.saliency(rows(e.out_features, e.in_features, e.pad, dtypes[0]), rows(e.out_features, e.in_features, 0, dtypes[1]), block, criterion)
+
+
+def take_in(blocks: int, average: float, adds: bool, holds: bool, skips: bool) -> None:
+    scores, new = meta(blocks, dtype=FP32), meta(blocks, dtype=FP32)
+    saliency.take_in(scores, new, average, adds, holds, meta(1, dtype=FP32) if skips else None)
+
+
+def select(blocks: int, scored: bool) -> None:
+    refresh.select(meta(blocks, dtype=torch.int32), meta(1, dtype=torch.int64), meta(blocks, dtype=FP32) if scored else None)
 
 
 def lists(block: tuple[int, int], features: int) -> None:
     refresh.strip_lists(mask_of(Edge(features, features), block), block)
 
 
-def group(dtype: torch.dtype, block: tuple[int, int], features: int, pad: int) -> None:
-    """Keys, selection and lists of several weights at once."""
+def group(dtype: torch.dtype, block: tuple[int, int], features: int, pad: int, scored: bool) -> None:
+    """Keys, selection and lists of several weights at once; scores where one program can select among so many blocks."""
     weights = [rows(features, f, pad, dtype) for f in (features, 4 * features)]
-    refresh.refresh_group(weights, [meta(1, dtype=torch.int64)] * 2, block)
+    grids = [grid_shape(w.shape, block) for w in weights]
+    scored = scored and max(nb * kb for nb, kb in grids) <= refresh.SELECT_MAX
+    refresh.refresh_group(weights, [meta(1, dtype=torch.int64)] * 2, block, [meta(*g, dtype=FP32) for g in grids] if scored else None)
 
 
 def pruned_dw(precision: str, features: int, edge: str, mask_block: tuple[int, int] | None, splits: int) -> None:
@@ -217,9 +232,12 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (zero_masked, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (set_aside, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
-    (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376],)),
+    (block_saliency, ([(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)], BLOCKS, ["even", "ragged8", "ragged4"], list(saliency.CRITERIA))),
+    (take_in, ([1, 100, 4096, 229_376], [0.0, 0.9], [False, True], [False, True], [False, True])),
+    (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376], [False])),
+    (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX], [True])),
     (lists, (BLOCKS, [1000, 14336, 131072])),
-    (group, ([FP32, BF16, FP16], BLOCKS, [384, 4096], [0, 8])),
+    (group, ([FP32, BF16, FP16], BLOCKS, [384, 4096], [0, 8], [False, True])),
     (pruned_dw, (list(PRECISIONS), list(LISTED), list(EDGES), [None, *SQUARES, (128, 16), (16, 128), (2, 4)], [1, 4])),
     (nm_mask, ([(FP32, FP32), (FP32, BF16), (FP32, FP16), (BF16, BF16), (FP16, FP16)], [2, 4, 8], [4096, 4088])),
 ]
@@ -233,9 +251,11 @@ SMOKE: list[tuple[Op, Case]] = [
     (tile, (BF16, (128, 128), 4, False, "even")),
     *((dropped_op, (op, "bf16", (128, 128), "even", 4096, True)) for op in ("forward", "dx", "dw")),
     (drop_mask, (4096,)),
-    (group, (FP32, (16, 16), 4096, 0)),
-    (group, (BF16, (64, 64), 384, 0)),
-    (select, (1000,)),
+    (group, (FP32, (16, 16), 4096, 0, False)),
+    (group, (BF16, (64, 64), 384, 0, True)),
+    (select, (1000, False)),
+    (block_saliency, ((FP32, BF16), (32, 32), "ragged8", "taylor")),
+    (take_in, (4096, 0.9, False, True, True)),
     (mask_cast, ((FP32, BF16), (2, 4), "even")),
     (zero_masked, (BF16, (16, 16), "even")),
     (set_aside, (FP32, (16, 16), "even")),

@@ -13,8 +13,8 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "benchmarks" / "host_time.py"
 
 
 @functools.cache
-def measured(contender, refresh):
-    command = [sys.executable, str(PROGRAM), "--contender", contender, "--refresh", str(refresh), "--layers", "2", "--steps", "3"]
+def measured(contender, refresh, *more):
+    command = [sys.executable, str(PROGRAM), "--contender", contender, "--refresh", str(refresh), "--layers", "2", "--steps", "3", *more]
     return ast.literal_eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -34,8 +34,20 @@ def test_what_a_layer_launches(contender, refresh, launches):
     assert min(row[f"{part}_us"] for part in ("forward", "backward", "step")) > 0 and row["calls"] > 0
 
 
+def test_what_scores_that_last_launch():
+    """Two launches a layer for them, and as many for the masks as norms take; PyTorch is called for flips, which masks of norms do not count."""
+    row, norms = measured("freeze", 1, "--criterion", "taylor", "--average", "0.9"), measured("freeze", 1)
+    assert row["launches_of_ours"] == pytest.approx((5 + 2 * 2 + 4 + 2) / 2, abs=0.01)
+    assert row["criterion"] == "taylor" and 0 < row["calls"] - norms["calls"] <= 4
+
+
 @pytest.mark.parametrize(
-    ("words", "text"), [(["--layers", "0"], "--layers: expected at least 1, got 0"), (["--refresh", "-1"], "expected an int of at least 0, got -1")]
+    ("words", "text"),
+    [
+        (["--layers", "0"], "--layers: expected at least 1, got 0"),
+        (["--refresh", "-1"], "expected an int of at least 0, got -1"),
+        (["--criterion", "size"], "got 'size'"),
+    ],
 )
 def test_what_cannot_be_measured(words, text):
     done = subprocess.run([sys.executable, str(PROGRAM), *words], capture_output=True, text=True)

@@ -10,9 +10,12 @@ from torch import nn
 
 import fxmask
 from fxmask.bench.tolerance import allowed, largest
-from fxmask.kernels import dropout, dropout_ops, lists, ops, reference
+from fxmask.kernels import dropout, dropout_ops, lists, ops, reference, saliency
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count
+from fxmask.kernels.score import block_keys
+from fxmask.kernels.select import select_ranked
 from fxmask.kernels.triton import launch, refresh
+from fxmask.kernels.triton import saliency as triton_saliency
 from fxmask.kernels.triton.device import LAUNCHES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
@@ -142,6 +145,32 @@ def check_group(device, shapes, block, dtype, ratio=0.7):
     for w, keep, (mask, packed) in zip(weights, keeps, found, strict=True):
         assert torch.equal(mask.cpu(), reference.block_index(w, keep, keep, block, "fro", "lowest", 0))
         check_same_lists(packed.cpu(), mask.cpu(), block)
+
+
+def check_scores(device, shapes, block, dtype, ratio=0.7):
+    """Scores off gradients near float64, their averages to the bit, and the masks of a model by them: those of the CPU, whatever ties."""
+    weights, gradients = ([torch.randn(shape).to(dtype) for shape in shapes] for _ in range(2))
+    grids = [grid_shape(shape, block) for shape in shapes]
+    for w, grad in zip(weights, gradients, strict=True):
+        for criterion in saliency.BY_GRADIENT:
+            got = triton_saliency.saliency(w.to(device), grad.to(device), block, criterion).cpu().double()
+            exact = saliency.block_sums((grad.double() * (grad if criterion == "gradient" else w).double()), block)
+            size = saliency.block_sums((grad.double() * (grad if criterion == "gradient" else w).double()).abs(), block).max()
+            exact = {"gradient": exact.sqrt(), "taylor": exact.abs(), "movement": -exact}[criterion]
+            assert float((got - exact).abs().max()) <= 1e-5 * float(size)
+    for average, adds, skipped in ((0.9, False, None), (0.0, True, torch.zeros(1)), (0.9, False, torch.ones(1)), (0.0, False, None)):
+        scores, new = torch.randn(grids[0]), torch.randn(grids[0])
+        ours = scores.to(device)
+        triton_saliency.take_in(ours, new.to(device), average, adds, True, None if skipped is None else skipped.to(device))
+        saliency.take_in(scores, new, average, adds, True, skipped)
+        assert torch.equal(ours.cpu(), scores)
+    for scores in ([torch.randn(g) for g in grids], [torch.randint(-1, 2, g).float() for g in grids]):
+        keeps = [torch.tensor(keep_count(nb * kb, ratio)) for nb, kb in grids]
+        with poisoned():
+            found = refresh.refresh_group(*([t.to(device) for t in ts] for ts in (weights, keeps)), block, [s.to(device) for s in scores])
+        for w, keep, s, (mask, packed) in zip(weights, keeps, scores, found, strict=True):
+            assert torch.equal(mask.cpu(), select_ranked(s, block_keys(w, block, "fro"), keep))
+            check_same_lists(packed.cpu(), mask.cpu(), block)
 
 
 def check_token_mixing(device, shape, block, dtype, ratio=0.7):

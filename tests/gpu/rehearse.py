@@ -20,6 +20,7 @@ CASES = [
     *((bodies.check_mask, ("cpu", w, block, 0.7)) for w in (W, W.half(), torch.zeros(100, 130)) for block in ((16, 16), (64, 32))),
     (bodies.check_lists, ("cpu", torch.rand(8, 10, generator=torch.Generator().manual_seed(0)) < 0.3, (16, 16))),
     (bodies.check_group, ("cpu", ((100, 130), (64, 64), (17, 300)), (32, 16), torch.float16)),
+    (bodies.check_scores, ("cpu", ((100, 130), (64, 64), (17, 300)), (32, 16), torch.float16)),
     (bodies.check_token_mixing, ("cpu", (2, 24, 96, 64), (16, 16), torch.float16)),
     *((bodies.check_dropout, ("cpu", (70, 64, 96), block, 0.5, p, 5)) for p in ("fp16", "fp32") for block in ((16, 32), (64, 64), (3, 5))),
     (bodies.check_dropout_repeats, ("cpu", (150, 32, 64), (16, 16), 0.5, "fp16", 1)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.bodies import check_group, check_lists, check_mask
+from gpu.bodies import check_group, check_lists, check_mask, check_scores
 
 pytestmark = pytest.mark.gpu
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (16, 128), (64, 32), (3, 5)]
@@ -49,3 +49,10 @@ def test_lists(block):
 @pytest.mark.parametrize("block", [(16, 16), (64, 64), (128, 32)], ids=str)
 def test_a_model_at_once(block, dtype):
     check_group("cuda", ((1536, 384), (384, 1536), (4096, 4096), (1000, 500), (1, 1)), block, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [(32, 32), (64, 64), (128, 32)], ids=str)
+def test_scores_off_gradients_and_masks_by_them(block, dtype):
+    """The largest grid is as large as one program selects among, at 32 x 32."""
+    check_scores("cuda", ((1536, 384), (384, 1536), (4096, 4096), (1000, 500), (1, 1)), block, dtype)

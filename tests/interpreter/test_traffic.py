@@ -12,7 +12,7 @@ import fxmask
 from fxmask.kernels import cost, mask_cost, matmul_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count, kept_elements
 from fxmask.kernels.strides import tokens_inner
-from fxmask.kernels.triton import launch, masked_dense, refresh, tiles
+from fxmask.kernels.triton import launch, masked_dense, refresh, saliency, tiles
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -156,6 +156,23 @@ def test_metadata(shape, block, ratio, dtype, has_bias, extra):
     agrees(recorded(refresh.block_keys, w, block)["block_keys"], mask_cost.block_keys((n, k), block, dtype.itemsize))
     keys, keep = torch.arange(nb * kb, dtype=torch.int32).reshape(nb, kb), torch.tensor(keep_count(nb * kb, ratio))
     agrees(recorded(refresh.select, keys, keep)["select"], mask_cost.select(nb * kb))
+    scores = torch.arange(nb * kb).sub(nb * kb // 2).div(3, rounding_mode="floor").float().reshape(nb, kb)  # at most three tie
+    ties = int((scores == scores.flatten().sort(descending=True).values[keep - 1]).sum())
+    agrees(recorded(refresh.select, keys, keep, scores)["select"], mask_cost.select(nb * kb, ties))
+
+
+@case
+def test_scores_off_gradients(shape, block, ratio, dtype, has_bias, extra):
+    """Weight and gradient once, and nothing of their size is written."""
+    _, n, k = shape
+    nb, kb = grid_shape((n, k), block)
+    w, grad = make(n, k, dtype, extra), make(n, k, FP32, "")
+    for criterion in saliency.CRITERIA:
+        entry = recorded(saliency.saliency, w, grad, block, criterion)["saliency"]
+        agrees(entry, mask_cost.saliency((n, k), block, dtype.itemsize, 4, criterion != "gradient"))
+    for average in (0.0, 0.9):
+        entry = recorded(saliency.take_in, torch.rand(nb, kb), torch.rand(nb, kb), average, False, True)["take_in"]
+        agrees(entry, mask_cost.take_in(nb * kb, average > 0))
 
 
 @pytest.mark.parametrize("tile", [tiles.Tile(32, 64, 32, 4, 2), tiles.Tile(16, 256, 64, 4, 2)], ids=["strip-below-a-block", "strip-of-16-blocks"])

@@ -12,6 +12,7 @@ from torch import nn, optim
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
+from fxmask.kernels.select import select_blocks, select_ranked
 from fxmask.passes.state.ranking import ranks_of, regrown
 
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan])
@@ -28,6 +29,19 @@ def test_ranks_have_the_exact_order_of_the_scores(pairs):
     expected = torch.empty(len(pairs), dtype=torch.int32)
     expected[best] = torch.arange(len(pairs), dtype=torch.int32)
     assert torch.equal(got, expected)
+
+
+@given(st.lists(st.tuples(VALUES, st.integers(0, 2**31 - 1) | st.integers(0, 2)), min_size=1, max_size=40), st.data())
+@examples(300)
+def test_a_mask_of_the_best_scores_lets_keys_decide_ties(pairs, data):
+    """By the scores, then by the keys, then by the index; in Python's arithmetic. The ranks of both say the same."""
+    keep = data.draw(st.integers(1, len(pairs)))
+    scores, keys = torch.tensor([s for s, _ in pairs], dtype=torch.float32)[None], torch.tensor([k for _, k in pairs], dtype=torch.int32)[None]
+    best = sorted(range(len(pairs)), key=lambda i: (math.isnan(pairs[i][0]), _key(pairs[i][0]), pairs[i][1], -i))[-keep:]
+    expected = torch.zeros(1, len(pairs), dtype=torch.bool)
+    expected[0, best] = True
+    assert torch.equal(select_ranked(scores, keys, torch.tensor(keep)), expected)
+    assert torch.equal(select_blocks(ranks_of(scores, keys), torch.tensor(keep)), expected)
 
 
 def _key(value):

@@ -1,0 +1,46 @@
+"""Scores by the form that is fastest where a weight lies: `kernels.cpu.score`, Triton's kernels, or the plain one. Keys have the same bits in all of them;
+sums of gradients, as any sum of floats, the same on one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from . import dispatch, saliency, score
+from .cpu import score as cpu_score
+
+
+def block_keys(w: Tensor, block: tuple[int, int], criterion: str, impl: str = "auto") -> Tensor:
+    """As `kernels.score.block_keys`, bit for bit. w: (N, K)."""
+    if w.is_cpu and impl in ("auto", "cpu") and not isinstance(w, FakeTensor):
+        return cpu_score.block_keys(w, block, criterion)
+    kernels = _kernels(w, impl)
+    if kernels is not None and kernels.scores(w, block, criterion):
+        keys: Tensor = kernels.block_keys(w, block)
+        return keys
+    return score.block_keys(w, block, criterion)
+
+
+def saliency_of(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str, impl: str = "auto") -> Tensor:
+    """As `kernels.saliency.saliency`. w, grad: (N, K)."""
+    kernels = _kernels(w, impl)
+    if kernels is not None and kernels.sums(w, grad, block):
+        sums: Tensor = kernels.saliency(w, grad, block, criterion)
+        return sums
+    return saliency.saliency(w, grad, block, criterion)
+
+
+def take_in(scores: Tensor, new: Tensor, average: float, adds: bool, holds: bool, skipped: Tensor | None = None, impl: str = "auto") -> None:
+    """As `kernels.saliency.take_in`."""
+    kernels = _kernels(scores, impl)
+    of = saliency if kernels is None or not (scores.is_contiguous() and new.is_contiguous()) else kernels
+    of.take_in(scores, new, average, adds, holds, skipped)
+
+
+def _kernels(t: Tensor, impl: str) -> Any:
+    """The Triton kernels where they run and `impl` lets them; None elsewhere."""
+    runs = dispatch.runs_triton(impl, t.device) or (impl == "auto" and dispatch.kernels_run(t.device))
+    return dispatch.triton_ops() if runs and not isinstance(t, FakeTensor) else None
