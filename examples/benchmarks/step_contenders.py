@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ class Contender(NamedTuple):
     impl: str | None
     compiled: bool
     graphed: bool = False
+    scores: Mapping[str, Any] = MappingProxyType({})  # by which blocks are kept; {}: norms of the weight as it is
 
 
+LASTING = MappingProxyType({"criterion": "taylor", "average": 0.9})  # what docs/accuracy.md recommends
 CONTENDERS = {
     "dense_eager": Contender(None, False),
     "dense_compiled": Contender(None, True),
@@ -39,8 +42,11 @@ CONTENDERS = {
     "dense_compiled_graphed": Contender(None, True, True),
     "fxmask_graphed": Contender("", False, True),
     "fxmask_compiled_graphed": Contender("", True, True),
+    "taylor_masked_dense": Contender("reference", False, scores=LASTING),
+    "taylor_eager": Contender("", False, scores=LASTING),
+    "taylor_graphed": Contender("", False, True, LASTING),
 }
-DEFAULT = tuple(name for name, kind in CONTENDERS.items() if name != "masked_dense_compiled" and not kind.graphed)
+DEFAULT = tuple(name for name, kind in CONTENDERS.items() if name != "masked_dense_compiled" and not (kind.graphed or kind.scores))
 # what tells rows apart, beside the machine and the versions
 NAMES = (
     "code", "threads", "model", "size", "batch", "dtype", "optimizer", "masked_step", "impl", "compile", "block", "ratio", "seed", "contender", "refresh",
@@ -52,7 +58,8 @@ def code() -> str:
     """Hash of what a step runs beside the kernels: fxmask, its passes, the models and these scripts."""
     package, here = Path(fxmask.__file__).parent, Path(__file__).resolve().parents[1]
     ours = [here / "resmlp.py", *(here / "benchmarks" / f"{name}.py" for name in ("step_contenders", "step_group", "step_measure", "step_models"))]
-    return file_hash(sorted([*package.glob("*.py"), *(package / "passes").glob("*.py")]), package)[:6] + file_hash(ours, here)[:6]
+    folders = (".", "compiler", "cuda_graphs", "guards", "nm", "passes", "passes/*")  # of what a step runs
+    return file_hash(sorted(p for folder in folders for p in package.glob(f"{folder}/*.py")), package)[:6] + file_hash(ours, here)[:6]
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def runner(s: Setting, name: str, refresh: int | None, batch: tuple[Tensor, Tens
     step_models.check_inputs(model, *batch)
     step_models.check_maskable(model, include)
     if kind.impl is not None:
-        fxmask.apply(model, ratio=s.ratio, block=(s.block, s.block), refresh=refresh or 1, include=include, impl=kind.impl or s.impl)
+        fxmask.apply(model, ratio=s.ratio, block=(s.block, s.block), refresh=refresh or 1, include=include, impl=kind.impl or s.impl, **kind.scores)
     optimizer = _optimizer(s, model, kind.graphed)
     if kind.impl is not None:
         fxmask.guard(optimizer, model, "freeze", masked_step=s.masked_step and not kind.impl and not kind.graphed)

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from benchmarks import step_measure as measuring
 from benchmarks import step_models
-from benchmarks.step_contenders import NAMES, Setting, instances, planned, runner
+from benchmarks.step_contenders import CONTENDERS, NAMES, Setting, instances, planned, runner
 from benchmarks.step_measure import Runner, Watch, amortised
 from fxmask.bench import clock
 from fxmask.bench.provenance import clocks, utc
@@ -87,9 +87,9 @@ def _times(row: Row, found: dict[tuple[str, int | None], dict[str, Any]]) -> Row
 
 
 def gate(row: Row, found: dict[tuple[str, int | None], dict[str, Any]], dtype: str) -> Row:
-    """Whether the losses are those of the eager contender of the same kind: dense, or masked-dense. Nothing where that is not among them."""
+    """Whether the losses are those of the eager contender of the same kind: dense, or masked-dense by the same scores. Nothing where that is not among them."""
     name, n = _instance(row)
-    base = found.get(("dense_eager" if n is None else "masked_dense", n))
+    base = found.get(("dense_eager" if n is None else "taylor_masked_dense" if CONTENDERS[name].scores else "masked_dense", n))
     if base is None:
         return {}
     pairs = list(zip(found[name, n]["losses"], base["losses"], WRONG[dtype], strict=True))

@@ -47,6 +47,16 @@ def test_steps_as_graphs(tmp_path):
     assert all((r["peak_bytes"] == "") == ("graphed" in r["contender"]) for r in rows)
 
 
+def test_steps_by_scores_that_last(tmp_path):
+    """Beside those by norms, and right beside masked-dense by the same scores."""
+    named = ("masked_dense", "fxmask_eager", "taylor_masked_dense", "taylor_eager")
+    rows = run(tmp_path / "a.csv", "--contenders", *named, "--refresh", "1", "--warm-up", "4")
+    assert [(r["contender"], r["gate"]) for r in rows] == [(name, "pass") for name in named]
+    s = setting()
+    lasting = [name for name in named if step_contenders.runner(s, name, 1, step_models.data(s.spec)).model.blocks[0].fc1._fxmask_config.average == 0.9]
+    assert lasting == ["taylor_masked_dense", "taylor_eager"]
+
+
 def numbers(row, *columns):
     return [float(row[c]) for c in columns]
 
