@@ -7,7 +7,8 @@
 The contenders of one model, batch, block and ratio take their steps in turns, so that whatever slows the machine down slows all of them. Masks of refresh 1
 are built in every forward. Those of refresh N are timed on steps that rebuild them and on steps that do not (`ms_rebuild`, `ms_plain`), in alternation, and the
 row has plain + (rebuild - plain) / N; its p10 and p90 are made so of the percentiles. `x_dense` is the faster of the dense contenders over this one.
-`*_graphed`: a step as one CUDA graph (`fxmask.graphed`, the optimiser fused), by `--contenders` alone; on a CPU it runs as it is.
+`*_graphed`: a step as one CUDA graph (`fxmask.graphed`, the optimiser fused), by `--contenders` alone; on a CPU it runs as it is. `taylor_*`, too: masks by
+Taylor's scores with an average of 0.9, which every step takes in, and which are rebuilt behind it (docs/accuracy.md).
 
 Rows of a group are written together: a run that is stopped keeps finished groups, and the same command goes on. A row of a machine that was busy says so
 (`busy`, `verdict`) and counts; `--again` measures it anew. Without a source of its own a column is empty: energy without NVML, bytes measured always.
