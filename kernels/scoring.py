@@ -36,7 +36,7 @@ def saliency_of(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str,
 def take_in(scores: Tensor, new: Tensor, average: float, adds: bool, holds: bool, skipped: Tensor | None = None, impl: str = "auto") -> None:
     """As `kernels.saliency.take_in`."""
     kernels = _kernels(scores, impl)
-    of = saliency if kernels is None or not (scores.is_contiguous() and new.is_contiguous()) else kernels
+    of = kernels if kernels is not None and kernels.takes_in(scores, new) else saliency
     of.take_in(scores, new, average, adds, holds, skipped)
 
 

@@ -28,6 +28,7 @@ from .refresh import refresh_group as refresh_group
 from .saliency import saliency as saliency
 from .saliency import sums as sums
 from .saliency import take_in as take_in
+from .saliency import takes_in as takes_in
 from .tiles import SELECT_MAX
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from ..grid import grid_shape
 from ..lists import listed
 from . import device
-from .tiles import keys_tile
+from .tiles import SELECT_MAX, keys_tile
 
 CRITERIA = ("gradient", "taylor", "movement")
 SCORES = 4096  # of a pass of the program that averages
@@ -129,6 +129,11 @@ def saliency(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str) ->
         CRITERION=CRITERIA.index(criterion), KM=km, WM=wm, GM=gm, BH=bh, BW=bw, TN=tn, TK=tk, num_warps=16 if tn * tk > 8192 else 8,
     )  # fmt: skip
     return out
+
+
+def takes_in(scores: Tensor, new: Tensor) -> bool:
+    """Whether the kernel takes scores and what goes into them. One program reads them all: of very many, as of single weights, the plain form is faster."""
+    return scores.numel() <= SELECT_MAX and scores.is_contiguous() and new.is_contiguous()
 
 
 def take_in(scores: Tensor, new: Tensor, average: float, adds: bool, holds: bool, skipped: Tensor | None = None) -> None:

@@ -155,11 +155,13 @@ def test_steps_by_kernels_are_those_of_the_reference():
             assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_selections_among_very_many_blocks_are_the_plain_ones(monkeypatch):
+def test_very_many_blocks_are_averaged_and_selected_by_the_plain_forms(monkeypatch):
+    """One program would read them all."""
     expected = [fxmask.masks(model) for model, _ in trained("triton", criterion="taylor", average=0.9)]
-    monkeypatch.setattr(implementation, "SELECT_MAX", 21)  # the grids have 24, 30 and 20 blocks
+    for module in (implementation, saliency):
+        monkeypatch.setattr(module, "SELECT_MAX", 21)  # the grids have 24, 30 and 20 blocks
     for (model, found), masks in zip(trained("triton", criterion="taylor", average=0.9), expected, strict=True):
-        assert found["select"] == 1 and found["block_keys"] == 3
+        assert found["select"] == found["take_in"] == 1 and found["block_keys"] == 3
         assert all(torch.equal(mask, masks[name]) for name, mask in fxmask.masks(model).items())
 
 
