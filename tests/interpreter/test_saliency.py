@@ -72,6 +72,18 @@ def test_averages_to_the_bit(n, holds):
             assert torch.equal(scores.view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.parametrize("at", [0, 4999])
+def test_one_of_many_decides_wherever_it_stands(at):
+    """What is not finite, and the only score that is not 0: in the first pass of the program, or in its last."""
+    one = torch.zeros(5000)
+    one[at] = 1.0
+    for scores, new in ((torch.ones(5000), torch.where(one > 0, NAN, one)), (one, torch.ones(5000))):
+        expected = scores.clone()
+        plain.take_in(expected, new, 0.9, False, True)
+        saliency.take_in(scores, new, 0.9, False, True)
+        assert torch.equal(scores, expected) and not torch.equal(scores, new)
+
+
 def scored(n, kind, g):
     return {
         "random": torch.randn(n, generator=g),
