@@ -35,5 +35,6 @@ def said_of(found: Iterable[Site], fading: list[Site]) -> list[str]:
     scored = [s for s in found if (c := s._fxmask_config).remembers and (c.criterion != GIVEN or c.gain)]
     if scored:
         what = f"{len(scored)} masks take in scores, or change their weights, between steps; the bytes of that are not counted"
-        notes.append(f"{what}: kernels read weight, gradient and momenta at most once a step and the weight once at a rebuild, plain PyTorch several times.")
+        reads = "kernels read weight and gradient at most once a step, and the weight once at a rebuild; plain PyTorch, as for momenta and gain, several times"
+        notes.append(f"{what}: {reads}.")
     return notes

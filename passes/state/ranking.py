@@ -1,6 +1,7 @@
 """The mask from scores: moving averages and gradients for norms of the weight, hysteresis, regrowth, and what a change of the mask does to the weights.
 
-Runs between steps, on [NB, KB] tensors, in plain PyTorch on any device. The selection itself is `kernels.select`.
+Runs between steps. The weight is read by `kernels.scoring`; what follows is on [NB, KB] tensors, in plain PyTorch on any device. The selection itself is
+`kernels.select`. Masks of the best scores alone do not come here where kernels build them in groups (`in_groups`, `passes.state.rebuild`).
 """
 
 from __future__ import annotations

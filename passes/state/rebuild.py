@@ -96,7 +96,7 @@ def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
 
 
 def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
-    """Masks and lists: in groups of one dtype, block and device where the kernels build them, one by one elsewhere."""
+    """Masks and lists: in groups of one dtype, block and device, with scores or without, where the kernels build them, one by one elsewhere."""
     groups: dict[object, list[int]] = {}
     for i, (site, weight, *_) in enumerate(jobs):
         c = site._fxmask_config
