@@ -44,7 +44,7 @@ def size_of(c: WeightMask) -> str:
 
 def in_groups(c: WeightMask) -> bool:
     """Whether a mask is that of the best scores, or norms, alone, as kernels make it for many weights at once; what else there is, is `ranked`."""
-    return not c.remembers or not (c.hysteresis or c.regrow is not None or c.criterion in (GIVEN, "random"))
+    return not (c.hysteresis or c.regrow is not None or c.criterion in (GIVEN, "random"))
 
 
 def ranked(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:

@@ -47,7 +47,7 @@ def test_what_the_kernel_does_not_take():
     w = torch.ones(64, 64)
     assert saliency.sums(w, w, (16, 16))
     assert not saliency.sums(w, w, (16, 12)) and not saliency.sums(w.double(), w, (16, 16)) and not saliency.sums(w, w.double(), (16, 16))
-    assert not saliency.sums(w[:0], w[:0], (16, 16))
+    assert not saliency.sums(w[:0], w[:0], (16, 16)) and not saliency.sums(w, w.to("meta"), (16, 16))
 
 
 @pytest.mark.parametrize("n", [1, 5, 40, 5000])
@@ -177,11 +177,14 @@ def test_very_many_blocks_are_averaged_and_selected_by_the_plain_forms(monkeypat
         assert all(torch.equal(mask, masks[name]) for name, mask in fxmask.masks(model).items())
 
 
-OTHERS = [{"hysteresis": 0.5}, {"criterion": "taylor", "hysteresis": 0.5}, {"regrow": fxmask.Regrow("random", 0.5)}]
+OTHERS = [
+    {"hysteresis": 0.5}, {"criterion": "taylor", "hysteresis": 0.5}, {"regrow": fxmask.Regrow("random", 0.5)}, {"criterion": "random", "refresh": 2},
+    {"criterion": "random", "gain": True},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=str)
-def test_masks_that_go_by_more_than_scores(options):
+def test_masks_that_go_by_more_than_scores_or_by_none(options):
     """One by one, in plain PyTorch behind the keys: the reference's."""
     for (ours, found), (theirs, _) in zip(*(trained(impl, **options) for impl in ("triton", "reference")), strict=True):
         assert "select" not in found
