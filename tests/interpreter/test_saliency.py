@@ -9,7 +9,7 @@ from torch import nn
 
 import fxmask
 from fxmask.kernels import saliency as plain
-from fxmask.kernels import score, select
+from fxmask.kernels import score, scoring, select
 from fxmask.kernels.grid import grid_shape, to_blocks
 from fxmask.kernels.triton import device, implementation, refresh, saliency
 
@@ -101,7 +101,7 @@ def test_selection_by_scores_and_then_by_keys(n, kind):
     scores = scored(n, kind, g)[None]
     for most in (3, 2**31 - 1):
         keys = torch.randint(0, most, (1, n), generator=g, dtype=torch.int32)
-        for k in sorted({1, 2, n // 3, n // 2, n - 1, n} & set(range(1, n + 1))):
+        for k in sorted({1, 2, n // 3, n // 2, 2 * n // 3, n - 1, n} & set(range(1, n + 1))):  # two thirds: among both zeros of the special ones
             mask = refresh.select(keys, torch.tensor(k), scores)
             assert int(mask.sum()) == k
             assert torch.equal(mask, select.select_ranked(scores, keys, torch.tensor(k))), k
@@ -190,6 +190,13 @@ def test_masks_that_go_by_more_than_scores_or_by_none(options):
         assert "select" not in found
         for name, mask in fxmask.masks(ours).items():
             assert torch.equal(mask, fxmask.masks(theirs)[name])
+
+
+def test_what_scores_take_in_may_lie_in_another_order():
+    new, scores, expected = torch.randn(4, 6).t(), torch.zeros(6, 4), torch.zeros(6, 4)
+    scoring.take_in(scores, new, 0.5, False, False, impl="triton")
+    plain.take_in(expected, new, 0.5, False, False)
+    assert torch.equal(scores, expected)
 
 
 def test_scores_that_do_not_lie_in_one_piece():
