@@ -158,6 +158,14 @@ def test_steps_of_a_model(options, launches):
                 assert torch.equal(layer._fxmask_mask, chosen)
 
 
+def test_some_layers_with_scores_and_some_without():
+    """A group each."""
+    mixed = dict(criterion="taylor", overrides={"2": dict(criterion="fro", gain=True)})
+    for (ours, found), (theirs, _) in zip(*(trained(impl, 2, **mixed) for impl in ("triton", "reference")), strict=True):
+        assert found["select"] == found["take_in"] == 2
+        assert all(torch.equal(mask, fxmask.masks(theirs)[name]) for name, mask in fxmask.masks(ours).items())
+
+
 def test_steps_by_kernels_are_those_of_the_reference():
     for (ours, _), (theirs, launches) in zip(*(trained(impl, criterion="taylor", average=0.9) for impl in ("triton", "reference")), strict=True):
         assert not launches
@@ -179,12 +187,12 @@ def test_very_many_blocks_are_averaged_and_selected_by_the_plain_forms(monkeypat
 
 OTHERS = [
     {"hysteresis": 0.5}, {"criterion": "taylor", "hysteresis": 0.5}, {"regrow": fxmask.Regrow("random", 0.5)}, {"criterion": "random", "refresh": 2},
-    {"criterion": "random", "gain": True},
+    {"criterion": "random", "gain": True}, {"criterion": "l1", "average": 0.9},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=str)
-def test_masks_that_go_by_more_than_scores_or_by_none(options):
+def test_masks_that_go_by_more_than_scores_or_by_no_norm_of_the_kernels(options):
     """One by one, in plain PyTorch behind the keys: the reference's."""
     for (ours, found), (theirs, _) in zip(*(trained(impl, **options) for impl in ("triton", "reference")), strict=True):
         assert "select" not in found

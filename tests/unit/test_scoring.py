@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxmask
 from fxmask.kernels import saliency, score, scoring
@@ -86,3 +87,10 @@ def test_keys_have_the_same_bits_by_every_form():
     for criterion in score.CRITERIA[:-1]:
         for impl in ("auto", "reference", "cpu"):
             assert torch.equal(scoring.block_keys(w, (16, 16), criterion, impl), score.block_keys(w, (16, 16), criterion))
+
+
+def test_keys_without_values():
+    """Of as many elements as the faster form takes, which asks for values."""
+    with FakeTensorMode():
+        w = torch.empty(200, 150)
+        assert w.numel() >= cpu_score.LEAST and scoring.block_keys(w, (16, 16), "fro").shape == (13, 10)
