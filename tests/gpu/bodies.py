@@ -158,6 +158,8 @@ def check_scores(device, shapes, block, dtype, ratio=0.7):
             size = saliency.block_sums((grad.double() * (grad if criterion == "gradient" else w).double()).abs(), block).max()
             exact = {"gradient": exact.sqrt(), "taylor": exact.abs(), "movement": -exact}[criterion]
             assert float((got - exact).abs().max()) <= 1e-5 * float(size)
+    tiny = torch.full(shapes[0], 1e-21, device=device)  # whose squares are denormal
+    assert (triton_saliency.saliency(tiny, tiny, block, "gradient") > 0).all()
     for average, adds, skipped in ((0.9, False, None), (0.0, True, torch.zeros(1)), (0.9, False, torch.ones(1)), (0.0, False, None)):
         scores, new = torch.randn(grids[0]), torch.randn(grids[0])
         ours = scores.to(device)
