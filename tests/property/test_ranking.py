@@ -194,6 +194,21 @@ def test_random_regrowth_is_a_counter():
     assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
 
 
+def test_exchanges_by_scores():
+    """Of the kept blocks those with the lowest scores leave, and others come: masked ones, whose Taylor scores are 0, would never come by scores."""
+    model, came = linear(regrow=fxmask.Regrow("random", 0.5), criterion="taylor", ratio=0.5), 0
+    old = fxmask.masks(model)["0.weight"]
+    for step, _ in enumerate(training(model, 6)):
+        new = fxmask.masks(model)["0.weight"]
+        if step:
+            scores = model[0]._fxmask_score.flatten()
+            kept = sorted(old.flatten().nonzero().flatten().tolist(), key=lambda i: -float(scores[i]))
+            assert int(new.sum()) == 8 and new.flatten()[kept[:4]].all()
+            came += int((new & ~old).sum())
+        old = new
+    assert came > 3
+
+
 def norm_of(model):
     w, mask = model[0].weight.detach().double(), fxmask.masks(model)["0.weight"]
     return float(torch.where(expand_mask(mask, w.shape, (16, 16)), w, 0).square().sum().sqrt())
