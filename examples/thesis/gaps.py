@@ -46,6 +46,7 @@ OTHER = (
     ("16x16, Muon, as many FLOP: half of the hidden units", f"{MASK16}-bf16", "dense-e2-muon-wd0.1-bf16"),
     ("16x16, twice as wide, beside dense half as wide again", "b16-tokens-whole-d128-muon-wd0.1-bf16", "dense-d96-muon-wd0.1-bf16"),
     ("16x16, taught by a dense run, beside that run", f"{MASK16}-taught", BEST),
+    ("16x16, taught by a dense run, beside that run, 60 epochs", f"{MASK16}-bf16-taught@60", f"{BEST}-bf16@60"),
     ("16x16, goes on from a dense run, beside that run", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16"),
     ("16x16, taught by a wider one, beside dense untaught", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16"),
     ("32x32, taught by a dense run, beside that run", f"{MASK32}-taught", BEST),
