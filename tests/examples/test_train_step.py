@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import plots
 import pytest
 import torch
@@ -55,6 +57,17 @@ def test_steps_by_scores_that_last(tmp_path):
     s = setting()
     lasting = [name for name in named if step_contenders.runner(s, name, 1, step_models.data(s.spec)).model.blocks[0].fc1._fxmask_config.average == 0.9]
     assert lasting == ["taylor_masked_dense", "taylor_eager"]
+
+
+def test_the_hash_of_the_code_is_of_what_a_step_runs(monkeypatch):
+    """Of every folder of the package but those that a step does not enter, and the kernels, which have their own."""
+    hashed = set()
+    monkeypatch.setattr(step_contenders, "file_hash", lambda files, root: hashed.update(p.relative_to(root).as_posix() for p in files) or "0" * 12)
+    step_contenders.code.__wrapped__()
+    package = Path(fxmask.__file__).parent
+    elsewhere = ("kernels", "bench", "analysis", "advice")
+    entered = {p.relative_to(package).as_posix() for folder in (package, package / "passes") for p in folder.rglob("*.py")}
+    assert {name for name in entered if name.split("/")[0] not in elsewhere} <= hashed
 
 
 def numbers(row, *columns):
