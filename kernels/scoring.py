@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensor
 
 from . import dispatch, saliency, score
 from .cpu import score as cpu_score
+from .grid import as_matrix
 
 
 def block_keys(w: Tensor, block: tuple[int, int], criterion: str, impl: str = "auto") -> Tensor:
@@ -25,18 +26,17 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, impl: str = "a
 
 
 def saliency_of(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str, impl: str = "auto") -> Tensor:
-    """As `kernels.saliency.saliency`. w, grad: (N, K)."""
-    kernels = _kernels(w, impl)
-    if kernels is not None and kernels.sums(w, grad, block):
-        sums: Tensor = kernels.saliency(w, grad, block, criterion)
-        return sums
-    return saliency.saliency(w, grad, block, criterion)
+    """As `kernels.saliency.saliency`, of a weight of any shape."""
+    w, grad, kernels = as_matrix(w.detach()), as_matrix(grad.detach()), _kernels(w, impl)
+    of = kernels if kernels is not None and kernels.takes_gradient(w, grad, block) else saliency
+    scores: Tensor = of.saliency(w, grad, block, criterion)
+    return scores
 
 
 def take_in(scores: Tensor, new: Tensor, average: float, adds: bool, holds: bool, skipped: Tensor | None = None, impl: str = "auto") -> None:
     """As `kernels.saliency.take_in`."""
     kernels = _kernels(scores, impl)
-    of = kernels if kernels is not None and kernels.takes_in(scores, new) else saliency
+    of = kernels if kernels is not None and kernels.takes_scores(scores, new) else saliency
     of.take_in(scores, new, average, adds, holds, skipped)
 
 

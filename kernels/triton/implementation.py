@@ -26,9 +26,9 @@ from .device import require as require
 from .refresh import block_keys as block_keys
 from .refresh import refresh_group as refresh_group
 from .saliency import saliency as saliency
-from .saliency import sums as sums
 from .saliency import take_in as take_in
-from .saliency import takes_in as takes_in
+from .saliency import takes_gradient as takes_gradient
+from .saliency import takes_scores as takes_scores
 from .tiles import SELECT_MAX
 
 

@@ -14,10 +14,10 @@ import triton.language as tl
 
 from ..grid import grid_shape
 from ..lists import listed
+from ..saliency import BY_GRADIENT
 from . import device
 from .tiles import SELECT_MAX, keys_tile
 
-CRITERIA = ("gradient", "taylor", "movement")
 SCORES = 4096  # of a pass of the program that averages
 
 
@@ -39,7 +39,8 @@ def saliency_kernel(
     TN: tl.constexpr,
     TK: tl.constexpr,
 ):
-    """out[block] = sqrt(sum g^2), |sum g w| or -sum g w by CRITERION 0, 1, 2. Grid: (tiles of TN x TK,); TN, TK are multiples of BH, BW, powers of two.
+    """out[block] = sqrt(sum g^2), |sum g w| or -sum g w by CRITERION 0, 1, 2, places in `BY_GRADIENT`. Grid: (tiles of TN x TK,); TN, TK are multiples of BH,
+    BW, all powers of two.
 
     w, grad [N, K] any float up to 32 bits, out [NB, KB] float32. K and the row strides come in units of KM, WM, GM. `w` is not read by CRITERION 0.
     """
@@ -113,7 +114,7 @@ def take_in_kernel(
         tl.store(score_ptr + at + i, new, mask=at + i < n)
 
 
-def sums(w: Tensor, grad: Tensor, block: tuple[int, int]) -> bool:
+def takes_gradient(w: Tensor, grad: Tensor, block: tuple[int, int]) -> bool:
     """Whether the kernel takes a weight and its gradient."""
     return listed(block) and w.dtype in device.DTYPES and grad.dtype in device.DTYPES and w.numel() > 0 and grad.device == w.device
 
@@ -126,12 +127,12 @@ def saliency(w: Tensor, grad: Tensor, block: tuple[int, int], criterion: str) ->
     km, wm, gm = device.divisor(k), device.divisor(w.stride(0)), device.divisor(g.stride(0))
     device.launch(
         saliency_kernel, (triton.cdiv(n, tn) * triton.cdiv(k, tk),), w, w, g, out, n, k // km, w.stride(0) // wm, g.stride(0) // gm,
-        CRITERION=CRITERIA.index(criterion), KM=km, WM=wm, GM=gm, BH=bh, BW=bw, TN=tn, TK=tk, num_warps=16 if tn * tk > 8192 else 8,
+        CRITERION=BY_GRADIENT.index(criterion), KM=km, WM=wm, GM=gm, BH=bh, BW=bw, TN=tn, TK=tk, num_warps=16 if tn * tk > 8192 else 8,
     )  # fmt: skip
     return out
 
 
-def takes_in(scores: Tensor, new: Tensor) -> bool:
+def takes_scores(scores: Tensor, new: Tensor) -> bool:
     """Whether the kernel takes scores and what goes into them. One program reads them all: of very many, as of single weights, the plain form is faster."""
     return scores.numel() <= SELECT_MAX and scores.is_contiguous() and new.is_contiguous()
 

@@ -83,7 +83,7 @@ def observe(
         # in place, where a CUDA graph finds it again
         scoring.take_in(site._fxmask_score, new, c.average, c.criterion == "movement", by_gradient, skipped, c.impl)
     if c.wants_growth and weight.grad is not None and (c.backward != "rigl" or site._fxmask_dense_now):
-        growth = scoring.saliency_of(as_matrix(weight.detach()), as_matrix(weight.grad.detach()), c.block, "gradient", c.impl)
+        growth = scoring.saliency_of(weight, weight.grad, c.block, "gradient", c.impl)
         before = torch.zeros_like(growth) if site._fxmask_growth is None else site._fxmask_growth
         site._fxmask_growth = torch.where(taken(growth, skipped), growth, before)
 
@@ -114,4 +114,4 @@ def _new_score(site: Site, weight: Tensor, state: dict[str, object] | None, stat
         return block_sums(found.detach().float().abs(), c.block) / block_sums(torch.ones_like(weight, dtype=torch.float32), c.block)
     if weight.grad is None:
         return None
-    return scoring.saliency_of(as_matrix(weight.detach()), as_matrix(weight.grad.detach()), c.block, c.criterion, c.impl)
+    return scoring.saliency_of(weight, weight.grad, c.block, c.criterion, c.impl)

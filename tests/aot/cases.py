@@ -232,7 +232,7 @@ AXES: list[tuple[Op, tuple[list[Any], ...]]] = [
     (zero_masked, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (set_aside, ([FP32, BF16, FP16], SQUARES + SMALL_BLOCKS, ["even", "ragged8", "ragged4"])),
     (block_keys, ([FP32, BF16, FP16], BLOCKS, ["even", "ragged8", "ragged4"])),
-    (block_saliency, ([(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)], BLOCKS, ["even", "ragged8", "ragged4"], list(saliency.CRITERIA))),
+    (block_saliency, ([(FP32, FP32), (BF16, BF16), (FP16, FP16), (FP32, BF16)], BLOCKS, ["even", "ragged8", "ragged4"], list(saliency.BY_GRADIENT))),
     (take_in, ([1, 100, 4096, refresh.SELECT_MAX], [0.0, 0.9], [False, True], [False, True], [False, True])),
     (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX, 229_376], [False])),
     (select, ([1, 30, 100, 1000, 4096, refresh.SELECT_MAX], [True])),

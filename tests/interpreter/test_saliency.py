@@ -18,14 +18,14 @@ SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, -NAN, 1e-45, -1e-4
 SHAPES = [(200, 150), (64, 64), (17, 300), (1, 1), (150, 41)]
 
 
-@pytest.mark.parametrize("criterion", saliency.CRITERIA)
+@pytest.mark.parametrize("criterion", plain.BY_GRADIENT)
 @pytest.mark.parametrize("block", [(16, 16), (32, 16), (128, 32)], ids=str)
 def test_sums_over_blocks(block, criterion):
     g = torch.Generator().manual_seed(0)
     for (n, k), dtypes in itertools.product(SHAPES, [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)]):
         w = torch.randn(n, k + 20, generator=g).to(dtypes[0])[:, :k]
         grad = torch.randn(n, k + 4, generator=g).to(dtypes[1])[:, :k]
-        assert saliency.sums(w, grad, block)
+        assert saliency.takes_gradient(w, grad, block)
         got, terms = saliency.saliency(w, grad, block, criterion), (to_blocks(t.double(), block) for t in (w, grad))
         a, b = terms
         exact = {"gradient": b.square().sum(-1).sqrt(), "taylor": (a * b).sum(-1).abs(), "movement": -(a * b).sum(-1)}[criterion]
@@ -38,16 +38,17 @@ def test_what_is_not_finite_is_seen():
     for value in (NAN, INF):
         w, grad = torch.ones(64, 48), torch.ones(64, 48)
         grad[20, 40] = value
-        for criterion in saliency.CRITERIA:
+        for criterion in plain.BY_GRADIENT:
             found = saliency.saliency(w, grad, (16, 16), criterion).isfinite()
             assert not found[1, 2] and found.sum() == 11
 
 
 def test_what_the_kernel_does_not_take():
     w = torch.ones(64, 64)
-    assert saliency.sums(w, w, (16, 16))
-    assert not saliency.sums(w, w, (16, 12)) and not saliency.sums(w.double(), w, (16, 16)) and not saliency.sums(w, w.double(), (16, 16))
-    assert not saliency.sums(w[:0], w[:0], (16, 16)) and not saliency.sums(w, w.to("meta"), (16, 16))
+    takes = saliency.takes_gradient
+    assert takes(w, w, (16, 16))
+    assert not takes(w, w, (16, 12)) and not takes(w.double(), w, (16, 16)) and not takes(w, w.double(), (16, 16))
+    assert not takes(w[:0], w[:0], (16, 16)) and not takes(w, w.to("meta"), (16, 16))
 
 
 @pytest.mark.parametrize("n", [1, 5, 40, 5000])

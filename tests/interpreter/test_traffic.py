@@ -167,7 +167,7 @@ def test_scores_off_gradients(shape, block, ratio, dtype, has_bias, extra):
     _, n, k = shape
     nb, kb = grid_shape((n, k), block)
     w, grad = make(n, k, dtype, extra), make(n, k, FP32, "")
-    for criterion in saliency.CRITERIA:
+    for criterion in saliency.BY_GRADIENT:
         entry = recorded(saliency.saliency, w, grad, block, criterion)["saliency"]
         agrees(entry, mask_cost.saliency((n, k), block, dtype.itemsize, 4, criterion != "gradient"))
     for average in (0.0, 0.9):
