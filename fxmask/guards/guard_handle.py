@@ -189,6 +189,8 @@ class GuardHandle:
             self._under_way = None
         after_step(optimizer, self._left if self.masked_step else self._guarded)
         self._left = []
+        for g in self._guarded:
+            g.site.__dict__["_fxmask_forward"] = None  # of the weight before the step, whose version a fused one leaves
         if self._captures is None:
             self._count_step(optimizer)
         else:

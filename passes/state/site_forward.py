@@ -15,7 +15,7 @@ from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
 from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
 from .site import Site
-from .site_mask import check_agreed, current_mask, refuse_layout, refuse_size
+from .site_mask import check_agreed, current_mask, refuse_layout, refuse_size, remember
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 
@@ -41,7 +41,10 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         if site._fxmask_kind < 0:  # the compiler compares what is looked at; no assertion, which `python -O` would leave out
             raise AssertionError
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
-    return current_mask(site, weight)
+    mask = current_mask(site, weight)
+    if not torch.compiler.is_compiling():
+        remember(site, weight, mask)
+    return mask
 
 
 def forward_lists(site: Site, mask: Tensor, impl: str) -> Tensor | None:

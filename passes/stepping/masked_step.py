@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...kernels.errors import UnsupportedError, message
 from ..settings.feedback import Feedback
 from ..state.site import Site, has_values
-from ..state.site_mask import kept, mask_outside
+from ..state.site_mask import kept, mask_of_step
 from . import elementwise
 from .gathered import blocks_of
 from .kept_blocks import KeptBlocks
@@ -65,7 +65,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
         g.mask = None
         if g.weight.grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
             elementwise.refuse_shard(g.name, g.weight)
-            g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+            g.mask, g.block = mask_of_step(g.site, g.weight), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" and has_values(g.mask) else count  # a mask that is at hand is looked at

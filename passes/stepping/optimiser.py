@@ -19,7 +19,7 @@ from ...kernels.grid import expand_mask
 from ..settings.config import WeightMask
 from ..state import ranks
 from ..state.site import Site, has_values
-from ..state.site_mask import mask_outside
+from ..state.site_mask import mask_of_step, mask_outside
 from . import gathered, set_aside
 from .held import find_wrapped, moves_by_grad, states_of
 
@@ -164,7 +164,7 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
             continue
         if g.site._fxmask_softening:  # masked blocks still compute, and learn
             continue
-        g.mask, g.block = mask_outside(g.site, g.weight.detach()), g.site._fxmask_config.block
+        g.mask, g.block = mask_of_step(g.site, g.weight), g.site._fxmask_config.block
         if g.policy == "free":
             continue
         found = _momenta(optimizer, g.weight) if g.policy == "freeze" else {}
@@ -260,7 +260,7 @@ def note_masks(optimizer: Optimizer, guarded: Iterable[Guarded], zero: bool) -> 
     for g in guarded:
         regrows, g.last = g.site._fxmask_config.regrow is not None, None
         if regrows or (zero and not g.site._fxmask_softening and (g.mask is not None or _momenta(optimizer, g.weight))):
-            mask = mask_outside(g.site, g.weight.detach()) if g.mask is None else g.mask
+            mask = mask_of_step(g.site, g.weight) if g.mask is None else g.mask
             g.last = mask.clone() if g.site._fxmask_in_place else mask, g.site._fxmask_config.block
 
 

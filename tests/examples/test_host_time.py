@@ -20,11 +20,11 @@ def measured(contender, refresh, *more):
 
 @pytest.mark.parametrize(
     ("contender", "refresh", "launches"),
-    # two layers: 2 forwards, 1 dX, 2 dW; 4 for each mask that a forward builds, 2 where the guard does; freeze sets aside and puts back, 2 for all layers
+    # two layers: 2 forwards, 1 dX, 2 dW; 4 for each mask that a forward builds, none for the guard; freeze sets aside and puts back, 2 for all layers
     [
-        pytest.param("masked_step", 1, (5 + 8 + 4) / 2, marks=pytest.mark.slow),
+        pytest.param("masked_step", 1, (5 + 8) / 2, marks=pytest.mark.slow),
         ("masked_step", 100, 5 / 2),
-        pytest.param("freeze", 1, (5 + 8 + 4 + 2) / 2, marks=pytest.mark.slow),
+        pytest.param("freeze", 1, (5 + 8 + 2) / 2, marks=pytest.mark.slow),
         pytest.param("dense", 1, 0, marks=pytest.mark.slow),
     ],
 )
@@ -38,7 +38,7 @@ def test_what_scores_that_last_launch():
     """Two launches a layer for them, and as many for the masks as norms take; PyTorch is called for flips, which masks of norms do not count."""
     row, norms = measured("freeze", 1, "--criterion", "taylor", "--average", "0.9"), measured("freeze", 1)
     assert row["launches_of_ours"] == pytest.approx((5 + 2 * 2 + 4 + 2) / 2, abs=0.01)
-    assert row["criterion"] == "taylor" and 0 < row["calls"] - norms["calls"] <= 4
+    assert row["criterion"] == "taylor" and 0 < row["calls"] - norms["calls"] <= 4.5
 
 
 @pytest.mark.parametrize(
