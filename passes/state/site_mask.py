@@ -96,15 +96,17 @@ def remember(site: Site, weight: Tensor, mask: Tensor) -> None:
         return
     plain = type(weight) is nn.Parameter and type(mask) is Tensor and not is_functorch_wrapped_tensor(mask) and has_values(mask)
     noted = plain and site.training and torch.is_grad_enabled() and not capturing(mask)
-    made_of = (weakref.ref(weight), version(weight), site._fxmask_config, site._fxmask_written)
-    site.__dict__["_fxmask_forward"] = (mask, *made_of) if noted else None
+    note = (mask, weakref.ref(weight), version(weight), site._fxmask_config, site._fxmask_written) if noted else None
+    site.__dict__["_fxmask_forward"] = note
 
 
 def mask_of_step(site: Site, weight: Tensor) -> Tensor:
     """The mask that a gradient was made under, for the step that it is for: bool (NB, KB). Built anew where the last forward is not known to have built it."""
     if site._fxmask_forward is not None:
-        mask, ref, written_to, config, scalars = site._fxmask_forward
-        if ref() is weight and version(weight) == written_to and config is site._fxmask_config and scalars == site._fxmask_written and not capturing(mask):
+        mask, made_of, at, config, counts = site._fxmask_forward
+        alike = made_of() is weight and version(weight) == at and config is site._fxmask_config and counts == site._fxmask_written
+        if alike and not capturing(mask):  # a graph makes its own
+            fits(site, weight)
             return mask
     return mask_outside(site, weight.detach())
 

@@ -38,7 +38,7 @@ def test_what_scores_that_last_launch():
     """Two launches a layer for them, and as many for the masks as norms take; PyTorch is called for flips, which masks of norms do not count."""
     row, norms = measured("freeze", 1, "--criterion", "taylor", "--average", "0.9"), measured("freeze", 1)
     assert row["launches_of_ours"] == pytest.approx((5 + 2 * 2 + 4 + 2) / 2, abs=0.01)
-    assert row["criterion"] == "taylor" and 0 < row["calls"] - norms["calls"] <= 4.5
+    assert row["criterion"] == "taylor" and norms["calls"] < row["calls"] <= 9.5
 
 
 @pytest.mark.parametrize(
