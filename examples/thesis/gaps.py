@@ -29,12 +29,14 @@ EQUAL = (
     ("16x16, Muon with decay 0.1, bfloat16, 34 epochs", f"{MASK16}-bf16@34", f"{BEST}-bf16@34"),
     ("16x16, Muon with decay 0.1, bfloat16, 60 epochs", f"{MASK16}-bf16@60", f"{BEST}-bf16@60"),
     ("16x16, both taught by a dense run of their width", f"{MASK16}-taught", f"{BEST}-taught"),
+    ("16x16, both taught by a dense run of their width, 60 epochs", f"{MASK16}-bf16-taught@60", f"{BEST}-bf16-taught@60"),
     ("16x16, both taught by a wider dense run", f"{MASK16}-bf16-taught-d96", f"{BEST}-bf16-taught-d96"),
     ("16x16, both go on from a dense run, which teaches", f"{MASK16}-bf16-from-teacher", f"{BEST}-bf16-from-teacher"),
     ("32x32, AdamW", "b32-tokens-whole-taylor", "dense-adamw-lr0.01"),
     ("32x32, Muon", "b32-tokens-whole-muon", "dense-muon"),
     ("32x32, Muon with decay 0.1", MASK32, BEST),
     ("32x32, both taught by a dense run of their width", f"{MASK32}-taught", f"{BEST}-taught"),
+    ("32x32, both taught by a dense run of their width, 60 epochs", f"{MASK32}-bf16-taught@60", f"{BEST}-bf16-taught@60"),
 )
 OTHER = (
     ("16x16, Muon, as many FLOP: 34 epochs beside 20", f"{MASK16}-bf16@34", f"{BEST}-bf16"),
