@@ -80,15 +80,26 @@ class Pass:
 
 
 SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, torch.ops.aten.transpose.int}
-TRANSPOSES = {torch.t, torch.adjoint, torch.permute, torch.ops.aten.t.default, torch.ops.aten.permute.default, *SWAPS}
+ADJOINTS = {torch.adjoint, torch.ops.aten.adjoint.default}
+TRANSPOSES = {torch.t, torch.permute, torch.ops.aten.t.default, torch.ops.aten.permute.default, *ADJOINTS, *SWAPS}
 SWAP_METHODS = ("transpose", "swapaxes", "swapdims")
-FLIPS = ("T", "mT", "H", "mH")  # attributes
+FLIPS = {"T": "numpy_T", "mT": "mT", "H": "matrix_H", "mH": "mH"}  # attributes, and the ops that torch.export and, from PyTorch 2.14 on, Dynamo write for them
+FLIP_OPS = {getattr(torch.ops.aten, op): name for name, op in FLIPS.items()}
+
+
+def flip(node: Node) -> str:
+    """The attribute of `FLIPS` that a node reads; empty for any other node."""
+    if node.op != "call_function":
+        return ""
+    if node.target is getattr:
+        return str(node.args[1]) if node.args[1] in FLIPS else ""
+    return FLIP_OPS.get(getattr(node.target, "overloadpacket", node.target), "")
 
 
 def is_transpose(node: Node) -> bool:
     """Whether a node only looks at a tensor with its axes in another order."""
     if node.op == "call_function":
-        return node.target in TRANSPOSES or (node.target is getattr and node.args[1] in FLIPS)
+        return node.target in TRANSPOSES or bool(flip(node))
     return node.op == "call_method" and node.target in ("t", "adjoint", "permute", *SWAP_METHODS)
 
 

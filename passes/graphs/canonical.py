@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from ..infra import SWAP_METHODS, SWAPS, TRANSPOSES, Pass, is_transpose, recorded_value, replace_node
+from ..infra import ADJOINTS, SWAP_METHODS, SWAPS, TRANSPOSES, Pass, flip, is_transpose, recorded_value, replace_node
 
 PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
 SUMS = {torch.addmm, torch.ops.aten.addmm.default}
@@ -62,7 +62,7 @@ def transposed(node: object, user: Node, is_weight: Callable[[Node], bool]) -> N
     """The parameter whose transpose a node is, with a gradient of its own wherever `user` has one: none for a transpose that was computed under no_grad."""
     if not isinstance(node, Node) or not is_transpose(node):
         return None
-    conjugates = node.target in (torch.adjoint, "adjoint") or (node.target is getattr and node.args[1] in ("H", "mH"))
+    conjugates = node.target in ADJOINTS or node.target == "adjoint" or flip(node) in ("H", "mH")
     w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
     if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
         flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]

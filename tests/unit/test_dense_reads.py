@@ -26,6 +26,11 @@ class Matmul(Layers):
         return self.b(torch.addmm(self.a.bias, x, self.a.weight.t()))
 
 
+class Attribute(Layers):
+    def forward(self, x):
+        return self.b(x @ self.a.weight.T + self.a.bias)
+
+
 class Copied(Layers):
     """The transpose, and something after it."""
 
@@ -67,7 +72,7 @@ def traced(model, how):
 
 
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
-@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d")])
+@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Attribute, "matmul"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d")])
 def test_a_weight_that_no_linear_call_reads(cls, reader, how):
     gm = traced(cls(), how)
     with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call; mask the nn\.Module"):

@@ -14,6 +14,15 @@ from fxmask.passes import infra
 from fxmask.passes.graphs.canonical import Canonicalise
 from fxmask.passes.infra import CleanUp, Pass, run_passes
 
+aten = torch.ops.aten
+CONJUGATES = (aten.matrix_H, aten.matrix_H.default, aten.mH, aten.mH.default, aten.adjoint.default)
+OPS = (aten.numpy_T, aten.numpy_T.default, aten.mT, aten.mT.default, *CONJUGATES)  # as Dynamo (2.14) and torch.export write them
+
+
+def transposed_by(op):
+    return lambda x, w, b: x @ op(w)
+
+
 FORMS = {
     "x @ w.t()": (lambda x, w, b: x @ w.t(), True),
     "matmul(x, w.T)": (lambda x, w, b: torch.matmul(x, w.T), True),
@@ -29,6 +38,7 @@ FORMS = {
     "x @ swapdims(w, 0, 1)": (lambda x, w, b: x @ torch.swapdims(w, 0, 1), True),
     "x @ w.H": (lambda x, w, b: x @ w.H, True),
     "x @ w.adjoint()": (lambda x, w, b: x @ w.adjoint(), True),
+    **{f"x @ {op}(w)": (transposed_by(op), True) for op in OPS},
     "x @ w.permute(dims=(1, 0))": (lambda x, w, b: x @ w.permute(dims=(1, 0)), True),
     "b.addmm(x, w.t())": (lambda x, w, b: b.addmm(x, w.t()), True),
     "addmm(b, x, mat2=w.t())": (lambda x, w, b: torch.addmm(b, x, mat2=w.t()), True),
@@ -62,13 +72,13 @@ def test_products_with_a_transposed_weight_are_linears(form):
     result, _ = run_passes(gm, [Canonicalise(lambda node: node.name == "w"), CleanUp()])
     assert result.modified == rewritten
     if rewritten:
-        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").check_not("swap").check_not("adjoint").run(gm.code)
+        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").check_not("swap").check_not("adjoint").check_not("aten").run(gm.code)
     else:
         FileCheck().check_not("linear").run(gm.code)
     torch.testing.assert_close(gm(x, w, b), f(x, w, b))
 
 
-@pytest.mark.parametrize("transpose", [lambda w: w.H, lambda w: w.mH, lambda w: w.adjoint(), torch.adjoint])
+@pytest.mark.parametrize("transpose", [lambda w: w.H, lambda w: w.mH, lambda w: w.adjoint(), torch.adjoint, *CONJUGATES])
 def test_a_conjugate_is_no_transpose(transpose):
     x, w = torch.randn(4, 8, dtype=torch.complex64), torch.randn(8, 8, dtype=torch.complex64)
     gm = traced(lambda x, w: x @ transpose(w), x=x, w=w)
