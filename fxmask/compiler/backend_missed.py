@@ -34,7 +34,7 @@ APPLY = "or use fxmask.apply(model, ...), which is masked in eager code, too."
 SKIPPED = "Dynamo skips a whole frame for a graph break in a loop, and everything under torch.compiler.disable and force_eager"
 SHARDED = "and a Linear that fully_shard was given by itself, as its hooks break graphs: give it the block around that; "
 SHARDED += "or use fxmask.apply(model, ...) before fully_shard, which is masked in eager code, too."
-CONTAINER = "module.compile() of a container and DDP around a container call no backend"
+CONTAINER = "DDP around a container and, before PyTorch 2.14, module.compile() of one call no backend"
 
 
 class Missed(NamedTuple):
@@ -87,7 +87,8 @@ def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bo
         if issubclass(kind, optimized):
             model, callback = o._modules.get("_orig_mod"), getattr(o.__dict__.get("dynamo_ctx"), "callback", None)
         elif kind is FunctionType and getattr(called := getattr(o, "_torchdynamo_orig_callable", None), "__name__", "") in FORWARDS:
-            model, callback = getattr(called, "__self__", None), _closure(o).get("callback")
+            owner = getattr(called, "__self__", None) or getattr(getattr(called, "__wrapped__", None), "__self__", None)  # a container's is wrapped (2.14)
+            model, callback = owner, _closure(o).get("callback")
         else:
             continue
         callback = behind_callback(callback)

@@ -259,7 +259,7 @@ def test_an_optimizer_of_another_model():
     assert analyze(model, X, optimizer=part).summary["bytes_min"]["opt"] == 3 * 4 * (16 * 24 + 24)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_scripted_modules():
     for model, where in ((torch.jit.trace(net(), X), r"\(model\)"), (nn.Sequential(nn.Linear(16, 16), torch.jit.trace(net(), X)), "1")):
         with pytest.raises(UnsupportedError, match=rf"(?s)expected none that torch.jit has compiled.*where: {where}\n.*fix: analyse the model that was"):

@@ -63,20 +63,24 @@ def test_once_and_where_there_is_something_to_mend(monkeypatch):
     from torch._inductor.scheduler import SchedulerNode
 
     inductor.mend()
-    mended = SchedulerNode.recompute_size_and_body
-    inductor.mend()
-    assert SchedulerNode.recompute_size_and_body is mended
-    monkeypatch.setattr(SchedulerNode, "recompute_size_and_body", mended.__wrapped__)
+    now = SchedulerNode.recompute_size_and_body
+    assert hasattr(now, "by_fxmask") == (torch.__version__ < "2.14")
+    plain = getattr(now, "__wrapped__", now)
+    monkeypatch.setattr(SchedulerNode, "recompute_size_and_body", plain)
+    monkeypatch.setattr(inductor, "FIXED", "3.0")  # so that this PyTorch is before it
     with monkeypatch.context() as m:
         m.setattr(inductor, "FIXED", "2.0")
         inductor.mend()
-        assert SchedulerNode.recompute_size_and_body is mended.__wrapped__
+        assert SchedulerNode.recompute_size_and_body is plain
     with monkeypatch.context() as m:
         m.delitem(sys.modules, "torch._inductor.scheduler")
         inductor.mend()
-        assert SchedulerNode.recompute_size_and_body is mended.__wrapped__
+        assert SchedulerNode.recompute_size_and_body is plain
     inductor.mend()
-    assert SchedulerNode.recompute_size_and_body is not mended.__wrapped__
+    mended = SchedulerNode.recompute_size_and_body
+    assert mended is not plain
+    inductor.mend()
+    assert SchedulerNode.recompute_size_and_body is mended
 
 
 def test_every_op_of_ours_mends():

@@ -28,7 +28,7 @@ def main(part: str = "") -> int:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", "Conversion of an array with ndim", DeprecationWarning)  # Triton's interpreter
-                warnings.filterwarnings("ignore", ".torch.jit.script", DeprecationWarning)  # a module that Inductor imports
+                warnings.filterwarnings("ignore", ".torch.jit.script")  # a module that Inductor imports
                 flow("cpu", impl)
         except Exception:
             traceback.print_exc()

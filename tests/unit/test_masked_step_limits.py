@@ -147,7 +147,7 @@ def test_weights_that_must_move_or_that_others_make():
     refused(lambda m: optim.SGD(m.parameters(), lr=0.1), "a weight that other parameters make", make=make)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.interface. is deprecated:DeprecationWarning")  # torch's own, where its optimisers are imported
+@pytest.mark.filterwarnings("ignore:.torch.jit.interface. is deprecated")  # torch's own, where its optimisers are imported
 def test_shares_of_weights_and_of_states(mesh):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -62,7 +62,7 @@ def test_wrong_use(case):
         call()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.parametrize("mode", ["magnitude", "sr-ste", "permuted", "learned"])
 def test_a_trace_by_torch_jit(mode):
     """PyTorch cannot trace how bits are ranked, and dies of it. What rests, or is learned, it can."""

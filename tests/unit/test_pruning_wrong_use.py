@@ -94,7 +94,7 @@ def test_a_weight_that_comes_into_a_body_rests_by_what_it_is():
     assert rows["a"] == "dense; its input is saved pruned" and "asks for no gradient: nothing is saved" in rows["b"]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning", "ignore:Converting a tensor to a Python boolean")  # shapes
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated", "ignore:Converting a tensor to a Python boolean")  # shapes
 @pytest.mark.parametrize("masks", [(), (WeightMask(0.5),)], ids=["alone", "with masks"])
 def test_a_trace_by_torch_jit(masks):
     model = fxmask.apply(mlp(torch.float32), *masks, ActivationPruning(0.5, 16))

@@ -80,7 +80,7 @@ def test_an_optimiser_that_keeps_its_own_part(mesh):
         assert torch.equal(optimizer.state[weight]["memory"] != 0, expand_mask(mask, weight.shape, (16, 16)))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")  # torch.distributed.optim scripts its own code when it is imported
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")  # torch.distributed.optim scripts its own code when it is imported
 @pytest.mark.parametrize("returning", ["keep", "zero"])
 def test_zero_redundancy(mesh, returning):
     """Momenta lie in an optimiser inside of it, and rest there as well: the bits of the plain one, while blocks leave and return."""
@@ -102,7 +102,7 @@ def test_zero_redundancy(mesh, returning):
     assert len(ends[0]) == 12 and all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_momenta_that_each_rank_has_a_part_of(mesh, monkeypatch):
     """They are no scores for a mask that all ranks share; of one process they are all here."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -118,7 +118,7 @@ def test_momenta_that_each_rank_has_a_part_of(mesh, monkeypatch):
     train(model, optimizer, 3)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 def test_zero_redundancy_within_ddp(mesh):
     """Its steps are made in DDP's hooks, where no guard is."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
