@@ -9,7 +9,6 @@ shadowed.
 from __future__ import annotations
 
 import hashlib
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +63,7 @@ class Site(nn.Module):
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # the warning of a gradient without such a forward was given
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
-    _fxmask_forward: tuple[Tensor, weakref.ref[Tensor], int | None, WeightMask, object] | None = None  # its mask, and of what: `site_mask.remember`
+    _fxmask_forward: tuple[Any, ...] | None = None  # the mask of the one since a step, and of what; () where there were others: `site_forward.remember`
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.state.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Proxy
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -14,8 +15,8 @@ from ...kernels import ops
 from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
 from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
-from .site import Site
-from .site_mask import check_agreed, current_mask, refuse_layout, refuse_size, remember
+from .site import Site, capturing, has_values, version
+from .site_mask import check_agreed, current_mask, fits, mask_outside, refuse_layout, refuse_size
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 
@@ -45,6 +46,38 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         remember(site, weight, mask)
     return mask
+
+
+def remember(site: Site, weight: Tensor, mask: Tensor) -> None:
+    """Note what the one training forward since a step has built of a guarded weight, for the step that follows. After another forward of any kind nobody knows
+    which of them the gradient is of: writes between them, as through `.data`, need not count.
+
+    Not while a CUDA graph is captured, which computes nothing yet, nor what a transform of torch.func or a FakeTensorMode has made.
+    """
+    if site._fxmask_mask is not None or site._fxmask_policy is None:
+        return
+    plain = type(weight) is nn.Parameter and type(mask) is Tensor and not is_functorch_wrapped_tensor(mask) and has_values(mask)
+    noted = plain and site._fxmask_forward is None and site.training and torch.is_grad_enabled() and not capturing(mask)
+    site.__dict__["_fxmask_forward"] = (mask, *_made_of(site, weight)) if noted else ()
+
+
+def _made_of(site: Site, weight: Tensor) -> tuple[object, ...]:
+    """What a noted mask goes with. No weak reference, with which PyTorch would swap no parameters; the guard keeps the weight, so that its id is its own."""
+    return id(weight), weight.data_ptr(), version(weight), site._fxmask_config, site._fxmask_written
+
+
+def mask_of_step(site: Site, weight: Tensor) -> Tensor:
+    """The mask that a gradient was made under, for the step that it is for: bool (NB, KB). Built anew where no forward is known to have built it.
+
+    Compiled forwards note nothing, so that one of a layer like this may have come after the one that did.
+    """
+    noted = site._fxmask_forward
+    if noted and noted[1] == id(weight) and traced_alike(site) is None:
+        mask, *made_of = noted
+        if tuple(made_of) == _made_of(site, weight) and not capturing(mask):  # a graph makes its own
+            fits(site, weight)
+            return mask
+    return mask_outside(site, weight.detach())
 
 
 def forward_lists(site: Site, mask: Tensor, impl: str) -> Tensor | None:

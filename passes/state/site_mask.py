@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -15,7 +13,7 @@ from ...kernels.errors import StateError, UnsupportedError, message
 from ...kernels.grid import as_matrix, matrix_shape
 from . import ranks
 from .ranking import ranked
-from .site import Site, capturing, has_values, version
+from .site import Site
 
 
 def build(site: Site, weight: Tensor, grow: bool = False, anew: bool = False) -> Tensor:
@@ -85,30 +83,6 @@ def mask_outside(site: Site, weight: Tensor) -> Tensor:
         weight = ranks.whole(weight)
         weight = weight.to(site._fxmask_seen or weight.dtype)
     return current_mask(site, weight)
-
-
-def remember(site: Site, weight: Tensor, mask: Tensor) -> None:
-    """Note what a training forward has built of a guarded weight, for the optimiser's step that follows; any other forward takes the note away.
-
-    Not while a CUDA graph is captured, which computes nothing yet, nor what a transform of torch.func or a FakeTensorMode has made.
-    """
-    if site._fxmask_mask is not None or site._fxmask_policy is None:
-        return
-    plain = type(weight) is nn.Parameter and type(mask) is Tensor and not is_functorch_wrapped_tensor(mask) and has_values(mask)
-    noted = plain and site.training and torch.is_grad_enabled() and not capturing(mask)
-    note = (mask, weakref.ref(weight), version(weight), site._fxmask_config, site._fxmask_written) if noted else None
-    site.__dict__["_fxmask_forward"] = note
-
-
-def mask_of_step(site: Site, weight: Tensor) -> Tensor:
-    """The mask that a gradient was made under, for the step that it is for: bool (NB, KB). Built anew where the last forward is not known to have built it."""
-    if site._fxmask_forward is not None:
-        mask, made_of, at, config, counts = site._fxmask_forward
-        alike = made_of() is weight and version(weight) == at and config is site._fxmask_config and counts == site._fxmask_written
-        if alike and not capturing(mask):  # a graph makes its own
-            fits(site, weight)
-            return mask
-    return mask_outside(site, weight.detach())
 
 
 @torch.no_grad()

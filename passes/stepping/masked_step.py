@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from ...kernels.errors import UnsupportedError, message
 from ..settings.feedback import Feedback
 from ..state.site import Site, has_values
-from ..state.site_mask import kept, mask_of_step
+from ..state.site_forward import mask_of_step
+from ..state.site_mask import kept
 from . import elementwise
 from .gathered import blocks_of
 from .kept_blocks import KeptBlocks

@@ -19,7 +19,8 @@ from ...kernels.grid import expand_mask
 from ..settings.config import WeightMask
 from ..state import ranks
 from ..state.site import Site, has_values
-from ..state.site_mask import mask_of_step, mask_outside
+from ..state.site_forward import mask_of_step
+from ..state.site_mask import mask_outside
 from . import gathered, set_aside
 from .held import find_wrapped, moves_by_grad, states_of
 

@@ -11,9 +11,15 @@ from torch import nn, optim
 import fxmask
 from fxmask.errors import FxMaskWarning
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.state import site_mask
+from fxmask.passes.state import site_forward, site_mask
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch):
+    """Other tests may have compiled layers like these, and then nothing that is noted is taken."""
+    monkeypatch.setattr(site_forward, "_TRACED", {})
 
 
 @pytest.fixture
@@ -97,6 +103,102 @@ def test_a_write_that_pytorch_does_not_count_leaves_the_mask_of_the_gradient():
         assert torch.equal(m, ~before[n])
 
 
+def flipped(model):
+    """Values under which the masked weights have other masks."""
+    masked = fxmask.masks(model)
+    return {n: flip(p.detach()) if n in masked else p.detach().clone() for n, p in model.named_parameters()}
+
+
+def lend(model, values, how):
+    """Other values for a while, in none of the ways that PyTorch counts."""
+    for n, p in model.named_parameters():
+        if how == "data = other":
+            p.data = values[n].clone()
+        else:
+            p.data.copy_(values[n])
+
+
+@pytest.mark.parametrize("how", ["data = other", "data.copy_"])
+@pytest.mark.parametrize("masked_step", [False, True])
+def test_two_forwards_of_uncounted_weights_have_the_mask_of_the_weight(how, masked_step):
+    """Sharpness-aware steps, and a teacher that borrows its student's model: the last forward is none of the weight as the step finds it."""
+    model, optimizer = build(masked_step)
+    backward(model)
+    mine = masked_of(model)
+    own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    lend(model, flipped(model), how)
+    (model(X) ** 2).sum().detach()
+    assert all((mine[n] != m).any() for n, m in masked_of(model).items())
+    lend(model, own, how)
+    for n, m in moved(model, optimizer).items():
+        assert torch.equal(m, ~mine[n])
+
+
+def test_other_data_since_the_only_forward_has_its_own_mask():
+    model, optimizer = build()
+    backward(model)
+    before = masked_of(model)
+    lend(model, flipped(model), "data = other")
+    now = masked_of(model)
+    assert all((before[n] != m).any() for n, m in now.items())
+    with pytest.warns(FxMaskWarning, match="the weights were others in the forward"):
+        after = moved(model, optimizer)
+    assert all(torch.equal(m, ~now[n]) for n, m in after.items())
+
+
+def test_a_compiled_forward_after_one_that_was_noted():
+    """It notes nothing, and the one that did is of other weights."""
+    model, optimizer = build()
+    compiled = torch.compile(model, backend="eager")
+    own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    mine = masked_of(model)
+    lend(model, flipped(model), "data.copy_")
+    model(X)
+    lend(model, own, "data.copy_")
+    (compiled(X) ** 2).sum().backward()
+    for n, m in moved(model, optimizer).items():
+        assert torch.equal(m, ~mine[n])
+
+
+def test_what_is_noted_under_a_guard_ends_with_it():
+    """Fused steps that nobody guards move the weight uncounted."""
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16))
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    handle = fxmask.guard(optimizer, model)
+    backward(model)
+    handle.remove()
+    optimizer.step()
+    lend(model, flipped(model), "data.copy_")
+    now = masked_of(model)
+    fxmask.guard(optimizer, model)
+    with pytest.warns(FxMaskWarning, match="the weights were others in the forward"):
+        after = moved(model, optimizer)
+    assert all(torch.equal(m, ~now[n]) for n, m in after.items())
+
+
+@pytest.mark.parametrize("what", ["load_state_dict", "to"])
+def test_parameters_are_swapped_after_a_forward(what):
+    """PyTorch swaps none that has weak references."""
+    model, optimizer = build()
+    model(X)
+    weight, state = model[0].weight, flipped(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if what == "to":
+            model.to(torch.float64).to(torch.float32)
+        else:
+            model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model[0].weight is weight and (what == "to" or torch.equal(weight, state["0.weight"]))
+    model.zero_grad()
+    (model(X) ** 2).sum().backward()
+    mine = masked_of(model)
+    for n, m in moved(model, optimizer).items():
+        assert torch.equal(m, ~mine[n])
+
+
 @pytest.mark.parametrize("masked_step", [False, True])
 def test_a_second_step_on_one_backward_has_the_mask_of_what_the_first_has_left(masked_step):
     """A fused step is one that PyTorch does not count as a write."""
@@ -150,24 +252,24 @@ def test_forwards_that_make_no_gradient_change_nothing(other):
     model, optimizer = build()
     backward(model)
     mine = masked_of(model)
-    flipped = {n: flip(p.detach()) if n in mine else p.detach() for n, p in model.named_parameters()}
+    averages = flipped(model)
     if other in ("eval", "eval of averages", "no_grad"):
         own = {n: p.data for n, p in model.named_parameters()}
         if other != "eval":
-            exchange(model, flipped)  # as averages of weights are lent to a model
+            exchange(model, averages)  # as averages of weights are lent to a model
         model.train(other == "no_grad")
         with torch.set_grad_enabled(other != "no_grad"):
             model(X)
         model.train()
         exchange(model, own)
     elif other == "functional_call":
-        others = {n: nn.Parameter(p) for n, p in flipped.items()}
+        others = {n: nn.Parameter(p) for n, p in averages.items()}
         for n, p in model.named_parameters():
             torch._C._autograd._unsafe_set_version_counter((others[n],), (p._version,))  # only the weight itself tells them apart
         torch.func.functional_call(model, others, (X,))
     else:
         twin = copy.deepcopy(model)
-        twin.load_state_dict(flipped, strict=False)
+        twin.load_state_dict(averages, strict=False)
         twin.train()(X)
     for n, m in moved(model, optimizer).items():
         assert torch.equal(m, ~mine[n])
@@ -197,7 +299,7 @@ def test_masks_of_a_transform_are_not_kept():
     """What a transform of torch.func or a capture has built has no values when it is over."""
     model, optimizer = build()
     torch.func.grad(lambda x: (model(x) ** 2).sum())(X)
-    assert model[0]._fxmask_forward is model[2]._fxmask_forward is None
+    assert not model[0]._fxmask_forward and not model[2]._fxmask_forward
     backward(model)
     mine = masked_of(model)
     torch.func.vmap(lambda x: model(x[None])[0])(X)
@@ -211,6 +313,6 @@ def test_what_a_capture_builds_is_its_own(captured, builds, monkeypatch):
     model, optimizer = build()
     for part, of in (("forward", backward), ("step", lambda _: optimizer.step())):
         with monkeypatch.context() as m:
-            m.setattr(site_mask, "capturing", lambda t, now=part == captured: now)
+            m.setattr(site_forward, "capturing", lambda t, now=part == captured: now)
             of(model)
     assert builds == 2 * [model[0], model[2]]
