@@ -109,7 +109,7 @@ def _as_masked(site: Site, grad: Tensor) -> bool | None:
 
 def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a layer's first masked step alone."""
-    names = []
+    found = []
     for g in guarded:
         grad, config = g.weight.grad, g.site._fxmask_config
         if config.backward != "masked" or g.mask is None or grad is None or not has_values(grad) or grad.layout != torch.strided:
@@ -118,10 +118,11 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
             continue
         masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)
         if bool((masked & (ranks.part(grad) != 0)).any()):
-            names.append(g.name)
-    if names:
-        what = f"masked blocks of {first_of(names)} have a gradient, which backward='masked' gives them none of."
+            found.append(g)
+    if found:
+        what = f"masked blocks of {first_of([g.name for g in found])} have a gradient, which backward='masked' gives them none of."
         why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), the backward ran inside fxmask.dense, or"
         why += " the gradient is of before fxmask.apply: optimizer.zero_grad() clears it. Or the weights were others in the forward (SAM, extragradient) and"
-        why += " their masks, too, which refresh=2 and more would hold; or something has written into .grad. The step drops it."
+        why += " their masks, too, which refresh=2 and more would hold; or something has written into .grad."
+        why += " Under masked_weights='free' the step moves them." if all(g.policy == "free" for g in found) else " The step drops it."
         warn(f"{what} {why}")

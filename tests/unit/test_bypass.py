@@ -80,13 +80,17 @@ def test_what_is_known_to_be_read_is_masked(how):
     optimiser.step()
 
 
-def test_second_reader_is_warned_of_once():
+@pytest.mark.parametrize(("policy", "then"), [("auto", "The step drops it"), ("free", "the step moves them")])
+def test_second_reader_is_warned_of_once(policy, then):
     m = model(Both())
     optimiser = optim.SGD(m.parameters(), lr=0.1)
-    fxmask.guard(optimiser, m)
+    fxmask.guard(optimiser, m, masked_weights=policy)
     loss(m).backward()
-    with pytest.warns(FxMaskWarning, match=r"2\.inner\.weight have a gradient"):
+    mask = fxmask.kernels.grid.expand_mask(fxmask.masks(m)["2.inner.weight"], (64, 64), (16, 16))
+    before = m[2].inner.weight.detach().clone()
+    with pytest.warns(FxMaskWarning, match=rf"2\.inner\.weight have a gradient.*{then}"):
         optimiser.step()
+    assert (m[2].inner.weight != before)[~mask].any() == (policy == "free")
     optimiser.zero_grad()
     loss(m).backward()
     optimiser.step()  # warnings are errors here: not a second time
