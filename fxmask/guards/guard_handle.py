@@ -198,7 +198,7 @@ class GuardHandle:
         """The host's part of a step that the device has taken: counts, schedules, masks that are due. `compute`: see `rebuild.rebuild`."""
         self.steps += 1
         for g in self._guarded:
-            g.site.__dict__["_fxmask_forward"] = None  # of the weight before the step, whose version a fused one leaves
+            g.site.__dict__["_fxmask_forward"] = None  # what was noted is of the weight before the step, whose version a fused one leaves
             g.stateless = g.by_momenta and g.weight.grad is not None and not state_of(optimizer, g.weight)
         rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed if id(site) not in self._ahead], 1, compute)
         self._ahead = set()
@@ -212,7 +212,7 @@ class GuardHandle:
             hook.remove()
         other_steps.unwatch(self)
         for site, weight in [(s, w) for s, w in self._followed if self._is_ours(s)] if self._hooks else []:
-            site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, None
+            site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, ()
             state.note_weight(site, weight)
         for m in filter(self._counts, self._pruned) if self._hooks else []:
             pruning_schedule.follow(m, None)

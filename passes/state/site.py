@@ -63,7 +63,7 @@ class Site(nn.Module):
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # the warning of a gradient without such a forward was given
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
-    _fxmask_forward: tuple[Any, ...] | None = None  # the mask of the one since a step, and of what; () where there were others: `site_forward.remember`
+    _fxmask_forward: tuple[Any, ...] | None = ()  # the mask of the one since a counted step, and of what; None before it, () of who knows what: `remember`
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.state.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
@@ -121,7 +121,7 @@ class Site(nn.Module):
         if self._fxmask_is_dense:
             what = "copying or pickling a masked model inside fxmask.dense: expected masks in force, or the copy would stay dense for ever."
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
-        ends = {"_fxmask_in_place": False, "_fxmask_forward": None}  # no graph reads a copy, and no step of it follows
+        ends = {"_fxmask_in_place": False, "_fxmask_forward": ()}  # no graph reads a copy, and no step of it follows
         attributes = {**self.__dict__, **ends, "_fxmask_copied": True, "_fxmask_version": _version_in_copy(self)}
         if self._fxmask_guard is None:
             return attributes
@@ -163,7 +163,7 @@ def version(weight: Tensor) -> int | None:
 @torch.inference_mode(False)
 def move(site: Site, device: torch.device) -> None:
     """Take the state's tensors to another device."""
-    site._fxmask_forward = None
+    site._fxmask_forward = ()
     own, came = site._fxmask_own, site._fxmask_score is not None and site._fxmask_score.is_meta and device.type != "meta"
     for name in STATE:
         value = getattr(site, f"_fxmask_{name}")
@@ -201,7 +201,8 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_announced = site._fxmask_unguarded = False
     site._fxmask_policy, site._fxmask_guard, site._fxmask_choice, site._fxmask_was = None, None, "auto", None
     site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
-    site._fxmask_seen = site._fxmask_forward = site._fxmask_restored = site._fxmask_tied = None
+    site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
+    site._fxmask_forward = ()
     site._fxmask_is_dense, site._fxmask_saved = False, None
     site._fxmask_grown, site._fxmask_own = None, own
     place_on(site, weight.device)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,12 +31,15 @@ def builds(monkeypatch):
     return built
 
 
-def build(masked_step=False, fused=False, **config):
-    """A masked model, an optimiser that moves whatever it can by decay too, and its guard."""
+def build(masked_step=False, fused=False, stepped=True, **config):
+    """A masked model, an optimiser that moves whatever it can by decay too, and its guard, which has counted a step: from then on forwards are known."""
     torch.manual_seed(0)
     model = fxmask.apply(mlp(), **{"ratio": 0.5, "block": (16, 16), **config})
     optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=fused)
     fxmask.guard(optimizer, model, masked_step=masked_step)
+    if stepped:
+        backward(model)
+        optimizer.step()
     return model, optimizer
 
 
@@ -71,15 +75,18 @@ def flip(weight):
 @pytest.mark.parametrize("masked_step", [False, True])
 def test_a_mask_is_built_once_a_step(masked_step, builds):
     model, optimizer = build(masked_step)
+    builds.clear()
     for _ in range(3):
         backward(model)
         optimizer.step()
     assert builds == 3 * [model[0], model[2]]
 
 
+@pytest.mark.parametrize("stepped", [False, True], ids=["first step", "later"])
 @pytest.mark.parametrize("masked_step", [False, True])
-def test_a_weight_that_was_written_since_has_its_own_mask(masked_step):
-    model, optimizer = build(masked_step)
+def test_a_weight_that_was_written_since_has_its_own_mask(masked_step, stepped):
+    """A guard's first step warns."""
+    model, optimizer = build(masked_step, stepped=stepped)
     backward(model)
     before = masked_of(model)
     with torch.no_grad():
@@ -87,7 +94,7 @@ def test_a_weight_that_was_written_since_has_its_own_mask(masked_step):
             model.get_parameter(n).copy_(flip(model.get_parameter(n)))
     now = masked_of(model)
     assert all((before[n] != now[n]).any() for n in now)
-    with pytest.warns(FxMaskWarning, match=r"have a gradient, .* the weights were others in the forward"):
+    with nullcontext() if stepped else pytest.warns(FxMaskWarning, match=r"have a gradient, .* the weights were others in the forward"):
         after = moved(model, optimizer)
     assert all(torch.equal(m, ~now[n]) for n, m in after.items())
 
@@ -141,9 +148,8 @@ def test_other_data_since_the_only_forward_has_its_own_mask():
     lend(model, flipped(model), "data = other")
     now = masked_of(model)
     assert all((before[n] != m).any() for n, m in now.items())
-    with pytest.warns(FxMaskWarning, match="the weights were others in the forward"):
-        after = moved(model, optimizer)
-    assert all(torch.equal(m, ~now[n]) for n, m in after.items())
+    for n, m in moved(model, optimizer).items():
+        assert torch.equal(m, ~now[n])
 
 
 def test_a_compiled_forward_after_one_that_was_noted():
@@ -156,6 +162,27 @@ def test_a_compiled_forward_after_one_that_was_noted():
     model(X)
     lend(model, own, "data.copy_")
     (compiled(X) ** 2).sum().backward()
+    for n, m in moved(model, optimizer).items():
+        assert torch.equal(m, ~mine[n])
+
+
+@pytest.mark.parametrize("unseen", ["by the guard", "before a move"])
+def test_a_forward_of_other_weights_after_one_that_is_not_known(unseen):
+    """It is the first that is seen, and none of the gradient."""
+    model, optimizer = build(stepped=unseen == "before a move")
+    if unseen == "by the guard":
+        model = fxmask.apply(fxmask.restore(model), ratio=0.5, block=(16, 16))
+    backward(model)
+    if unseen == "by the guard":
+        optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        fxmask.guard(optimizer, model)
+    else:
+        model.to("cpu")
+    mine = masked_of(model)
+    own = {n: p.detach().clone() for n, p in model.named_parameters()}
+    lend(model, flipped(model), "data.copy_")
+    model(X)
+    lend(model, own, "data.copy_")
     for n, m in moved(model, optimizer).items():
         assert torch.equal(m, ~mine[n])
 
@@ -241,9 +268,9 @@ def test_what_moves_a_mask_between_forward_and_step_is_in_force(config):
 def test_a_model_that_has_moved_has_no_mask_of_before():
     model, _ = build()
     backward(model)
-    assert model[0]._fxmask_forward is not None
+    assert model[0]._fxmask_forward
     model.to("meta")
-    assert model[0]._fxmask_forward is model[2]._fxmask_forward is None
+    assert not model[0]._fxmask_forward and not model[2]._fxmask_forward
 
 
 @pytest.mark.parametrize("other", ["eval", "eval of averages", "no_grad", "functional_call", "copy"])
@@ -292,7 +319,7 @@ def test_a_copy_between_forward_and_step(how):
 def test_nothing_is_remembered_without_a_guard():
     model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16))
     backward(model)
-    assert model[0]._fxmask_forward is model[2]._fxmask_forward is None
+    assert not model[0]._fxmask_forward and not model[2]._fxmask_forward
 
 
 def test_masks_of_a_transform_are_not_kept():
@@ -311,6 +338,7 @@ def test_masks_of_a_transform_are_not_kept():
 def test_what_a_capture_builds_is_its_own(captured, builds, monkeypatch):
     """A mask that is captured has no values yet, and one that is made outside is not made again by the graph."""
     model, optimizer = build()
+    builds.clear()
     for part, of in (("forward", backward), ("step", lambda _: optimizer.step())):
         with monkeypatch.context() as m:
             m.setattr(site_forward, "capturing", lambda t, now=part == captured: now)
