@@ -270,7 +270,6 @@ def swap(
     weight = peek_weight(m)
     m.__class__ = masked_class(type(m), ReadWeight if config.read == "weight" else mixin)
     assert isinstance(m, MaskedLayer)
-    unmasked.discard(m)
     state.install(m, config, name, weight, stream_name, own)
     note_asked(m, config)
     if isinstance(m, ReadWeight):
