@@ -213,6 +213,20 @@ def test_a_hook_in_backward_meets_the_parameter(create_graph):
     assert len(seen) == 2 and all(w is parameter for w in seen)
 
 
+class RunsBackward(Own):
+    def inner(self, x):
+        super().inner(x).sum().backward()
+
+
+def test_a_hook_in_a_backward_that_a_method_of_the_owner_runs_meets_the_parameter():
+    """Outside of a forward, where the method itself reads the Parameter."""
+    model, x, _ = outputs(RunsBackward)
+    parameter, seen = model.fc._parameters["weight"], []
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append(model.fc.weight))
+    model.inner(x)
+    assert len(seen) == 1 and seen[0] is parameter
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_outside_of_the_owner_reads_the_parameter_both_times(reentrant):
     model, _, _ = outputs(Own)

@@ -86,6 +86,21 @@ class BrokenAnew(CompiledAnew):
     compiled = torch.compile(inner, backend="eager")
 
 
+@torch.compile(backend="eager")
+def by_layer(x, layer):
+    return F.linear(x, layer.weight).tanh()
+
+
+class HelpedAnew(CompiledAnew):
+    """Compiled is a function alone, which is no part of the forward."""
+
+    def inner(self, x):
+        return by_layer(x, self.fc) if x is not None else F.linear(x, self.fc.weight)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
 def test_compiled_code_in_a_generator():
     torch._dynamo.reset()
     model, x = fxmask.apply(CompiledPieces(), ratio=0.5), torch.randn(8, 64)
@@ -110,7 +125,7 @@ def refused():
     return pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match=text)
 
 
-@pytest.mark.parametrize("kind", [CompiledAnew, BrokenAnew])
+@pytest.mark.parametrize("kind", [CompiledAnew, BrokenAnew, HelpedAnew])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_compiled_code_in_a_checkpoint_is_refused(kind, reentrant):
     torch._dynamo.reset()
