@@ -1,7 +1,9 @@
 """Two watches by themselves: which optimiser steps have gradients of masked graphs, and which reads of W∘M were written into."""
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -119,6 +121,16 @@ def test_what_inference_mode_makes_has_no_count():
         w = torch.ones(4, 4)
         assert lost_writes.look_at(m, w) is w
     lost_writes.refuse_lost_writes([m], nn.Module())
+
+
+def test_a_layer_that_was_looked_at_goes():
+    m = Read()
+    lost_writes.look_at(m, torch.ones(4, 4))
+    lost_writes.refuse_lost_writes([m], nn.Module())
+    gone = weakref.ref(m)
+    del m
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_forward_inside_of_another_owners_is_judged_when_that_ends():
