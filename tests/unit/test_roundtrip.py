@@ -113,6 +113,33 @@ def test_a_class_changed_after_apply_is_not_broken_by_restore():
     assert type(model[0]) is nn.Linear
 
 
+def test_a_copy_keeps_a_class_that_was_changed_after_apply():
+    model = fxmask.apply(mlp(), ratio=0.7)
+    model[0].__class__ = type("Mine", (type(model[0]),), {})
+    other = copy.deepcopy(model)
+    assert type(other[0]) is type(model[0]) and type(other[2]) is type(model[2])
+
+
+@pytest.mark.parametrize("config", [WeightMask(), NMMask()], ids=str)
+def test_restore_leaves_no_hook_of_loads(config):
+    """Or a pickle of the dense model would ask for fxmask."""
+    model = fxmask.apply(mlp(), config, include=["0", "2"])
+    assert len(model[0]._load_state_dict_post_hooks) == 1
+    fxmask.restore(model)
+    assert not any(m._load_state_dict_post_hooks for m in model.modules()) and b"fxmask" not in pickle.dumps(model)
+
+
+class ParametrizedLinear(nn.Linear):
+    """Named as PyTorch names what a parametrisation makes, and none of it."""
+
+    extra = 4
+
+
+def test_a_class_that_is_named_as_a_parametrised_one_keeps_what_it_adds():
+    model = fxmask.apply(nn.Sequential(ParametrizedLinear(64, 64)), ratio=0.5)
+    assert model[0].extra == 4 and type(fxmask.restore(model)[0]) is ParametrizedLinear
+
+
 def test_an_optimizer_built_before_apply_resumes():
     torch.manual_seed(1)
     x, y = torch.randn(16, 64), torch.randn(16, 10)
