@@ -197,6 +197,16 @@ def test_with_weight_masks():
         torch.testing.assert_close(a["weight"], exact)
 
 
+def test_on_a_soft_ramp_the_input_is_saved_pruned_too():
+    mask, x = WeightMask(0.5, (16, 16), schedule=fxmask.Schedule("linear", steps=2), soft=True), torch.randn(10, 64)
+    model = fxmask.apply(nn.Linear(64, 96), mask, ActivationPruning(0.5, 16))
+    fxmask.step(model, 0)
+    kept = reference.masked(torch.ones(96, 64), fxmask.masks(model)["weight"], (16, 16)).bool()
+    exact = (2 * model(x).detach()).t() @ pruned_input(x, 0.5, 16)
+    assert model._fxmask_softening
+    torch.testing.assert_close(grads(model, x)["weight"][kept], exact[kept])
+
+
 def test_with_weight_masks_a_guard_and_a_soft_ramp():
     torch.manual_seed(0)
     model = mlp(torch.float32)
