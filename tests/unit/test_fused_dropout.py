@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -270,6 +271,17 @@ def test_a_dropout_that_is_gone_is_missed(masks):
         head = model[:3](x)  # in two parts; the second again in the backward
         checkpoint(model[3], head, use_reentrant=False).sum().backward()
         model(x)
+
+
+@pytest.mark.parametrize("masks", [(), (WeightMask(0.5, (16, 16)),)], ids=["dropout", "with masks"])
+def test_compiled_code_does_not_look_at_what_eager_forwards_note(masks):
+    torch._dynamo.reset()
+    model, counter, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), CompileCounterWithBackend("eager"), torch.randn(8, 64)
+    fxmask.apply(model, *masks, BlockDropout(block=(2, 16)))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for run in (compiled, compiled, model, compiled):
+        run(x)
+    assert counter.frame_count == 1
 
 
 def test_rows_of_a_trace_go_by_where_it_lies():

@@ -154,6 +154,7 @@ def test_what_a_layer_looks_at(hopper):
     m = layer()
     assert m._fxmask_from == gpu_choice.pays_from(WIDE, BLOCK, gpu_site.density(m), "masked", True) == 1024
     assert layer(block=(12, 64))._fxmask_from == layer(impl="reference")._fxmask_from == 0
+    assert layer(overrides={"0": dict(read="weight")})._fxmask_from == 0  # its owner reads W∘M
     assert layer(ratio=0.1)._fxmask_from == gpu_choice.NEVER
     assert copy.deepcopy(m)._fxmask_from == 1024
 
