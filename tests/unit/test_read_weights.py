@@ -152,6 +152,34 @@ def test_a_layer_that_a_forward_does_not_read_hides_no_write_into_another_nor_in
         model(x, first, writes=True)
 
 
+class MaskedAnew(Owner):
+    """Its masks are taken off and made again before it ends."""
+
+    anew = False
+
+    @torch.compiler.disable
+    def masks(self):
+        fxmask.apply(fxmask.restore(self), ratio=0.5)
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.anew:
+            self.masks()
+        return y
+
+
+@pytest.mark.parametrize("how", [lambda m: m, lambda m: torch.compile(m, backend="eager")], ids=["eager", "compiled"])
+def test_masks_that_are_made_anew_in_a_forward_are_those_of_the_next(how):
+    torch._dynamo.reset()
+    model, x = fxmask.apply(MaskedAnew(), ratio=0.5), torch.randn(8, 64)
+    expected, call = model(x), how(model)
+    for model.anew in (True, False, False):
+        found = call(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(model(x), expected)
+    assert model.fc.weight is model.fc._parameters["weight"]
+
+
 class Both(Owner):
     """Calls the layer whose weight it reads."""
 

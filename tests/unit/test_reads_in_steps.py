@@ -170,16 +170,35 @@ def test_a_coroutine_that_is_cancelled():
     assert is_masked(model, model.told[0]) and model.fc.weight is parameter
 
 
+def test_an_async_generator_that_is_cancelled_between_its_steps():
+    model = fxmask.apply(TalksLater(), ratio=0.5)
+
+    async def cancel():
+        pieces = model(torch.randn(8, 64))
+        await anext(pieces)
+        with pytest.raises(asyncio.CancelledError):
+            await pieces.athrow(asyncio.CancelledError())
+        assert len(model.told) == 1
+
+    asyncio.run(cancel())
+    assert is_masked(model, model.told[0]) and model.fc.weight is model.fc._parameters["weight"]
+
+
 class OneOfTwo(Talks):
+    kind = tuple
+
     def forward(self, x):
-        return self.stream(x), x.shape
+        return self.kind((self.stream(x), x.shape))
 
 
-def test_a_generator_beside_other_results():
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_generator_beside_other_results(kind):
     model, x = fxmask.apply(OneOfTwo(), ratio=0.5), torch.randn(8, 64)
-    pieces, shape = model(x)
+    model.kind = kind
+    found = model(x)
+    pieces, shape = found
     torch.testing.assert_close(next(pieces), model.fc(x))
-    assert shape == x.shape and model.fc.weight is model.fc._parameters["weight"]
+    assert type(found) is kind and shape == x.shape and model.fc.weight is model.fc._parameters["weight"]
 
 
 def halve(w):

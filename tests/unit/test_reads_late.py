@@ -161,3 +161,27 @@ def test_compiled_code_that_is_called_by_itself_says_that_it_is_dense(by):
     with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)compiled part of a module's forward is called outside of it.*call the module"):
         y = by(model)(x)
     torch.testing.assert_close(y, F.linear(x, model.fc._parameters["weight"]).tanh())
+
+
+class Deep(nn.Module):
+    """Reads a layer of a module inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(64, 64, bias=False))
+
+    def part(self, x):
+        return F.linear(x, self.inside[0].weight)
+
+    compiled = torch.compile(part, backend="eager")
+
+    def forward(self, x):
+        return self.compiled(x)
+
+
+def test_a_compiled_part_that_reads_deeper_says_so_too():
+    torch._dynamo.reset()
+    model, x = fxmask.apply(Deep(), ratio=0.5), torch.randn(8, 64)
+    with pytest.warns(fxmask.FxMaskWarning, match="compiled part of a module's forward is called outside of it"):
+        model.compiled(x)
+    torch.testing.assert_close(model(x), model.inside[0](x))
