@@ -88,6 +88,7 @@ def test_before_its_start_an_input_is_saved_whole(trace):
 
 def test_a_guard_counts_until_it_is_removed():
     model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
+    assert "activations: 80 % of 1x16, by steps that nobody counts yet" in repr(model[0])
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     handle = fxmask.guard(optimizer, model)
     for step in range(10):
