@@ -54,6 +54,13 @@ def test_layers_with_options_of_their_own(name):
     compiled_like_eager(model)
 
 
+def test_the_number_is_of_all_that_was_asked_for():
+    """Not of the configuration alone that came last."""
+    own = {"1.fc": dict(activations=dict(ratio=0.25)), "2.fc": dict(criterion="l1")}
+    model = fxmask.apply(regions(), WeightMask(), PRUNED, overrides=own)
+    assert len({model[i].fc._fxmask_asked for i in (1, 2, 3)}) == 3
+
+
 @pytest.mark.parametrize("beside", [[], [WeightMask(ratio=0.0)]])
 def test_dropout_of_its_own(beside):
     own = dict(p=0.0) if not beside else dict(dropout=dict(p=0.0))
