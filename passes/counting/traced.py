@@ -13,7 +13,7 @@ from torch import fx, nn
 from ...kernels.errors import ConfigError, UnsupportedError, message
 from ..graphs.lifted import source_name
 
-LOCAL = re.compile(r"^(L\['\w+'\]|L__self__)[._]*")  # what Dynamo calls the module that it was given
+LOCAL = re.compile(r"^(L\['\w+'\](\.__self__)?|L__self__)[._]*")  # what Dynamo calls the module that it was given
 WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
 
 

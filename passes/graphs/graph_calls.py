@@ -19,6 +19,7 @@ MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
+BOUND = "L['fn'].__self__"  # a container whose own `compile()` was called, as PyTorch 2.14 names it
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)
 
@@ -46,7 +47,7 @@ def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
 
 def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
     """Path and classes of each module that a call was made in, the outermost first."""
-    return [(path.removeprefix("L['self']").lstrip("."), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+    return [(path.removeprefix("L['self']").removeprefix(BOUND).lstrip("."), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
 
 
 def _classes(cls: Any) -> tuple[type, ...]:

@@ -174,4 +174,6 @@ def source_name(node: Node) -> str:
     parts = [a or b or c for a, b, c in PARTS.findall(rest)]
     if "cell_contents" in parts:  # of a closure
         parts = parts[parts.index("cell_contents") + 1 :]
+    if parts[:1] == ["__self__"]:  # of a bound method, as `compile()` of a container is taken from PyTorch 2.14 on
+        parts = parts[1:]
     return ".".join(p for p in parts if p not in CONTAINERS)

@@ -54,6 +54,18 @@ def test_names_of_a_submodule_are_told(what, call):
 
 
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("computed", [False, True])
+def test_names_of_a_container_are_those_of_the_model(computed):
+    """Its `compile()` wraps the call of it from PyTorch 2.14 on, so that the graph is of a function that holds a bound method."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Sequential(nn.Linear(64, 64)), nn.Linear(64, 64))
+    if computed:
+        torch.nn.utils.parametrizations.weight_norm(model[3])
+    bound = torch._dynamo.external_utils.wrap_inline(model._call_impl)
+    compiled(bound, **OPTIONS, exclude="2.*", overrides={"3": dict(ratio=0.5)})(torch.randn(4, 64))
+    assert {row["name"]: row["target_ratio"] for row in fxmask.explain(model).rows if row["masked"]} == {"0": 0.75, "3": 0.5}
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
 def test_names_of_the_model_and_what_goes_by_no_names_are_not():
     x = torch.randn(4, 64)
     compiled(Net(breaks=False), **OPTIONS, criterion="random", exclude="head")(x)
