@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from ...kernels.errors import ConfigError, UnsupportedError, message
+from ..graphs.graph_calls import LOCAL
 from ..graphs.lifted import source_name
 
-LOCAL = re.compile(r"^(L\['\w+'\](\.__self__)?|L__self__)[._]*")  # what Dynamo calls the module that it was given
 WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
 
 

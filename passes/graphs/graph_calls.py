@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
-BOUND = "L['fn'].__self__"  # a container whose own `compile()` was called, as PyTorch 2.14 names it
+# what Dynamo calls the module that it was given, or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on
+LOCAL = re.compile(r"^(L\['\w+'\](\.__self__)?|L__self__)[._]*")
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)
 
@@ -47,7 +49,7 @@ def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
 
 def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
     """Path and classes of each module that a call was made in, the outermost first."""
-    return [(path.removeprefix("L['self']").removeprefix(BOUND).lstrip("."), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+    return [(LOCAL.sub("", path), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
 
 
 def _classes(cls: Any) -> tuple[type, ...]:
