@@ -9,6 +9,7 @@ from zlib import crc32
 from ...kernels.errors import ConfigError, meant
 
 C = TypeVar("C", bound="Options")
+SYSTEMS = {"activations": "ActivationPruning", "dropout": "BlockDropout", "nm": "NMMask"}  # the other three by their names
 BESIDE = ("include", "exclude", "overrides", "allocation", "layers", "masks", "scores")  # options of `fxmask.apply` that are none of a configuration
 
 
@@ -33,8 +34,11 @@ class Options:
         known = [f.name for f in dataclasses.fields(self)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
-            beside = {"activations": "an ActivationPruning", "dropout": "a BlockDropout"}.get(unknown[0], "") if where.startswith("overrides[") else ""
-            near = meant(unknown[0], [*known, *(BESIDE if where.startswith("fxmask.apply") else ())])
-            near = f"; it wants {beside} in the same fxmask.apply." if beside else near
+            applied, system = where.startswith("fxmask.apply"), SYSTEMS.get(unknown[0])
+            near = meant(unknown[0], [*known, *(BESIDE if applied else ())])
+            if system and applied:
+                near = f"; expected it as a configuration: fxmask.apply(model, fxmask.{system}(...))."
+            elif system and system != "NMMask" and where.startswith("overrides["):  # which goes alone
+                near = f"; expected fxmask.{system}(...) in the same fxmask.apply."
             raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")
         return dataclasses.replace(self, **changes)

@@ -84,8 +84,11 @@ REFUSED = {
     "ramp-at-rest": (lambda: fxmask.WeightMask(refresh=0, schedule=fxmask.Schedule("cubic", steps=9)), "from a step at which the ramp has ended on"),
     "inputs-alone": (
         lambda: fxmask.apply(net(), ratio=0.5, overrides={"0": {"activations": {"ratio": 0.25}}}),
-        "got 'activations'; it wants an ActivationPruning in the same fxmask.apply",
+        r"got 'activations'; expected fxmask.ActivationPruning\(\.\.\.\) in the same fxmask.apply",
     ),
+    "inputs-by-name": (lambda: fxmask.apply(net(), activations={"ratio": 0.25}), r"got 'activations'; .* fxmask.apply\(model, fxmask.ActivationPruning\("),
+    "dropout-by-name": (lambda: fxmask.apply(net(), dropout=0.25), r"got 'dropout'; .* fxmask.apply\(model, fxmask.BlockDropout\("),
+    "nm-by-name": (lambda: fxmask.apply(net(), nm=(2, 4)), r"got 'nm'; .* fxmask.apply\(model, fxmask.NMMask\("),
     "positional-ratio": (lambda: fxmask.apply(net(), 0.5), r"a ratio goes by name: fxmask.apply\(model, ratio=0.5\)"),
     "phase-typo": (lambda: fxmask.WeightMask(phases={4: {"refesh": 2}}), "got refesh; did you mean 'refresh'"),
     "option-typo": (lambda: torch.compile(net(), backend="fxmask", options={"sparsity": 0.5})(torch.randn(2, 32)), "did you mean 'ratio'"),
