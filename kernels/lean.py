@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import _C
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # as in PyTorch 2.11 to 2.14
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # as in PyTorch 2.11 to 2.15
 
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 _BELOW = _C._after_autograd_keyset - _VIEWS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor  # the class of the jagged layout, as in PyTorch 2.11 to 2.14
+from torch.nested._internal.nested_tensor import NestedTensor  # the class of the jagged layout, as in PyTorch 2.11 to 2.15
 from torch.utils.flop_counter import register_flop_formula
 
 from . import joint, mask_ops, matmul_ops, reference

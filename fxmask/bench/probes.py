@@ -55,7 +55,9 @@ class Launch:
     constants: dict[str, Any]
 
     def __call__(self) -> None:
-        self.kernel[(self.programs,)](*self.args, **self.constants)
+        from ..kernels.triton import device
+
+        self.kernel[(self.programs,)](*self.args, **device.OPTIONS, **self.constants)
 
 
 @cache

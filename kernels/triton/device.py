@@ -15,6 +15,7 @@ import triton
 from ..errors import UnsupportedError, message
 
 LAUNCHES: Counter[str] = Counter()  # kernel's name -> launches of this process, for tests and for `explain`
+OPTIONS = {"enable_fp_fusion": True}  # of launches that do not say otherwise: the default of Triton, which warns from 3.9 on that it will be another one
 INTERPRETED: bool = triton.knobs.runtime.interpret  # read when the kernels are made: later changes of TRITON_INTERPRET change nothing
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -61,7 +62,7 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *args: Any, **const
         return
     LAUNCHES[kernel.fn.__name__] += 1
     with torch.cuda.device(like.device) if like.is_cuda else nullcontext():  # Triton launches on the current device
-        kernel[grid](*args, **constants)
+        kernel[grid](*args, **{**OPTIONS, **constants})
 
 
 def capturing(device: torch.device) -> bool:

@@ -76,6 +76,7 @@ def configure(call: Call, arch: int, label: str) -> Config:
     """What Triton compiles for a launch on `arch` (90 for sm_90)."""
     backend = make_backend(GPUTarget("cuda", arch, 32))
     bind = create_function_from_signature(call.kernel.signature, call.kernel.params, backend)
-    bound, specialization, options = bind(*call.args, **call.constants)
-    options, signature, constants, attrs = call.kernel._pack_args(backend, call.constants, bound, specialization, options)
+    given = {**device.OPTIONS, **call.constants}
+    bound, specialization, options = bind(*call.args, **given)
+    options, signature, constants, attrs = call.kernel._pack_args(backend, given, bound, specialization, options)
     return Config(label, arch, call.kernel, signature, constants, attrs, options.__dict__)

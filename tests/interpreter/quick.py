@@ -1,8 +1,10 @@
 """Triton's interpreter without work that it repeats for nothing. What a kernel computes, loads and stores is the same.
 
-Written for Triton 3.6 and 3.7. It looks up the functions of `triton.language` anew at each launch and patches them anew at each call of a device function,
+Written for Triton 3.6 to 3.9. It looks up the functions of `triton.language` anew at each launch and patches them anew at each call of a device function,
 makes a table of dtypes for each question about one, checks and names the shape of each value, and computes each sum and product of integers once more in
 int64 to see whether it overflows, also where nobody asked for `debug` and the answer is thrown away.
+
+One thing it does wrong: of a comparison of scalars, in a mask of many, it makes integers, and from 3.9 on it refuses such a mask.
 """
 
 from __future__ import annotations
@@ -65,8 +67,15 @@ def _get_np_dtype(of: Any, original: Any = interpreter._get_np_dtype) -> Any:
     return DTYPES[scalar.name]
 
 
+def _splat(self: Any, of: Any, scalar: Any, original: Any = interpreter.InterpreterBuilder.create_splat) -> Any:
+    if scalar.data.dtype == bool:
+        scalar = interpreter.TensorHandle(scalar.data, tl.int1)  # a comparison has the type of what it compares
+    return original(self, of, scalar)
+
+
 def quicken() -> None:
     """For this process."""
+    interpreter.InterpreterBuilder.create_splat = _splat
     interpreter._patch_builtin, interpreter._patch_lang = _patch_builtin, _patch_lang
     interpreter._get_np_dtype = _get_np_dtype
     block_type.__init__, tensor.__init__ = _init_block_type, _init_tensor

@@ -1,5 +1,7 @@
 """Legal but unusual operands give the reference's numbers; wrong ones raise before a kernel follows them."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import nn
 import fxmask
 from fxmask.errors import ConfigError, ShapeError, UnsupportedError
 from fxmask.kernels import lists, ops, reference
-from fxmask.kernels.triton import launch, prune_launch, refresh
+from fxmask.kernels.triton import device, launch, prune_launch, refresh
 from fxmask.kernels.triton.device import LAUNCHES, aligned
 
 torch.manual_seed(0)
@@ -215,3 +217,17 @@ def test_rows_that_lie_badly_are_copied():
 
 def check_lies_well(t):
     assert t.data_ptr() % 16 == 0 and t.stride(0) % 2 == 0 and t.stride(1) == 1
+
+
+def test_products_and_sums_are_fused_unless_a_launch_says_otherwise():
+    """Triton's default changes between versions, and with it what a kernel rounds."""
+
+    class Kernel:
+        fn, told = types.SimpleNamespace(__name__="none"), []
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: self.told.append(options)
+
+    device.launch(Kernel(), (1,), X, SIZE=4)
+    device.launch(Kernel(), (1,), X, SIZE=4, enable_fp_fusion=False)
+    assert Kernel.told == [{"SIZE": 4, "enable_fp_fusion": True}, {"SIZE": 4, "enable_fp_fusion": False}]
