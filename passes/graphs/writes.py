@@ -23,7 +23,8 @@ IN_PLACE = (
     operator.iadd, operator.iand, operator.iconcat, operator.ifloordiv, operator.ilshift, operator.imatmul, operator.imod, operator.imul, operator.ior,
     operator.ipow, operator.irshift, operator.isub, operator.itruediv, operator.ixor, operator.setitem, setattr,
 )  # fmt: skip
-GIVE_MEMORY = ("setattr", "set_")  # writes to `.data`, after which the target shares the memory of another argument
+# writes to `.data`, the last one as Dynamo writes them from PyTorch 2.14 on: after them the target shares the memory of another argument
+GIVE_MEMORY = ("setattr", "set_", "shallow_copy_data_")
 NO_WRITES = ("requires_grad_", "detach_", "share_memory_")  # of methods that end as writes do
 # by their last name, of torch, of torch.nn.functional, of Tensor and of ATen: they never return memory that they were given
 NEW = {

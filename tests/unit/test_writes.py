@@ -83,9 +83,12 @@ def test_two_inputs_of_one_memory():
     assert writes.into(t) and writes.into(held) and not writes.into(other)
 
 
-@pytest.mark.parametrize("how", [setattr, torch.Tensor.set_, torch.ops.aten.set_.source_Tensor, "set_"])
+@pytest.mark.parametrize("how", [setattr, torch.Tensor.set_, torch.ops.aten.set_.source_Tensor, "set_", "shallow_copy_data_"])
 def test_a_tensor_that_is_given_other_memory(how):
     """It is written then, and later by whoever writes what it was given."""
+    lib = torch.library.Library("fxmask_test_memory", "FRAGMENT")
+    lib.define("shallow_copy_data_(Tensor(a!) self, Tensor source) -> Tensor(a!)")  # as ATen has it from PyTorch 2.14 on
+    how = torch.ops.fxmask_test_memory.shallow_copy_data_ if how == "shallow_copy_data_" else how
     graph = fx.Graph()
     t, new, other = (graph.placeholder(name) for name in ("t", "new", "other"))
     before = graph.call_function(F.relu, (t,))
@@ -215,6 +218,25 @@ def test_a_compiled_function_has_a_new_mask_after_a_write(call, inner):
     found = torch.compile(call, backend=backend.fxmask_backend, options=dict(ratio=0.5, inner=inner), fullgraph=True)(net, x, new)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found[1], net(x), atol=1e-2)  # masked after the write, too
+
+
+def _given_other_memory(net, x, new):
+    """What is written into that afterwards is written into the weight."""
+    net.fc.weight.data = new
+    a = net(x)
+    new.mul_(new)
+    return a, net(x)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@torch.no_grad()
+def test_a_compiled_function_has_a_new_mask_after_a_write_into_memory_that_its_weight_was_given(inner):
+    torch.manual_seed(0)
+    net, x, new = Net(), torch.randn(8, 64), torch.randn(64, 64)
+    expected = _given_other_memory(fxmask.apply(copy.deepcopy(net), ratio=0.5), x, new.clone())
+    torch._dynamo.reset()
+    compiled = torch.compile(_given_other_memory, backend=backend.fxmask_backend, options=dict(ratio=0.5, inner=inner), fullgraph=True)
+    torch.testing.assert_close(compiled(net, x, new), expected)
 
 
 class TracedWrite(Net):
