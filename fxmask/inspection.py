@@ -145,6 +145,9 @@ def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
     if c.key in known.reasons:
         return dense_row(c.name, c.weight, _reason(c, known.reasons))
     if isinstance(c.weight, nn.Parameter) or c.module is None:
+        key = next((key for key, done in known.by_graphs.items() if id(c.weight) in key[1] and done.shape == tuple(c.weight.shape)), None)
+        if key is not None and seen(c.weight) is None:  # a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one
+            return graph_made_row(c.name, torch.empty(c.weight.shape, device="meta"), known.by_graphs.pop(key), known.unseen, made_there=True)
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)
     own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too

@@ -129,9 +129,9 @@ def _graphs_mask(c: Candidate, unread: bool) -> bool:
     given, cls = gathered(c.weight), cast(Any, type(c.module))
     if c.problem and (weight_problem(given) if given is not None else not is_unknown(c.weight, unread)):
         return False
-    if c.skip in (REPLACED, OWNER_REPLACED):
-        return computes_linear(cls) and not computed(aliases(c.weight))  # or the forward may make another weight of it
-    return not c.skip
+    if computed(aliases(c.weight)):  # a forward makes another weight of it, which the graph has met
+        return False
+    return computes_linear(cls) if c.skip in (REPLACED, OWNER_REPLACED) else not c.skip
 
 
 def _is_required(o: Options, decisions: Sequence[Decision], gaps: Sequence[Decision]) -> bool:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from compile_backend.helpers import Wrap, compiled
+from compile_backend.helpers import Wrap, compiled, steps_of
 from sample_models import mlp
 from torch import nn
 
@@ -113,6 +113,34 @@ def test_a_weight_that_is_made_of_two_parts_is_in_each():
     call = compiled(model, **OPTIONS)
     call(torch.randn(4, 72))
     assert [[row["masked"] for row in fxmask.explain(part).rows] for part in (model.a, model.b)] == [[True], [True]]
+
+
+class Cast(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Owner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return F.linear(x, self.fc.weight.to(x.dtype))
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize(("made", "name"), [(lambda: Cast(64, 64), "inner.0"), (Owner, "inner.0.fc")], ids=["by itself", "by its owner"])
+def test_a_layer_whose_weight_is_cast_has_one_row_and_was_met(made, name):
+    model = Wrap(nn.Sequential(made(), nn.Linear(64, 64)))
+    call = compiled(model, **OPTIONS, require=True)
+    steps_of(model, call, 2)
+    rows = fxmask.explain(model).rows
+    assert [(row["name"], row["masked"]) for row in rows] == [(name, True), ("inner.1", True)]
+    assert rows[0]["reason"].endswith("; the graph computes its weight")
+    torch._dynamo.reset()
+    compiled(model, **OPTIONS, exclude="inner.0*")(torch.randn(4, 64))
+    assert rows_of(model)[name]["reason"] == "in exclude (backend='fxmask'); the graph computes its weight"
 
 
 def test_several_weights_of_one_module_are_told_apart():
