@@ -79,12 +79,19 @@ class Pass:
         return PassResult(gm, rewritten)
 
 
-SWAPS = {torch.transpose, torch.swapaxes, torch.swapdims, torch.ops.aten.transpose.int}
-ADJOINTS = {torch.adjoint, torch.ops.aten.adjoint.default}
-TRANSPOSES = {torch.t, torch.permute, torch.ops.aten.t.default, torch.ops.aten.permute.default, *ADJOINTS, *SWAPS}
-SWAP_METHODS = ("transpose", "swapaxes", "swapdims")
+aten = torch.ops.aten
+# functions and ops, of these all overloads: see `callee`
+SWAP_METHODS = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
+SWAPS = {getattr(owner, name) for owner in (torch, aten) for name in SWAP_METHODS}
+ADJOINTS = {torch.adjoint, aten.adjoint}
+TRANSPOSES = {torch.t, torch.permute, aten.t, aten.permute, *ADJOINTS, *SWAPS}
 FLIPS = {"T": "numpy_T", "mT": "mT", "H": "matrix_H", "mH": "mH"}  # attributes, and the ops that torch.export and, from PyTorch 2.14 on, Dynamo write for them
-FLIP_OPS = {getattr(torch.ops.aten, op): name for name, op in FLIPS.items()}
+FLIP_OPS = {getattr(aten, op): name for name, op in FLIPS.items()}
+
+
+def callee(node: Node) -> Any:
+    """The function that a node calls; of an op with all of its overloads, as `torch.ops.aten.t` is written by hand and `torch.ops.aten.t.default` in traces."""
+    return getattr(node.target, "overloadpacket", node.target)
 
 
 def flip(node: Node) -> str:
@@ -93,13 +100,13 @@ def flip(node: Node) -> str:
         return ""
     if node.target is getattr:
         return str(node.args[1]) if node.args[1] in FLIPS else ""
-    return FLIP_OPS.get(getattr(node.target, "overloadpacket", node.target), "")
+    return FLIP_OPS.get(callee(node), "")
 
 
 def is_transpose(node: Node) -> bool:
     """Whether a node only looks at a tensor with its axes in another order."""
     if node.op == "call_function":
-        return node.target in TRANSPOSES or bool(flip(node))
+        return callee(node) in TRANSPOSES or bool(flip(node))
     return node.op == "call_method" and node.target in ("t", "adjoint", "permute", *SWAP_METHODS)
 
 

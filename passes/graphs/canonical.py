@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from ..infra import ADJOINTS, SWAP_METHODS, SWAPS, TRANSPOSES, Pass, flip, is_transpose, recorded_value, replace_node
+from ..infra import ADJOINTS, SWAP_METHODS, SWAPS, TRANSPOSES, Pass, callee, flip, is_transpose, recorded_value, replace_node
 
-PRODUCTS = {operator.matmul, torch.matmul, torch.mm, torch.ops.aten.mm.default, torch.ops.aten.matmul.default}
-SUMS = {torch.addmm, torch.ops.aten.addmm.default}
+PRODUCTS = {operator.matmul, operator.imatmul, torch.matmul, torch.mm, torch.ops.aten.mm, torch.ops.aten.matmul}  # of ops all overloads; no `@=` is in place
+SUMS = {torch.addmm, torch.ops.aten.addmm}
 GRADS, ENTER = torch._C._set_grad_enabled, torch.autograd.grad_mode._enter_inference_mode
 SWITCHES = (GRADS, ENTER, torch.autograd.grad_mode._exit_inference_mode)  # of gradients
 
@@ -46,9 +46,9 @@ class Canonicalise(Pass):
         """(x, w, bias) of a product that is a linear, else None."""
         function, method = node.op == "call_function", node.op == "call_method"
         bias: Node | None = None
-        if (function and node.target in PRODUCTS) or (method and node.target in ("matmul", "mm", "__matmul__")):
+        if (function and callee(node) in PRODUCTS) or (method and node.target in ("matmul", "mm", "__matmul__")):
             x, right = _given(node, ("input", "self"), ("other", "mat2", "tensor2"))
-        elif (function and node.target in SUMS) or (method and node.target == "addmm"):
+        elif (function and callee(node) in SUMS) or (method and node.target == "addmm"):
             bias, x, right = _given(node, ("input", "self"), ("mat1",), ("mat2",))
             if not (isinstance(bias, Node) and _axes(bias) == 1):
                 return None
@@ -62,11 +62,12 @@ def transposed(node: object, user: Node, is_weight: Callable[[Node], bool]) -> N
     """The parameter whose transpose a node is, with a gradient of its own wherever `user` has one: none for a transpose that was computed under no_grad."""
     if not isinstance(node, Node) or not is_transpose(node):
         return None
-    conjugates = node.target in ADJOINTS or node.target == "adjoint" or flip(node) in ("H", "mH")
+    called = callee(node)
+    conjugates = called in ADJOINTS or called == "adjoint" or flip(node) in ("H", "mH")
     w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
-    if node.target in SWAPS or (node.op == "call_method" and node.target in SWAP_METHODS):
+    if called in SWAPS or called in SWAP_METHODS:
         flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
-    elif node.target in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
+    elif called in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
         given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
         flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
     else:

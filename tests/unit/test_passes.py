@@ -16,11 +16,12 @@ from fxmask.passes.infra import CleanUp, Pass, run_passes
 
 aten = torch.ops.aten
 CONJUGATES = (aten.matrix_H, aten.matrix_H.default, aten.mH, aten.mH.default, aten.adjoint.default)
-OPS = (aten.numpy_T, aten.numpy_T.default, aten.mT, aten.mT.default, *CONJUGATES)  # as Dynamo (2.14) and torch.export write them
+OPS = (aten.numpy_T, aten.numpy_T.default, aten.mT, aten.mT.default, aten.t, aten.t.default, *CONJUGATES)  # as Dynamo (2.14), torch.export or people write them
+SWAPS = (torch.movedim, aten.movedim.int, aten.moveaxis, aten.swapaxes.default, aten.swapdims.default, aten.transpose)  # of two axes
 
 
-def transposed_by(op):
-    return lambda x, w, b: x @ op(w)
+def transposed_by(op, *axes):
+    return lambda x, w, b: x @ op(w, *axes)
 
 
 FORMS = {
@@ -39,6 +40,12 @@ FORMS = {
     "x @ w.H": (lambda x, w, b: x @ w.H, True),
     "x @ w.adjoint()": (lambda x, w, b: x @ w.adjoint(), True),
     **{f"x @ {op}(w)": (transposed_by(op), True) for op in OPS},
+    **{f"x @ {op.__name__}(w, 0, 1)": (transposed_by(op, 0, 1), True) for op in SWAPS},
+    **{f"x @ {op.__name__}(w, -1, 1)": (transposed_by(op, -1, 1), False) for op in SWAPS},
+    "x @ w.moveaxis(1, 0)": (lambda x, w, b: x @ w.moveaxis(1, 0), True),
+    "x @ w.movedim((0, 1), (1, 0))": (lambda x, w, b: x @ w.movedim((0, 1), (1, 0)), False),
+    "aten.mm(x, w.t())": (lambda x, w, b: aten.mm(x, w.t()), True),
+    "aten.addmm(b, x, w.t())": (lambda x, w, b: aten.addmm(b, x, w.t()), True),
     "x @ w.permute(dims=(1, 0))": (lambda x, w, b: x @ w.permute(dims=(1, 0)), True),
     "b.addmm(x, w.t())": (lambda x, w, b: b.addmm(x, w.t()), True),
     "addmm(b, x, mat2=w.t())": (lambda x, w, b: torch.addmm(b, x, mat2=w.t()), True),
@@ -72,7 +79,7 @@ def test_products_with_a_transposed_weight_are_linears(form):
     result, _ = run_passes(gm, [Canonicalise(lambda node: node.name == "w"), CleanUp()])
     assert result.modified == rewritten
     if rewritten:
-        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").check_not("swap").check_not("adjoint").check_not("aten").run(gm.code)
+        FileCheck().check("torch._C._nn.linear").check_not("permute").check_not("transpose").check_not(".t()").check_not("getattr").check_not("swap").check_not("move").check_not("adjoint").check_not("aten").run(gm.code)
     else:
         FileCheck().check_not("linear").run(gm.code)
     torch.testing.assert_close(gm(x, w, b), f(x, w, b))
