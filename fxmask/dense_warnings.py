@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from .kernels.errors import first_of, message, warn
@@ -14,6 +15,7 @@ from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, Patterns, as_patterns, names, reasons_of
 from .passes.finding.graph_linears import graph_modules, weight_reads
 from .passes.finding.outside import elements, unsaid, words
+from .passes.graphs.graph_calls import resolve
 from .passes.graphs.trace_check import frozen_randomness
 from .passes.settings.phases import in_turn
 from .swap import Swapped
@@ -30,13 +32,16 @@ def warn_of_graphs(model: nn.Module) -> None:
 
 def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
     """Warn where a graph that masks the calls of a layer reads its weight in another way, too."""
-    masked = {id(d.candidate.weight): d.candidate.name for d in decisions if d.config is not None}
-    for _, gm in graph_modules(model):
-        reads = {masked[id(w)]: read for w, read in weight_reads(gm) if id(w) in masked}
-        if reads:
-            shown = first_of([f"{name} ({read.node.name})" for name, read in reads.items()], 3)
-            what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
-            warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."))
+    chosen = [d.candidate for d in decisions if d.config is not None]
+    masked = {id(resolve(model, c.lifted) if c.lifted else c.weight): c.name for c in chosen}
+    found: dict[GraphModule, dict[str, str]] = {}
+    for weight, gm, read in weight_reads(model):
+        if id(weight) in masked:
+            found.setdefault(gm, {})[masked[id(weight)]] = read.node.name
+    for reads in found.values():
+        shown = first_of([f"{name} ({by})" for name, by in reads.items()], 3)
+        what = f"a graph reads masked weights whole, in products that are no linear calls: {shown}."
+        warn(message(what, fix="call fxmask.apply on the nn.Module instead of its trace, or exclude these."))
 
 
 def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from ..graphs.writes import last_name
 from ..infra import is_transpose
 
-SUMS = ("addmm", "baddbmm")  # whose first argument is added
+SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d")
-FREE = ("einsum", "tensordot", *KERNELS)  # which order the axes as they like
-PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", *SUMS, *FREE}
+FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
+CHAINS = ("linalg_multi_dot", "chain_matmul")
+PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
+
+
+Made = tuple[frozenset[Any], bool]  # the weights that something is made of, and no input, and whether its axes may be in another order
 
 
 class Read(NamedTuple):
-    """One such product: the node of the weight, its own, and whether it may be what a linear computes, x W^T; a plain `x @ w` is not."""
+    """One such product: the weight, its own node, and whether it may be what a linear computes, x W^T or W x; a plain `x @ w` is not."""
 
-    weight: Node
+    weight: Any  # as it is known by
     node: Node
     as_linear: bool
 
@@ -28,18 +33,35 @@ class Read(NamedTuple):
         return f"{last_name(self.node)}() reads it, which is no linear call"
 
 
-def dense_reads(gm: GraphModule, is_weight: Callable[[Node], bool]) -> Iterator[Read]:
-    """The products that multiply something which the graph is given by a weight alone, or by a view or a cast of one; of weights with each other, none."""
-    behind: dict[Node, tuple[set[Node], bool]] = {}  # of what is made of no input: the weights that it is made of, and whether axes are in another order
+def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, Made]:
+    """What a graph makes of weights alone: views and casts of one. `given`: weights, and what comes in that is made of some."""
+    made: dict[Node, Made] = {}
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "get_attr" or is_weight(node):
-            behind[node] = ({node} if is_weight(node) else set(), False)
-        elif inputs and all(n in behind for n in inputs):
-            behind[node] = (set.union(*(behind[n][0] for n in inputs)), is_transpose(node) or any(behind[n][1] for n in inputs))
-        elif node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
-            added = node.args[0] if name in SUMS and node.args else node.kwargs.get("input")
-            for n in inputs:
-                weights, turned = behind.get(n, (set(), False))
-                if len(weights) == 1 and not (name in SUMS and n is added):
-                    yield Read(next(iter(weights)), node, turned or name in FREE)
+        if node in given:
+            made[node] = given[node]
+        elif node.op == "get_attr":
+            made[node] = frozenset(), False
+        elif inputs and all(n in made for n in inputs):
+            turns = is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
+            made[node] = frozenset.union(*(made[n][0] for n in inputs)), turns or any(made[n][1] for n in inputs)
+    return made
+
+
+def dense_reads(gm: GraphModule, made: Mapping[Node, Made]) -> Iterator[Read]:
+    """The products that multiply something by what is made of one weight alone; of weights with each other, none."""
+    for node in gm.graph.nodes:
+        if node not in made and node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
+            added, left = _roles(node, name)
+            for n in node.all_input_nodes:
+                weights, turned = made.get(n, (frozenset(), False))
+                if len(weights) == 1 and n is not added:
+                    yield Read(next(iter(weights)), node, turned or n is left or name in FREE)
+
+
+def _roles(node: Node, name: str) -> tuple[Any, Any]:
+    """What a product adds to, and its left factor; None for what there is not, or is not known."""
+    given = [*node.args, *(node.kwargs[k] for k in ("input", "self", "mat1", "batch1", "mat") if k in node.kwargs), None, None]
+    if name in SUMS:
+        return given[0], given[1]
+    return None, given[1 if name == "__rmatmul__" else 0]

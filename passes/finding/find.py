@@ -15,7 +15,7 @@ from ..graphs.graph_site import graph_sites
 from ..graphs.regions import incoming
 from ..state.site import Site
 from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
-from .graph_linears import around, graph_modules, in_graph, is_plain, rewritten, used_outside
+from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
 from .weights import peek_weight
@@ -26,6 +26,7 @@ def find(model: nn.Module) -> list[Candidate]:
     graphs = list(graph_modules(model))
     outside, comes_in = used_outside(model, graphs), incoming(graphs)
     found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in))]
+    found += in_products(model, found)
     named = {c.param_name for c in found}
     for prefix, gm in graphs:
         found += rewritten(prefix, gm, graphs, named, comes_in)

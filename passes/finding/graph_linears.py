@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
-from ..graphs.regions import found_at
+from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import Read, dense_reads
+from .dense_reads import Made, Read, dense_reads, made_of_weights
 
 NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -70,10 +69,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             continue
         by_key.setdefault(key, new).nodes.append(node)
     known = {c.weight_path for c in by_key.values()}
-    linears = (m for m in gm.modules() if isinstance(m, nn.Linear))  # whose class is swapped
-    weights = {id(w) for w in (*(c.weight for c in by_key.values()), *(w for _, w in graph_sites(gm)), *(m._parameters.get("weight") for m in linears))}
-    inside = [c for c in _inside_calls(prefix, gm) if c.weight_path not in known]
-    return [*by_key.values(), *inside, *(c for c in _in_products(prefix, gm) if id(c.weight) not in weights)]
+    return [*by_key.values(), *_inside_calls(prefix, gm, known)]
 
 
 def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str]) -> tuple[Any, Candidate]:
@@ -104,46 +100,50 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
     return key, new
 
 
-def _is_weight(gm: GraphModule, node: Node) -> bool:
-    """Whether a node is the weight of a layer, by its name."""
-    named = node.op == "get_attr" and str(node.target).rpartition(".")[2] == "weight"
-    value = resolve(gm, str(node.target)) if named else None
-    return isinstance(value, nn.Parameter) and value.dim() == 2
+def _named_weight(model: nn.Module, path: str) -> nn.Parameter | None:
+    """The weight of a layer, by its name."""
+    value = resolve(model, path) if path.rpartition(".")[2] == "weight" else None
+    return value if isinstance(value, nn.Parameter) and value.dim() == 2 else None
 
 
-def weight_reads(gm: GraphModule) -> Iterator[tuple[Tensor, Read]]:
-    """The products of a graph that read the weight of a layer, by its name, and are no linear calls."""
-    return ((resolve(gm, str(read.weight.target)), read) for read in dense_reads(gm, partial(_is_weight, gm)))
+def weight_reads(model: nn.Module) -> Iterator[tuple[Tensor, GraphModule, Read]]:
+    """The products of a model's graphs, bodies of regions among them, that read the weight of a layer, by its name, and are no linear calls."""
+    comes_in: dict[Node, Made] = {}
+    for prefix, gm in graph_modules(model):  # a graph before its bodies
+        paths = {n: join(prefix, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
+        own: dict[Node, Made] = {n: (frozenset([path]), False) for n, path in paths.items() if _named_weight(model, path) is not None}
+        made = made_of_weights(gm, {**own, **comes_in})
+        comes_in |= {inner: made[outer] for _, _, given in bodies_of(gm) for inner, outer in given.items() if outer in made}
+        for read in dense_reads(gm, made):
+            yield resolve(model, read.weight), gm, read
 
 
-def _out_of_reach(prefix: str, gm: GraphModule, weight: Node, reader: Node, why: str) -> Candidate:
+def in_products(model: nn.Module, found: Iterable[Candidate]) -> list[Candidate]:
+    """Weights that products read which may be linears in other words, beside the linears that are known."""
+    weights = {id(resolve(model, c.lifted) if c.lifted else c.weight) for c in found} | {id(w) for _, gm in graph_modules(model) for _, w in graph_sites(gm)}
+    new: dict[int, Candidate] = {}
+    for weight, gm, read in weight_reads(model):
+        if read.as_linear and id(weight) not in weights:
+            new.setdefault(id(weight), _out_of_reach(read.weight, weight, gm, read.node, read.words))
+    return list(new.values())
+
+
+def _out_of_reach(path: str, weight: Tensor, gm: GraphModule, reader: Node, why: str) -> Candidate:
     """A weight that no linear call reads."""
-    path, types = str(weight.target), call_stack(reader)[1]
-    name = path.removesuffix("weight").removesuffix(".")
-    return Candidate(
-        join(prefix, name), join(prefix, path), resolve(gm, path), host=gm, weight_path=path, types=types, skip=f"{why}; mask the nn.Module"
-    )
+    return Candidate(layer_name(path), path, weight, host=gm, lifted=path, types=call_stack(reader)[1], skip=f"{why}; mask the nn.Module")
 
 
-def _in_products(prefix: str, gm: GraphModule) -> list[Candidate]:
-    """Weights that products read which may be linears in other words."""
-    found: dict[int, Candidate] = {}
-    for weight, read in weight_reads(gm):
-        if read.as_linear:
-            found.setdefault(id(weight), _out_of_reach(prefix, gm, read.weight, read.node, read.words))
-    return list(found.values())
-
-
-def _inside_calls(prefix: str, gm: GraphModule) -> list[Candidate]:
-    """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does."""
+def _inside_calls(prefix: str, gm: GraphModule, known: set[str | None]) -> list[Candidate]:
+    """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does; but for those at `known` paths."""
     found: dict[str, Candidate] = {}
     for node in gm.graph.nodes:
         target = node.target
         if node.op == "call_function" and isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in NO_LINEARS:
-            for weight in (n for n in node.all_input_nodes if _is_weight(gm, n)):
-                why = f"{target.__name__}() reads it, which the trace keeps as one call"
-                found.setdefault(str(weight.target), _out_of_reach(prefix, gm, weight, node, why))
-    return list(found.values())
+            for path in (str(n.target) for n in node.all_input_nodes if n.op == "get_attr"):
+                if (weight := _named_weight(gm, path)) is not None:
+                    why = f"{target.__name__}() reads it, which the trace keeps as one call"
+                    found.setdefault(path, _out_of_reach(join(prefix, path), weight, gm, node, why))
+    return [c for path, c in found.items() if path not in known]
 
 
 def rewritten(prefix: str, gm: GraphModule, graphs: list[tuple[str, GraphModule]], named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:

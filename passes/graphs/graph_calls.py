@@ -18,7 +18,7 @@ from ..infra import call_again, replace_node
 
 MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
-LINEARS = {F.linear, torch.ops.aten.linear.default}  # F.linear is torch._C._nn.linear
+LINEARS = {F.linear, torch.ops.aten.linear.default, torch.ops.aten.linear}  # F.linear is torch._C._nn.linear; the last one is written by hand alone
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
 # what Dynamo calls the module that it was given, or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on
 LOCAL = re.compile(r"^(L\['\w+'\](\.__self__)?|L__self__)[._]*")

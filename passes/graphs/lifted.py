@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import dense_reads
+from ..finding.dense_reads import dense_reads, made_of_weights
 from ..infra import recorded_value
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
 from .regions import bodies_of
@@ -105,7 +105,8 @@ def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node
         return isinstance(value, nn.Parameter) and value.dim() == 2 and source is not None and source_name(source).endswith(".weight")
 
     called = {id(c.weight) for c in found.values() if not c.skip}
-    for read in dense_reads(body.graph, is_weight):
+    weights = {n: (frozenset([n]), False) for n in body.graph.graph.nodes if is_weight(n)}
+    for read in dense_reads(body.graph, made_of_weights(body.graph, weights)):
         if read.as_linear or id(real[body.origin[read.weight]]) in called:
             _add(found, body, read.node, read.weight, "", real, read=f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
 

@@ -48,6 +48,41 @@ class Convolution(Layers):
         return self.b(F.conv1d(x[..., None], self.a.weight[..., None])[..., 0])
 
 
+class Swapped(Layers):
+    def forward(self, x):
+        return self.b(x @ self.a.weight.swapaxes(axis0=0, axis1=1))
+
+
+class Moved(Layers):
+    def forward(self, x):
+        return self.b(torch.matmul(x, torch.movedim(self.a.weight, 1, 0)))
+
+
+class Left(Layers):
+    """y^T = W x^T."""
+
+    def forward(self, x):
+        return self.b(torch.mm(self.a.weight, x.t()).t())
+
+
+class LeftAdded(Layers):
+    def forward(self, x):
+        return self.b(torch.addmm(input=self.a.bias[:, None], mat1=self.a.weight, mat2=x.t()).t())
+
+
+class Inner(Layers):
+    def forward(self, x):
+        return self.b(torch.inner(x, self.a.weight))
+
+
+class InPlace(Layers):
+    """As it is written; nothing is in place."""
+
+    def forward(self, x):
+        x @= self.a.weight.t()
+        return self.b(x)
+
+
 class Both(Layers):
     def forward(self, x):
         return self.b(self.a(x)) @ self.a.weight
@@ -71,8 +106,14 @@ def traced(model, how):
     return torch.fx.symbolic_trace(model) if how == "symbolic_trace" else torch.export.export(model, (X,)).module()
 
 
+READERS = [
+    (Matmul, "addmm"), (Attribute, "matmul"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d"), (Swapped, "matmul"), (Moved, "matmul"),
+    (Left, "mm"), (LeftAdded, "addmm"), (Inner, "inner"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
-@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Attribute, "matmul"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d")])
+@pytest.mark.parametrize(("cls", "reader"), READERS)
 def test_a_weight_that_no_linear_call_reads(cls, reader, how):
     gm = traced(cls(), how)
     with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call; mask the nn\.Module"):
@@ -89,6 +130,45 @@ def test_a_masked_weight_with_a_second_reader(how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fxmask.apply(traced(Both(), how), exclude="a", **OPTIONS)
+
+
+class InCondition(Layers):
+    def forward(self, x):
+        return self.b(torch.cond(x.sum() > -1e9, lambda x: x @ self.a.weight.T, lambda x: 2 * (x @ self.a.weight.T), (x,)))
+
+
+class Teacher(Layers):
+    def forward(self, x):
+        with torch.no_grad():
+            y = x @ self.a.weight.T
+        return self.b(x) + y
+
+
+class TurnedBefore(Layers):
+    def forward(self, x):
+        with torch.no_grad():
+            turned = self.a.weight.T
+        return self.b(x @ turned)
+
+
+@pytest.mark.parametrize("cls", [InCondition, Teacher, TurnedBefore])
+def test_bodies_that_an_export_makes_are_looked_into(cls):
+    gm = traced(cls(), "export")
+    with pytest.warns(FxMaskWarning, match=r"a stays dense: matmul\(\) reads it, which is no linear call; mask the nn\.Module"):
+        fxmask.apply(gm, **OPTIONS)
+    assert {r["name"]: r["masked"] for r in fxmask.explain(gm).rows} == {"a": False, "b": True}
+    assert torch.equal(fxmask.restore(gm)(X), cls()(X))
+
+
+class BothInCondition(Layers):
+    def forward(self, x):
+        return self.b(torch.cond(x.sum() > -1e9, lambda x: x @ self.a.weight.T, self.a, (x,)))
+
+
+def test_a_second_reader_in_a_body():
+    with pytest.warns(FxMaskWarning, match=r"a graph reads masked weights whole, in products that are no linear calls: a \(matmul") as told:
+        gm = fxmask.apply(traced(BothInCondition(), "export"), **OPTIONS)
+    assert len(told) == 1 and {r["name"]: r["masked"] for r in fxmask.explain(gm).rows} == {"a": True, "b": True}
 
 
 class BothInOrder(Layers):
@@ -115,6 +195,19 @@ def test_what_is_no_lost_linear_is_not_told(how):
     assert rows == {"a": "selected", "b": "selected", "table": "default exclusion: weight tied to an Embedding"}
 
 
+class ByOp(Layers):
+    def forward(self, x):
+        return self.b(torch.ops.aten.linear(x, self.a.weight, self.a.bias))
+
+
+def test_an_op_that_is_written_without_its_overload_is_a_linear():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FxMaskWarning)
+        gm = fxmask.apply(traced(ByOp(), "symbolic_trace"), **OPTIONS)
+        assert [r["masked"] for r in fxmask.explain(gm).rows] == [masked for masked, _ in backend(ByOp()).values()] == [True, True]
+    assert torch.equal(fxmask.restore(gm)(X), ByOp()(X))
+
+
 def backend(model, **more):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="fxmask", options={**OPTIONS, "inner": "eager", **more})
@@ -122,7 +215,7 @@ def backend(model, **more):
     return {r["name"].removeprefix("_orig_mod."): (r["masked"], r["reason"]) for r in fxmask.explain(compiled).rows}
 
 
-@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Einsum, "einsum"), (Convolution, "conv1d")])
+@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Einsum, "einsum"), (Convolution, "conv1d"), (Left, "mm"), (InPlace, "imatmul")])
 def test_the_backend_tells_it_too(cls, reader):
     with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call"):
         rows = backend(cls())
@@ -144,4 +237,5 @@ def test_the_backend_is_quiet_where_nothing_is_lost():
     assert rows["a"][0] and rows["b"][0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxMaskWarning)
-        assert backend(Matmul(), match="matmul")["a"][0]
+        for cls in (Matmul, InPlace, Swapped, Moved):
+            assert backend(cls(), match="matmul")["a"][0]
