@@ -80,20 +80,21 @@ def _what(o: Options, gaps: Sequence[Decision], required: bool, unknown: bool) -
 
 
 def _compiled_models() -> Iterator[tuple[nn.Module, Mapping[str, Any] | None, bool]]:
-    """Models that torch.compile, or their own compile(), was given with this backend, its options, and whether it is the latter."""
+    """Models that torch.compile, or their own compile(), was given with this backend, its options, and whether it is the latter; not of a container whose
+    compile() wraps its call, as from PyTorch 2.14 on: then it is compiled as any other."""
     optimized = torch._dynamo.OptimizedModule  # looked up once: there may be millions of objects
     for o in gc.get_objects():
         kind = type(o)  # not isinstance, which asks proxies for what they stand for
         if issubclass(kind, optimized):
-            model, callback = o._modules.get("_orig_mod"), getattr(o.__dict__.get("dynamo_ctx"), "callback", None)
+            model, callback, in_place = o._modules.get("_orig_mod"), getattr(o.__dict__.get("dynamo_ctx"), "callback", None), False
         elif kind is FunctionType and getattr(called := getattr(o, "_torchdynamo_orig_callable", None), "__name__", "") in FORWARDS:
-            owner = getattr(called, "__self__", None) or getattr(getattr(called, "__wrapped__", None), "__self__", None)  # a container's is wrapped (2.14)
-            model, callback = owner, _closure(o).get("callback")
+            bound = called if hasattr(called, "__self__") else getattr(called, "__wrapped__", None)
+            model, callback, in_place = getattr(bound, "__self__", None), _closure(o).get("callback"), bound is called
         else:
             continue
         callback = behind_callback(callback)
         if isinstance(model, nn.Module) and getattr(getattr(callback, "compiler_fn", None), "__module__", "") == f"{__package__}.backend":
-            yield model, getattr(callback, "kwargs", {}).get("options"), kind is FunctionType
+            yield model, getattr(callback, "kwargs", {}).get("options"), in_place
 
 
 def _closure(f: FunctionType) -> dict[str, Any]:

@@ -146,6 +146,16 @@ def test_a_container_in_ddp_is_told_to_be_compiled_by_itself():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_container_that_was_compiled_by_itself_is_told_what_its_pytorch_does(wrapped):
+    """From PyTorch 2.14 on `compile()` wraps its call by itself, and Dynamo takes it: then it is as any model whose frame is skipped."""
+    model = nn.Sequential(Looped())
+    call = compiled(torch._dynamo.external_utils.wrap_inline(model._call_impl) if wrapped else model._call_impl, **OPTIONS)
+    fix = r"a graph break in a loop" if wrapped or torch.__version__ >= "2.14" else r"module\.compile\(\) of one call no backend"
+    with pytest.warns(FxMaskWarning, match=rf"(?s)gradients of 0\.layers\.0, 0\.layers\.1 of a model.*where: Sequential\n  fix: [^:]*{fix}"):
+        steps_of(model, call, 1)
+
+
 class Partly(nn.Module):
     def __init__(self):
         super().__init__()
