@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...kernels.errors import ConfigError, UnsupportedError, message
-from ..graphs.graph_calls import LOCAL
+from ..graphs.graph_calls import path_in_model
 from ..graphs.lifted import source_name
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
@@ -68,13 +68,13 @@ def traced_kinds(gm: fx.GraphModule) -> dict[str, str]:
     found = {"": ""}
     for n in gm.graph.nodes:
         for name, kind in (n.meta.get("nn_module_stack") or {}).values() if n.op != "placeholder" else ():
-            found[LOCAL.sub("", name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+            found[path_in_model(name)] = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return dict(sorted(found.items(), key=lambda p: p[0] != ""))
 
 
 def traced_calls(gm: fx.GraphModule) -> dict[str, int]:
     """How often a graph calls the modules that it was traced from: every call has a key of its own."""
-    keys = {(key, LOCAL.sub("", name)) for n in gm.graph.nodes if n.op != "placeholder" for key, (name, _) in (n.meta.get("nn_module_stack") or {}).items()}
+    keys = {(key, path_in_model(name)) for n in gm.graph.nodes if n.op != "placeholder" for key, (name, _) in (n.meta.get("nn_module_stack") or {}).items()}
     return dict(Counter(name for _, name in keys))
 
 
@@ -82,4 +82,4 @@ def module_of(n: fx.Node) -> str:
     """The innermost module of a node of Dynamo or export, as it is named in the model that was traced."""
     stack = n.meta.get("nn_module_stack") or {}
     name = next(reversed(stack.values()))[0] if stack else ""
-    return LOCAL.sub("", name)
+    return path_in_model(name)

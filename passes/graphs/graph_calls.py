@@ -20,8 +20,9 @@ MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 LINEARS = {F.linear, torch.ops.aten.linear.default, torch.ops.aten.linear}  # F.linear is torch._C._nn.linear; the last one is written by hand alone
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
-# what Dynamo calls the module that it was given, or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on
-LOCAL = re.compile(r"^(L\['\w+'\](\.__self__)?|L__self__)[._]*")
+# what Dynamo calls the module that it was given, or finds; or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on
+ROOT = re.compile(r"^([LG]\['\w+'\](\.__self__)?|L__self__[._]*)")
+INDEX = re.compile(r"\[(?:'([^']*)'|(\d+))\]")  # of a list or a dict
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)
 
@@ -49,7 +50,12 @@ def call_stack(node: Node) -> tuple[str, tuple[type, ...]]:
 
 def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
     """Path and classes of each module that a call was made in, the outermost first."""
-    return [(LOCAL.sub("", path), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+    return [(path_in_model(path), _classes(cls)) for path, cls in node.meta.get("nn_module_stack", {}).values()]
+
+
+def path_in_model(recorded: str) -> str:
+    """A module's path as `lifted.source_name` has those of parameters, from what a trace calls it."""
+    return INDEX.sub(r".\1\2", ROOT.sub("", recorded).rpartition("cell_contents.")[2]).lstrip(".")  # of a closure
 
 
 def _classes(cls: Any) -> tuple[type, ...]:

@@ -65,6 +65,49 @@ def test_names_of_a_container_are_those_of_the_model(computed):
     assert {row["name"]: row["target_ratio"] for row in fxmask.explain(model).rows if row["masked"]} == {"0": 0.75, "3": 0.5}
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self._net = nn.Sequential(nn.Linear(64, 64), torch.nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
+
+    def forward(self, x):
+        return self._net(x)
+
+
+class Trainer:
+    def __init__(self, model):
+        self.models = [model]
+
+    def step(self, x):
+        return self.models[0](x)
+
+
+def of_global(model):
+    global held
+    held = model
+    return lambda x: held(x)
+
+
+def of_closure(model):
+    def inner(x):
+        return model(x)
+
+    return lambda x: inner(x)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize(
+    ("way", "prefix"),
+    [(lambda m: m, ""), (of_global, ""), (of_closure, ""), (lambda m: Trainer(m).step, "models.0.")],
+    ids=["itself", "global", "closure", "list"],
+)
+@pytest.mark.parametrize("out", [0, 1], ids=["plain", "computed"])
+def test_a_weight_that_is_computed_has_the_name_of_its_layer_as_others_have(way, prefix, out):
+    model = Normed()
+    compiled(way(model), **OPTIONS, exclude=f"{prefix}_net.{out}")(torch.randn(4, 64))
+    assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {f"_net.{out}": False, f"_net.{1 - out}": True}
+
+
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
 def test_names_of_the_model_and_what_goes_by_no_names_are_not():
     x = torch.randn(4, 64)
