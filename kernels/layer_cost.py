@@ -170,14 +170,14 @@ def pruned_dw(
     total = pruned_cost.strip_rows(strips * tokens, entries, index_itemsize) + pruned_cost.pruned_matmul(
         even, min(tokens, entries), shape, features, item, splits=splits, tile_tokens=min(STEP, tile_for(dtype, features, tf32).step), lists=lists, kept=kept
     )
-    grid, sides, written = grid_shape(shape, block), (n, k), n * k
+    grid, written = grid_shape(shape, block), n * k
     if lists is not None:
-        sides, written = block, lists.kept
+        written = lists.kept
         total += matmul_cost.zero_fill(shape, item)
         if not given or features != strip_for(block, True):
             total += mask_cost.strip_lists(grid, block, features) + mask_cost.order(grid, block, features)
     if splits > 1:
-        total += matmul_cost.sum_splits(shape, sides, written, item, splits=splits)
+        total += matmul_cost.sum_splits(shape, block, written, item, splits=splits, masked=lists is not None)
     if mask is None or gathered is not None:
         return total
     wanted = int(kept_elements(mask, shape, block))  # all is multiplied, and what the mask does not want is zeroed

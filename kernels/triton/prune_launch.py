@@ -15,8 +15,6 @@ from .masked_dense import zero_masked
 from .pruned_matmul import pruned_matmul_kernel
 from .tiles import TILE_FEATURES, other_strip, pruned_tiles, splits_of, tile_for
 
-WHOLE = 1 << 30  # side of a block that no weight reaches the end of: a mask of one block keeps everything
-
 
 def takes(gy: Tensor, values: Tensor, turned: bool) -> bool:
     """Whether the kernel takes a pruned input: blocks of `kernels.lists.LISTED` along the features, even rows of dY, which copies of 4 bytes reach."""
@@ -45,32 +43,31 @@ def pruned_dw(
     strips = triton.cdiv(k, b)
     rows, slots, begins = by_strip or prune.strip_rows(index, rows_of_sample, strips)
     gy, values = aligned(rows_of(gy)), values.contiguous()
-    gathers = mask is not None and listed(block)
+    gathered = mask.contiguous() if mask is not None and listed(block) else None
     entries = counts = None
     capacity, unit, col_block = 0, b, b
     grid = None
-    if mask is not None and gathers:
-        grid = (mask.shape[0], mask.shape[1])
+    if gathered is not None:
+        grid = (gathered.shape[0], gathered.shape[1])
         strip = other_strip(b, block, True)
         if lists is None or strip is not None:
-            lists = refresh.strip_lists(mask, block, strip)
+            lists = refresh.strip_lists(gathered, block, strip)
         lay = layout(grid, block, True, b)
         entries, counts, _ = unpack(lists, grid, block, True, strip)
         capacity, unit, col_block = lay.capacity, lay.unit, min(lay.row_block, b)
     tiles = pruned_tiles(n, b, grid, block)
     splits = splits or splits_of(slots.numel() // strips, tiles * strips)
-    result = torch.zeros(n, k, dtype=gy.dtype, device=gy.device) if gathers else torch.empty(n, k, dtype=gy.dtype, device=gy.device)
+    result = (torch.empty if gathered is None else torch.zeros)(n, k, dtype=gy.dtype, device=gy.device)
     target = result if splits == 1 else torch.empty(splits, n, k, dtype=torch.float32, device=gy.device)
     tile = tile_for(gy.dtype, b, tf32)
     ieee = gy.dtype == torch.float32 and not tf32
     nm, gm = divisor(n), divisor(gy.stride(0))
     device.launch(
         pruned_matmul_kernel, (tiles * strips, splits), gy, gy, values, target, rows, slots, begins, entries, counts, n // nm, k, gy.stride(0) // gm, capacity,
-        strips, splits, n * k, NM=nm, GM=gm, BN=TILE_FEATURES, BT=min(STEP, tile.step), B=b, MASKED=gathers, COL_BLOCK=col_block, UNIT=unit,
+        strips, splits, n * k, NM=nm, GM=gm, BN=TILE_FEATURES, BT=min(STEP, tile.step), B=b, MASKED=gathered is not None, COL_BLOCK=col_block, UNIT=unit,
         PRECISION="tf32" if tf32 else "ieee", num_warps=warps_of(b), num_stages=2 if ieee else tile.stages,  # as for sampled_matmul
         maxnreg=255,  # else ptxas aims at 128 on sm_80 and sm_100, and spills
     )  # fmt: skip
-    kept, sides = (mask, block) if mask is not None and gathers else (torch.ones(1, 1, dtype=torch.bool, device=gy.device), (WHOLE, WHOLE))
     if splits > 1:
-        launch.sum_splits(target, result, kept.contiguous(), sides)
-    return zero_masked(result, mask, block) if mask is not None and not gathers else result
+        launch.sum_splits(target, result, gathered, (1, 1) if gathered is None else block)
+    return zero_masked(result, mask, block) if mask is not None and gathered is None else result

@@ -131,7 +131,7 @@ def check_bytes(launches, case, gy, values, index, shape, mask):
     assert len(sums) == (splits > 1)
     for e in sums:
         written = found.kept if gathered else n * k
-        added = matmul_cost.sum_splits((n, k), mask_block if gathered else (n, k), written, dtype.itemsize, splits=splits)
+        added = matmul_cost.sum_splits((n, k), mask_block or (1, 1), written, dtype.itemsize, splits=splits, masked=gathered)
         assert sum(o.bytes_read for o in e.operands.values()) == sum(added.reads.values())
         assert sum(o.bytes_written for o in e.operands.values()) == sum(added.writes.values())
 
