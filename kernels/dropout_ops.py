@@ -21,7 +21,7 @@ from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape, kept_elements
 from .inductor import register_fake
 from .lean import register_autograd
-from .op_rules import AUTOCAST, autocast_rule
+from .op_rules import follow_autocast
 
 
 def _check(tokens: int, features: int, keep: Tensor, block: tuple[int, int], p: float, lists: Tensor | None = None) -> None:
@@ -151,9 +151,7 @@ register_autograd(dropped_linear, _linear_backward, _save_linear)
 register_autograd(dropped_dx, _dx_backward, _save_two)
 register_autograd(dropped_dw, _dw_backward, _save_two)
 
-for _op in ("dropped_linear", "dropped_dx", "dropped_dw"):
-    for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        AUTOCAST.impl(_op, autocast_rule(getattr(torch.ops.fxmask, _op), _device, _key), _key)
+follow_autocast("dropped_linear", "dropped_dx", "dropped_dw")
 
 
 def _flop(features: int, shape: tuple[int, int], keep: Tensor, block: tuple[int, int]) -> int:

@@ -39,9 +39,10 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
 register_autograd(masked_linear, _linear_backward, _save_linear)
 
 
-def _save_dx(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, w, mask, *config, dense, impl, lists = inputs
-    ctx.save_for_backward(gy, w, mask, dense, lists)
+def _save_two(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Of dX: gy and w. Of dW: gy and x."""
+    a, b, mask, *config, dense, impl, lists = inputs
+    ctx.save_for_backward(a, b, mask, dense, lists)
     ctx.config, ctx.impl = tuple(config), impl
 
 
@@ -62,13 +63,7 @@ def derivative_of_dx(
     return ggy, gw
 
 
-register_autograd(masked_linear_dx, _dx_backward, _save_dx)
-
-
-def _save_dw(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gy, x, mask, *config, dense, impl, lists = inputs
-    ctx.save_for_backward(gy, x, mask, dense, lists)
-    ctx.config, ctx.impl = tuple(config), impl
+register_autograd(masked_linear_dx, _dx_backward, _save_two)
 
 
 def _dw_backward(ctx: Any, ggw: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,7 +86,7 @@ def derivative_of_dw(
     return ggy, gx
 
 
-register_autograd(masked_linear_dw, _dw_backward, _save_dw)
+register_autograd(masked_linear_dw, _dw_backward, _save_two)
 
 
 def _save_both(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

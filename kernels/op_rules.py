@@ -16,10 +16,17 @@ from .layer_cost import useful_flop
 
 # ---- autocast: `register_autocast` fixes one dtype for ever; this follows the ambient one ----------------------------------------------------------------
 
-AUTOCAST = torch.library.Library("fxmask", "FRAGMENT")
+_LIBRARY = torch.library.Library("fxmask", "FRAGMENT")
 
 
-def autocast_rule(op: Any, device: str, key: str, casts: bool = True) -> Callable[..., Any]:
+def follow_autocast(*names: str, casts: bool = True) -> None:
+    """Let ops follow the ambient dtype of autocast on CPUs and CUDA devices; without `casts` their arguments are left as they are."""
+    for name in names:
+        for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            _LIBRARY.impl(name, _autocast_rule(getattr(torch.ops.fxmask, name), device, key, casts), key)
+
+
+def _autocast_rule(op: Any, device: str, key: str, casts: bool) -> Callable[..., Any]:
     """Runs an op with autocast off, its floating arguments cast or, without `casts`, as they are."""
     exclude = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
@@ -36,9 +43,7 @@ def autocast_rule(op: Any, device: str, key: str, casts: bool = True) -> Callabl
     return rule
 
 
-for _name in ("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_linear_backward"):
-    for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        AUTOCAST.impl(_name, autocast_rule(getattr(torch.ops.fxmask, _name), _device, _key), _key)
+follow_autocast("masked_linear", "masked_linear_dx", "masked_linear_dw", "masked_linear_backward")
 
 # ---- nested tensors, which graphs give the op itself; modules ask `ops.linear` ---------------------------------------------------------------------------
 
@@ -48,7 +53,7 @@ def _nested(x: Tensor, w: Tensor, bias: Tensor | None, mask: Tensor, rows: int, 
 
 
 for _key in ("AutogradNestedTensor", "NestedTensorCPU", "NestedTensorCUDA"):
-    AUTOCAST.impl("masked_linear", _nested, _key)
+    _LIBRARY.impl("masked_linear", _nested, _key)
 torch.library.register_torch_dispatch("fxmask::masked_linear", NestedTensor, lambda _, func, types, args, kwargs: _nested(*args, **kwargs))
 
 # ---- vmap: a batch of tokens is more tokens; a batch of weights is a loop ------------------------------------------------------------------------------

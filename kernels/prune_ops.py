@@ -20,7 +20,7 @@ from .dispatch import form, triton_ops
 from .errors import ShapeError, UnsupportedError, message, warn
 from .inductor import register_fake
 from .lean import register_autograd
-from .op_rules import AUTOCAST, autocast_rule, linear_flop
+from .op_rules import follow_autocast, linear_flop
 
 
 def _check(
@@ -178,9 +178,8 @@ def no_second(ctx: Any, *_: Any) -> Any:
 
 pruned_dw.register_autograd(no_second, setup_context=lambda ctx, inputs, output: None)
 
-for _op in ("compress", "pruned_linear", "pruned_dw"):
-    for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        AUTOCAST.impl(_op, autocast_rule(getattr(torch.ops.fxmask, _op), _device, _key, _op != "compress"), _key)
+follow_autocast("pruned_linear", "pruned_dw")
+follow_autocast("compress", casts=False)
 
 
 @register_flop_formula(torch.ops.fxmask.pruned_linear, get_raw=True)
