@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .calls import Call, Place
-from .work import Work
+from .work import Work, makes_weight
 
 EXTRA = ("fxmask.block_index", "fxmask.strip_lists", "fxmask.compress", "fxmask.drop_mask", "fxmask.graft")
 # beside products and sums for a bias, what a dense layer may do: other dtypes and layouts, a bias that is added, the edges of an image
@@ -87,7 +87,7 @@ def _unread(calls: list[Call], found: dict[int, list[Work]]) -> None:
         standing[id(c)] = is_read(c, lambda r: _gives_value(r, found) and standing.get(id(r), True))
         if c.is_view or _all_extra(group) or any(w.m for w in group) or not (not c.backward or c.recomputed or not c.inputs):
             continue
-        between = not c.inputs or (c.weights and _of_weights(c) and any(p.mask is not None for p in c.inputs))  # a 0 to mask with; what is masked again
+        between = not c.inputs or (makes_weight(c) and any(p.mask is not None for p in c.inputs))  # a 0 to mask with; what is masked again
         if not (is_read(c, lambda r: False) if between else standing[id(c)]):
             for w in group:
                 w.extra = True
@@ -117,10 +117,6 @@ def _of(sources: Sources, p: Place) -> frozenset[int]:
 
 def _all_extra(group: Iterable[Work]) -> bool:
     return all(w.extra for w in group)
-
-
-def _of_weights(c: Call) -> bool:
-    return all(p.weight or p.neutral for p in c.inputs)
 
 
 def _gives_value(c: Call, found: dict[int, list[Work]]) -> bool:

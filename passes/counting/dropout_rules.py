@@ -12,7 +12,7 @@ from ...kernels.cost import Cost
 from ...kernels.lists import listed, skips
 from ...kernels.triton.tiles import DRAWN
 from .calls import Call, Place, typical_mask
-from .masked_rules import PHASE, ROLES, implementation
+from .masked_rules import PHASE, ROLES, implementation, weight_of_forward
 from .work import EXACT, Target, Work, phase_of, rule
 
 
@@ -72,6 +72,4 @@ def _dx(call: Call, t: Target) -> list[Work]:
 @rule("fxmask.dropped_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
     a = call.named
-    forward = call.forward.named.get("w") if call.forward is not None else None
-    weight = forward.weight if isinstance(forward, Place) else ""
-    return [_work("dw", call, t, a["gy"], (a["gy"].shape[-1], a["x"].shape[-1]), weight, False)]
+    return [_work("dw", call, t, a["gy"], (a["gy"].shape[-1], a["x"].shape[-1]), weight_of_forward(call, "w"), False)]

@@ -31,6 +31,12 @@ def mask_of(a: dict[str, Any]) -> Tensor:
     return typical_mask((p.shape[0], p.shape[1]), p.shape[0] * p.shape[1])  # a mask that nobody knows is dense: an upper bound
 
 
+def weight_of_forward(call: Call, name: str) -> str:
+    """The parameter that the forward of a backward op was given as this argument; empty where it is none."""
+    p = call.forward.named.get(name) if call.forward is not None else None
+    return p.weight if isinstance(p, Place) else ""
+
+
 def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
     """x: what has the tokens, the input or its gradient."""
     tokens, dtype = x.tokens, x.dtype

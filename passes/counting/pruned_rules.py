@@ -9,7 +9,7 @@ from ...kernels.cost import Cost
 from ...kernels.grid import kept_elements
 from ...kernels.lists import LISTED
 from .calls import Call, Place
-from .masked_rules import ROLES, implementation, lists_of, mask_of, masked_work
+from .masked_rules import ROLES, implementation, lists_of, mask_of, masked_work, weight_of_forward
 from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
 
 
@@ -61,9 +61,7 @@ def _dw(call: Call, t: Target) -> list[Work]:
         cost = pruned_cost.plain_dw((n, k), values.numel, item, wanted, gy=gy.bytes, saved=values.bytes + index.bytes)
     plain = layer_cost.dense("dw", gy.tokens, (n, k), item, t.tile)
     plain = plain.renamed(ROLES["dw"])
-    forward = call.forward.named["w"] if call.forward is not None and "w" in call.forward.named else None
-    weight = forward.weight if isinstance(forward, Place) else ""
-    impl = "triton" if triton else ""
+    weight, impl = weight_of_forward(call, "w"), "triton" if triton else ""
     return [Work(call, "dW", EXACT, cost, n, k, gy.tokens, 1, gy.dtype, plain, elements=n * k, weight=weight, impl=impl)]
 
 
@@ -83,9 +81,7 @@ def _da(call: Call, t: Target) -> list[Work]:
     reads, writes = {"dy": gy.bytes, "saved": values.bytes + index.bytes}, {"dw": call.outputs[0].bytes}
     dense = prod(call.named["shape"]) * values.dtype.itemsize
     cost = Cost(0, 0, reads | {"x": 2 * dense}, writes | {"x": 2 * dense + values.bytes}, reads, writes)
-    forward = call.forward.named.get("a") if call.forward is not None else None
-    weight = forward.weight if isinstance(forward, Place) else ""
-    return [Work(call, "dW", ELEMENTWISE, _elementwise(values.numel, t, cost), dtype=gy.dtype, weight=weight, launches=4)]
+    return [Work(call, "dW", ELEMENTWISE, _elementwise(values.numel, t, cost), dtype=gy.dtype, weight=weight_of_forward(call, "a"), launches=4)]
 
 
 def _elementwise(n: int, t: Target, cost: Cost) -> Cost:

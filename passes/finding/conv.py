@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch import nn
 
 from ...kernels.errors import ConfigError
 from ..graphs.graph_calls import call_stack, resolve, weight_arg
@@ -89,13 +88,9 @@ def _calls(model: nn.Module) -> Iterator[Candidate]:
             if node.op != "call_function" or node.target not in CONVS:
                 continue
             w = weight_arg(node)
-            path = str(w.target) if isinstance(w, torch.fx.Node) and w.op == "get_attr" else f"{call_stack(node)[0] or node.name}.weight"
+            held = isinstance(w, torch.fx.Node) and w.op == "get_attr"
+            path = str(w.target) if held else f"{call_stack(node)[0] or node.name}.weight"
             if path not in seen:
                 seen.add(path)
-                weight = _weight(gm, path, w)
+                weight = resolve(gm, path) if held else torch.empty(0, 0, device="meta")
                 yield Candidate(join(prefix, path.removesuffix(".weight")), join(prefix, path), weight, host=gm, types=nn.Conv2d.__mro__, skip=IN_GRAPH)
-
-
-def _weight(gm: GraphModule, path: str, w: Any) -> Tensor:
-    value = resolve(gm, path) if isinstance(w, torch.fx.Node) and w.op == "get_attr" else None
-    return value if isinstance(value, Tensor) else torch.empty(0, 0, device="meta")

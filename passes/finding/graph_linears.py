@@ -46,10 +46,9 @@ def is_plain(m: nn.Module) -> bool:
 
 def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
     """Linears of a graph that the model also holds elsewhere, where they may be called: their class is swapped, which both callers see."""
-    prefixes = [prefix for prefix, _ in graphs]
     inside = {id(m) for _, gm in graphs for m in gm.modules()}
     paths = ((name, m) for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Linear) and id(m) in inside)
-    return {id(m) for name, m in paths if not any(name == p or p == "" or name.startswith(p + ".") for p in prefixes)}
+    return {id(m) for name, m in paths if not around(name, graphs)}
 
 
 def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str]) -> list[Candidate]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ...kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from ..finding.candidate import join
 from ..finding.graph_linears import graph_modules
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg

@@ -18,7 +18,6 @@ import torch
 from torch.fx import GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from ...kernels import ops  # noqa: F401  (registers torch.ops.fxmask)
 from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import grid_shape
 from ...kernels.lists import listed
