@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from .kernels.errors import StateError, message
 from .passes.settings.activation_pruning import ActivationPruning
+from .passes.settings.options import agreed
 from .passes.state.pruning_schedule import advance, is_announced
 from .pruning import scheduled_layers
 
@@ -24,15 +24,11 @@ def pruning_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _one(m: nn.Module) -> dict[str, Any]:
     d = m.__dict__
     return {
-        "settings": _settings(d["_fxmask_pruning_given"]),
+        "settings": agreed(d["_fxmask_pruning_given"]),
         "step": d["_fxmask_pruning_step"],
         "announced": is_announced(m),
         "guarded": d["_fxmask_pruning_guard"] is not None,
     }
-
-
-def _settings(config: ActivationPruning) -> dict[str, Any]:
-    return {k: v for k, v in dataclasses.asdict(config).items() if k != "impl"}  # another machine may choose differently
 
 
 def check_pruning_state(model: nn.Module, saved: Any) -> None:
@@ -42,11 +38,11 @@ def check_pruning_state(model: nn.Module, saved: Any) -> None:
         got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
         raise StateError(message(f"the state is of other schedules of pruned inputs: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
     for name, m in ours.items():
-        entry, config = saved[name], _settings(m.__dict__["_fxmask_pruning_given"])
+        entry, config = saved[name], agreed(m.__dict__["_fxmask_pruning_given"])
         right = isinstance(entry, Mapping) and set(entry) == KEYS and type(entry["step"]) is int and entry["step"] >= 0
         if not right or not isinstance(entry["settings"], Mapping) or type(entry["announced"]) is not bool or type(entry["guarded"]) is not bool:
             raise StateError(message("the state of this schedule of pruned inputs was changed since it was saved.", name, fix))
-        if {**_settings(ActivationPruning()), **entry["settings"]} != config:
+        if {**agreed(ActivationPruning()), **entry["settings"]} != config:
             raise StateError(message(f"the state was saved with other settings: expected {config}, got {dict(entry['settings'])}.", name, fix))
 
 

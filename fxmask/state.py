@@ -16,6 +16,7 @@ from .nm.nm_state import load_nm_state, nm_state
 from .passes.settings import looks, phase_change, phases
 from .passes.settings.config import Schedule, WeightMask
 from .passes.settings.feedback import bounds
+from .passes.settings.options import agreed
 from .passes.state import rebuild
 from .passes.state import site as state
 from .passes.state.site import Site, has_values
@@ -25,7 +26,6 @@ from .pruning_state import check_pruning_state, load_pruning_state, pruning_stat
 from .sites import any_masked, expect_module, sites_in_force
 
 FORMAT = 1
-HOW_RUN = ("impl",)  # settings that another machine may choose differently without changing what is computed
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -68,8 +68,7 @@ def _scores(site: Site) -> dict[str, torch.Tensor | None]:
 
 
 def _settings(config: WeightMask) -> dict[str, Any]:
-    plain = {k: v for k, v in dataclasses.asdict(config).items() if k not in HOW_RUN}
-    return {**plain, "block": list(plain["block"]), "phases": phases.plain(config.phases)}
+    return {**agreed(config), "block": list(config.block), "phases": phases.plain(config.phases)}
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..kernels.errors import StateError, message
 from ..passes.finding.weights import peek_weight
 from ..passes.settings.nm_mask import NMMask
+from ..passes.settings.options import agreed
 from .nm_attributes import LOGITS, MASK, ORDER, is_order, write_tau
 from .nm_layers import NMLayer, nm_layers
 
@@ -27,7 +27,7 @@ def nm_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     return {
         name: {
-            "settings": _settings(m._fxmask_nm),
+            "settings": agreed(m._fxmask_nm),
             "frozen": m._fxmask_nm_frozen,
             "mask": saved(m, MASK),
             "permutation": saved(m, ORDER),
@@ -44,11 +44,6 @@ def _order_fits(m: NMLayer, order: object) -> bool:
     return is_order(order, weight.numel() // len(weight))
 
 
-def _settings(config: NMMask) -> dict[str, Any]:
-    """What must agree between the run that saves and the one that loads: not what computes the same bits."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if k != "impl"}
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def load_nm_state(model: nn.Module, saved: Any) -> None:
@@ -57,9 +52,9 @@ def load_nm_state(model: nn.Module, saved: Any) -> None:
     if not isinstance(saved, Mapping) or set(saved) != set(ours):
         got = sorted(map(str, saved))[:5] if isinstance(saved, Mapping) else repr(saved)
         raise StateError(message(f"the state is of other N:M masks: expected {sorted(ours)[:5]}, got {got}.", type(model).__name__, fix))
-    defaults = _settings(NMMask())
+    defaults = agreed(NMMask())
     for name, m in ours.items():
-        entry, shape, config = saved[name], tuple(peek_weight(m).shape), _settings(m._fxmask_nm)
+        entry, shape, config = saved[name], tuple(peek_weight(m).shape), agreed(m._fxmask_nm)
         keys = KEYS | ({"step", "counted"} if m._fxmask_nm.tau_from is not None else set())
         if not isinstance(entry, Mapping) or KEYS - set(entry) or not isinstance(entry["settings"], Mapping) or type(entry["frozen"]) is not bool:
             raise StateError(message("the state of this N:M mask was changed since it was saved.", name, fix))

@@ -42,3 +42,9 @@ class Options:
                 near = f"; expected fxmask.{system}(...) in the same fxmask.apply."
             raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")
         return dataclasses.replace(self, **changes)
+
+
+def agreed(config: Options) -> dict[str, Any]:
+    """What must agree between the run that saves a state and the one that loads it: not `impl`, which computes the same and another machine may choose
+    differently."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k != "impl"}
