@@ -54,7 +54,8 @@ def missed(weights: Sequence[Tensor]) -> list[Missed]:
         root = model.module if isinstance(model, DistributedDataParallel) else model
         if not any(id(p) in unmet for p in root.parameters()):
             continue
-        decisions = _chosen(root, o := parse(given), unmet, unread := is_unread(root))
+        o, unread = parse(given), is_unread(root)
+        decisions = _chosen(root, o, unmet, unread)
         gaps = [d for d in decisions if id(d.candidate.weight) in unmet]
         told = [unmet[id(d.candidate.weight)] for d in gaps]
         if gaps:

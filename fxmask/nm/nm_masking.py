@@ -16,7 +16,6 @@ from ..kernels.errors import ConfigError, StateError, UnsupportedError, message,
 from ..layer_rows import LOST, RESIZED
 from ..passes.finding.candidate import Candidate
 from ..passes.finding.choose import Decision, Patterns, choose, matches, reasons_of
-from ..passes.finding.conv import KINDS
 from ..passes.finding.graph_linears import graph_modules
 from ..passes.finding.nm_find import find_nm
 from ..passes.finding.weights import peek_weight
@@ -36,7 +35,7 @@ Chosen = list[tuple[Decision, NMMask]]
 
 
 def apply_nm(
-    model: M, config: NMMask, include: Patterns, exclude: Patterns, overrides: Mapping[Any, Any] | None, kinds: tuple[type[nn.Module], ...] = KINDS
+    model: M, config: NMMask, include: Patterns, exclude: Patterns, overrides: Mapping[Any, Any] | None, kinds: tuple[type[nn.Module], ...]
 ) -> M:
     """`apply` of an NMMask; the model is as it was where it raises."""
     for name, gm in graph_modules(model):

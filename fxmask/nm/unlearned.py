@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..kernels.errors import first_of, message, warn
+from ..passes.stepping.held import ids_of
 from .nm_attributes import LOGITS
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn of layers whose weight this optimiser holds and whose logits have a gradient that none takes: in its second step, as theirs may come behind it."""
     if not _names or torch.compiler.is_compiling():
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = set(ids_of(optimizer))
     with _adding:
         watched = list(_names.items())
     passed, left = _once.setdefault(optimizer, weakref.WeakSet()), []

@@ -57,8 +57,8 @@ def remember(site: Site, weight: Tensor, mask: Tensor) -> None:
     if site._fxmask_mask is not None or site._fxmask_policy is None:
         return
     plain = type(weight) is nn.Parameter and type(mask) is Tensor and not is_functorch_wrapped_tensor(mask) and has_values(mask)
-    noted = plain and site._fxmask_forward is None and site.training and torch.is_grad_enabled() and not capturing(mask)
-    site.__dict__["_fxmask_forward"] = (mask, *_made_of(site, weight)) if noted else ()
+    known = plain and site._fxmask_forward is None and site.training and torch.is_grad_enabled() and not capturing(mask)
+    site.__dict__["_fxmask_forward"] = (mask, *_made_of(site, weight)) if known else ()
 
 
 def _made_of(site: Site, weight: Tensor) -> tuple[object, ...]:
@@ -71,9 +71,9 @@ def mask_of_step(site: Site, weight: Tensor) -> Tensor:
 
     Compiled forwards note nothing, so that one of a layer like this may have come after the one that did.
     """
-    noted = site._fxmask_forward
-    if noted and noted[1] == id(weight) and traced_alike(site) is None:
-        mask, *made_of = noted
+    last = site._fxmask_forward
+    if last and last[1] == id(weight) and traced_alike(site) is None:
+        mask, *made_of = last
         if tuple(made_of) == _made_of(site, weight) and not capturing(mask):  # a graph makes its own
             fits(site, weight)
             return mask
