@@ -11,7 +11,8 @@ from torch.fx import Proxy
 from .kernels import conv
 from .passes.finding.weights import raw_weight
 from .passes.state.site_forward import forward_lists, forward_mask, refuse_tracing
-from .swap import MaskedLayer, look_at_asked, of_now, softened
+from .swap import MaskedLayer, softened
+from .swapped import look_at_asked, of_now
 
 
 class MaskedConv2d(MaskedLayer):

@@ -18,7 +18,7 @@ from .passes.finding.outside import elements, unsaid, words
 from .passes.graphs.graph_calls import resolve
 from .passes.graphs.trace_check import frozen_randomness
 from .passes.settings.phases import in_turn
-from .swap import Swapped
+from .swapped import Swapped
 
 
 def warn_of_graphs(model: nn.Module) -> None:

@@ -23,7 +23,8 @@ from .passes.finding.weights import raw_weight
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
-from .swap import MaskedLinear, Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now, ran
+from .swap import MaskedLinear, ran
+from .swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -31,6 +32,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 class DroppedLinear(Swapped):
     """Forward of a Linear with block dropout on its input (..., K). Mixed into a subclass of the layer's own class, never constructed."""
 
+    _fxmask_prefix = "Dropped"
     _fxmask_dropping: BlockDropout
     bias: Tensor | None
 

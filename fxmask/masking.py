@@ -39,7 +39,8 @@ from .passes.state.rebuild import Job, rebuild, start_gain
 from .passes.state.site import Site
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, sites
-from .swap import MaskedLayer, MaskedLinear, WeightReader, refuse_changed_class, swap, unswap
+from .swap import MaskedLayer, MaskedLinear, WeightReader, swap, unswap
+from .swapped import refuse_changed_class
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -19,12 +19,14 @@ from .passes.infra import run_passes
 from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
-from .swap import MaskedLinear, Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
+from .swap import MaskedLinear
+from .swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 
 
 class Pruned(Swapped):
     """What layers share whose input is saved pruned. Mixed into a subclass of the layer's own class, never constructed."""
 
+    _fxmask_prefix = "Pruned"
     _fxmask_pruning: ActivationPruning
 
     def extra_repr(self) -> str:

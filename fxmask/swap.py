@@ -1,16 +1,13 @@
-"""Masked forms of layers by class swap: the same object, Parameters, keys and hooks, another forward.
+"""Masked forms of layers by class swap: the same object, Parameters, keys and hooks, another forward. The classes are made in `swapped`.
 
-A swapped class is made once for each base class, so that subclasses and parametrised Linears keep what they add. Where the owner of a layer reads `.weight`
-and never calls it (nn.MultiheadAttention's out_proj), the owner's class is swapped too: while its forward runs, `.weight` of that layer is W∘M, and at any
-other time it is the Parameter, so that initialisers, optimisers and surgery see what they expect.
+Where the owner of a layer reads `.weight` and never calls it (nn.MultiheadAttention's out_proj), the owner's class is swapped too: while its forward runs,
+`.weight` of that layer is W∘M, and at any other time it is the Parameter, so that initialisers, optimisers and surgery see what they expect.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -23,38 +20,20 @@ from .kernels.errors import UnsupportedError, message
 from .late_forwards import ended
 from .loads import unhook
 from .lost_writes import look_at
-from .passes.finding.readers import forward_codes
 from .passes.finding.weights import peek_weight, raw_weight
 from .passes.settings.activation_pruning import ActivationPruning, saves
 from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.config import WeightMask
-from .passes.settings.options import Options
 from .passes.state import gpu_site
 from .passes.state import site as state
-from .passes.state.pruning_schedule import copied, words
+from .passes.state.pruning_schedule import words
 from .passes.state.rebuild import Job, after_load, rebuild
-from .passes.state.scripting import refuse_scripting
 from .passes.state.site import Site
 from .passes.state.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
-from .reading import FORWARDS, count, is_read
+from .reading import count, is_read
+from .swapped import Swapped, is_own_class, look_at_asked, masked_class, note_asked, of_now
 
 unmasked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers whose masks fxmask itself has taken off
-
-
-class Swapped(nn.Module):
-    """Base of the mixins that give a layer another forward: how it is copied and pickled."""
-
-    _fxmask_base: type[nn.Module]  # of the class: what it was before
-    _fxmask_mixin: type[nn.Module]  # what of ours is mixed in
-    _fxmask_class: type[nn.Module]  # the class that `masked_class` made
-    _fxmask_asked: int = 0  # a number of what was asked for, see `note_asked`
-    __prepare_scriptable__ = refuse_scripting
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if not is_own_class(self):
-            return super().__reduce_ex__(protocol)
-        attributes = self.__getstate__() if isinstance(self, Site) else self.__dict__.copy()
-        return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(attributes)
 
 
 class MaskedLayer(Swapped, Site):
@@ -97,26 +76,6 @@ class MaskedLinear(MaskedLayer):
         return ops.linear(input, weight, bias, mask, c.block, c.backward, flag, impl, forward_lists(self, mask, impl))  # type: ignore[arg-type]
 
 
-def of_now(m: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward that a module has by now, for one of ours that was bound before `fxmask.restore`, as wrappers of forwards keep it (Accelerate's hooks)."""
-    return type(m).forward(m, *args, **kwargs)
-
-
-def note_asked(m: nn.Module, config: Options) -> None:
-    """Let a layer hold a number of what was asked for, of all of it where that is more than one configuration."""
-    m.__dict__["_fxmask_asked"] = m.__dict__.get("_fxmask_asked", 0) ^ config.kind
-
-
-def forget_asked(m: nn.Module) -> None:
-    m.__dict__.pop("_fxmask_asked", None)
-
-
-def look_at_asked(m: Swapped) -> None:
-    """Look at that number, because the compiler compares what is looked at; see `Options.kind`. No assertion, which `python -O` would leave out."""
-    if m._fxmask_asked < 0:
-        raise AssertionError
-
-
 def ran(m: nn.Module) -> None:
     """Tell the Dropout that rests for a layer that its work is done."""
     pair = m.__dict__.get("_fxmask_pair")
@@ -134,6 +93,7 @@ class ReadWeight(MaskedLinear):
     """A masked Linear whose owner reads `.weight`; inside the owner's forward the read gives W∘M (N, K), with the gradient of the backward mode."""
 
     _fxmask_chooses = False  # its owner reads W∘M
+    _fxmask_reads = True
     _fxmask_reading: int = 0  # owners whose compiled forward runs, or is being traced
     _fxmask_owners: int = 0  # owners whose eager forward runs, in any thread
     _fxmask_owned: bool = False  # whether there are such; compiled parts of them look at it
@@ -184,6 +144,8 @@ class ReadWeight(MaskedLinear):
 class WeightReader(Swapped):
     """Mixin of a module that reads the `.weight` of masked Linears in its forward."""
 
+    _fxmask_reads = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, WeightReader):
             return of_now(self, *args, **kwargs)
@@ -200,61 +162,6 @@ class WeightReader(Swapped):
         finally:
             count(read, -1, compiled)
         return ended(found, read, self)
-
-
-_kept: dict[tuple[type, type], type] = {}  # the compiler's guards know a class, so it stays the same,
-_made: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()  # but for those of functions, which go with what they close over
-
-
-def _masked_class(base: Any, mixin: Any) -> Any:
-    made, key = _made if "<locals>" in base.__qualname__ else _kept, (base, mixin)
-    return made.get(key) or made.setdefault(key, _make_class(base, mixin))
-
-
-def _make_class(base: Any, mixin: Any) -> Any:
-    @wraps(base.forward)  # its signature, by which exporters and trainers name arguments
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mixin.forward(self, *args, **kwargs)
-
-    own = {"forward": forward} if mixin.forward.__code__.co_flags & inspect.CO_VARARGS else {}
-    prefix = {"PrunedLinear": "Pruned", "PrunedProduct": "Pruned", "DroppedLinear": "Dropped", "NMLayer": "NM"}.get(mixin.__name__, "Masked")
-    cls: Any = type(f"{prefix}{base.__name__}", (mixin, base), {"_fxmask_base": base, "_fxmask_mixin": mixin, "__module__": __name__, **own})
-    cls._fxmask_class = cls  # a class that others derive from this one inherits it, and so is told apart
-    if issubclass(mixin, (ReadWeight, WeightReader)):
-        FORWARDS.update(forward_codes(base))
-    return cls
-
-
-def masked_class(base: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
-    """The masked subclass of a class, made once; of one that a parametrisation has made, the parametrised subclass of the masked one.
-
-    So PyTorch's remove_parametrizations finds the property where it looks for it, in the layer's class, and leaves the masked layer that is below.
-    """
-    below: Any = base.__bases__[0]
-    if base.__name__ != f"Parametrized{below.__name__}" or "__getstate__" not in base.__dict__:
-        return _masked_class(base, mixin)
-    inner: Any = _masked_class(below, mixin)
-    made = {name: value for name, value in base.__dict__.items() if isinstance(value, property)}
-    cls: Any = type(f"{inner.__name__.removesuffix(below.__name__)}{base.__name__}", (inner,), {"_fxmask_base": base, "__module__": __name__, **made})
-    cls._fxmask_class = cls
-    return cls
-
-
-def is_own_class(m: Any) -> bool:
-    """Whether nobody has changed the class since `swap`, as parametrisations and fully_shard do."""
-    return type(m) is m._fxmask_class
-
-
-def refuse_changed_class(name: str, m: Any) -> None:
-    """UnsupportedError for `fxmask.restore` where somebody has."""
-    if not is_own_class(m):
-        what = f"the class of {name or 'the model'} was changed after fxmask.apply (to {type(m).__name__}): expected the masked class."
-        raise UnsupportedError(message(what, name, "undo that change (remove the parametrisation, gather the shards) before fxmask.restore."))
-
-
-def _rebuild_class(base: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
-    cls = masked_class(base, mixin)
-    return cls.__new__(cls)
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:

@@ -20,13 +20,14 @@ from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
 from ..sites import expect_module, values_of
-from ..swap import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
+from ..swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, refuse_size, take_order, tau_of, warn_scaled
 
 
 class NMLayer(Swapped):
     """Forward of a Linear or a Conv2d with n:m masked weight. Mixed into a subclass of the layer's own class, never constructed."""
 
+    _fxmask_prefix = "NM"
     _fxmask_nm: NMMask
     _fxmask_nm_frozen: bool
     _fxmask_nm_step: int  # optimiser steps that were told, and whether anybody tells them, of a temperature that moves

@@ -23,7 +23,7 @@ from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state.site import has_values
 from ..sites import FINAL, REASONS
-from ..swap import refuse_changed_class
+from ..swapped import refuse_changed_class
 from .nm_attributes import advance, is_resized
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
 from .unlearned import expect_learning
