@@ -40,9 +40,9 @@ class MaskedLayer(Swapped, Site):
     """What masked Linears and Conv2ds share. A mixin of a subclass of the layer's own class, never constructed."""
 
     def extra_repr(self) -> str:
-        c = self._fxmask_config
-        inputs = {"activations": self.__dict__.get("_fxmask_pruning"), "dropout": self.__dict__.get("_fxmask_dropping")}
-        more = "".join(f", {name}: {words(self) if name == 'activations' else config.words()}" for name, config in inputs.items() if config is not None)
+        c, dropping = self._fxmask_config, self.__dict__.get("_fxmask_dropping")
+        more = f", activations: {words(self)}" if "_fxmask_pruning" in self.__dict__ else ""
+        more += f", dropout: {dropping.words()}" if dropping is not None else ""
         return f"{super().extra_repr()}, ratio={c.ratio}, block={c.block}, backward={c.backward!r}{more}"
 
 
