@@ -19,8 +19,9 @@ from .passes.counting.capture import capture
 from .passes.counting.moves import work_of
 from .passes.counting.traced import arguments
 from .passes.counting.work import Target
-from .passes.finding.choose import Decision, Patterns, choose, matches
+from .passes.finding.choose import Decision, choose
 from .passes.finding.conv import Kinds, find_layers, kinds_of
+from .passes.finding.patterns import Patterns, matches
 from .passes.settings.allocation import Item, budget_of, check_budget, erk_densities, mean_squares, proportional, ranked
 from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask

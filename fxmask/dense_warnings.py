@@ -12,9 +12,10 @@ from torch.nn.parameter import is_lazy
 from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, matrix_shape
 from .passes.finding.candidate import Candidate
-from .passes.finding.choose import Decision, Patterns, as_patterns, names, reasons_of
+from .passes.finding.choose import Decision, reasons_of
 from .passes.finding.graph_linears import graph_modules, weight_reads
 from .passes.finding.outside import elements, unsaid, words
+from .passes.finding.patterns import Patterns, as_patterns, matches_other
 from .passes.graphs.graph_calls import resolve
 from .passes.graphs.trace_check import frozen_randomness
 from .passes.settings.phases import in_turn
@@ -47,7 +48,7 @@ def warn_of_reads(model: nn.Module, decisions: list[Decision]) -> None:
 def warn_of_outside(left: list[Candidate], decisions: list[Decision], include: Patterns, exclude: Patterns) -> None:
     """Warn where weights in no Linear have more elements than those that are masked. Whoever includes layers means these, so then: than all linears."""
     patterns = as_patterns("exclude", exclude) or []
-    counted = [c for c in unsaid(left) if not any(names(p, c) for p in patterns)]
+    counted = [c for c in unsaid(left) if not any(matches_other(p, c) for p in patterns)]
     masked = elements([d.candidate for d in decisions if d.config is not None or include is not None])
     if counted and masked < elements(counted) and any(d.config is not None for d in decisions):
         what = f"most of this model is in no nn.Linear, and masks do not reach it: {words(counted)}, beside {masked:,} in linears."

@@ -12,7 +12,9 @@ from torch import Tensor
 from .kernels.errors import ConfigError, UnsupportedError, first_of, meant, message
 from .kernels.grid import expand_mask, grid_shape, matrix_shape, ratio_keeping, to_blocks
 from .passes.finding.candidate import Candidate
-from .passes.finding.choose import NOT_INCLUDED, Decision, Patterns, check_selected
+from .passes.finding.choose import NOT_INCLUDED, Decision
+from .passes.finding.patterns import Patterns
+from .passes.finding.selected import check_selected
 from .passes.settings.config import WeightMask
 from .passes.state import ranks
 from .passes.state.saliency import GIVEN
@@ -59,7 +61,7 @@ class Given:
         return [name for names in self.names.values() for name in names] if include is None and self else include
 
     def decided(self, decisions: list[Decision], config: WeightMask, include: Patterns) -> list[Decision]:
-        """The decisions with these masks and scores. Raises: ConfigError, and what `passes.finding.choose` raises for a cached mask."""
+        """The decisions with these masks and scores. Raises: ConfigError, and what `passes.finding.selected` raises for a cached mask."""
         new = [self._one(d, config) for d in decisions]
         if self:
             self._refuse_idle([d for d in new if d.config is not None], config)

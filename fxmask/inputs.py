@@ -13,7 +13,8 @@ from .dense_warnings import warn_of_regions
 from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
 from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import Candidate
-from .passes.finding.choose import Decision, matches, reasons_of
+from .passes.finding.choose import Decision, reasons_of
+from .passes.finding.patterns import matches
 from .passes.finding.products import find_products
 from .passes.graphs.graph_calls import resolve
 from .passes.settings.activation_pruning import ActivationPruning

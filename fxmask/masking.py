@@ -22,10 +22,11 @@ from .loads import note_ties, unwatch_loads, watch_loads
 from .nm.nm_layers import any_nm
 from .nm.nm_masking import apply_nm, refuse_nm, restore_nm
 from .passes.counting.traced import backend_of
-from .passes.finding.choose import Decision, Patterns, choose
+from .passes.finding.choose import Decision, choose
 from .passes.finding.conv import KINDS, Kinds, find_layers, kinds_of
 from .passes.finding.graph_linears import graph_modules
 from .passes.finding.outside import outside
+from .passes.finding.patterns import Patterns
 from .passes.finding.readers import ancestors
 from .passes.graphs.graph_site import graph_sites, refuse_split
 from .passes.graphs.weight_mask import MaskWeights, RestoreLinears

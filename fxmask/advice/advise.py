@@ -18,8 +18,9 @@ from ..dropping import any_dropped
 from ..errors import ConfigError, StateError, UnsupportedError
 from ..kernels.errors import message
 from ..passes.counting.traced import arguments
-from ..passes.finding.choose import Patterns, choose
+from ..passes.finding.choose import choose
 from ..passes.finding.find import find
+from ..passes.finding.patterns import Patterns
 from ..passes.settings.checks import at_least
 from ..passes.settings.config import WeightMask
 from ..pruning import any_pruned

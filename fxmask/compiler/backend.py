@@ -22,7 +22,8 @@ from ..decided import decided_by_apply, mark_again
 from ..inputs import selected
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..kernels.grid import grid_shape
-from ..passes.finding.choose import Decision, Pattern, as_patterns, choose, matches
+from ..passes.finding.choose import Decision, choose
+from ..passes.finding.patterns import Pattern, as_patterns, matches
 from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR
 from ..passes.graphs.lifted import READERS, Body, find_lifted, graphs_of

@@ -21,8 +21,9 @@ from ..inputs import selected
 from ..kernels.errors import message
 from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
-from ..passes.finding.choose import Decision, as_patterns, choose, matches
+from ..passes.finding.choose import Decision, choose
 from ..passes.finding.find import find
+from ..passes.finding.patterns import as_patterns, matches
 from ..passes.finding.plain_forward import computes_linear
 from ..passes.state.ranks import is_shard
 from .backend_options import Options, parse

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.errors import message, warn
 from ..passes.finding.candidate import Candidate, surround
-from ..passes.finding.choose import Decision, as_patterns
+from ..passes.finding.choose import Decision
 from ..passes.finding.find import find
+from ..passes.finding.patterns import as_patterns
 
 CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 

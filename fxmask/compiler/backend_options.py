@@ -8,7 +8,7 @@ from typing import Any
 
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, UnsupportedError, meant, message
-from ..passes.finding.choose import as_patterns
+from ..passes.finding.patterns import as_patterns
 from ..passes.infra import Pass
 from ..passes.settings.activation_pruning import ActivationPruning
 from ..passes.settings.config import WeightMask

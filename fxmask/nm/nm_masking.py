@@ -15,9 +15,10 @@ from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..layer_rows import LOST, RESIZED
 from ..passes.finding.candidate import Candidate
-from ..passes.finding.choose import Decision, Patterns, choose, matches, reasons_of
+from ..passes.finding.choose import Decision, choose, reasons_of
 from ..passes.finding.graph_linears import graph_modules
 from ..passes.finding.nm_find import find_nm
+from ..passes.finding.patterns import Patterns, matches
 from ..passes.finding.weights import peek_weight
 from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
