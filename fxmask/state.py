@@ -20,7 +20,7 @@ from .passes.settings.options import agreed
 from .passes.state import rebuild
 from .passes.state import site as state
 from .passes.state.site import Site, has_values
-from .passes.stepping.optimiser import POLICIES
+from .passes.stepping.guarded_weight import POLICIES
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
 from .sites import any_masked, expect_module, sites_in_force

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..guards.guard_handle import GuardHandle
 from ..kernels.errors import ConfigError, FxMaskError, UnsupportedError, message
 from ..passes.state.noted import noting
-from ..passes.stepping.optimiser import Guarded
+from ..passes.stepping.guarded_weight import Guarded
 from .graph_facts import Facts, host_values, keys_of, moved, put_back
 
 T = TypeVar("T")

@@ -21,8 +21,9 @@ from ..passes.state.site_mask import masks_any
 from ..passes.stepping import elementwise
 from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
-from ..passes.stepping.held import has_closure, ids_of, moves_by_grad, state_of
-from ..passes.stepping.optimiser import Guarded, after_step, before_step, group_of, note_masks, reset_returned
+from ..passes.stepping.guarded_weight import Guarded
+from ..passes.stepping.held import group_of, has_closure, ids_of, moves_by_grad, state_of
+from ..passes.stepping.optimiser import after_step, before_step, note_masks, reset_returned
 from ..pruning import scheduled_layers
 from ..sites import sites
 from . import other_steps, replaced

@@ -18,7 +18,8 @@ from ..passes.state.saliency import refuse_shard
 from ..passes.state.site import Site
 from ..passes.state.site_mask import check_agreed
 from ..passes.stepping import elementwise
-from ..passes.stepping.optimiser import Guarded, group_of, may_freeze
+from ..passes.stepping.guarded_weight import Guarded, may_freeze
+from ..passes.stepping.held import group_of
 from ..sites import values_of
 from ..swap import MaskedLayer
 

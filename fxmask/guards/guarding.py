@@ -16,7 +16,8 @@ from ..passes.settings import phases
 from ..passes.state import ranks
 from ..passes.state.site import Site
 from ..passes.stepping import elementwise
-from ..passes.stepping.optimiser import POLICIES, RETURNING, group_of, may_freeze
+from ..passes.stepping.guarded_weight import POLICIES, RETURNING, may_freeze
+from ..passes.stepping.held import group_of
 from ..sites import required_sites
 from ..swap import MaskedLayer
 from .guard_handle import GuardHandle, masked_step_of

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..kernels.errors import first_of, message, warn
 from ..passes.finding.candidate import join
-from ..passes.stepping.optimiser import Guarded
+from ..passes.stepping.guarded_weight import Guarded
 from ..sites import SELECTED, read_dense
 from ..swap import MaskedLayer, unmasked
 

@@ -9,7 +9,7 @@ import torch
 from ...kernels.grid import grid_shape
 from ..state import site as state
 from ..state.site import Site
-from ..stepping.optimiser import policy_of
+from ..stepping.guarded_weight import policy_of
 from . import looks, phases
 from .feedback import held
 

@@ -13,7 +13,7 @@ from ..finding.candidate import join
 from ..state import ranks
 from ..state.site import Site, capturing, has_values
 from ..state.site_forward import traced_alike
-from .optimiser import Guarded
+from .guarded_weight import Guarded
 
 BASE = "base_layer"  # what PEFT calls the layer that an adapter is put around
 Found = Iterable[tuple[str, Site, Tensor | None]]

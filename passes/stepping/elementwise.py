@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
 from ..state import ranks
+from .guarded_weight import EVERY
 from .held import find_wrapped
-from .optimiser import EVERY
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,

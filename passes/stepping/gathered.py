@@ -19,7 +19,7 @@ from ..state import site as state
 from .kept_blocks import KeptBlocks
 
 if TYPE_CHECKING:
-    from .optimiser import Guarded
+    from .guarded_weight import Guarded
 
 LARGE = 1 << 18  # elements of a weight
 HELD = 8  # elements of a run from which on its place is remembered between steps: 8 bytes, at most a quarter of a float32 weight's kept elements

@@ -17,6 +17,11 @@ def ids_of(optimizer: Optimizer) -> tuple[int, ...]:
     return tuple([id(p) for group in optimizer.param_groups for p in group["params"]])
 
 
+def group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
+    """The parameter group that holds a weight, by identity; None where none does."""
+    return next((g for g in optimizer.param_groups if any(p is weight for p in g["params"])), None)
+
+
 def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a step, whose arguments a hook sees, was given a closure: `args` begins with the optimiser."""
     return any(map(callable, (*args[1:], *kwargs.values())))

@@ -24,8 +24,10 @@ from ..state.site_forward import mask_of_step
 from ..state.site_mask import kept
 from . import elementwise
 from .gathered import blocks_of
+from .guarded_weight import Guarded
+from .held import group_of
 from .kept_blocks import KeptBlocks
-from .optimiser import STEP_SIZE, Guarded, group_of, is_copy
+from .momenta import STEP_SIZE, is_copy
 
 OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # what a stand-in does not share with its optimiser
 

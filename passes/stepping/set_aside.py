@@ -16,7 +16,7 @@ from ...kernels.grid import expand_mask
 from ..state import ranks
 
 if TYPE_CHECKING:
-    from .optimiser import Guarded
+    from .guarded_weight import Guarded
 
 PIECE = 1 << 26  # elements that are set aside together; of a weight alone all of them
 WEIGHT = object()  # the key of a weight among its momenta

@@ -1,0 +1,60 @@
+"""What an optimiser remembers of a weight, element by element: momenta, step sizes, and copies of the weight; and how an element of it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...kernels.errors import UnsupportedError, message
+from ..state import ranks
+from .held import states_of
+
+STEP_SIZE, AVERAGE = "step_size", "ax"  # of Rprop, which begins at the lr, and of ASGD, at the weight
+NO_MOMENTA = (STEP_SIZE, AVERAGE)
+
+
+def momenta_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """Tensors of the optimiser's state that have an element for each of the weight's; of a sharded weight, for each of this process's part.
+
+    Integers are codes of values (8-bit optimisers), of which nobody here knows the scale: they are the optimiser's.
+    """
+    every = ((f"{i}:{k}" if i else k, t) for i, state in enumerate(states_of(optimizer, weight)) for k, t in state.items())  # a wrapped one's with a number
+    found = {k: t for k, t in every if isinstance(t, Tensor) and t.ndim == weight.ndim and t.is_floating_point()}
+    if not ranks.is_shard(weight):
+        return {k: t for k, t in found.items() if t.shape == weight.shape}
+    shape, parts = ranks.part(weight).shape, {}
+    for k, t in found.items():
+        if ranks.is_shard(t) and t.shape == weight.shape and t.placements == weight.placements:  # type: ignore[attr-defined]
+            parts[k] = ranks.part(t)
+        elif not ranks.is_shard(t) and t.shape == shape:  # an optimiser that works on its own part
+            parts[k] = t
+        elif t.shape == weight.shape:
+            what = f"the optimiser's {k!r} lies otherwise than its weight: expected it sharded as the weight is ({weight.placements})."  # type: ignore[attr-defined]
+            raise UnsupportedError(message(what, type(optimizer).__name__, "use an optimiser that shards its state, or masked_weights='free'."))
+    return parts
+
+
+def word(key: Any) -> Any:
+    """What the optimiser that has a state calls it."""
+    return key.rpartition(":")[2] if isinstance(key, str) else key  # some number their states
+
+
+def is_copy(key: Any, t: Tensor, w: Tensor) -> Tensor:
+    """Whether a state is a copy of the weight (an average, slow weights, Schedule-Free's z), 0-d bool: ASGD's by its name, others by their values."""
+    return ((t - w).norm() < 0.5 * w.norm()) | (word(key) == AVERAGE)
+
+
+def start_anew(key: Any, t: Tensor, where: Tensor, weight: Tensor, clear: str) -> None:
+    """Let elements of a state begin: at zero; at the weight where the state is a copy of it.
+
+    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. What `clear` names is known to be one.
+    """
+    if word(key) == clear:
+        t.masked_fill_(where, 0)
+        return
+    w = weight.to(t)
+    copies = is_copy(key, torch.where(where, t, 0), torch.where(where, w, 0))
+    t.copy_(torch.where(where, torch.where(copies, w, 0), t))
