@@ -20,9 +20,10 @@ from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import graph_modules, name_now
 from .passes.finding.weights import raw_weight
+from .passes.graphs.fused_dropout import DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
-from .passes.settings.block_dropout import BlockDropout, DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
+from .passes.settings.block_dropout import BlockDropout
 from .swap import MaskedLinear, ran
 from .swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 

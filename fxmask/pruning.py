@@ -14,9 +14,10 @@ from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import graph_modules, name_now
 from .passes.finding.plain_forward import Product, product_of
 from .passes.finding.weights import raw_weight
+from .passes.graphs.pruned_linears import PruneActivations, PrunedCall, RestoreActivations
 from .passes.graphs.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
 from .passes.infra import run_passes
-from .passes.settings.activation_pruning import ActivationPruning, PruneActivations, PrunedCall, RestoreActivations
+from .passes.settings.activation_pruning import ActivationPruning
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
 from .swap import MaskedLinear

@@ -10,8 +10,9 @@ from torch.fx import GraphModule
 from ..finding.choose import Decision
 from ..finding.products import MUL_, SCALED, parameters_behind, product_parts
 from ..infra import Pass, call_again, replace_node
-from ..settings.activation_pruning import ActivationPruning, PrunedSite
+from ..settings.activation_pruning import ActivationPruning
 from .graph_calls import call_site, calls_of
+from .pruned_linears import PrunedSite
 
 
 class PrunedProductCall(PrunedSite):

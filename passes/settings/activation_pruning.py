@@ -1,4 +1,4 @@
-"""Activation pruning as a user asks for it, and the pass that puts it into a graph: `y = linear(x, w, b)` becomes `y = fxmask_pruned.<name>(x, w, b)`."""
+"""Activation pruning as a user asks for it, and what it makes of a layer's forward. In graphs: `passes.graphs.pruned_linears` and `pruned_products`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...kernels import prune_ops, scale_ops
@@ -17,10 +16,6 @@ from ...kernels.dispatch import IMPLEMENTATIONS, check_available
 from ...kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ...kernels.grid import ratio_units
 from ...kernels.prune import check_width
-from ..finding.choose import Decision
-from ..graphs.graph_calls import PRUNED, call_site, calls_of, give_back, input_arg, linear_parts
-from ..infra import Pass, replace_node
-from ..state.pruning_schedule import install
 from .checks import at_least, is_number, one_of
 from .options import Options
 from .schedule import Schedule
@@ -173,60 +168,3 @@ def _in_checkpoint() -> bool:
 def saves(weight: Tensor) -> bool:
     """Whether a backward will ask for dW, or da, so that there is an input to save."""
     return torch.is_grad_enabled() and weight.requires_grad
-
-
-class PrunedSite(nn.Module):
-    """A call of a graph whose input is saved pruned. Of `name` and `held` see `Candidate.local`."""
-
-    _fxmask_pruning: ActivationPruning
-
-    def __init__(self, config: ActivationPruning, name: str, held: bool) -> None:
-        super().__init__()
-        install(self, config)
-        self._fxmask_name, self._fxmask_held = name, held
-
-    def extra_repr(self) -> str:
-        return f"{self._fxmask_name}, {self._fxmask_pruning.words()}"
-
-
-class PrunedCall(PrunedSite):
-    """Of a linear: (x, w, b) -> y."""
-
-    def __init__(self, config: ActivationPruning, name: str, held: bool, origin: str) -> None:
-        super().__init__(config, name, held)
-        self._fxmask_origin = origin
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._fxmask_pruning.linear(x, weight, bias, self.training)
-
-
-class PruneActivations(Pass):
-    """Rewrites the linear calls that were selected in one graph: [(decision, configuration)]."""
-
-    def __init__(self, chosen: list[tuple[Decision, ActivationPruning]]) -> None:
-        self.chosen = chosen
-
-    def run(self, gm: GraphModule) -> list[str]:
-        names = []
-        for d, config in self.chosen:
-            if d.candidate.host is not gm:
-                continue
-            for node in d.candidate.nodes:
-                w, b, origin = linear_parts(gm, node)
-                site = PrunedCall(config, d.candidate.local, d.candidate.held, origin)
-                replace_node(gm, node, call_site(gm, PRUNED, node, site, (input_arg(node), w, b)))
-            names.append(d.candidate.name)
-        return names
-
-
-class RestoreActivations(Pass):
-    """Turns pruned calls of a graph back into what they were."""
-
-    def run(self, gm: GraphModule) -> list[str]:
-        names = []
-        for node, site in calls_of(gm, PrunedCall):
-            give_back(gm, node, site._fxmask_origin, node.args[0])
-            names.append(site._fxmask_name)
-        if PRUNED in gm._modules:
-            delattr(gm, PRUNED)
-        return names

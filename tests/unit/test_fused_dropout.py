@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
-from fxmask.passes.settings.block_dropout import left_in
+from fxmask.passes.graphs.fused_dropout import left_in
 
 HERE = BlockDropout(block=(8, 8))
 
