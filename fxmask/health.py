@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import errno
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, StateError
-from .files import cannot_write
+from .health_file import appended, as_path, keep_until, rows_of, write
 from .health_plots import curves, heatmaps
 from .health_signs import signs
 from .kernels.errors import message, warn
@@ -28,10 +25,6 @@ from .passes.state.site_mask import mask_outside
 from .report import Report
 from .sites import required_sites, sites_in_force, values_of
 
-COLUMNS = (
-    "update", "step", "name", "blocks", "kept", "ratio", "flips", "flip_rate", "flips_total", "age_mean", "age_max", "never_kept", "kept_norm_fraction",
-    "dead_rows", "dead_cols",
-)  # fmt: skip
 STILL = 10  # updates without any flip after which a mask that could move is said to stand still
 
 
@@ -60,19 +53,13 @@ class HealthLog:
         known = plain_int(still)
         if known is None or known < 1:
             raise ConfigError(f"HealthLog: still counts updates: expected an int of at least 1, got {still!r}.")
-        if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"HealthLog: expected a path or None, got {path!r}.")
-        self.model, self.path, self.still = model, None if path is None else Path(path), known
+        self.model, self.still = model, known
         self.updates, self.rows = 0, list[dict[str, Any]]()
         self.activity: dict[str, Tensor] = {}
         self._last: dict[str, dict[str, Any]] = {}
         self._said: set[tuple[str, str]] = set()
         required_sites(model, "fxmask.HealthLog")
-        if self.path is not None:
-            with _written(self.path):
-                os.stat(os.path.join(self.path.parent, "."))  # now, and not after the first epoch
-                if self.path.is_dir():
-                    raise IsADirectoryError(errno.EISDIR, f"{self.path.name} is a folder there")
+        self.path = as_path(path)
 
     @torch.no_grad()
     def update(self) -> Report:
@@ -85,16 +72,13 @@ class HealthLog:
             w = values_of(name, weight, "HealthLog.update").detach()
             if w.numel():
                 found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True)))  # a cached one may be rewritten in place
-        with nullcontext() if self.path is None else _appended(self.path) as file:
+        with nullcontext() if self.path is None else appended(self.path) as file:
             self.updates += 1
             looked = [self._row(name, site, ranks.whole(w), mask) for name, site, w, mask in found]  # whole weights one at a time
             rows = [row for row, _ in looked]
             self.rows += rows
             if file is not None:
-                writer = csv.DictWriter(file, COLUMNS)
-                if not file.tell():
-                    writer.writeheader()
-                writer.writerows(rows)
+                write(file, rows)
         for row, norms in looked:  # last, as a filter may make them errors
             self._warn(row["name"], *norms)
         return self.report()
@@ -175,36 +159,13 @@ class HealthLog:
         if not _fits(saved, names):
             what = "HealthLog.load_state_dict: expected what state_dict returned for this model's masks, got other keys, names or shapes."
             raise StateError(message(what, fix="make the log of the same model, masked with the same blocks."))
-        rows = self._rows_of_file()
+        rows = rows_of(self.path) if self.path is not None and self.path.exists() else None
         held = {n: {**e, "mask": e["mask"].cpu(), "age": e["age"].cpu()} for n, e in saved["last"].items()}  # torch.load(map_location=...) may have moved them
         self.updates, self._last = saved["updates"], {n: {"block": found[n]._fxmask_config.block, "since": 1, **e} for n, e in held.items()}
         self.activity = {n: a.detach().to("cpu", copy=True) for n, a in saved["activity"].items()}
         self.rows = [r for r in self.rows if r["update"] <= self.updates]  # later ones will be made again
-        if rows is not None:
-            self._cut_file(rows)
-
-    def _rows_of_file(self) -> list[dict[str, Any]] | None:
-        """The rows of the path's file, None where there is none; StateError for one that no log has written."""
-        if self.path is None or not self.path.exists():
-            return None
-        with self.path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets begin with a mark
-            first = file.readline()
-            whole, cut = next(csv.reader([first]), []) == list(COLUMNS), not first.endswith("\n") and ",".join(COLUMNS).startswith(first)  # by a kill
-            if not (whole or cut):
-                what = f"HealthLog.load_state_dict: {self.path} is no csv of a log: expected a first line {COLUMNS[0]},{COLUMNS[1]},..., got {first[:60]!r}."
-                raise StateError(message(what, fix="name another path, or the file that the saved log has written."))
-            return list(csv.DictReader(file, COLUMNS))
-
-    def _cut_file(self, rows: list[dict[str, Any]]) -> None:
-        """Drop the rows of updates after the one that was loaded, which will be written again."""
-        assert self.path is not None  # whose rows these are
-        rows = [r for r in rows if (r["update"] or "").isdigit() and int(r["update"]) <= self.updates and r[COLUMNS[-1]] is not None]
-        new = self.path.with_name(self.path.name + ".new")
-        with _written(self.path), new.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-        new.replace(self.path)
+        if self.path is not None and rows is not None:
+            keep_until(self.path, rows, self.updates)
 
     def plot(self, path: str | Path) -> Path:
         """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""
@@ -242,19 +203,3 @@ def _fits(saved: Any, names: dict[str, set[tuple[int, int]]]) -> bool:
 
 def _counts(n: Any) -> bool:
     return type(n) is int and n >= 0
-
-
-@contextmanager
-def _appended(path: Path) -> Iterator[TextIO]:
-    """A file, open at its end."""
-    with _written(path), path.open("a", newline="", encoding="utf-8") as file:
-        yield file
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """ConfigError where a file cannot be written."""
-    try:
-        yield
-    except OSError as e:
-        raise cannot_write(path.parent, e) from None
