@@ -17,10 +17,11 @@ from . import operands, ops, producer, prune, reference
 from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
-from .errors import ShapeError, UnsupportedError, message, warn
+from .errors import ShapeError, UnsupportedError
 from .inductor import register_fake
 from .lean import register_autograd
 from .op_rules import follow_autocast, linear_flop
+from .prune_plan import plan
 
 
 def _check(
@@ -197,54 +198,6 @@ def _dw_flop(
     return flop * linear_flop(gy, of, mask, (rows, cols)) // max(1, linear_flop(gy, of, None, (rows, cols)))
 
 
-def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") -> tuple[int, bool, Tensor | None] | None:
-    """(kept blocks of a sample, whether it is turned, the noise that is drawn) of an input; None where all are kept: x itself is then their smallest form.
-
-    UnsupportedError under torch.func and for nested tensors, ShapeError where x has no axis or no floats. Warns where a ratio rounds to no block.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"input of a layer that saves it pruned: expected a Tensor (..., K), got {type(x).__name__}.")
-    if x.is_nested or operands.is_transformed(impl):
-        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
-        raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ShapeError(f"input of a layer that saves it pruned: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
-    turned, b, n, kept = _counts(x, block, ratio)
-    if kept == n:
-        if ratio > 0 and n:
-            if torch.compiler.is_compiling():
-                from . import while_tracing
-
-                while_tracing.drops_nothing()
-            else:
-                warn_of_nothing(f"an input {tuple(x.shape)}: {ratio:g} of {n} blocks a sample rounds to none")
-        return None
-    return kept, turned, None if noise == 0 else torch.exp2(noise * (2 * torch.rand(b, n, device=x.device) - 1))
-
-
-def warn_of_nothing(what: str) -> None:
-    """That pruning drops nothing of an input."""
-    fix = "a smaller block, or an input with samples of several rows."
-    warn(message(f"activation pruning drops nothing of {what}.", "", fix))
-
-
-def draw_unused(x: Tensor, block: int, ratio: float) -> None:
-    """Draw the noise that `plan` would, for nothing: a checkpoint that forgets its first forward draws in the second one, and both have to end alike."""
-    if x.is_nested or operands.is_transformed("auto"):
-        return
-    _, b, n, kept = _counts(x, block, ratio)
-    if kept < n:
-        torch.rand(b, n, device=x.device)
-
-
-def _counts(x: Tensor, block: int, ratio: float) -> tuple[bool, int, int, int]:
-    """(whether the samples lie turned, their number, blocks of one, those that are kept) of an input."""
-    turned = prune.is_turned(x, block)
-    b, r, c = prune.sample_shape(x.shape, turned)
-    n = prune.block_count(r, c, block)
-    return turned, b, n, n - prune.dropped_count(n, ratio)
-
-
 def _has_autocast(kind: str) -> bool:
     """Whether a type of device knows autocast."""
     if not torch.compiler.is_compiling():
@@ -267,6 +220,6 @@ def linear(
     width = x.shape[-2 if turned else -1]
     block = min(block, width) if isinstance(width, int) else block  # a row is its only block then, saved as wide as it is; an export keeps its symbol
     kind = x.device.type
-    wide = x.is_floating_point() and x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    wide = x.dtype != torch.float64 and _has_autocast(kind) and torch.is_autocast_enabled(kind)
     cast = x.to(torch.get_autocast_dtype(kind)) if wide else x  # once for both ops
     return pruned_linear(cast, w, bias, *shared(x, cast, block, kept, turned, drawn), turned, mask, *blocks, backward, dense, impl, lists, dw_impl)

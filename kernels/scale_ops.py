@@ -15,7 +15,8 @@ from .compress_ops import sizes
 from .errors import ShapeError, message, warn
 from .inductor import register_fake
 from .lean import register_autograd
-from .prune_ops import no_second, plan
+from .prune_ops import no_second
+from .prune_plan import plan
 
 
 def _check(x: Tensor, a: Tensor, b: Tensor | None, block: int, kept: int, turned: bool) -> tuple[int, int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from . import prune_ops
+from . import prune_plan
 
 
 @torch.compiler.assume_constant_result
 def drops_nothing() -> None:
     """Warn; sizes, and even ratios, may be symbols here, which the compiler can hand to no such call."""
-    prune_ops.warn_of_nothing("an input of a compiled layer: the ratio of its blocks a sample rounds to none")
+    prune_plan.warn_of_nothing("an input of a compiled layer: the ratio of its blocks a sample rounds to none")
 
 
 @torch.compiler.assume_constant_result

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from ...kernels import prune_ops, scale_ops
+from ...kernels import prune_ops, prune_plan, scale_ops
 from ...kernels.dispatch import IMPLEMENTATIONS, check_available
 from ...kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ...kernels.grid import ratio_units
@@ -137,7 +137,7 @@ class ActivationPruning(Options):
         In training always, so that other checkpoints are served; in eval() in PyTorch's own alone, as nothing else may move the generator there.
         """
         if self.noise and not self.needs_steps and weight.requires_grad and not torch.is_grad_enabled() and (training or _in_checkpoint()):
-            prune_ops.draw_unused(x, self.block, self.ratio)
+            prune_plan.draw_unused(x, self.block, self.ratio)
 
     def product(self, x: Tensor, a: Tensor, b: Tensor | None, inplace: bool = False, training: bool = False) -> Tensor:
         """That of a product with a parameter, a x + b by addcmul or a x; `inplace`: written into x, as the model has it."""

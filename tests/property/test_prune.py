@@ -10,7 +10,7 @@ from property.often import examples
 
 from fxmask.analysis.barley import kept_blocks
 from fxmask.errors import ConfigError
-from fxmask.kernels import prune, prune_ops
+from fxmask.kernels import prune, prune_plan
 from fxmask.kernels.cpu import prune_strips
 
 SHAPES = [(3, 5, 64), (2, 7, 40), (4, 33), (50,), (2, 3, 4, 32), (1, 1, 16)]
@@ -156,7 +156,7 @@ def test_noise_moves_blocks_near_the_threshold_only():
 
 def test_noise_multiplies_and_divides_alike():
     """By 2^u, u uniform between -noise and noise, so that blocks that differ by more than 4^noise are not drawn by lot."""
-    _, _, drawn = prune_ops.plan(torch.randn(8, 100, 64), 16, 0.5, 3.0)
+    _, _, drawn = prune_plan.plan(torch.randn(8, 100, 64), 16, 0.5, 3.0)
     u = drawn.log2()
     assert drawn.shape == (8, 400) and u.min() < -2.9 and u.max() > 2.9 and u.abs().max() <= 3 and u.mean().abs() < 0.2
 
