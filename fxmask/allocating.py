@@ -26,7 +26,7 @@ from .passes.settings.allocation import Item, budget_of, check_budget, erk_densi
 from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask
 from .passes.settings.phases import changes_any
-from .passes.state.site import has_values
+from .passes.state.tensors import has_values
 from .sites import expect_module
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")

@@ -18,7 +18,7 @@ from .passes.finding.selected import check_selected
 from .passes.settings.config import WeightMask
 from .passes.state import ranks
 from .passes.state.saliency import GIVEN
-from .passes.state.site import has_values
+from .passes.state.tensors import has_values
 
 OPTIONS = ("masks", "scores")
 BLOCKS = "fxmask.kernels.grid.to_blocks"

@@ -21,8 +21,9 @@ from .passes.finding.weights import is_wrapped
 from .passes.graphs.exported import Inside
 from .passes.settings.config import WeightMask
 from .passes.state.ranks import whole
-from .passes.state.site import Site, has_values, stream_of
+from .passes.state.site import Site, stream_of
 from .passes.state.site_mask import mask_outside
+from .passes.state.tensors import has_values
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"

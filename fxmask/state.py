@@ -17,9 +17,10 @@ from .passes.settings import looks, phase_change, phases
 from .passes.settings.config import Schedule, WeightMask
 from .passes.settings.feedback import bounds
 from .passes.settings.options import agreed
-from .passes.state import rebuild
+from .passes.state import rebuild, tensors
 from .passes.state import site as state
-from .passes.state.site import Site, has_values
+from .passes.state.site import Site
+from .passes.state.tensors import has_values
 from .passes.stepping.guarded_weight import POLICIES
 from .pruning import scheduled_layers
 from .pruning_state import check_pruning_state, load_pruning_state, pruning_state
@@ -112,7 +113,7 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
         else:
             site._fxmask_restored = None
         site._fxmask_loaded, site._fxmask_brought = False, entries[name]["mask"] is not None
-    state.sync(*(site for _, site, _ in found))
+    tensors.sync(*(site for _, site, _ in found))
 
 
 _KEYS = ("settings", "step", "built", "announced", "guarded", "policy", "mask", "flips")
@@ -201,7 +202,7 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     device = site._fxmask_keep.device
     if entry["mask"] is not None:
         mask = entry["mask"].to(device=device).clone()
-        rebuild.hold(site, mask, state.lists_of(site, mask))
+        rebuild.hold(site, mask, tensors.lists_of(site, mask))
         state.note_weight(site, site._parameters.get("weight"))
         site._fxmask_flips = entry["flips"].to(device=device).clone()
         site._fxmask_lost = False

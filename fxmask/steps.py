@@ -13,8 +13,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of,
 from .kernels.grid import plain_int
 from .nm.nm_layers import nm_layers
 from .nm.nm_masking import moving_nm, refresh_nm, step_nm
-from .passes.state import rebuild
-from .passes.state import site as state
+from .passes.state import rebuild, tensors
 from .passes.state.pruning_schedule import advance
 from .passes.state.saliency import observe, refuse_shard
 from .passes.state.site import Site
@@ -43,7 +42,7 @@ def step(model: nn.Module, n: int = 1) -> None:
     n = taken
     expect_module(model, "fxmask.step")
     first = next(model.parameters(), None)
-    if n and first is not None and state.capturing(first):
+    if n and first is not None and tensors.capturing(first):
         what = "fxmask.step inside a CUDA graph, whose replays would not count: expected it after each replay, or a guard."
         raise UnsupportedError(message(what, type(model).__name__, "call it after the replay; or let fxmask.guard count, and fxmask.graphed capture the step."))
     pruned = scheduled_layers(model)
@@ -128,19 +127,19 @@ def dense(model: M) -> Iterator[M]:
 
 def _lay_aside(site: Site) -> None:
     site._fxmask_is_dense = True
-    state.sync(site)
+    tensors.sync(site)
     if site._fxmask_mask is not None:
         lists = site._fxmask_lists
         with torch.inference_mode(False):
             site._fxmask_saved = (site._fxmask_mask.clone(), None if lists is None else lists.clone())  # `hold` may write in place
             every = torch.ones_like(site._fxmask_mask)
-            rebuild.hold(site, every, state.lists_of(site, every))
+            rebuild.hold(site, every, tensors.lists_of(site, every))
 
 
 @torch.no_grad()
 def _bring_back(site: Site) -> None:
     site._fxmask_is_dense = False
-    state.sync(site)
+    tensors.sync(site)
     if site._fxmask_saved is not None:
         rebuild.hold(site, *site._fxmask_saved)
         site._fxmask_saved = None

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..kernels.errors import first_of, message, warn
 from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
-from ..passes.state.site import capturing
+from ..passes.state.tensors import capturing
 from ..passes.state.weak_sets import alive
 from ..passes.stepping.elementwise import STEP
 from ..passes.stepping.held import has_closure, ids_of

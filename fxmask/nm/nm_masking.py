@@ -22,7 +22,7 @@ from ..passes.finding.patterns import Patterns, matches
 from ..passes.finding.weights import peek_weight
 from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
-from ..passes.state.site import has_values
+from ..passes.state.tensors import has_values
 from ..sites import FINAL, REASONS
 from ..swapped import refuse_changed_class
 from .nm_attributes import advance, is_resized

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...kernels.errors import UnsupportedError, message
-from ..state import pruning_schedule, ranks
-from ..state import site as state
+from ..state import pruning_schedule, ranks, tensors
 from ..state.site import Site
 from .calls import typical_mask
 
@@ -104,8 +103,8 @@ def _prepare(site: Site) -> None:
     """For a look nobody needs to count steps, and ranks need not agree; state on the meta device gets values, a cached mask there typical ones."""
     site._fxmask_announced, site._fxmask_copied, site._fxmask_unguarded, site._fxmask_called = True, False, False, True
     if site._fxmask_keep.is_meta:
-        state.place_on(site, torch.device("cpu"))
+        tensors.place_on(site, torch.device("cpu"))
         site._fxmask_lost = False
         if site._fxmask_mask is not None:
             site._fxmask_mask = typical_mask(site._fxmask_grid, int(site._fxmask_keep))
-            site._fxmask_lists = state.lists_of(site, site._fxmask_mask)
+            site._fxmask_lists = tensors.lists_of(site, site._fxmask_mask)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.errors import message, warn
-from ..state import site as state
+from ..state import tensors
 from ..state.site import Site
 from ..state.site_mask import mask_outside
 from .checks import is_number
@@ -84,7 +84,7 @@ def look(found: Sequence[tuple[Site, Tensor | None, int]]) -> None:
         assert p is not None
         level = min(p.level + 1, f.levels(site._fxmask_given.ratio))
         _move(site, p._replace(level=level, next=level))
-    state.sync(*(site for site, _ in rise))
+    tensors.sync(*(site for site, _ in rise))
 
 
 def _warn_of_silence(sites: list[Site]) -> None:

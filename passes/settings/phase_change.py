@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.grid import grid_shape
-from ..state import site as state
+from ..state import tensors
 from ..state.site import Site
 from ..stepping.guarded_weight import policy_of
 from . import looks, phases
@@ -48,10 +48,10 @@ def follow(site: Site, taken: bool = True) -> Entered:
 
 def _make_tensors(site: Site, same_blocks: bool) -> None:
     """The tensors that the configuration in force wants; those that go on keep their values, but for the factor of a soft mask, which is the step's."""
-    before = {name: getattr(site, f"_fxmask_{name}") for name in state.STATE}
+    before = {name: getattr(site, f"_fxmask_{name}") for name in tensors.STATE}
     saved, device = site._fxmask_saved, site._fxmask_keep.device
     site._fxmask_grid = grid_shape(site._fxmask_shape, site._fxmask_config.block)
-    state.place_on(site, device)
+    tensors.place_on(site, device)
     site._fxmask_saved = None
     for name, t in before.items():
         if t is not None and name != "scale" and getattr(site, f"_fxmask_{name}") is not None and (same_blocks or name == "flips"):
@@ -61,7 +61,7 @@ def _make_tensors(site: Site, same_blocks: bool) -> None:
         site._fxmask_saved = saved if same_blocks and saved is not None else (site._fxmask_mask, site._fxmask_lists)
     site._fxmask_lost = site._fxmask_lost and site._fxmask_mask is not None
     site._fxmask_written = None
-    state.sync(site)
+    tensors.sync(site)
 
 
 def remembered(site: Site) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""How the ratio moves over optimiser steps: plain numbers on the host. A forward reads a scalar that `passes.state.site` fills, so nothing recompiles."""
+"""How the ratio moves over optimiser steps: plain numbers on the host. A forward reads a scalar that `passes.state.tensors` fills, so nothing recompiles."""
 
 from __future__ import annotations
 

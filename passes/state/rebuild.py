@@ -14,7 +14,7 @@ from ...kernels import dispatch, gpu_choice
 from ...kernels.errors import UnsupportedError, first_of, message, warn
 from ...kernels.grid import as_matrix
 from ..settings import looks, phase_change
-from . import ranks, site_mask
+from . import ranks, site_mask, tensors
 from . import site as state
 from .ranking import held_mask, in_groups, keep_norm, size_of, start_at_zero
 from .site import Site
@@ -49,12 +49,12 @@ def rebuild(jobs: Sequence[Job], compute: Callable[[Sequence[Job]], None] | None
         try:
             for j in jobs:
                 j.site._fxmask_is_dense = False
-            state.sync(*(j.site for j in jobs))
+            tensors.sync(*(j.site for j in jobs))
             (compute or computed)(jobs)
         finally:
             for j, dense in zip(jobs, inside, strict=True):
                 j.site._fxmask_is_dense = dense
-            state.sync(*(j.site for j in jobs))
+            tensors.sync(*(j.site for j in jobs))
     for site, *_ in jobs:
         state.note_weight(site, site._parameters.get("weight"))
         site._fxmask_built = site._fxmask_step
@@ -81,7 +81,7 @@ def computed(jobs: Sequence[Job]) -> None:
 
 def in_place(site: Site, mask: Tensor) -> bool:
     """Whether a CUDA graph reads the site's tensors, or is about to."""
-    return site._fxmask_in_place or state.capturing(mask)
+    return site._fxmask_in_place or tensors.capturing(mask)
 
 
 def hold(site: Site, mask: Tensor, lists: Tensor | None) -> None:
@@ -114,7 +114,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
         scores = [s for i in members if (s := jobs[i].site._fxmask_score) is not None] or None
         block = jobs[members[0]].site._fxmask_config.block
         for i, (mask, lists) in zip(members, dispatch.triton_ops().refresh_group(weights, keeps, block, scores), strict=True):
-            found[i] = (mask, lists if state.reads_lists(jobs[i].site, mask.device) else None)
+            found[i] = (mask, lists if tensors.reads_lists(jobs[i].site, mask.device) else None)
     tied: dict[object, Tensor] = {}  # of a weight that several layers share, each of which loads: one mask, and a copy for each
     for i, (site, weight, first, step, anew, _) in enumerate(jobs):
         if i not in found:
@@ -125,7 +125,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
                 tied[key] = mask
             else:
                 mask = same.clone()
-            found[i] = (mask, state.lists_of(site, mask))
+            found[i] = (mask, tensors.lists_of(site, mask))
     return [found[i] for i in range(len(jobs))]
 
 
@@ -138,9 +138,9 @@ def after_load(site: Site, weight: Tensor) -> None:
     stays = not weight.is_meta and all(map(_is_for_good, users))  # asked before anything moves
     if site._fxmask_keep.device != weight.device:  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         if stays:
-            state.move(site, weight.device)
+            tensors.move(site, weight.device)
         else:
-            state.place_on(site, weight.device)
+            tensors.place_on(site, weight.device)
             if site._fxmask_saved is not None and site._fxmask_mask is not None:  # inside fxmask.dense
                 site._fxmask_saved = (site._fxmask_mask, site._fxmask_lists)
             site._fxmask_lost = site._fxmask_mask is not None and (weight.is_meta or site._fxmask_step >= site._fxmask_config.start)
@@ -190,7 +190,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callab
 
     Raises: UnsupportedError inside a CUDA graph, whose replays would not count, where the number of steps matters.
     """
-    captured = [site for site, _ in found if n and site._fxmask_given.needs_steps and state.capturing(site._fxmask_keep)]
+    captured = [site for site, _ in found if n and site._fxmask_given.needs_steps and tensors.capturing(site._fxmask_keep)]
     if captured:
         what = "a step is counted inside a CUDA graph, whose replays would not count: expected masks that no number of steps moves (start, schedule,"
         fix = "let fxmask.graphed(step, optimizer) capture the step, with every optimiser that it steps: its replays count."
@@ -200,7 +200,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callab
         for site, weight in found:
             job = _taken(site, weight, n)
             jobs += [] if job is None else [job]
-        state.sync(*(site for site, _ in found))
+        tensors.sync(*(site for site, _ in found))
         rebuild(jobs, compute)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
         for site, _ in found if n else ():
@@ -209,7 +209,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callab
         for site, told, remembered in past:
             phase_change.take_back(site, remembered)
             site.__dict__.update(told)
-        state.sync(*(site for site, _ in found))
+        tensors.sync(*(site for site, _ in found))
         raise
 
 

@@ -15,8 +15,9 @@ from ...kernels import ops
 from ...kernels.errors import ShapeError, StateError, UnsupportedError, message
 from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
-from .site import Site, capturing, has_values, version
+from .site import Site, version
 from .site_mask import check_agreed, current_mask, fits, mask_outside, refuse_layout, refuse_size
+from .tensors import capturing, has_values
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 

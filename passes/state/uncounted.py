@@ -12,7 +12,7 @@ from ...kernels.errors import StateError, message, warn
 from ..finding.weights import is_ensemble
 from ..settings import phases
 from . import site as state
-from . import site_mask
+from . import site_mask, tensors
 from .site import Site
 
 STALE = "a mask of weights that it no longer has: refresh counts steps, none was told since they were written."
@@ -58,7 +58,7 @@ def warn_of_steps(site: Site) -> None:
 def is_stale(site: Site, weight: Tensor) -> bool:
     """Whether a cached mask is another one than its weight's, which has been written since. Told once for each write; what leaves no version is not seen."""
     mask, begun = site._fxmask_mask, site._fxmask_step >= site._fxmask_config.start
-    if mask is None or mask.is_meta or not begun or site._fxmask_is_dense or is_ensemble(weight) or state.capturing(weight):
+    if mask is None or mask.is_meta or not begun or site._fxmask_is_dense or is_ensemble(weight) or tensors.capturing(weight):
         return False
     version, made = state.version(weight), site._fxmask_version
     site._fxmask_version = version

@@ -11,8 +11,9 @@ from ...kernels.errors import first_of, message, warn
 from ...kernels.grid import expand_mask, to_blocks
 from ..finding.candidate import join
 from ..state import ranks
-from ..state.site import Site, capturing, has_values
+from ..state.site import Site
 from ..state.site_forward import traced_alike
+from ..state.tensors import capturing, has_values
 from .guarded_weight import Guarded
 
 BASE = "base_layer"  # what PEFT calls the layer that an adapter is put around

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
 from ..settings.feedback import Feedback
-from ..state.site import Site, has_values
+from ..state.site import Site
 from ..state.site_forward import mask_of_step
 from ..state.site_mask import kept
+from ..state.tensors import has_values
 from . import elementwise
 from .gathered import blocks_of
 from .guarded_weight import Guarded

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ...kernels.grid import expand_mask
 from ..state import ranks
-from ..state.site import has_values
 from ..state.site_forward import mask_of_step
 from ..state.site_mask import mask_outside
+from ..state.tensors import has_values
 from . import gathered, set_aside
 from .guarded_weight import Guarded
 from .held import find_wrapped, group_of, moves_by_grad

@@ -342,7 +342,7 @@ def test_graphed_steps(options, tmp_path, monkeypatch):
             super().replay()
 
     monkeypatch.setattr("fxmask.cuda_graphs.graphed_step.recorder", lambda device: Counting)
-    monkeypatch.setattr("fxmask.passes.state.site.capturing", lambda t: tape.recording[0])
+    monkeypatch.setattr("fxmask.passes.state.tensors.capturing", lambda t: tape.recording[0])
     for stop in ("2", "3"):
         assert program.main([*options, "--out", str(graphed), "--stop", stop]) == 0
     assert_same_end(graphed, alone)

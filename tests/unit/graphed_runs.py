@@ -20,7 +20,7 @@ MIX = {"refresh": 2, "criterion": "taylor", "average": 0.9, "schedule": RAMP}
 def graphs(monkeypatch):
     """Steps are recorded on a CPU, too."""
     monkeypatch.setattr("fxmask.cuda_graphs.graphed_step.recorder", lambda device: tape.Tape)
-    monkeypatch.setattr("fxmask.passes.state.site.capturing", lambda t: tape.recording[0])
+    monkeypatch.setattr("fxmask.passes.state.tensors.capturing", lambda t: tape.recording[0])
 
 
 def adamw(params, lr):

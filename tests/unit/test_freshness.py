@@ -11,7 +11,7 @@ from sample_models import best_blocks, mlp
 from torch import fx, nn
 
 import fxmask
-from fxmask.passes.state import site as state
+from fxmask.kernels import ops
 
 BLOCK, RATIO = (16, 16), 0.7
 
@@ -188,8 +188,8 @@ def test_layers_of_one_weight_that_were_masked_apart_have_masks_of_their_own(opt
 
 def test_tied_layers_make_one_mask_a_load(monkeypatch):
     """N layers load one after the other, and each load is for all: N masks are made, not N * N."""
-    model, built, index = tied(9), [], state.ops.index
-    monkeypatch.setattr(state.ops, "index", lambda *args: built.append(args) or index(*args))
+    model, built, index = tied(9), [], ops.index
+    monkeypatch.setattr(ops, "index", lambda *args: built.append(args) or index(*args))
     model.load_state_dict({name: torch.randn(p.shape) for name, p in model.state_dict().items()})
     assert len(built) == 9
     assert all(torch.equal(m._fxmask_mask, best_blocks(model[0].weight, BLOCK, RATIO)) for m in model)

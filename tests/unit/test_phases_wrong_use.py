@@ -63,7 +63,7 @@ def test_steps_that_are_counted_inside_a_cuda_graph(monkeypatch):
     """Its replays would count none, and stay in one phase; the step is not taken. (No GPU here: the capture is pretended.)"""
     model = fxmask.apply(mlp(), config())
     with monkeypatch.context() as m:
-        m.setattr("fxmask.passes.state.site.capturing", lambda t: True)
+        m.setattr("fxmask.passes.state.tensors.capturing", lambda t: True)
         fxmask.step(model, 0)
         with pytest.raises(UnsupportedError, match=r"fxmask.step inside a CUDA graph, whose replays would not count(.|\n)*let fxmask.guard count"):
             fxmask.step(model)
