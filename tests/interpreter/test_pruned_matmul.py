@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter.test_kernels import poisoned_empty as poisoned_empty
 from interpreter.trace import recording
 from torch import nn
 
@@ -74,18 +75,6 @@ def oracle(gy, values, index, shape, mask, block):
             x[i, row, strip * b : (strip + 1) * b] = values[i, j]
     dw = gy.reshape(-1, gy.shape[-1]).t() @ x[..., :k].reshape(-1, k)
     return dw if mask is None else dw * expand_mask(mask, tuple(dw.shape), block)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch):
-    """Memory that a kernel should write holds NaN before."""
-    real = torch.empty
-
-    def poisoned(*args, **kwargs):
-        t = real(*args, **kwargs)
-        return t.fill_(float("nan")) if t.is_floating_point() else t
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @case

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from unit.pruned_models import grads, mlp, pruned_input
+from unit.pruned_models import grads, mlp, pruned_input, saved_bytes
 
 import fxmask
 from fxmask import ActivationPruning, WeightMask
@@ -66,21 +66,6 @@ def test_the_dense_input_is_freed_after_the_forward(little_garbage):
     assert held(lin)
     fxmask.apply(lin, ActivationPruning(0.5, 16))
     assert not held(lin)
-
-
-def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
-    seen = {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in own:
-            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(x)
-    assert out is not None
-    return sum(seen.values())
 
 
 def test_autograd_holds_what_the_formula_says_and_analyze_knows_it():

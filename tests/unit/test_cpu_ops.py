@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from sample_models import Residual
 from torch.utils.flop_counter import FlopCounterMode
+from unit.test_ops import BLOCK, CASES
+from unit.test_ops import tensors as tensors
 
 import fxmask
 from fxmask.errors import UnsupportedError
@@ -15,21 +17,7 @@ from fxmask.kernels.cpu import chosen, deciding, implementation
 from fxmask.kernels.cpu.plans import BY_NAME, Case
 from fxmask.kernels.grid import kept_elements
 
-BLOCK = (16, 8)
-FLAGS = {"masked": [None], "ste": [None], "unmasked": [None], "rigl": [torch.tensor(False), torch.tensor(True)]}
-CASES = [pytest.param(m, f, id=m + ("" if f is None else f"-{bool(f)}")) for m, flags in FLAGS.items() for f in flags]
 IMPLS = pytest.mark.parametrize("impl", ["cpu", "auto"])
-
-
-@pytest.fixture
-def tensors():
-    """x, w, bias, gy and mask in float64."""
-    g = torch.Generator().manual_seed(0)
-
-    def make(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_()
-
-    return make(2, 5, 30), make(20, 30), make(20), make(2, 5, 20), torch.rand(2, 4, generator=g) < 0.5
 
 
 @pytest.fixture

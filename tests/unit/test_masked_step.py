@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from torch import fx, nn, optim
+from unit.test_guard import masked_elements
 
 import fxmask
 from fxmask.errors import ConfigError
@@ -91,11 +92,6 @@ def same(ours, theirs, rtol=1e-5, atol=1e-7):
                 assert a[key] == b[key]
 
 
-def masked_now(model):
-    weights = dict(model.named_parameters())
-    return {name: ~expand_mask(mask, weights[name].shape, (16, 16)) for name, mask in fxmask.masks(model).items()}
-
-
 def outside(model, optimiser, out):
     """What a step must not touch: copies of masked elements of weights, and of momenta that there are."""
     found = {}
@@ -122,10 +118,10 @@ def test_it_is_freeze(name, form):
     cls, options, _ = OPTIMISERS[name]
     model, optimiser = build(cls, {**options, **form})
     assert fxmask.guard(optimiser, model, masked_step=True).masked_step is True
-    first, counts = {n: o.clone() for n, o in masked_now(model).items()}, set()
+    first, counts = {n: o.clone() for n, o in masked_elements(model).items()}, set()
     torch.manual_seed(1)
     for _ in range(20):
-        out = masked_now(model)
+        out = masked_elements(model)
         counts.add(sum(int(o.sum()) for o in out.values()))
         before, weight = outside(model, optimiser, out), model[0].weight.detach().clone()
         gradients(model, optimiser)
@@ -133,7 +129,7 @@ def test_it_is_freeze(name, form):
         after = outside(model, optimiser, out)
         assert all(torch.equal(after[k], t) for k, t in before.items()) and not torch.equal(model[0].weight, weight)
     same((model, optimiser), frozen_run(name))
-    last = masked_now(model)
+    last = masked_elements(model)
     assert len(counts) > 4 and any((first[n] & ~last[n]).any() or (last[n] & ~first[n]).any() for n in last)
     assert fxmask.explain(model).rows[0]["step"] == 20
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from unit.nm_models import logits_of
 
 import fxmask
 from fxmask import FxMaskWarning, NMMask
@@ -28,23 +29,19 @@ def steps(model: nn.Module, *optimizers: torch.optim.Optimizer, times: int = 3) 
     return [str(w.message) for w in caught if issubclass(w.category, FxMaskWarning)]
 
 
-def logits(model: nn.Module) -> list[nn.Parameter]:
-    return [p for n, p in model.named_parameters() if n.endswith("nm_logits")]
-
-
 @pytest.mark.parametrize("trains", [False, True], ids=["weights rest", "weights train"])
 def test_an_optimiser_made_before_apply_warns_once_and_is_told_how(trains):
     model = net()
     old = torch.optim.AdamW(model.parameters(), lr=0.1)
     fxmask.apply(model, NMMask(mode="learned", train_weights=trains))
-    before = [p.detach().clone() for p in logits(model)]
+    before = [p.detach().clone() for p in logits_of(model)]
     assert steps(model, old, times=1) == []  # the logits' optimiser may come behind it
     (said,) = steps(model, old)
     for words in ("steps without them: expected one that has them", "where: 0, 2", "add_param_group({'params': logits})"):
         assert words in said
-    assert all(torch.equal(a, b) for a, b in zip(before, logits(model), strict=True))
-    old.add_param_group({"params": logits(model)})
-    assert steps(model, old) == [] and not any(torch.equal(a, b) for a, b in zip(before, logits(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, logits_of(model), strict=True))
+    old.add_param_group({"params": logits_of(model)})
+    assert steps(model, old) == [] and not any(torch.equal(a, b) for a, b in zip(before, logits_of(model), strict=True))
 
 
 @pytest.mark.parametrize("case", ["one for each", "made after", "frozen", "restored", "of other layers"])
@@ -55,5 +52,5 @@ def test_who_learns_or_does_not_want_to_hears_nothing(case):
     if case in ("frozen", "restored"):
         (fxmask.freeze if case == "frozen" else fxmask.restore)(model)
     mine = [torch.optim.AdamW(model.parameters(), lr=0.1)] if case == "made after" else [old]
-    mine += [torch.optim.SGD(logits(model), lr=0.1)] if case == "one for each" else []
+    mine += [torch.optim.SGD(logits_of(model), lr=0.1)] if case == "one for each" else []
     assert steps(model, *mine) == []

@@ -17,6 +17,7 @@ CASES = [pytest.param(m, f, id=m + ("" if f is None else f"-{bool(f)}")) for m, 
 
 @pytest.fixture
 def tensors():
+    """x, w, bias, gy and mask in float64."""
     g = torch.Generator().manual_seed(0)
 
     def make(*shape):

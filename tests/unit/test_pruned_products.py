@@ -10,7 +10,7 @@ import torch
 from resmlp import Affine
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from unit.pruned_models import grads, pruned_input
+from unit.pruned_models import grads, pruned_input, saved_bytes
 
 import fxmask
 from fxmask import ActivationPruning, Schedule, WeightMask
@@ -125,21 +125,6 @@ def test_the_dense_input_is_freed_after_the_forward(little_garbage):
     for layer in (Affine(64), Gain(64), Shifted(64)):
         assert held(layer)
         assert not held(fxmask.apply(layer, ActivationPruning(0.5, 16, affine=True)))
-
-
-def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
-    seen = {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def pack(t):
-        if t.untyped_storage().data_ptr() not in own:
-            seen[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(x)
-    assert out is not None
-    return sum(s.nbytes() for s in seen.values())
 
 
 def test_autograd_holds_what_the_formula_says_and_analyze_knows_it():
