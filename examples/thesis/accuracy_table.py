@@ -13,6 +13,7 @@ from thesis.csv_files import read
 from thesis.recipes import COMMON, FINAL, ISOFLOP, SEARCH, THESIS, arguments_of
 from thesis.sweep_checks import text
 from thesis.sweep_file import defaults_of_train, options_of
+from thesis.train_run import HOW_RUN
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.csv"
 RUNS = Path("runs/accuracy")
@@ -36,7 +37,7 @@ def words_of(name: str, seed: int, facts: dict[str, Any]) -> list[str]:
     asked = train.arguments([*words, "--data", facts["data"], "--holdout", str(facts["holdout"])])
     if not run_folder.differing(settings(vars(asked)), settings(facts)):
         return words
-    known = {key: value for key, value in defaults_of_train().items() if key not in (*train.HOW_RUN, "data", "holdout", "read_test")}
+    known = {key: value for key, value in defaults_of_train().items() if key not in (*HOW_RUN, "data", "holdout", "read_test")}
     return options_of("run.json", {key: text(facts[key]) for key, value in known.items() if facts.get(key, value) != value})
 
 

@@ -23,11 +23,15 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from data import Data
+from data import Data, DataMissing
 from image_folder import MEMORY_LIMIT_PX
+from resmlp import PRESETS
+from train import flushed_denormals
 
 import fxmask
-from thesis import train
+from thesis import checkpoint, lock, train
+from thesis.masked_model import preset_of
+from thesis.train_run import data_of
 
 SHARED = ("data", "root", "batch", "image", "workers", "holdout", "device")  # what one set of loaded images serves
 
@@ -58,7 +62,7 @@ class Turns:
         except StopIteration:
             status = 0
         except Exception as error:  # whatever one run dies of, the others go on
-            status = 2 if isinstance(error, (fxmask.FxMaskError, train.DataMissing, train.checkpoint.CheckpointError, train.lock.InUse)) else 1
+            status = 2 if isinstance(error, (fxmask.FxMaskError, DataMissing, checkpoint.CheckpointError, lock.InUse)) else 1
             self.output.write(f"{error}\n" if status == 2 else traceback.format_exc())
         if self.output is not sys.stderr:
             self.output.close()
@@ -67,7 +71,7 @@ class Turns:
 
 def side_of(args: argparse.Namespace) -> int:
     """Of a run's images, in pixels."""
-    return train.PRESETS[train.preset_of(args)].image
+    return PRESETS[preset_of(args)].image
 
 
 class Images:
@@ -81,14 +85,14 @@ class Images:
         key = tuple(side_of(args) if name == "image" else getattr(args, name) for name in SHARED)
         if key != self.key or self.data is None:
             self.key, self.data = key, None  # the old set is let go before the new one comes
-            self.data = train.data_of(args)
+            self.data = data_of(args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # all streams read what one has written
         assert self.data.of_seed is not None  # `together` has looked
         return self.data.of_seed(args.seed)
 
 
-@train.common.flushed_denormals()
+@flushed_denormals()
 def together(runs: Sequence[tuple[str, argparse.Namespace]], at_once: int, after: Callable[[str, int], None]) -> int:
     """Train all runs, `at_once` of them at a time; `after(name, exit status)` when one has ended. Returns how many failed.
 
@@ -97,7 +101,7 @@ def together(runs: Sequence[tuple[str, argparse.Namespace]], at_once: int, after
     for _, args in runs:
         if side_of(args) > MEMORY_LIMIT_PX:
             what = f"expected images of at most {MEMORY_LIMIT_PX} pixels, which fit into memory, got {args.data} of {side_of(args)} pixels"
-            raise train.DataMissing(f"--at-once: {what}.")
+            raise DataMissing(f"--at-once: {what}.")
     waiting, going, images, failed = deque(runs), deque[Turns](), Images(), 0
     while waiting or going:
         while waiting and len(going) < at_once:
@@ -131,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = [(name, train.arguments(words)) for name, words in given]
     try:
         return 1 if together(runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True)) else 0
-    except train.DataMissing as error:
+    except DataMissing as error:
         print(f"thesis/many.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # whoever started this says what to do

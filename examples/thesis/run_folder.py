@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thesis import train
 from thesis.sweep_checks import SweepError
 from thesis.sweep_file import defaults_of_train
+from thesis.train_run import HOW_RUN
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -44,7 +44,7 @@ def test_of(out: Path) -> dict[str, float] | None:
 def differing(now: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """Options that a run has otherwise. One that it does not name is younger than the run, and had its default."""
     before = {**defaults_of_train(), **facts}
-    return [key for key in now if key not in (*train.HOW_RUN, "dense") and now[key] != before[key]]
+    return [key for key in now if key not in (*HOW_RUN, "dense") and now[key] != before[key]]
 
 
 def same_settings(now: Mapping[str, Any], facts: Mapping[str, Any], out: Path, who: str, fix: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from resmlp import PRESETS
 
-from thesis import train
+from thesis.masked_model import preset_of
 from thesis.sweep_checks import SweepError, number, place, whole
 
 NUMBERS = {"weight_decay": "weight-decay", "lr": "lr", "warmup_lr": "warmup-lr", "mixup": "mixup", "cutmix": "cutmix", "mixup_prob": "mix-prob"}
@@ -38,7 +38,7 @@ def arguments_of(fixed: dict[str, str]) -> list[str]:
 
 def agree(fixed: dict[str, str], run: Namespace) -> None:
     """What train.py takes from the model and the data has the values that the file expects."""
-    name = train.preset_of(run)
+    name = preset_of(run)
     for key, field in COMPARED.items():
         same(fixed, key, getattr(PRESETS[name], field), f"of the model {name}", "leave it out, or choose another model by train.model")
     classes = classes_of(run)

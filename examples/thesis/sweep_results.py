@@ -19,7 +19,8 @@ from resmlp import PRESETS
 
 from fxmask.analysis.model_shapes import LinearShape, ModelShapes
 from fxmask.analysis.thesis import Movement, loaded_elements, movement
-from thesis import csv_files, run_folder, train
+from thesis import csv_files, run_folder
+from thesis.masked_model import preset_of
 from thesis.side_by_side import published
 from thesis.sweep_file import Job
 from thesis.sweep_fixed import classes_of
@@ -128,7 +129,7 @@ def table_6_2() -> dict[tuple[str, str], str]:
 
 def shapes_of(args: Namespace, job: Job) -> ModelShapes:
     """Shapes of the run's model."""
-    preset = PRESETS[train.preset_of(args)]
+    preset = PRESETS[preset_of(args)]
     sizes = {"dim": args.dim or preset.dim, "expansion": args.expansion or preset.expansion, "classes": classes_of(args) or preset.classes}
     return ModelShapes.resmlp(image=preset.image, channels=preset.channels, patch=preset.patch, depth=job.config.depth, **sizes)
 

@@ -22,6 +22,7 @@ import train as common
 from thesis import accuracy, accuracy_page, accuracy_table, checkpoint, combination, gaps, hidden_groups, lock, masked_model, recipes, stability
 from thesis import train as program
 from thesis.recipe import CIFAR10
+from thesis.train_run import HOW_RUN, LATER
 
 import fxmask
 
@@ -230,7 +231,7 @@ def test_a_run_of_other_settings_is_not_taken_for_what_is_asked(options, wanted,
 @pytest.mark.parametrize(("phase", "name"), [(phase, name) for phase, (names, _, _) in accuracy_table.PHASES.items() for name in names])
 def test_runs_of_older_days_and_of_moved_folders_are_the_same(phase, name, tmp_path, begun):
     args = program.arguments([*recipes.COMMON, *recipes.arguments_of(name, 2)])
-    command = recorded(tmp_path / "before", phase, name, lacks=tuple(k for k, v in program.LATER.items() if getattr(args, k) == v))
+    command = recorded(tmp_path / "before", phase, name, lacks=tuple(k for k, v in LATER.items() if getattr(args, k) == v))
     (tmp_path / "before").rename(tmp_path / "runs")  # its pupils name their teachers' old folder
     assert accuracy.main([*command, "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")]) == 0 and not begun
     (row,) = plots.read_csv(tmp_path / "t.csv")
@@ -250,7 +251,7 @@ def test_a_recipe_that_has_changed_since_its_run(tmp_path, begun, capsys, monkey
     assert (row["target_ratio"], row["block"]) == ("0.1", "2x2")
     ran = vars(program.arguments(shlex.split(row["command"])[2:]))
     facts = json.loads((runs / "final" / f"{name}-seed0" / "run.json").read_text())
-    assert all(ran[k] == facts[k] for k in ran if k not in (*program.HOW_RUN, "read_test"))
+    assert all(ran[k] == facts[k] for k in ran if k not in (*HOW_RUN, "read_test"))
     assert accuracy.main(command) == 2 and not begun
     assert "expected a run with opt 'adamw', lr 0.01, config 'ResMLP5 @ XChannel1 = masked" in capsys.readouterr().err
 

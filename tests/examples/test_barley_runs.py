@@ -14,7 +14,7 @@ import plots
 import pytest
 import torch
 from thesis import barley_figure_8, barley_runs, barley_table_4, side_by_side, sweep_results
-from thesis import train as program
+from thesis.masked_model import preset_of
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ["--data", "digits", "--epochs", "1", "--seeds", "0", "--at-once", "4"]
@@ -53,13 +53,13 @@ def test_the_grids_are_commands_of_train():
     jobs = barley_runs.grid(args, "t", args.batches, [args.activations]).jobs
     runs = [job.namespace() for job in jobs]
     assert sorted((r.batch, r.activations or "", r.seed) for r in runs) == [(b, p, s) for b in (16, 32, 64, 128) for p in ("", "0.5:16") for s in (0, 1)]
-    assert {(r.model, r.epochs, r.mix_prob, r.opt, r.lr, program.preset_of(r)) for r in runs} == {("cifar", 20, 0.0, "adamw", 0.005, "cifar")}
+    assert {(r.model, r.epochs, r.mix_prob, r.opt, r.lr, preset_of(r)) for r in runs} == {("cifar", 20, 0.0, "adamw", 0.005, "cifar")}
     assert all(not job.config.items for job in jobs), "no weight is masked"
     args = arguments(barley_figure_8)
     assert len(barley_runs.grid(args, "t", [args.batch], [f"{s:g}:{b}" for b in args.blocks for s in args.sparsities]).jobs) == 2 * (1 + 5 * 9)
     args = arguments(barley_table_4, "--data", "folder", "--model", "s12", "--root", "x")
     run = barley_runs.grid(args, "t", [16], ["0.5:16"]).jobs[0].namespace()
-    assert program.preset_of(run) == "s12" and barley_runs.shape(args).image == 224
+    assert preset_of(run) == "s12" and barley_runs.shape(args).image == 224
 
 
 def test_table_4_of_runs_that_have_ended():

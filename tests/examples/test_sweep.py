@@ -22,6 +22,7 @@ from saved_states import same
 from thesis import checkpoint, lock, many, memory_movement, sweep, sweep_file, sweep_results
 from thesis import train as program
 from thesis.side_by_side import blocks_and_ratios, published
+from thesis.train_run import HOW_RUN
 
 from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import movement
@@ -182,7 +183,7 @@ def test_every_command_makes_its_run(whole):
     assert words[:2] == ["python", "examples/thesis/train.py"]
     facts = json.loads((whole / NAMES[1] / "run.json").read_text())
     now = json.loads(json.dumps(vars(program.arguments(words[2:])), default=str))
-    assert {k: v for k, v in now.items() if k not in program.HOW_RUN} == {k: facts[k] for k in now if k not in program.HOW_RUN}
+    assert {k: v for k, v in now.items() if k not in HOW_RUN} == {k: facts[k] for k in now if k not in HOW_RUN}
 
 
 def fake(job: sweep_file.Job, steps: int, epochs: int) -> sweep_results.Ended:
@@ -296,7 +297,7 @@ def test_one_run_fails_and_the_others_go_on(tmp_path):
 
 
 def test_images_that_do_not_fit_into_memory(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(program, "data_of", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(many, "data_of", lambda args: pytest.fail("loaded"))
     file = file_of(tmp_path, fixed={**FIXED, "data_set": "folder", "data_dir": str(tmp_path)}, train={**SMALL["train"], "model": "s12", "holdout": 0})
     assert sweep.main(["run", str(file), "--out", str(tmp_path / "out"), "--at-once", "2"]) == 2
     assert "--at-once: expected images of at most 64 pixels, which fit into memory, got folder of 224 pixels" in capsys.readouterr().err
