@@ -22,7 +22,6 @@ def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """`op.register_fake`; a compiler calls that function of every op of ours before it schedules anything."""
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fake)
         def noted(*args: Any, **kwargs: Any) -> Any:
             mend()
             return fake(*args, **kwargs)
@@ -36,9 +35,9 @@ def register_fake(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def mend() -> None:
     """Let a loaded Inductor keep a node's dependencies. Does nothing where it is not loaded, is mended, or is PyTorch's `FIXED` or later."""
     scheduler = sys.modules.get("torch._inductor.scheduler")
-    node = getattr(scheduler, "SchedulerNode", None)
+    node: Any = getattr(scheduler, "SchedulerNode", None)
     recompute = getattr(node, "recompute_size_and_body", None)
-    if node is None or recompute is None or hasattr(recompute, "by_fxmask") or torch.__version__ >= FIXED:
+    if recompute is None or hasattr(recompute, "by_fxmask") or torch.__version__ >= FIXED:
         return
     from torch._inductor.dependencies import StarDep, WeakDep
     from torch.utils._ordered_set import OrderedSet

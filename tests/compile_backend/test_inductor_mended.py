@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,42 @@ def test_once_and_where_there_is_something_to_mend(monkeypatch):
     assert mended is not plain
     inductor.mend()
     assert SchedulerNode.recompute_size_and_body is mended
+
+
+def test_reads_that_were_added_by_hand_stay_and_have_their_new_names(monkeypatch):
+    """As of PyTorch 2.12: a node finds what its loop reads anew, and forgets the rest; both kinds of it, under the names that buffers have by then."""
+    from torch._inductor.dependencies import ReadWrites, StarDep, WeakDep
+    from torch.utils._ordered_set import OrderedSet
+
+    loop, whole, order = StarDep("a"), StarDep("b"), WeakDep("c", "d")
+
+    class SchedulerNode:
+        def __init__(self):
+            self.mutation_renames = {"a": "a2", "b": "b2", "c": "c2"}
+            self.read_writes = ReadWrites(OrderedSet([whole, order]), OrderedSet(), OrderedSet())
+
+        def recompute_size_and_body(self, constraints=None, body=None):
+            self.asked, self.read_writes = (constraints, body), ReadWrites(OrderedSet([loop]), OrderedSet([StarDep("e")]), OrderedSet())
+
+        def set_read_writes(self, found):
+            self.read_writes = found
+
+    monkeypatch.setitem(sys.modules, "torch._inductor.scheduler", SimpleNamespace(SchedulerNode=SchedulerNode))
+    monkeypatch.setattr(inductor, "FIXED", "3.0")
+    inductor.mend()
+    node = SchedulerNode()
+    node.recompute_size_and_body(1, body=2)
+    assert node.asked == (1, 2) and set(node.read_writes.writes) == {StarDep("e")}
+    assert set(node.read_writes.reads) == {StarDep("a2"), StarDep("b2"), WeakDep("c2", "d")}
+
+
+@pytest.mark.parametrize("there", [{}, {"SchedulerNode": SimpleNamespace()}], ids=["no node", "no method"])
+def test_a_scheduler_that_is_built_otherwise_is_left_alone(monkeypatch, there):
+    scheduler = SimpleNamespace(**there)
+    monkeypatch.setitem(sys.modules, "torch._inductor.scheduler", scheduler)
+    monkeypatch.setattr(inductor, "FIXED", "3.0")
+    inductor.mend()
+    assert vars(scheduler) == there and not hasattr(there.get("SchedulerNode"), "recompute_size_and_body")
 
 
 def test_every_op_of_ours_mends():
