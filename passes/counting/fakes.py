@@ -87,16 +87,20 @@ def swap(root: nn.Module, faked: Fakes) -> tuple[dict[str, Tensor], dict[str, Te
     return parameters, buffers
 
 
-def _refer(container: Any, swapped: dict[int, Tensor], seen: set[int]) -> None:
-    """Let lists and dicts that hold parameters, as recurrent layers have one, hold the fake ones."""
-    if id(container) in seen or not isinstance(container, (dict, list)):
-        return
-    seen.add(id(container))
-    for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
-        if id(value) in swapped:
-            container[key] = swapped[id(value)]
-        else:
-            _refer(value, swapped, seen)
+def _refer(value: Any, swapped: dict[int, Tensor], seen: set[int]) -> Any:
+    """Let lists and dicts that hold parameters, as recurrent layers have one, hold the fake ones; a tuple of them is another one then."""
+    if id(value) in swapped:
+        return swapped[id(value)]
+    if isinstance(value, tuple):
+        held = [_refer(v, swapped, seen) for v in value]
+        return value if all(a is b for a, b in zip(value, held, strict=True)) else value._make(held) if hasattr(value, "_make") else tuple(held)
+    if isinstance(value, (dict, list)) and id(value) not in seen:
+        seen.add(id(value))
+        for key, v in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            other = _refer(v, swapped, seen)
+            if other is not v:
+                value[key] = other
+    return value
 
 
 def _prepare(site: Site) -> None:

@@ -2,7 +2,8 @@
 
 import copy
 import random
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,17 +125,22 @@ def test_a_backward_that_breaks():
     assert analyze(model, x, phases=("fwd",)).summary["flop"]["fwd"] == 2 * 2 * 2 * 16
 
 
-def test_weights_held_in_other_places():
-    """A list that the forward goes through instead of the attributes, as RNNs keep one; a tuple."""
+Pair = namedtuple("Pair", "first second")
+PLACES = {"list": list, "tuple": tuple, "named": Pair._make, "nested": lambda ws: ([ws[0]], {"b": (ws[1],)}), "object": lambda ws: SimpleNamespace(held=ws)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_held_in_other_places(place):
+    """A list that the forward goes through instead of the attributes, as RNNs keep one; tuples; an object, which holds the real ones during the run, too."""
 
     class M(nn.Module):
         def __init__(self):
             super().__init__()
             self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
-            self.table = [self.a, self.b]
+            self.table = PLACES[place]([self.a, self.b])
 
         def forward(self, x):
-            for w in self.table:
+            for w in self.table.held if place == "object" else torch.utils._pytree.tree_leaves(self.table):
                 x = F.linear(x, w)
             return x
 
@@ -144,7 +150,10 @@ def test_weights_held_in_other_places():
     assert all(p.grad is None for p in model.parameters())
     s = report.summary["flop"]
     assert (s["fwd"], s["bwd_dx"], s["bwd_dw"]) == (2 * 2 * 3 * 64, 2 * 3 * 64, 2 * 2 * 3 * 64)
-    assert report.tables["footprint"][-1]["saved_activations"] == 4 * 3 * 8  # the weights are no activations
+    if place != "object":
+        foot = report.tables["footprint"][-1]
+        assert foot["saved_activations"] == 4 * 3 * 8 and foot["gradients"] == foot["weights"]  # the weights are no activations
+        assert report.summary["coverage"]["nodes_pct"] == 100 and report.summary["bytes_min"]["fwd"] == 2 * (96 + 256 + 96)
 
 
 GUARDED = {
