@@ -119,7 +119,7 @@ def capture(
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode, quiet():
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
-        read = {name for c in recorder.calls for p in c.inputs for name in p.weight.split("+")}
+        read = {p.weight for c in recorder.calls for p in c.inputs}  # whatever else is made of a parameter, some op has read that alone
         idle = kept_of_idle(sites, parameters, read)
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
@@ -155,7 +155,7 @@ def _named_sites(root: nn.Module) -> dict[str, Site]:
 
 def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Recorder:
     weights = {storage_of(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
-    names = {id(m): name for name, m in reversed(list(root.named_modules()))}
+    names = {id(m): name for name, m in root.named_modules()}
     recorder = Recorder(names, weights, {storage_of(faked(b)) for b in buffers.values()})
     recorder.values = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}
     return recorder

@@ -231,6 +231,17 @@ def test_calls_of_modules_in_graphs(trace):
         assert {r["module"]: r["calls"] for r in analyze(m, x).tables["modules"]} == calls
 
 
+def test_calls_of_a_graph_that_was_edited_since():
+    """Of a call that was written into it no trace says whose it is; what ran counts."""
+    gm, x = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64))), torch.randn(TOKENS, 64)
+    (call,) = (n for n in gm.graph.nodes if n.op == "call_module")
+    with gm.graph.inserting_after(call):
+        again = gm.graph.call_module("0", (call,))
+    call.replace_all_uses_with(again, delete_user_cb=lambda n: n is not again)
+    gm.recompile()
+    assert {r["module"]: r["calls"] for r in analyze(gm, x).tables["modules"]} == {"(model)": 1, "0": 2}
+
+
 class Tanh(nn.Linear):
     def forward(self, x):
         return torch.tanh(F.linear(x, self.weight, self.bias)) * 2

@@ -162,6 +162,7 @@ def test_masked_graphs(trace, options):
     nodes = {n.name for n in gm.graph.nodes}
     named = {r["node"] for r in report.tables["nodes"] if r["phase"] in ("fwd", "dX", "dW")}
     assert named and named <= nodes
+    assert report.tables["footprint"][-1]["metadata"] == (sum(m.numel() for m in fxmask.masks(gm).values()) if options else 0)
     products = {r["node"] for r in report.tables["nodes"] if r["op"] == "fxmask.masked_linear"}
     assert products == {n.name for n in gm.graph.nodes if n.target is torch.ops.fxmask.masked_linear.default or n.target is torch.ops.fxmask.masked_linear}
 
