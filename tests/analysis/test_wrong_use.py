@@ -51,6 +51,19 @@ def test_options(case):
         analyze(net(), X, **options)
 
 
+@pytest.mark.parametrize("error", [ConfigError("so it is"), FxMaskError("so it is")], ids=["config", "root"])
+def test_an_error_of_the_house_stays_what_it_is(error):
+    """It says by itself what is wrong, where, and how to fix it."""
+
+    class Refuses(nn.Identity):
+        def forward(self, x):
+            raise error
+
+    with pytest.raises(FxMaskError) as caught:
+        analyze(nn.Sequential(nn.Linear(16, 16), Refuses()), X)
+    assert caught.value is error
+
+
 def test_an_optimizer_that_is_not_known():
     model = net()
     with pytest.raises(ConfigError, match="optimizer: expected one of"):
