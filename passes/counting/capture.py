@@ -125,8 +125,9 @@ def capture(
     executions = dict(Counter(name for _, name in recorder.frames.values()))
     changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
     if gm is not None:
-        kinds, traced = traced_kinds(gm) | kinds, traced_calls(gm)
-        executions = traced | executions | {"": 1}  # an interpreter runs it, no call of the module
+        known = traced_kinds(gm)
+        kinds = known | {name: kind for name, kind in kinds.items() if kind != "Module" or name not in known}  # a tracer's modules only hold parameters
+        executions = traced_calls(gm) | executions | {"": 1}  # an interpreter runs it, no call of the module
     return Recording(
         recorder.calls,
         saved,
@@ -190,7 +191,7 @@ def _wants_kept_dw(site: Site) -> bool:
 
 @contextmanager
 def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator[None]:
-    known = set(recorder.real) | inputs | set(recorder.neutral)  # buffers; what a forward makes of them, or draws, autograd holds
+    known = set(recorder.real) | inputs | recorder.neutral  # buffers; what a forward makes of them, or draws, autograd holds
 
     def pack(t: Tensor) -> Tensor:
         key = storage_of(t)

@@ -207,6 +207,18 @@ def test_masks_of_two_parts():
     assert report.tables["footprint"][-1]["metadata"] == 2 * one.tables["footprint"][-1]["metadata"] > 0
 
 
+@pytest.mark.parametrize("trace", [fx.symbolic_trace, lambda m: torch.export.export(m, (torch.randn(6, 70),))], ids=["symbolic", "exported"])
+def test_modules_of_a_graph_are_told_as_those_that_were_traced(trace):
+    """Not as what holds their parameters in the graph, which is a bare Module; one that the graph calls is what it is."""
+    gm = trace(Net())
+    types = {r["module"]: r["type"] for r in analyze(gm, torch.randn(6, 70)).tables["modules"]}
+    assert types.pop("(model)") == ("GraphModule" if isinstance(gm, torch.export.ExportedProgram) else "Net")
+    assert types == {"fc1": "Linear", "fc2": "Linear", "body": "Sequential", "body.0": "Linear", "body.1": "ReLU"}
+    graph = fx.symbolic_trace(Net())
+    graph.fc1 = fxmask.apply(nn.Sequential(graph.fc1), ratio=0.5)[0]
+    assert {r["module"]: r["type"] for r in analyze(graph, torch.randn(6, 70)).tables["modules"]}["fc1"] == type(graph.fc1).__name__ != "Linear"
+
+
 def test_names_of_nodes():
     model, x = Net(), torch.randn(6, 70)
     gm = torch.export.export(model, (x,)).module()
