@@ -105,6 +105,10 @@ def test_inputs_of_the_wrong_shape():
         analyze(gm, torch.randn(5, 17))
     with pytest.raises(UnsupportedError, match=r"where: \(model\), after nothing"):
         analyze(Refuses(), X)
+    makes = nn.Identity()
+    makes.forward = lambda x: nn.Linear(5, 5)(x)  # it has no name
+    with pytest.raises(UnsupportedError, match=r"(?s)got \[3, 24\] X \[5, 5\].*where: 1, after aten"):
+        analyze(nn.Sequential(nn.Linear(16, 24), makes), X)
 
 
 class Reads(nn.Module):
