@@ -280,13 +280,14 @@ def moved(entries):
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (3, 5)])
 def test_an_analysis_says_what_a_cached_mask_holds(block):
-    """Its lists, too, where a kernel takes the block."""
+    """Its lists, too, where a kernel takes the block; and counts them there alone, not as what autograd saves."""
     model = fxmask.apply(nn.Sequential(nn.Linear(72, 136)), ratio=0.4, block=block, refresh=2, impl="triton")
     fxmask.step(model, 0)
     mask, packed = fxmask.masks(model)["0.weight"], model[0]._fxmask_lists
     assert (packed is None) == (block == (3, 5))
-    held = fxmask.analyze(model, torch.randn(4, 72), device="h100-sxm").tables["footprint"][-1]["metadata"]
-    assert held == mask.numel() + (0 if packed is None else packed.nbytes)
+    held = fxmask.analyze(model, torch.randn(4, 72), device="h100-sxm").tables["footprint"][-1]
+    assert held["metadata"] == mask.numel() + (0 if packed is None else packed.nbytes)
+    assert held["saved_activations"] == 0
 
 
 @pytest.mark.parametrize(
