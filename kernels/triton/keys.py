@@ -79,7 +79,6 @@ def block_keys_kernel(
     top = tl.max(tl.max(b, axis=3), axis=1)  # the largest magnitude of each block, as bits
     bad = tl.where(top > 0x7F800000, KEY_NAN, KEY_INF)
     finite = top < 0x7F800000
-    top = tl.where(finite, top, 0)
     # frexp: the exponent e with magnitude = m * 2^e, m in [0.5, 1); a denormal's bits are an integer times 2^-149
     sub = (top.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127 - 148
     e = tl.where(top == 0, 0, tl.where(top < 0x00800000, sub, (top >> 23) - 126))
@@ -94,8 +93,7 @@ def block_keys_kernel(
     s = tl.sum(tl.sum(tl.reshape(term, [TN // BH, BH, TK // BW, BW]), axis=3), axis=1)
     lead = _leading_bit(s)
     below = tl.maximum(lead - MANTISSA, 0)
-    above = tl.maximum(MANTISSA - lead, 0)
-    mantissa = ((s >> below) << above) & ((1 << MANTISSA) - 1)
+    mantissa = (s >> below) & ((1 << MANTISSA) - 1)  # the largest term alone has more bits
     key = ((lead + 44 - SHIFT + 2 * e + OFFSET) << MANTISSA) | mantissa.to(tl.int32)
     key = tl.where(s == 0, 0, key)
     key = tl.where(finite, key, bad)

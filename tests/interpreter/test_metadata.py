@@ -32,6 +32,11 @@ def weights():
     denormal = torch.zeros(200, 150)
     denormal[5, 5], denormal[50, 50], denormal[100, 100] = 1e-45, 1.1754942e-38, 1.1754944e-38
     yield "edges-of-denormals", denormal
+    # in units of the smallest denormal: half of the scale, squares that sum up to one truncated unit less than a bit of the key, and four that truncation drops
+    least = [1 << 22, *(1 << 1 + j // 2 for j in range(21) for _ in range(1 + j % 2)), 1, 1, 1, 1]
+    truncated = torch.zeros(200, 150)
+    truncated[:3, :16].view(torch.int32)[...] = torch.tensor(least + [0] * (48 - len(least)), dtype=torch.int32).view(3, 16)
+    yield "truncated", truncated
 
 
 WEIGHTS = dict(weights())

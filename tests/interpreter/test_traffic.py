@@ -161,6 +161,11 @@ def test_metadata(shape, block, ratio, dtype, has_bias, extra):
     agrees(recorded(refresh.select, keys, keep, scores)["select"], mask_cost.select(nb * kb, ties))
 
 
+@pytest.mark.parametrize(("shape", "block"), [((40, 130), (8, 8)), ((18, 300), (2, 128)), ((5, 3), (1, 1))], ids=str)
+def test_keys_of_several_rows_of_blocks_a_program(shape, block):
+    agrees(recorded(refresh.block_keys, make(*shape, FP32, ""), block)["block_keys"], mask_cost.block_keys(shape, block, 4))
+
+
 @case
 def test_scores_off_gradients(shape, block, ratio, dtype, has_bias, extra):
     """Weight and gradient once, and nothing of their size is written."""
