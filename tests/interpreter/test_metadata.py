@@ -128,6 +128,20 @@ def test_a_model_at_once(monkeypatch, most, block, dtype):
         same_lists(packed, mask, block)
 
 
+@pytest.mark.parametrize("most", [16_384, 2])
+def test_a_model_at_once_whose_sizes_16_divides(monkeypatch, most):
+    """Then the table counts columns, strides and addresses in larger units."""
+    monkeypatch.setattr(refresh, "SELECT_MAX", most)
+    g, found, group_of = torch.Generator().manual_seed(6), [], refresh.group_of
+    monkeypatch.setattr(refresh, "group_of", lambda *of: found.append(group_of(*of)) or found[-1])
+    weights = [torch.randn(40, 96, generator=g), torch.randn(32, 80, generator=g)[:, :48], torch.randn(17, 304, generator=g)]
+    keeps = [torch.tensor(k) for k in (5, 3, 11)]
+    for w, keep, (mask, packed) in zip(weights, keeps, refresh.refresh_group(weights, keeps, (16, 16)), strict=True):
+        assert torch.equal(mask, select.select_blocks(score.block_keys(w, (16, 16), "fro"), keep))
+        same_lists(packed, mask, (16, 16))
+    assert (found[0].weight_unit, found[0].cols_unit, found[0].stride_unit) == (4, 16, 16)
+
+
 def test_a_group_follows_its_weights():
     """The table is kept by address and shape: new values are seen, and so is another tensor."""
     w, keep = torch.randn(64, 64), torch.tensor(5)
