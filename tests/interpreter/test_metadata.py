@@ -108,6 +108,16 @@ def test_lists_of_more_than_a_chunk(monkeypatch):
         same_lists(refresh.strip_lists(mask, block), mask, block)
 
 
+def test_every_place_of_a_list_is_written(monkeypatch):
+    """The places behind the last unit, too, which matmuls read ahead, also where they lie in a chunk by themselves."""
+    monkeypatch.setattr(refresh, "LIST_CHUNK", 32)
+    real, mask = torch.zeros, torch.rand(3, 64, generator=torch.Generator().manual_seed(2)) < 0.5
+    with monkeypatch.context() as m:
+        m.setattr(torch, "zeros", lambda *sizes, **options: real(*sizes, **options).fill_(-1))
+        found = refresh.strip_lists(mask, (16, 16))
+    same_lists(found, mask, (16, 16))
+
+
 @pytest.mark.parametrize(("most", "dtype"), [(16_384, torch.float32), (8, torch.bfloat16)], ids=["small-fp32", "large-bf16"])
 @pytest.mark.parametrize("block", [pytest.param(b, marks=() if b in ((32, 16), (128, 128)) else pytest.mark.slow) for b in BLOCKS], ids=str)
 def test_a_model_at_once(monkeypatch, most, block, dtype):
