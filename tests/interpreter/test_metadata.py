@@ -103,7 +103,7 @@ def test_lists(block, strip):
 
 def test_lists_of_more_than_a_chunk(monkeypatch):
     monkeypatch.setattr(refresh, "LIST_CHUNK", 32)
-    for grid, block in (((1, 70), (16, 16)), ((40, 3), (128, 16)), ((70, 1), (128, 64))):
+    for grid, block in (((1, 70), (16, 16)), ((40, 3), (128, 16)), ((70, 1), (128, 64)), ((260, 1), (128, 128))):  # the last has more strips than a chunk, too
         mask = torch.rand(grid, generator=torch.Generator().manual_seed(1)) < 0.5
         same_lists(refresh.strip_lists(mask, block), mask, block)
 
