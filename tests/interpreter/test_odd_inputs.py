@@ -11,6 +11,7 @@ from torch import nn
 import fxmask
 from fxmask.errors import ConfigError, ShapeError, UnsupportedError
 from fxmask.kernels import lists, ops, reference
+from fxmask.kernels.strides import tokens_inner
 from fxmask.kernels.triton import device, launch, prune_launch, refresh
 from fxmask.kernels.triton.device import LAUNCHES, aligned
 
@@ -92,6 +93,18 @@ def test_rows_further_apart_than_int32_counts(what):
     else:
         calls = [ops.masked_linear_dw(other, t, mask, 16, 16, "masked", None, "triton") for t in (apart, near)]
     assert torch.equal(*calls)
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 8), (1, 2, 8)], ids=["batches", "features"])
+def test_tokens_that_lie_side_by_side_further_apart_than_int32_counts(shape):
+    """The batches of an input [batches, features, tokens], or its features."""
+    memory = torch.empty(2**31 + 4096, dtype=torch.half)
+    apart = memory.as_strided(shape, (2**31, 8, 1) if shape[0] == 2 else (2**32, 2**31, 1)).transpose(1, 2)
+    apart.copy_(torch.randn(apart.shape))
+    near, mask, w = apart.transpose(1, 2).contiguous().transpose(1, 2), torch.ones(1, 1, dtype=torch.bool), W[:16, : shape[1]].half()
+    assert tokens_inner(apart) and torch.equal(linear(apart, w, None, mask), linear(near, w, None, mask))
+    for gy, x in ((apart, near), (near, apart)):
+        assert torch.equal(*(launch.sampled_matmul(*pair, mask, (16, 16)) for pair in ((gy, x), (near, near))))
 
 
 def test_more_units_than_an_entry_names():
