@@ -225,6 +225,8 @@ def test_names_of_nodes():
     rows = analyze(gm, x).tables["nodes"]
     assert {r["node"] for r in rows if r["flop"]} == {n.name for n in gm.graph.nodes if n.target is torch.ops.aten.linear.default}
     assert {r["module"] for r in rows if r["flop"]} == {"fc1", "fc2", "body.0"}
+    called = analyze(fx.symbolic_trace(model), x).tables["nodes"]
+    assert {(r["node"], r["module"]) for r in called if r["flop"]} == {("fc1", "fc1"), ("fc2", "fc2"), ("body_0", "body.0")}
     plain = analyze(model, x).tables["nodes"]
     assert {r["node"] for r in plain if r["flop"]} == {"fc1:addmm", "fc2:addmm", "body.0:addmm"}
     assert "fc2:addmm" in {r["node"] for r in plain if r["phase"] == "dW"}
