@@ -207,6 +207,28 @@ def test_masks_of_two_parts():
     assert report.tables["footprint"][-1]["metadata"] == 2 * one.tables["footprint"][-1]["metadata"] > 0
 
 
+class Lifted(nn.Module):
+    """A mask as a graph of Dynamo has it: the number of kept blocks is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.count = nn.Parameter(torch.randn(64, 64)), torch.tensor(0)
+
+    def forward(self, x, keep):
+        mask = torch.ops.fxmask.block_index(self.weight, keep, self.count, 16, 16, "fro", "lowest", 0)
+        return torch.ops.fxmask.masked_linear(x, self.weight, None, mask, 16, 16, "masked")
+
+
+def test_a_number_of_kept_blocks_without_a_value():
+    """Then nothing says how many; the weight that has values does not help."""
+    model, x = Lifted(), torch.randn(6, 64)
+    known = analyze(model, x, torch.tensor(4))
+    assert known.summary["flop"]["fwd"] == 2 * 6 * 4 * 256 and "number of their kept blocks" not in str(known.notes)
+    report = analyze(model, x, torch.tensor(4, device="meta"))
+    assert report.summary["flop"]["fwd"] == report.summary["flop_dense"]["fwd"] == 2 * 6 * 64 * 64
+    assert "1 masked weights come without the number of their kept blocks" in str(report.notes) and "drawn at random" not in str(report.notes)
+
+
 @pytest.mark.parametrize("trace", [fx.symbolic_trace, lambda m: torch.export.export(m, (torch.randn(6, 70),))], ids=["symbolic", "exported"])
 def test_modules_of_a_graph_are_told_as_those_that_were_traced(trace):
     """Not as what holds their parameters in the graph, which is a bare Module; one that the graph calls is what it is."""
