@@ -70,8 +70,13 @@ def test_views_of_a_masked_weight(name):
     assert s["params_kept"] == int(mask.sum()) * 256 + 64, "of all of the weight, though an op reads a part"
 
 
-def test_a_part_that_was_copied_counts_as_dense():
-    model = fxmask.apply(Reads(lambda x, w: F.linear(x, w[7:40].clone())), ratio=0.6, block=BLOCK, overrides={"fc": {"read": "weight"}})
+COPIES = {"part": lambda w: w[7:40].clone(), "transposed": lambda w: w.t().contiguous()[7:40], "twice": lambda w: w.t().contiguous().clone()[7:40]}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_part_that_was_copied_counts_as_dense(copy):
+    """Nothing says which elements it has; nor a part of a copy in which they lie otherwise."""
+    model = fxmask.apply(Reads(lambda x, w: F.linear(x, copy(w))), ratio=0.6, block=BLOCK, overrides={"fc": {"read": "weight"}})
     s = analyze(model, torch.randn(TOKENS, 64)).summary
     assert s["flop"]["fwd"] == s["flop_dense"]["fwd"] == 2 * TOKENS * 33 * 64
 
