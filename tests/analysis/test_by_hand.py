@@ -219,6 +219,11 @@ def test_a_layer_that_never_runs_keeps_what_its_mask_keeps(meta, options):
     assert report.summary["params_kept"] == 2 * (1024 + 64) and [r["calls"] for r in report.tables["modules"]] == [1, 1, 0]
 
 
+def test_whole_numbers_keep_their_size_in_another_dtype():
+    foot = analyze(nn.Embedding(8, 4), torch.zeros(3, dtype=torch.int64), dtype=torch.bfloat16).tables["footprint"][-1]
+    assert (foot["input"], foot["weights"]) == (8 * 3, 2 * 32)
+
+
 class Nested(nn.Module):
     def __init__(self):
         super().__init__()
