@@ -21,7 +21,7 @@ RATIO_UNIT = 10**9  # ratios are read as the nearest multiple of 1 / RATIO_UNIT,
 
 def plain_int(value: Any) -> int | None:
     """`value` as a plain int, where `__index__` says that it is one, as NumPy's are; None for bools and all else."""
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):  # NumPy's, too, which NumPy 2.2 takes for an index
         return None
     try:
         return operator.index(value)

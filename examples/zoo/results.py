@@ -55,7 +55,7 @@ def read(path: Path) -> dict[tuple[str, str], Row]:
     if not path.exists() or not path.stat().st_size:
         return {}
     with path.open(newline="", encoding="utf-8", errors="replace") as file:  # of half a character that a killed run left, the line is left out
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(line.replace("\0", "\ufffd") for line in file)  # which Python 3.10 refuses to read
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise TableError(f"{path}: expected a csv of the zoo, with the columns {', '.join(COLUMNS)}.\n  fix: another --csv, or move this file away.")
         rows = [row for row in reader if None not in row and all(v is not None for v in row.values())]
