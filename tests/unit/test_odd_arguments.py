@@ -56,6 +56,15 @@ def test_whatever_is_an_index_is_taken_as_a_plain_int(case, kind):
     assert found == expected and hash(found) == hash(expected) and is_plain(found)
 
 
+class IndexedBool:
+    """As NumPy 2.2 has its bools."""
+
+    dtype = np.dtype(bool)
+
+    def __index__(self):
+        return 1
+
+
 WRONG = {
     "refresh": (lambda v: fxmask.WeightMask(refresh=v), "refresh counts optimiser steps: expected an int of at least 0, got"),
     "start": (lambda v: fxmask.WeightMask(start=v), "start counts optimiser steps: expected an int of at least 0, got"),
@@ -83,7 +92,7 @@ def test_all_else_is_refused_as_before(case):
     make, text = WRONG[case]
     tensors = (torch.tensor(True), torch.tensor(2.0), torch.tensor([1, 2]), torch.empty((), dtype=torch.int64, device="meta"))
     negative = () if case == "seed" else (-1, np.int64(-1))
-    for value in (True, np.True_, 2.0, np.float64(2), "2", int, *tensors, *negative):
+    for value in (True, np.True_, IndexedBool(), 2.0, np.float64(2), "2", int, *tensors, *negative):
         with pytest.raises(ConfigError) as e:
             make(value)
         assert str(e.value).startswith(text), value
