@@ -9,7 +9,7 @@ from zlib import crc32
 from ...kernels.errors import ConfigError, meant
 
 C = TypeVar("C", bound="Options")
-SYSTEMS = {"activations": "ActivationPruning", "dropout": "BlockDropout", "nm": "NMMask"}  # the other three by their names
+SYSTEMS = {"activations": "ActivationPruning", "dropout": "BlockDropout", "nm": "NMMask"}  # what the other three systems are asked for by, and their configurations
 BESIDE = ("include", "exclude", "overrides", "allocation", "layers", "masks", "scores")  # options of `fxmask.apply` that are none of a configuration
 
 
@@ -38,7 +38,7 @@ class Options:
             near = meant(unknown[0], [*known, *(BESIDE if applied else ())])
             if system and applied:
                 near = f"; expected it as a configuration: fxmask.apply(model, fxmask.{system}(...))."
-            elif system and system != "NMMask" and where.startswith("overrides["):  # which goes alone
+            elif system and system != "NMMask" and where.startswith("overrides["):  # an NMMask stands beside no other configuration
                 near = f"; expected fxmask.{system}(...) in the same fxmask.apply."
             raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")
         return dataclasses.replace(self, **changes)
