@@ -80,7 +80,7 @@ class Pass:
 
 
 aten = torch.ops.aten
-# functions and ops, of these all overloads: see `callee`
+# functions, and ops with all of their overloads: what `callee` returns
 SWAP_METHODS = ("transpose", "swapaxes", "swapdims", "movedim", "moveaxis")
 SWAPS = {getattr(owner, name) for owner in (torch, aten) for name in SWAP_METHODS}
 ADJOINTS = {torch.adjoint, aten.adjoint}

@@ -9,7 +9,7 @@ from zlib import crc32
 from ...kernels.errors import ConfigError, meant
 
 C = TypeVar("C", bound="Options")
-SYSTEMS = {"activations": "ActivationPruning", "dropout": "BlockDropout", "nm": "NMMask"}  # what the other three systems are asked for by, and their configurations
+SYSTEMS = {"activations": "ActivationPruning", "dropout": "BlockDropout", "nm": "NMMask"}  # other systems: what users call them, and their configurations
 BESIDE = ("include", "exclude", "overrides", "allocation", "layers", "masks", "scores")  # options of `fxmask.apply` that are none of a configuration
 
 
