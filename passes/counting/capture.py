@@ -110,7 +110,7 @@ def capture(
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
         masks = [m for m in root.modules() if isinstance(m, Site)]
         recorder = _recorder(root, faked, parameters, buffers, inputs)
-        recorder.progress, recorder.computed = progress, computed
+        recorder.progress, recorder.computed, recorder.fakes = progress, computed, faked.made
         recorder.cached = {storage_of(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
         sites = _named_sites(root)
         recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
@@ -143,7 +143,7 @@ def capture(
         typical=recorder.typical,
         uncounted=recorder.uncounted,
         backward=ran,
-        trained={name for name, p in parameters.items() if faked(p).grad is not None},
+        trained={name for name, p in parameters.items() if faked(p).grad is not None or id(p) in recorder.trained},
         dtype=dtype,
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.grid import as_matrix, matrix_shape
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
@@ -49,7 +49,9 @@ class Recorder(TorchDispatchMode):
         self.computed: dict[str, Tensor] = {}  # by module: the mask of a weight that a parametrisation makes
         self.masked_dw: set[str] = set()  # weights whose gradient is wanted in kept blocks alone
         self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
+        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by id of a real tensor: it, and the fake one in its place
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # real tensors that a gradient would be written to, and the one that they had
+        self.trained: set[int] = set()  # ids of those that got one
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # real tensors that an op wrote to, and what they held
         self.progress: Callable[[int], None] | None = None  # told how many ops there are so far
         self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
@@ -77,13 +79,11 @@ class Recorder(TorchDispatchMode):
             neutral = True
             block, shape = self.cached.get(key, (None, None))
             mask = Mask(t, block, shape=shape) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
-        if not isinstance(t, FakeTensor) and t.requires_grad and t.is_leaf:
-            self.leaves.setdefault(id(t), (t, t.grad))
         offset = int(t.storage_offset()) * t.dtype.itemsize
         return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = tree_map(self._fake_of, (args, kwargs or {}))
         if getattr(func, "_schema", None) is not None and func._schema.name in SILENT:
             return func(*args, **kwargs)
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
@@ -99,6 +99,15 @@ class Recorder(TorchDispatchMode):
         self._note(func, args, kwargs, out, now)
         return out
 
+    def _fake_of(self, a: Any) -> Any:
+        """The fake tensor in the place of a real one, which an object or a closure of the model has kept."""
+        if not isinstance(a, Tensor) or isinstance(a, FakeTensor):
+            return a
+        if a.requires_grad and a.is_leaf and id(a) not in self.leaves:
+            self.leaves[id(a)] = (a, a.grad)
+            a.grad = None  # so that this run's is seen
+        return self.fakes.get(id(a), (a, a))[1]
+
     def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what a real tensor holds before an op writes to it: one that is no parameter and no buffer has no fake in its place."""
         given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -113,6 +122,8 @@ class Recorder(TorchDispatchMode):
             for t, held in self.written.values():
                 t.detach().copy_(held)
             for t, grad in self.leaves.values():
+                if t.grad is not None:
+                    self.trained.add(id(t))
                 t.grad = grad
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
