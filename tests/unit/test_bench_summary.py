@@ -51,6 +51,13 @@ def test_goals():
     assert "1.50/2.00/3.30/- [+!+-]" in line and "MMA 41 %" in line
 
 
+@pytest.mark.parametrize(("x", "roof", "hit"), [(1.9, "81", "+"), (1.9, "79", "!"), (1.7, "81", "!"), (1.9, "", "!")])
+def test_a_goal_of_two_halves(x, roof, hit):
+    rows = [synthetic("fxmask_triton", 0.7, x, block="128", shape=goals.VIT_FC1, roof_pct=roof)]
+    (line,) = [g for g in goals.goal_lines(rows, {}, {}) if g.startswith("7 ViT fc1 b128")]
+    assert f"% of the roof [{hit}]" in line
+
+
 def test_refresh_columns():
     row = {"ms_p50": "1.0"}
     compare.add_refreshes(row, [{"ms_p50": "0.5"}, None])
