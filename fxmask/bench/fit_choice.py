@@ -5,9 +5,9 @@ Least squares of relative errors, none below zero. The choice is of whole steps;
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -62,6 +62,17 @@ def fit(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str], tuple[float, ..
     return found
 
 
-if __name__ == "__main__":
-    for key, values in fit(read(sys.argv[1])).items():
+def main(argv: Sequence[str] | None = None) -> None:
+    p = argparse.ArgumentParser(prog="python -m fxmask.bench.fit_choice", description=(__doc__ or "").split("\n")[0])
+    p.add_argument("csv")
+    path = p.parse_args(argv).csv
+    try:
+        rows = read(path)
+    except OSError:
+        p.error(f"expected a csv that fxmask bench has written, got {path}")
+    for key, values in fit(rows).items():
         print(f"    {key}: ({', '.join(f'{v:.4g}' for v in values)}),")
+
+
+if __name__ == "__main__":
+    main()

@@ -51,6 +51,18 @@ def test_the_constants_are_those_of_the_recorded_run():
         assert gpu_choice.SECONDS[key] == pytest.approx(values, rel=0.01), key
 
 
+def test_the_command_says_what_it_takes(capsys):
+    for argv, code in (["--help"], 0), (["nowhere.csv"], 2):
+        with pytest.raises(SystemExit) as end:
+            fit_choice.main(argv)
+        assert end.value.code == code
+    said = capsys.readouterr()
+    assert "Constants of `kernels.gpu_choice` from a recorded benchmark" in said.out
+    assert said.err.endswith("error: expected a csv that fxmask bench has written, got nowhere.csv\n")
+    fit_choice.main([str(RECORDED)])
+    assert len(capsys.readouterr().out.splitlines()) == len(gpu_choice.SECONDS)
+
+
 def test_predictions_are_near_the_recorded_steps():
     for (tokens, shape, block, density), factor in recorded_steps():
         assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.2)
