@@ -48,7 +48,7 @@ class Noise(Dataset[tuple[torch.Tensor, int]]):
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print and append."""
-    p = argparse.ArgumentParser(description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--preset", choices=PRESETS, default="s12")
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--steps", type=int, default=12)
