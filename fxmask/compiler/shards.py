@@ -1,6 +1,6 @@
 """From the shards that optimisers and checkpoints hold to the Parameters that `fully_shard` gathers from them, which are what a graph is given.
 
-PyTorch (2.11 to 2.14) keeps both in one object for each parameter, under private names. Where another version has other names nothing is found, and it is said
+PyTorch (2.11 to 2.15) keeps both in one object for each parameter, under private names. Where another version has other names nothing is found, and it is said
 that nothing is known. Nothing of torch.distributed is imported that the process has not imported itself. Shards go by their ids, which are checked: weak
 references would stop torch.utils.swap_tensors, by which `model.to` moves them.
 """
