@@ -76,7 +76,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
 def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = False) -> Report:
     """What became of every linear, and of every convolution where `apply` was asked for these: a `Report` with a row for each, masked or not, and why.
 
-    Columns: name, masked, reason, shape, block, blocks, target_ratio (now, and in the end), achieved_ratio (share of weight elements in masked blocks, now),
+    Columns: name, masked, reason, shape, block, blocks, target_ratio (now), final_ratio, achieved_ratio (share of weight elements in masked blocks, now),
     backward, masked_weights (the guard's policy), ranks_by (None: the norm), impl, why, step, mask_age (optimiser steps; None where each forward builds it),
     flips (blocks that changed place, for cached masks), activations (what is dropped of the input that is saved for the backward), dropout
     (of the input, in blocks). Under `ActivationPruning(affine=True)` rows of products with parameters follow, by the parameters' names.
