@@ -65,7 +65,7 @@ def masked_linear_dx(
 ) -> Tensor:  # fmt: skip
     """Gradient of `masked_linear` with respect to x: dY (W∘M), or dY W in mode `unmasked`.
 
-    gy (..., N), w (N, K), mask bool (NB, KB) -> (..., K) contiguous. Differentiable: gy, w (there `dense` counts).
+    gy (..., N), w (N, K), mask bool (NB, KB) -> (..., K), laid out as `masked_linear` does. Differentiable: gy, w (there `dense` counts).
     Cost: as `masked_linear`. Raises: ShapeError.
     """
     refuse_forward_ad()

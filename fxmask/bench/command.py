@@ -14,7 +14,7 @@ from ..places import place
 from . import floor, interleaved, regret, systems
 from .cells import ANCHORS, CPU_SHAPES, DTYPES, MASKS, PROVIDERS, Cell, make_cells
 from .compare import MACHINE
-from .driver import CSV, Run, check_device, run_cells
+from .driver import Run, check_device, run_cells
 from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
 from .table import Row, Table, what
@@ -38,7 +38,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ratios", default="", metavar="RATIOS", help="on a CPU: 0.5,0.7,0.8,0.9,0.95")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, default=None, help="bf16 on cuda, fp32 on cpu")
-    p.add_argument("--out", default="bench-output", metavar="DIR", help=f"{CSV} is appended to there, and a second run goes on")
+    p.add_argument("--out", default="bench-output", metavar="DIR", help="a csv is appended to there, and a second run goes on")
     p.add_argument("--time-limit", type=float, default=None, metavar="S", help="begin no cell that would not end within S seconds")
     p.add_argument("--cells", default="", metavar="GLOBS", help="e.g. 'forward/*/b64x64/*,metadata*'; --list shows what they are matched with")
     p.add_argument("--providers", default="", metavar="NAMES", help=", ".join(PROVIDERS))
@@ -46,7 +46,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--masks", default="", metavar="KINDS", help="random, rows (default: both, with --quick random)")
     p.add_argument("--seed", type=int, default=0, help="of the data and the masks")
     p.add_argument("--sample-s", type=float, default=1.0, metavar="S", help="on a CPU: sample a cell for at most S seconds")
-    p.add_argument("--plot", action="store_true", help="write crossover.png too (needs matplotlib)")
+    p.add_argument("--plot", action="store_true", help="write a plot, too (needs matplotlib)")
     p.add_argument("--list", action="store_true", help="print the cells and measure nothing")
 
 

@@ -53,8 +53,8 @@ def guard(
 
     Returns: a handle with `policies`, `masked_step` and `remove()`.
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or
-    guarded already), UnsupportedError (freeze or decay where masked weights must move, or of a weight that another parameter makes; masked_step where it says
-    not).
+    guarded already), UnsupportedError (freeze where masked weights must move; freeze or decay of a weight that another parameter makes; masked_step where it
+    says not).
     Cost: during a step a copy of each guarded weight that has a gradient (under an optimiser that is not PyTorch's, of each), under freeze of its momenta
     too, and there of masked blocks alone by the kernels of a GPU, and on a CPU of weights of 2^18 elements and more in blocks of 8 columns and more; with
     masked_step a copy of the kept blocks instead. Between steps nothing, but where the blocks of cached masks lie that a CPU gathers, or masked_step does:
