@@ -54,33 +54,33 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         elif parts and gathered.fits(g, found):
             gathered.gather(g, found)
         else:
-            _clone(g, found)
+            _clone(g, found, closure)
     aside = set_aside.begin(taken) if taken else None
     for g, found in taken:
         if aside is None:
-            _clone(g, found)
+            _clone(g, found, closure)
         else:
             g.aside, g.momenta = aside, found
 
 
-def _clone(g: Guarded, found: dict[str, Tensor]) -> None:
+def _clone(g: Guarded, found: dict[str, Tensor], closure: bool) -> None:
     """Copies of the whole weight and its momenta."""
     if g.mask is not None and g.site._fxmask_in_place:
         g.mask = g.mask.clone()  # a closure, or another hook, may rewrite it
     g.before = ranks.part(g.weight.detach()).clone()
     if g.clear and g.policy == "freeze":
-        _hide_masked(g, found)
+        _hide_masked(g, found, closure)
     g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clears(k)}
 
 
-def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
+def _hide_masked(g: Guarded, state: dict[str, Tensor], closure: bool) -> None:
     """Before a step that looks at whole matrices: neither momenta nor gradients of masked blocks, which would turn the kept ones."""
     assert g.mask is not None
     out = ~_elements(g.mask, g, g.block)
     for k, t in state.items():
         if g.clears(k):
             start_anew(k, t, out, ranks.part(g.weight.detach()), g.clear)
-    if g.site._fxmask_config.backward != "masked" and g.weight.grad is not None:  # a dense gradient, that regrowth is for
+    if g.weight.grad is not None and not closure:  # dense where regrowth wants it, and where something reads the weight past its mask
         grad = ranks.part(g.weight.grad)
         g.gradient = grad.clone()
         grad.masked_fill_(out, 0)
@@ -98,7 +98,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         if g.gathered is not None and g.moved:
             g.gathered.put_back(g, now[id(g)])
         for k, t in now[id(g)].items():
-            if g.mask is not None and g.moved and k not in g.momenta and word(k) != STEP_SIZE:
+            if g.mask is not None and k not in g.momenta and word(k) != STEP_SIZE:
                 start_anew(k, t, ~_elements(g.mask, g, g.block), g.weight.detach(), g.clear)  # the weight is as it was by now
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:

@@ -224,3 +224,90 @@ def test_step_sizes_of_blocks_that_return_stay():
         model(torch.randn(4, 32)).square().mean().backward()
         optimiser.step()
         assert (fxmask.masks(model)["0.weight"] & ~before).any() and (optimiser.state[model[0].weight]["step_size"] > 1e-4).all()
+
+
+def test_a_second_state_of_a_muon_keeps_what_it_has():
+    """Its momentum alone is cleared while masked."""
+
+    class WithSquares(optim.Muon):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("squares", torch.zeros_like(p)).mul_(0.9).addcmul_(p.grad, p.grad)
+            super().step()
+
+    _, seen, optimiser = ramped(lambda params: WithSquares(params, **MUON))
+    for (first, _), (kept, _), p in zip(seen[2], seen[-1], optimiser.param_groups[0]["params"], strict=True):
+        assert (first & ~kept).any() and optimiser.state[p]["squares"][first & ~kept].any()
+
+
+@pytest.mark.filterwarnings("ignore:masked blocks of:fxmask.errors.FxMaskWarning")
+def test_a_gradient_past_the_mask_turns_no_kept_block():
+    """A penalty on weights has one for all blocks; it is whole again after the step."""
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 32, bias=False)), ratio=0.6, block=(16, 16), refresh=0)
+    w = model[0].weight
+    optimiser = optim.Muon([w], **MUON)
+    fxmask.guard(optimiser, model)
+    kept = expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16))
+    for _ in range(2):
+        optimiser.zero_grad()
+        (model(torch.randn(8, 64)).square().mean() + w.square().sum()).backward()
+        alone, whole = nn.Parameter(w.detach().clone()), w.grad.clone()
+        other = optim.Muon([alone], **MUON)
+        alone.grad = w.grad * kept
+        if optimiser.state[w]:
+            other.state[alone]["momentum_buffer"] = optimiser.state[w]["momentum_buffer"].clone()
+        other.step()
+        optimiser.step()
+        assert torch.equal(w[kept], alone[kept]) and torch.equal(w.grad, whole) and whole[~kept].any()
+
+
+def test_a_muon_that_takes_its_gradients_away():
+    class Takes(optim.Muon):
+        def step(self, closure=None):
+            super().step()
+            self.zero_grad()
+
+    config = fxmask.WeightMask(ratio=0.6, block=(16, 16), backward="rigl", dense_every=1, refresh=4, regrow=fxmask.Regrow("gradient", 0.3))
+    model = fxmask.apply(mlp(), config)
+    optimiser, w = Takes(matrices(model), **MUON), model[0].weight
+    fxmask.guard(optimiser, model)
+    before, out = w.detach().clone(), ~expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16))
+    model(torch.randn(8, 64)).square().mean().backward()
+    assert w.grad[out].any()
+    optimiser.step()
+    assert w.grad is None and torch.equal(w[out], before[out]) and not torch.equal(w, before)
+
+
+@pytest.mark.parametrize("returning", ["keep", "zero"])
+def test_nothing_is_held_between_two_steps(returning):
+    """A guard's copies would be memory of the size of model and momenta while activations are there."""
+    torch.manual_seed(0)
+    config = fxmask.WeightMask(ratio=0.6, block=(16, 16), backward="rigl", dense_every=1, refresh=4, regrow=fxmask.Regrow("gradient", 0.3))
+    model = fxmask.apply(mlp(), config)
+    optimiser = optim.Muon(matrices(model), **MUON)
+    handle = fxmask.guard(optimiser, model, returning=returning)
+    for _ in range(2):
+        optimiser.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimiser.step()
+        for g in handle._guarded:
+            assert not g.momenta and all(v is g.weight for v in vars(g).values() if isinstance(v, torch.Tensor)) and g.last is None
+
+
+def test_the_gradient_that_a_closure_makes_is_there_after_the_step():
+    model = fxmask.apply(mlp(), ratio=0.6, block=(16, 16))
+    optimiser, w, made = optim.Muon(matrices(model), **MUON), model[0].weight, []
+    fxmask.guard(optimiser, model)
+
+    def closure():
+        optimiser.zero_grad(set_to_none=False)
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.backward()
+        made.append(w.grad.clone())
+        return loss
+
+    for _ in range(2):
+        optimiser.step(closure)
+        assert torch.equal(w.grad, made[-1])
