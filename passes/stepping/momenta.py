@@ -22,7 +22,7 @@ def momenta_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     Integers are codes of values (8-bit optimisers), of which nobody here knows the scale: they are the optimiser's.
     """
     every = ((f"{i}:{k}" if i else k, t) for i, state in enumerate(states_of(optimizer, weight)) for k, t in state.items())  # a wrapped one's with a number
-    found = {k: t for k, t in every if isinstance(t, Tensor) and t.ndim == weight.ndim and t.is_floating_point()}
+    found = {k: t for k, t in every if isinstance(t, Tensor) and t.is_floating_point()}
     if not ranks.is_shard(weight):
         return {k: t for k, t in found.items() if t.shape == weight.shape}
     shape, parts = ranks.part(weight).shape, {}

@@ -145,3 +145,51 @@ def test_what_an_optimiser_wraps_is_found_wherever_it_holds_it(several):
     assert held.state_of(outer, weight) == {"a": 1, "b": 3}
     outer.state[weight] = (1, 2)  # whatever somebody keeps there
     assert held.state_of(outer, weight) == {"a": 2, "b": 3}
+
+
+FAR = {"far": lambda p: ScheduleFree(p, lr=1e4, weight_decay=0.0), "decayed": lambda p: optim.ASGD(p, lr=1.5, lambd=0.0, weight_decay=0.5)}
+
+
+@pytest.mark.parametrize("make", FAR.values(), ids=FAR)
+def test_a_copy_is_told_by_what_is_masked_or_by_its_name(make):
+    """However far kept elements have gone in the first step, and an ASGD's average however much of it decayed."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    optimiser = make(model.parameters())
+    fxmask.guard(optimiser, model)
+    train(model, optimiser, 1)
+    for weight, state in masked_parts(model, optimiser, "z" if isinstance(optimiser, ScheduleFree) else "ax"):
+        assert torch.equal(weight, state) and weight.any()
+
+
+def test_an_average_is_no_momentum_that_returning_clears():
+    """Neither while it is masked, where an optimiser of one's own has all momenta at zero, nor when its block comes back."""
+    for cls in (optim.ASGD, type("Mine", (optim.ASGD,), {})):
+        model = fxmask.apply(mlp(), ratio=0.6, criterion="random")
+        optimiser = cls(model.parameters(), lr=0.1, t0=0)
+        fxmask.guard(optimiser, model, returning="zero")
+        train(model, optimiser, 3)
+        w = model[0].weight
+        for _ in range(3):
+            was, mask = optimiser.state[w]["ax"].clone(), expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16))
+            train(model, optimiser, 1)
+            out = ~mask
+            assert torch.equal(optimiser.state[w]["ax"][out], was[out])
+            assert not torch.equal(was[out], w.detach()[out])
+
+
+def test_states_may_have_keys_that_are_no_words():
+    class Numbered(optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.sub_(self.state[p].setdefault(0, torch.zeros_like(p)).mul_(0.9).add_(p.grad).add_(p), alpha=0.1)
+
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    optimiser = Numbered(model.parameters(), {})
+    fxmask.guard(optimiser, model, returning="zero")
+    before = model[0].weight.detach().clone()
+    train(model, optimiser)
+    for _, state in masked_parts(model, optimiser, 0):
+        assert not state.any()
+    out = ~expand_mask(fxmask.masks(model)["0.weight"], before.shape, (16, 16))
+    assert torch.equal(before[out], model[0].weight[out]) and optimiser.state[model[0].weight][0].any()
