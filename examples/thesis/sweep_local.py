@@ -71,8 +71,9 @@ def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[s
             with (folder / "output.txt").open("a") as file:
                 run = partial(subprocess.run, command, env=env, stdout=file, stderr=subprocess.STDOUT, check=False)
                 status = run().returncode
-                if status != 0 and lock.wait_until_free(folder, stopped=stopped):  # a run of a killed sweep took the folder after we had looked
-                    status = 0 if ended(job) else run().returncode
+                if status != 0:  # it may be that a run of a killed sweep took the folder after we had looked, and has it still, or has ended by now
+                    waited = lock.wait_until_free(folder, stopped=stopped)
+                    status = 0 if ended(job) else run().returncode if waited else status
         finally:
             free.put(env)
         after(job.name, status)

@@ -38,6 +38,14 @@ def test_a_run_that_a_killed_sweep_began_after_we_had_looked(tmp_path):
     assert told[1:] == [("b", 2)]
 
 
+def test_a_run_that_a_killed_sweep_ends_while_ours_is_refused(tmp_path):
+    """Nobody holds the folder any more when we look again."""
+    script, job, looks, told = tmp_path / "run.py", SimpleNamespace(name="a", arguments=()), iter((False, True)), []
+    script.write_text("import sys; sys.exit(2)")
+    failed = sweep_local.one_process_each([job], tmp_path, script, [dict(os.environ)], lambda _: next(looks), lambda *a: told.append(a))
+    assert (failed, told) == (0, [("a", 0)])
+
+
 def test_a_run_that_is_waited_for_is_not_begun_after_an_interruption(tmp_path, monkeypatch):
     began, waits, tries = [], threading.Event(), iter(range(5))
 
