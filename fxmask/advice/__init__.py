@@ -8,5 +8,5 @@
 | step, trial | a whole step, timed; a copy of the model, dense and masked by a plan |
 | plan | from the layers' times to the step's: which layers pay at each ratio |
 | advice | what is returned: the table, the plans, the call |
-| advise | the public function; command: `fxmask advise` |
+| advise, command | the public function; `fxmask advise` |
 """

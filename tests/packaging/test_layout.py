@@ -48,6 +48,14 @@ def test_every_module_has_its_place(folder):
     assert not gone, f"{folder}: there is no such module: {gone}"
 
 
+@pytest.mark.parametrize("folder", ["fxmask/advice", "fxmask/bench"])
+def test_a_package_says_itself_what_is_where(folder):
+    """As DESIGN.md says of these two: the table in `__init__` names every module, once, and none that there is not."""
+    rows = re.findall(r"(?m)^\| ([a-z_, ]+) \|", (ROOT / folder / "__init__.py").read_text(encoding="utf-8"))
+    named = [name for row in rows if row != "module" for name in row.split(", ")]
+    assert sorted(named) == sorted(p.stem for p in (ROOT / folder).glob("*.py") if p.stem != "__init__")
+
+
 def test_a_row_names_its_folder():
     assert places("text of `a`.\n\n| `state/`: what is held | `b` (`c`) |\n| the rest | `d` |\n") == [("", "a"), ("state", "b"), ("state", "c"), ("", "d")]
 
