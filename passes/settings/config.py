@@ -40,7 +40,8 @@ class WeightMask(Options):
         ties: `lowest`: exactly that many blocks, ties to the lowest flat index. `keep`: ties with the last kept block stay too (the thesis' code).
         dense_every: for `rigl`: every so many optimiser steps the weight's gradient is dense.
         read: `call`: the layer is called. `weight`: its owner reads `.weight` instead, which then gives W∘M.
-        impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back.
+        impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back, but to masked-dense in convolutions whose windows overlap, have gaps
+            or reach into padding, and `cpu` also under torch.func and forward AD and of nested inputs.
             On a GPU `auto` is the choice of `passes.state.gpu_site`. seed: for `criterion="random"`.
         cover: no block row and no block column without a kept block, where the ratio leaves max(rows, columns) of them; see `kernels.select.covering`.
         average: in [0, 1), the moving average of the scores over optimiser steps (see `passes.state.saliency`); 0: as they are now.
