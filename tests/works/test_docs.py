@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,14 @@ def test_a_graph():
     assert [str(node.args[3].target) for node in calls] == ["fxmask_sites.0", "fxmask_sites.2", "fxmask_sites.4"]
 
 
+def test_the_compiler_backend():
+    model, x = net(), torch.randn(8, 256)
+    code = code_of("README.md", "compiled = torch.compile(model, backend=").replace("{", '{"inner": "aot_eager", ')  # which compiles sooner
+    exec(code, names := {"torch": torch, "model": model})
+    compiled = names["compiled"](x)
+    torch.testing.assert_close(compiled, fxmask.apply(copy.deepcopy(model), ratio=0.8, block=(64, 64))(x))
+
+
 def test_masks_and_scores_of_ones_own():
     torch.manual_seed(0)
     student, model = (nn.ModuleDict({"fc1": nn.Linear(1024, 1024), "head": nn.Linear(1024, 64)}) for _ in range(2))
@@ -130,6 +139,26 @@ def test_saving_and_going_on(tmp_path):
         train(again, its, i)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     assert kept(again) == {"0.weight": 4, "2.weight": 4, "4.weight": 1}
+
+
+def test_a_step_as_one_graph():
+    """On a CPU, where every call runs the step as it is: the numbers are those of the same steps without `graphed`."""
+    torch.manual_seed(0)
+    options = dict(ratio=0.5, block=(32, 32), schedule=fxmask.Schedule("cubic", steps=4), impl="reference")
+    model = fxmask.apply(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 64), nn.GELU(), nn.Linear(64, 64)), **options)
+    twin, data = copy.deepcopy(model), [(torch.randn(128, 3, 32, 32), torch.randint(0, 64, (128,))) for _ in range(6)]
+    code = code_of("docs/training.md", "optimizer = torch.optim.AdamW(").replace('"cuda"', '"cpu"').replace(", capturable=True", "")
+    scheduler = SimpleNamespace(step=lambda: None)
+    exec(code, names := {"fxmask": fxmask, "torch": torch, "F": F, "model": model, "data": data, "scheduler": scheduler})
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=torch.tensor(1e-3), fused=True)
+    fxmask.guard(optimizer, twin)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(twin(x), y)
+        loss.backward()
+        optimizer.step()
+    assert torch.equal(names["loss"], loss) and kept(model) == {"1.weight": 96, "3.weight": 2}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_checkpoints_of_accelerate():
@@ -176,6 +205,12 @@ def test_masks_of_2_in_4():
     assert torch.equal(mask.view(-1, 4), groups >= groups.topk(2).values[:, 1:])
     x = torch.randn(8, 256)
     torch.testing.assert_close(model[0](x), F.linear(x, weight * mask, model[0].bias))
+
+
+def test_masks_that_change_no_prediction(capsys):
+    model = fxmask.apply(net(), fxmask.NMMask(2, 4))
+    snippet("docs/systems.md", "print(fxmask.stability(model, x))", model=model, x=torch.randn(8, 256))
+    assert "fxmask.stability" in capsys.readouterr().out
 
 
 def test_learned_masks_of_2_in_4():
