@@ -31,8 +31,8 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
         fix += " A guard counts what its optimiser holds and what rests: a weight that nobody is to train, as beneath a new head, wants"
         fix += " requires_grad_(False) before that; one that its optimiser was given after that wants fxmask.step(model, 0), once."
         fix += " A run that is resumed takes up its steps by fxmask.load_state_dict first."
-        what = "start, schedule, refresh > 1, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser steps:"
-        what += " expected a step source before training, got none."
+        what = "start, schedule, refresh > 1, hysteresis, phases, regrow, gain, backward='rigl' and criteria of gradients, momenta or averages count optimiser"
+        what += " steps: expected a step source before training, got none."
         raise StateError(message(what, site._fxmask_name, fix))
     if torch.compiler.is_compiling():  # before the step is read, which would recompile whenever it moves
         return

@@ -167,8 +167,9 @@ def test_momentum_without_a_guard_and_without_momentum():
 
 
 def test_training_without_a_step_source_raises():
-    for config in (dict(criterion="taylor"), dict(average=0.5), dict(hysteresis=0.1), dict(regrow=fxmask.Regrow("random"))):
-        with pytest.raises(StateError, match="expected a step source before training"):
+    told = {"averages": dict(average=0.5), "hysteresis": dict(hysteresis=0.1), "regrow": dict(regrow=fxmask.Regrow("random"))}
+    for name, config in {"criteria": dict(criterion="taylor"), **told}.items():
+        with pytest.raises(StateError, match=rf"\b{name}\b.* count optimiser steps: expected a step source before training"):
             layer(**config)(torch.randn(2, SHAPE[1]))
 
 
