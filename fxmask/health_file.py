@@ -52,9 +52,8 @@ def write(file: TextIO, rows: list[dict[str, Any]]) -> None:
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; StateError for one that no log has written."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets begin with a mark
-        first = file.readline()
-        whole, cut = next(csv.reader([first]), []) == list(COLUMNS), not first.endswith("\n") and ",".join(COLUMNS).startswith(first)  # by a kill
-        if not (whole or cut):
+        first, head = file.readline(), ",".join(COLUMNS)
+        if first.replace('"', "").rstrip("\r\n") != head and not head.startswith(first):  # one that a kill has cut short
             what = f"HealthLog.load_state_dict: {path} is no csv of a log: expected a first line {COLUMNS[0]},{COLUMNS[1]},..., got {first[:60]!r}."
             raise StateError(message(what, fix="name another path, or the file that the saved log has written."))
         return list(csv.DictReader(file, COLUMNS))
@@ -62,7 +61,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def keep_until(path: Path, rows: list[dict[str, Any]], updates: int) -> None:
     """Let the file have those of its rows that are of the first so many updates; later ones will be written again."""
-    rows = [r for r in rows if (r["update"] or "").isdigit() and int(r["update"]) <= updates and r[COLUMNS[-1]] is not None]
+    rows = [r for r in rows if r["update"].isdigit() and int(r["update"]) <= updates and r[COLUMNS[-1]] is not None]
     new = path.with_name(path.name + ".new")
     with _written(path), new.open("w", newline="", encoding="utf-8") as file:
         write(file, rows)

@@ -133,7 +133,7 @@ def test_a_file_goes_on_where_the_loaded_log_stopped(tmp_path):
         log.update()
         if i == 1:
             saved, lines = log.state_dict(), path.read_text().splitlines()
-    path.write_text("\n".join([*path.read_text().splitlines(), "2,0,0.weight,12"]))  # a row that a kill has cut short
+    path.write_text("\n".join([*path.read_text().splitlines(), ",".join(COLUMNS), "2,0,0.weight,12"]))  # a head again, and a row that a kill has cut short
     resumed = fxmask.HealthLog(m, path)
     resumed.load_state_dict(saved)
     assert path.read_text().splitlines() == lines and len(lines) == 5
@@ -256,6 +256,27 @@ def test_a_file_that_no_log_has_written_is_left_alone(tmp_path, text):
         log.load_state_dict(saved.state_dict())
         log.update()
         assert log.updates == 2 and len(path.read_text().splitlines()) == 3
+
+
+def test_a_file_that_is_no_text_is_left_alone(tmp_path):
+    """As a checkpoint is, whose first line may be longer than csv reads."""
+    saved, path = fxmask.HealthLog(model()), tmp_path / "model.pt"
+    saved.update()
+    path.write_bytes(b"PK\xff\xfe" + bytes(200_000))
+    with pytest.raises(StateError, match=r"is no csv of a log(.|\n)*fix: name another path"):
+        fxmask.HealthLog(model(), path).load_state_dict(saved.state_dict())
+    assert path.stat().st_size == 200_004
+
+
+def test_a_folder_that_takes_no_files_is_told_when_a_file_is_taken_up(tmp_path):
+    path, m = tmp_path / "health.csv", model()
+    log = fxmask.HealthLog(m, path)
+    log.update()
+    path.with_name("health.csv.new").mkdir()
+    before = path.read_text()
+    with pytest.raises(ConfigError, match="the output folder cannot be written: Is a directory"):
+        log.load_state_dict(log.state_dict())
+    assert path.read_text() == before
 
 
 def test_inside_dense_there_is_no_mask_to_look_at():
