@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch._ops import HigherOrderOperator
@@ -18,7 +18,7 @@ CHAINS = ("linalg_multi_dot", "chain_matmul")
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
 
 
-Made = tuple[frozenset[Any], bool]  # the weights that something is made of, and no input, and whether its axes may be in another order
+Made = tuple[tuple[Any, ...], bool]  # the weights that something is made of, and no input, and whether its axes may be in another order
 
 
 class Read(NamedTuple):
@@ -34,29 +34,34 @@ class Read(NamedTuple):
 
 
 def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, Made]:
-    """What a graph makes of weights alone: views and casts of one. `given`: weights, and what comes in that is made of some."""
+    """What a graph makes of weights and constants alone. `given`: weights, and what comes in that is made of some."""
     made: dict[Node, Made] = {}
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         if node in given:
             made[node] = given[node]
-        elif node.op == "get_attr":
-            made[node] = frozenset(), False
-        elif inputs and all(n in made for n in inputs):
-            turns = is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
-            made[node] = frozenset.union(*(made[n][0] for n in inputs)), turns or any(made[n][1] for n in inputs)
+        elif node.op == "get_attr" or ((inputs or node.op == "call_function") and all(n in made for n in inputs)):
+            weights, turned = either(made[n] for n in inputs)
+            made[node] = weights, turned or is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
     return made
 
 
+def either(made: Iterable[Made]) -> Made:
+    """What is made of all that these are made of."""
+    found = list(made)
+    return tuple(dict.fromkeys(w for weights, _ in found for w in weights)), any(turned for _, turned in found)
+
+
 def dense_reads(gm: GraphModule, made: Mapping[Node, Made]) -> Iterator[Read]:
-    """The products that multiply something by what is made of one weight alone; of weights with each other, none."""
+    """The products that multiply something by what is made of weights alone, for each of these; of weights with each other, none."""
     for node in gm.graph.nodes:
-        if node not in made and node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
+        if node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
             added, left = _roles(node, name)
-            for n in node.all_input_nodes:
-                weights, turned = made.get(n, (frozenset(), False))
-                if len(weights) == 1 and n is not added:
-                    yield Read(next(iter(weights)), node, turned or n is left or name in FREE)
+            factors = {n: made.get(n, ((), False)) for n in node.all_input_nodes if n is not added}
+            if node in made and all(weights for weights, _ in factors.values()):
+                continue
+            for n, (weights, turned) in factors.items():
+                yield from (Read(w, node, turned or n is left or name in FREE) for w in weights)
 
 
 def _roles(node: Node, name: str) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import Made, Read, dense_reads, made_of_weights
+from .dense_reads import Made, Read, dense_reads, either, made_of_weights
 
 NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -110,9 +110,11 @@ def weight_reads(model: nn.Module) -> Iterator[tuple[Tensor, GraphModule, Read]]
     comes_in: dict[Node, Made] = {}
     for prefix, gm in graph_modules(model):  # a graph before its bodies
         paths = {n: join(prefix, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
-        own: dict[Node, Made] = {n: (frozenset([path]), False) for n, path in paths.items() if _named_weight(model, path) is not None}
+        own: dict[Node, Made] = {n: ((path,), False) for n, path in paths.items() if _named_weight(model, path) is not None}
         made = made_of_weights(gm, {**own, **comes_in})
-        comes_in |= {inner: made[outer] for _, _, given in bodies_of(gm) for inner, outer in given.items() if outer in made}
+        for inner, outer in (pair for _, _, given in bodies_of(gm) for pair in given.items()):
+            if outer in made:  # in one call of a body, and in others something else may be
+                comes_in[inner] = either([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
         for read in dense_reads(gm, made):
             yield resolve(model, read.weight), gm, read
 

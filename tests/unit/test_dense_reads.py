@@ -70,9 +70,32 @@ class LeftAdded(Layers):
         return self.b(torch.addmm(input=self.a.bias[:, None], mat1=self.a.weight, mat2=x.t()).t())
 
 
+class AddedToItself(Layers):
+    def forward(self, x):
+        return self.b(torch.addmm(x, x, self.a.weight.t()))
+
+
 class Inner(Layers):
     def forward(self, x):
         return self.b(torch.inner(x, self.a.weight))
+
+
+class Triangle(Layers):
+    """Of a constant that the graph makes."""
+
+    def forward(self, x):
+        return self.b(x @ (self.a.weight * torch.ones(32, 32).tril()).T)
+
+
+class OfTable(Layers):
+    """Of nothing that the graph is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.eye(32)[:4])
+
+    def forward(self, x):
+        return self.b(x + self.table @ self.a.weight.T)
 
 
 class InPlace(Layers):
@@ -108,7 +131,8 @@ def traced(model, how):
 
 READERS = [
     (Matmul, "addmm"), (Attribute, "matmul"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d"), (Swapped, "matmul"), (Moved, "matmul"),
-    (Left, "mm"), (LeftAdded, "addmm"), (Inner, "inner"),
+    (Left, "mm"), (LeftAdded, "addmm"), (Inner, "inner"), (Triangle, "matmul"),
+    (OfTable, "matmul"), (AddedToItself, "addmm"),
 ]  # fmt: skip
 
 
@@ -121,6 +145,42 @@ def test_a_weight_that_no_linear_call_reads(cls, reader, how):
     rows = {r["name"]: (r["masked"], r["reason"]) for r in fxmask.explain(gm).rows}
     assert rows == {"a": (False, f"{reader}() reads it, which is no linear call; mask the nn.Module"), "b": (True, "selected")}
     assert torch.equal(fxmask.restore(gm)(X), cls()(X))
+
+
+class Packed(Layers):
+    """One product for two layers."""
+
+    def forward(self, x):
+        q, k = (x @ torch.cat([self.a.weight, self.b.weight]).T).chunk(2, -1)
+        return q + k
+
+
+def told_of(gm, names, reader):
+    with pytest.warns(FxMaskWarning) as told:
+        fxmask.apply(gm, **OPTIONS)
+    said = [str(w.message) for w in told if "stays dense" in str(w.message)]
+    assert said == [f"{name} stays dense: {reader}() reads it, which is no linear call; mask the nn.Module." for name in names]
+    assert [r["name"] for r in fxmask.explain(gm).rows if not r["masked"]] == names
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+def test_several_weights_that_one_product_reads(how):
+    told_of(traced(Packed(), how), ["a", "b"], "matmul")
+
+
+class Region(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return torch.einsum("bi,oi->bo", x, self.fc.weight)
+
+
+def test_several_weights_that_come_into_one_body():
+    model = nn.Sequential(Region(), Region(), Region(), nn.Linear(32, 32))
+    told_of(torch.export.export(model, (X,), strict=True).module(), ["0.fc", "1.fc", "2.fc"], "einsum")
 
 
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
@@ -222,6 +282,13 @@ def test_the_backend_tells_it_too(cls, reader):
     assert not rows["a"][0] and f"{reader}() reads it" in rows["a"][1] and rows["b"][0]
     with pytest.raises(Exception, match=r"require: expected a to be masked in this graph"), pytest.warns(FxMaskWarning):
         backend(cls(), require=True)
+
+
+def test_the_backend_tells_of_several_weights_that_one_product_reads():
+    with pytest.warns(FxMaskWarning) as told:
+        rows = backend(Packed())
+    assert [str(w.message).partition(" it,")[0] for w in told][:2] == [f"{name} stays dense: matmul() reads" for name in "ab"]
+    assert all("matmul() reads it" in reason for _, reason in rows.values()) and [*rows] == ["a", "b"]
 
 
 def test_the_backend_tells_of_a_second_reader():
