@@ -102,7 +102,8 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     known = _Known(masked, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health is not False, history)
     found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
     told = [(_layer_row(c, known), c.weight) for c in found]
-    others = [(name, p, done) for name, p in model.named_parameters() if (done := seen(p)) and not any(p is c.weight for c in found)]
+    held = (*model.named_parameters(), *model.named_buffers())
+    others = [(name, p, done) for name, p in held if (done := seen(p)) and not any(p is c.weight for c in found)]
     told += [(unapplied_row(name, p, known.unseen, health is not False), p) for name, p, done in others if not done.product]  # of calls such as F.linear
     for (name, _), done in by_graphs.items():  # what no layer has taken
         weight = torch.empty(done.shape, device="meta")
@@ -144,7 +145,7 @@ def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
         return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
     if c.key in known.reasons:
         return dense_row(c.name, c.weight, _reason(c, known.reasons))
-    if isinstance(c.weight, nn.Parameter) or c.module is None:
+    if isinstance(c.weight, nn.Parameter) or c.module is None or seen(c.weight) is not None:
         key = next((key for key, done in known.by_graphs.items() if id(c.weight) in key[1] and done.shape == tuple(c.weight.shape)), None)
         if key is not None and seen(c.weight) is None:  # a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one
             return graph_made_row(c.name, torch.empty(c.weight.shape, device="meta"), known.by_graphs.pop(key), known.unseen, made_there=True)

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from ..finding.dense_reads import dense_reads, made_of_weights
 from ..infra import recorded_value
-from .graph_calls import EMBEDDINGS, LINEARS, call_stack, weight_arg
+from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, weight_arg
 from .regions import bodies_of
 
 PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
@@ -157,11 +157,28 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
             c.problem = weight_problem(value)
         elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
             c.skip = f"its weight has the shape {tuple(value.shape)}"
+        elif why := _of_no_parameter(body, w, real, nn.Linear in types):
+            c.skip = why
         elif body.closed:
             c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
         if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:
             c.stand_in()
     c.nodes.append(node)
+
+
+def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
+    """Why a weight is none that somebody could train, but a table or an input; empty for others: `layer`s as `apply` has them, and what functions are given."""
+    given = [n for n in behind(w) if n.op == "placeholder"]
+    if w in given:
+        return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin.get(w)) else ""
+    values = [real.get(body.origin.get(n, n)) for n in given]
+    learns = any(isinstance(v, nn.Parameter) or v is None or (isinstance(v, Tensor) and v.requires_grad) for v in values)
+    return "" if learns else "the graph makes its weight of no parameter"
+
+
+def _is_buffer(source: Node | None) -> bool:
+    found = getattr(source.meta.get("grapharg"), "source", None) if source is not None else None
+    return found is not None and "._buffers[" in found.name
 
 
 def source_name(node: Node) -> str:

@@ -227,6 +227,40 @@ def test_a_weight_that_another_linear_gives_is_masked_after_that(inner):
     assert torch.equal(y, z) and torch.equal(given.grad, expected.grad)
 
 
+class OfNoParameter(nn.Module):
+    """A table that is a buffer, another that is made of it, and a product of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 32)
+        self.register_buffer("table", torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.table) + F.linear(x, self.table * 2) + F.linear(x, x.relu()) + self.fc(x)
+
+
+def test_what_is_made_of_no_parameter_stays_dense_and_says_so():
+    model, x = OfNoParameter(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning) as told:
+        found = compiled(model, **OPTIONS)(x)
+    buffer, made = "its weight is a buffer, not a parameter", "the graph makes its weight of no parameter"
+    assert [str(w.message) for w in told] == [f"table stays dense: {buffer}.", f"linear_1 stays dense: {made}.", f"linear_2 stays dense: {made}."]
+    assert [(r["name"], r["masked"]) for r in fxmask.explain(model).rows] == [("fc", True), ("table", False)]
+    assert fxmask.explain(model).rows[1]["reason"] == f"{buffer} (backend='fxmask')"
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
+def test_a_layer_whose_weight_is_a_buffer_is_masked_as_apply_masks_it():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    table = model[0].weight.data
+    del model[0].weight
+    model[0].register_buffer("weight", table)
+    found = compiled(model, **OPTIONS)(x)
+    assert [r["masked"] for r in fxmask.explain(model).rows] == [True, True]
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
 @pytest.mark.parametrize("masks", [{}, OPTIONS], ids=["alone", "masked"])
 def test_a_linear_whose_weight_another_gives_is_pruned_too(masks):
     (text,) = graph_of(OfAnother(), torch.randn(32, 32), activations=dict(ratio=0.5, block=4), **masks)
