@@ -22,7 +22,7 @@ LINEARS = {F.linear, torch.ops.aten.linear.default, torch.ops.aten.linear}  # F.
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
 # what Dynamo calls the module that it was given, or finds; or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on
 ROOT = re.compile(r"^([LG]\['\w+'\](\.__self__)?|L__self__[._]*)")
-INDEX = re.compile(r"\[(?:'([^']*)'|(\d+))\]")  # of a list or a dict
+INDEX = re.compile(r"""(?:\._modules)?\[(?:'([^']*)'|"([^"]*)"|(\d+))\]""")  # of a list or a dict, and of a key that is no name
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)
 
@@ -55,7 +55,9 @@ def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
 
 def path_in_model(recorded: str) -> str:
     """A module's path as `lifted.source_name` has those of parameters, from what a trace calls it."""
-    return INDEX.sub(r".\1\2", ROOT.sub("", recorded).rpartition("cell_contents.")[2]).lstrip(".")  # of a closure
+    if not ROOT.match(recorded) and "._modules[" not in recorded:  # as torch.export writes it
+        return recorded
+    return INDEX.sub(r".\1\2\3", ROOT.sub("", recorded).rpartition("cell_contents.")[2]).lstrip(".")  # of a closure
 
 
 def _classes(cls: Any) -> tuple[type, ...]:

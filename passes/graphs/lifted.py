@@ -19,7 +19,7 @@ from ..infra import recorded_value
 from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, weight_arg
 from .regions import bodies_of
 
-PARTS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
+PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 # calls that take the weights of Linears as arguments: their signature's names, and the layer's name inside the module that makes the call
 READERS: dict[Any, dict[str, str]] = {
@@ -189,7 +189,7 @@ def source_name(node: Node) -> str:
     _, _, rest = source.name.partition("]")  # L['self'], or another local or global
     if not rest:
         return ""
-    parts = [a or b or c for a, b, c in PARTS.findall(rest)]
+    parts = ["".join(found) for found in PARTS.findall(rest)]
     if "cell_contents" in parts:  # of a closure
         parts = parts[parts.index("cell_contents") + 1 :]
     if parts[:1] == ["__self__"]:  # of a bound method, as `compile()` of a container is taken from PyTorch 2.14 on

@@ -108,6 +108,33 @@ def test_a_weight_that_is_computed_has_the_name_of_its_layer_as_others_have(way,
     assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {f"_net.{out}": False, f"_net.{1 - out}": True}
 
 
+class Keyed(nn.Module):
+    """Of keys that no attribute could have."""
+
+    def __init__(self):
+        super().__init__()
+        norm, keys = torch.nn.utils.parametrizations.weight_norm, ["to[0]", "it's", "1x1"]
+        self.plain = nn.ModuleDict({key: nn.Linear(64, 64) for key in keys})
+        self.computed = nn.ModuleDict({key: norm(nn.Linear(64, 64)) for key in keys})
+
+    def forward(self, x):
+        for layer in (*self.plain.values(), *self.computed.values()):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("way", ["backend", "export", "strict export"])
+def test_keys_with_brackets_and_quotes_are_names_as_others_are(way):
+    model, x = Keyed(), torch.randn(4, 64)
+    left = [f"{kind}.{key}" for kind in ("plain", "computed") for key in ("to[0]", "it's")]
+    if way == "backend":
+        compiled(model, **OPTIONS, exclude=left)(x)
+    else:
+        model = fxmask.apply(torch.export.export(model, (x,), strict=way.startswith("strict")).module(), **OPTIONS, exclude=left)
+    assert [row["name"] for row in fxmask.explain(model).rows if not row["masked"]] == left
+
+
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
 def test_names_of_the_model_and_what_goes_by_no_names_are_not():
     x = torch.randn(4, 64)
