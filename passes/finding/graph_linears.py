@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
-from ..graphs.regions import bodies_of, found_at
+from ..graphs.regions import bodies_of, found_at, learns
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import Made, Read, dense_reads, either, made_of_weights
 
 NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
+CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 
 
@@ -79,7 +80,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         path = str(arg.target)
         weight = resolve(gm, path)
         new = Candidate(join(prefix, layer_name(path)), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
-        new.skip = "" if isinstance(weight, nn.Parameter) else "its weight is a constant, not a parameter"
+        new.skip = "" if isinstance(weight, nn.Parameter) else CONSTANT
         key: Any = id(weight)
     else:
         value = recorded_value(arg) if isinstance(arg, Node) else None
@@ -89,7 +90,9 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         shown = layer_name(lifted) if lifted else join(prefix, name)
         new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
         new.call = "" if lifted else join(prefix, node.name)
-        if not isinstance(value, Tensor):
+        if not any(n.op == "placeholder" or learns(gm, n) for n in behind(arg)):
+            new.skip = CONSTANT
+        elif not isinstance(value, Tensor):
             new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
         key = arg
     if not new.problem and weight.dim() != 2:

@@ -17,7 +17,7 @@ from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_prob
 from ..finding.dense_reads import dense_reads, made_of_weights
 from ..infra import recorded_value
 from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, weight_arg
-from .regions import bodies_of
+from .regions import bodies_of, learns
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -172,8 +172,8 @@ def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool)
     if w in given:
         return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin.get(w)) else ""
     values = [real.get(body.origin.get(n, n)) for n in given]
-    learns = any(isinstance(v, nn.Parameter) or v is None or (isinstance(v, Tensor) and v.requires_grad) for v in values)
-    return "" if learns else "the graph makes its weight of no parameter"
+    trained = any(isinstance(v, nn.Parameter) or v is None or (isinstance(v, Tensor) and v.requires_grad) for v in values)
+    return "" if trained or any(learns(body.graph, n) for n in behind(w)) else "the graph makes its weight of no parameter"
 
 
 def _is_buffer(source: Node | None) -> bool:

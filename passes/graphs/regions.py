@@ -29,6 +29,11 @@ def attribute(gm: nn.Module, node: Node) -> Any:
     return found_at(gm, str(node.target))
 
 
+def learns(gm: nn.Module, node: Node) -> bool:
+    """Whether a node by itself may be what somebody trains: a Parameter, or what a module gives."""
+    return node.op == "call_module" or (node.op == "get_attr" and isinstance(attribute(gm, node), nn.Parameter))
+
+
 def found_at(m: nn.Module, path: str) -> Any:
     """What lies at a dotted path; None where nothing does."""
     value: Any = m

@@ -169,6 +169,52 @@ def test_one_weight_has_one_mask_and_constants_stay():
     assert sum(n.op == "call_module" for n in gm.graph.nodes) == 2  # the two calls of fc
 
 
+class OfTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(32, 32))
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.fc(x) + F.linear(x, self.table.T * 2)
+
+
+def test_a_weight_that_a_graph_makes_of_constants_is_one():
+    model, x = OfTable(), torch.randn(4, 32)
+    with pytest.warns(fxmask.FxMaskWarning, match="linear_1 stays dense: its weight is a constant, not a parameter"):
+        gm = fxmask.apply(torch.export.export(model, (x,)).module(), ratio=0.75)
+    assert sorted(fxmask.masks(gm)) == ["fc.weight"]
+    assert torch.equal(gm(x), fxmask.apply(model, ratio=0.75)(x))
+
+
+class Maker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self):
+        return self.w * 2
+
+
+class OfModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maker = Maker()
+
+    def forward(self, x):
+        return F.linear(x, self.maker())
+
+
+def test_a_weight_that_a_module_makes_of_no_input_is_no_constant():
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return True
+
+    model = OfModule()
+    with pytest.raises(UnsupportedError, match="the graph computes its weight, and the trace does not say its shape"):
+        fxmask.apply(fx.GraphModule(model, Tracer().trace(model)), ratio=0.75)
+
+
 def test_hooks_and_parametrisations_survive_by_swapping_the_module():
     model = mlp()
     seen = []
