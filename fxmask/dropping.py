@@ -18,9 +18,10 @@ from torch.nn.parameter import is_lazy
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
-from .passes.finding.graph_linears import graph_modules, name_now
+from .passes.finding.graph_linears import around, graph_modules, name_now
 from .passes.finding.weights import raw_weight
 from .passes.graphs.fused_dropout import DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
+from .passes.graphs.graph_calls import DROPPED
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout
@@ -133,8 +134,10 @@ def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> l
         rates = [at[1] for n in d.candidate.nodes if (at := dropout_before(writes, n)) is not None] if writes is not None else []
         if config.p is None and any(not 0 <= p < 1 for p in rates):
             raise ConfigError(f"{d.candidate.name!r} is behind a dropout with p={max(rates)}: expected p in [0, 1), or exclude={d.candidate.name!r}.")
-        dropout = before.get(id(d.candidate.module)) if d.candidate.host is None else None
-        if d.candidate.host is None and config.p is None:
+        if gm is not None and config.p is None and not rates:
+            continue
+        dropout = before.get(id(d.candidate.module)) if gm is None else None
+        if gm is None and config.p is None:
             if dropout is None:
                 continue
             if not 0 <= dropout.p < 1:
@@ -189,6 +192,16 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         warn(message(what, first_of(names), fix))
 
 
+def warn_of_exports(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.Dropout | None]]) -> None:
+    """FxMaskWarning where a graph is to drop that torch.export has made: its train() and eval() raise."""
+    for name, gm in graph_modules(model):
+        here = [d.candidate.name for d, config, _ in chosen if d.candidate.host is gm and not config.mc] if "eval" in gm.__dict__ else []
+        if here:
+            what = "what torch.export makes has no train() and eval(), and block dropout in it drops in every forward until it is told."
+            fix = f"call .eval(), and .train(), of {join(name, DROPPED)!r} in it; or fxmask.apply on the nn.Module."
+            warn(message(what, first_of(here), fix))
+
+
 def undrop(model: nn.Module) -> None:
     """Make layers and Dropouts what they were."""
     for _, gm in graph_modules(model):
@@ -232,6 +245,6 @@ def other_dropouts(model: nn.Module) -> list[str]:
     called = {id(m) for _, gm in graphs for n in gm.graph.nodes if n.op == "call_module" for m in gm.get_submodule(str(n.target)).modules()}
     for name, m in model.named_modules(remove_duplicate=False):
         drops = isinstance(m, DROPOUTS) and not isinstance(m, FusedDropout) and getattr(m, "p", 0) > 0
-        if drops and (id(m) in called or not any(name.startswith(f"{prefix}." if prefix else "") for prefix, _ in graphs)):
+        if drops and (id(m) in called or not around(name, graphs)):
             found.setdefault(id(m), name)
     return [*found.values(), *(join(prefix, name) for prefix, gm in graphs for name in left_in(gm))]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .dense_warnings import warn_of_regions
-from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_siblings
+from .dropping import any_dropped, drop_inputs, dropped_layers, resolved, warn_of_exports, warn_of_siblings
 from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, reasons_of
@@ -136,6 +136,7 @@ class Inputs:
         offered = selected(decisions, config, overrides, alone) if isinstance(config, BlockDropout) else []
         self.dropped = resolved(model, offered)
         warn_of_siblings(model, self.dropped)
+        warn_of_exports(model, self.dropped)
         self.wanted = {id(d) for d, _ in (*self.pruned, *offered)}
         self.config = config
 

@@ -104,6 +104,7 @@ def test_the_seed_of_the_generator_decides_and_checkpointing_redraws():
     assert not torch.equal(plain, model[0].weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore:what torch.export makes has no train:fxmask.FxMaskWarning")
 @pytest.mark.parametrize("trace", ["fx", "export"])
 def test_graphs(trace, monkeypatch):
     seen = masks_drawn(monkeypatch)

@@ -18,6 +18,9 @@ from fxmask.passes.graphs.fused_dropout import left_in
 HERE = BlockDropout(block=(8, 8))
 
 
+EXPORTED = "what torch.export makes has no train.. and eval..,"
+
+
 class Net(nn.Module):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
@@ -170,7 +173,7 @@ def twice(self, x):
 
 
 
-@pytest.mark.filterwarnings("ignore:the trace .* no longer follows train:fxmask.FxMaskWarning")
+@pytest.mark.filterwarnings("ignore:the trace .* no longer follows train:fxmask.FxMaskWarning", f"ignore:{EXPORTED}:fxmask.FxMaskWarning")
 @pytest.mark.parametrize("config", [HERE, BlockDropout(0.5, (8, 8)), WeightMask(0.5, (8, 8)), ActivationPruning(0.5, 8)], ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("forward", [Net.forward, twice, "export"], ids=["modules", "twice", "export"])
 def test_a_graph_is_turned_back_to_the_letter(config, forward):
@@ -180,6 +183,19 @@ def test_a_graph_is_turned_back_to_the_letter(config, forward):
     fxmask.restore(gm)
     assert names(gm) == before and all(set(n.meta) >= meta[n.name] and "dropout" not in n.meta for n in gm.graph.nodes)
     gm(torch.randn(4, 32)).sum().backward()
+
+
+def test_an_export_is_said_to_drop_until_it_is_told():
+    net, x = Net().eval(), torch.randn(64, 32)
+    gm = nn.Sequential(torch.export.export(net, (x,)).module())
+    with pytest.warns(FxMaskWarning, match=EXPORTED + r"(?s:.*)where: 0\.a, 0\.b\n  fix: call .eval.., and .train.., of '0.fxmask_dropped' in it"):
+        fxmask.apply(gm, BlockDropout(0.5, (8, 8)))
+    with pytest.raises(NotImplementedError):
+        gm.eval()
+    assert not torch.equal(gm(x), gm(x))
+    gm.get_submodule("0.fxmask_dropped").eval()
+    assert torch.equal(gm(x), net(x))
+    fxmask.apply(torch.export.export(net, (x,)).module(), BlockDropout(0.5, (8, 8), mc=True))  # drops in evaluation, too
 
 
 def test_a_call_by_keyword_is_given_back_by_place():

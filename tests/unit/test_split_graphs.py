@@ -62,6 +62,7 @@ def test_states_of_pruned_inputs_are_those_of_the_graph_before_it_was_split():
     assert fxmask.state_dict(model) == state and set(state["pruning"]) == {"0", "2"}
 
 
+@pytest.mark.filterwarnings("ignore:what torch.export makes has no train:fxmask.FxMaskWarning")
 @pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.5, (2, 16))], ids=["pruned", "dropped"])
 def test_a_split_of_changed_inputs_is_not_torn_apart(config):
     model = split(fxmask.apply(two("export"), config), "relu")

@@ -317,6 +317,7 @@ class Dropped(nn.Module):
         return self.fc(h), x
 
 
+@pytest.mark.filterwarnings("ignore:what torch.export makes has no train:fxmask.FxMaskWarning")
 @pytest.mark.parametrize("write", ["input", "output", "other", "input, of a call that is rewritten, too"])
 @pytest.mark.parametrize("trace", [fx.symbolic_trace, None], ids=["symbolic_trace", "export"])
 def test_a_dropout_is_not_fused_past_a_write(write, trace):
