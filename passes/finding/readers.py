@@ -114,6 +114,8 @@ def _sources(cls: type[nn.Module], name: str) -> Iterator[tuple[FunctionType, st
     for base in cls.__mro__:
         value = base.__dict__.get(name)
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        while inner := getattr(value, "__marked_compile_region_fn__", None):  # torch.compiler.nested_compile_region
+            value = inner
         function = None if value is None else inspect.unwrap(value)
         if not inspect.isfunction(function) or base.__module__.startswith("torch.nn.modules"):
             continue

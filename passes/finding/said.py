@@ -98,7 +98,7 @@ class _Walk(Names):
                 self.written.update(weights(self.value(written)))
                 of = None
         self.calls.update(p[:-1] if p[-1:] == ("forward",) else p for p in flat(self.value(node.func)))
-        for part in (*([node.func] if of is not None or isinstance(node.func, ast.Call) else []), *args):
+        for part in (*([node.func] if of is not None or isinstance(node.func, (ast.Call, ast.Lambda)) else []), *args):
             self.visit(part)
         return None
 
@@ -181,8 +181,10 @@ class _Walk(Names):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         outside = dict(self.names)
-        args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        self.names = {name: value for name, value in outside.items() if name == "self" or name not in {a.arg for a in args}}
+        placed, named = [*node.args.posonlyargs, *node.args.args], [*zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+        defaults = {a.arg: self.value(e) for a, e in (*zip(placed[len(placed) - len(node.args.defaults) :], node.args.defaults, strict=True), *named) if e}
+        others = {name: value for name, value in outside.items() if name == "self" or name not in {a.arg for a in (*placed, *node.args.kwonlyargs)}}
+        self.names = {**others, **{name: value for name, value in defaults.items() if not weights(value)}}  # a weight is read where it is given
         for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *([node.body] if isinstance(node, ast.Lambda) else node.body)):
             self.visit(part)
         self.names = outside

@@ -13,6 +13,7 @@ from unit.reads_by_name import (
     Chosen,
     Copied,
     Default,
+    Given,
     Got,
     GotByName,
     Held,
@@ -20,6 +21,7 @@ from unit.reads_by_name import (
     Inner,
     Matched,
     Named,
+    Region,
     Submodule,
     Tried,
     Turned,
@@ -57,7 +59,7 @@ from fxmask.passes.finding.readers import weight_readers
 
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
-READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default, Carried, Awaited]
+READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default, Given, Region, Carried, Awaited]
 
 
 class Calls(Held):
