@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from ..graphs.writes import last_name
-from ..infra import is_transpose
+from ..infra import is_transpose, recorded_value
+from .said import FACTS
 
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d")
@@ -40,10 +42,19 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
         inputs = node.all_input_nodes
         if node in given:
             made[node] = given[node]
-        elif node.op == "get_attr" or ((inputs or node.op == "call_function") and all(n in made for n in inputs)):
+        elif node.op == "get_attr" or _is_fact(node):
+            made[node] = (), False
+        elif (inputs or node.op == "call_function") and all(n in made for n in inputs):
             weights, turned = either(made[n] for n in inputs)
             made[node] = weights, turned or is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
     return made
+
+
+def _is_fact(node: Node) -> bool:
+    """Whether a node is a number, or says what a tensor is, and has no values of one."""
+    if isinstance(recorded_value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return True
+    return node.target in FACTS if node.op == "call_method" else node.target is getattr and node.args[1] in FACTS
 
 
 def either(made: Iterable[Made]) -> Made:

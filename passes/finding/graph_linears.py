@@ -102,19 +102,17 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
     return key, new
 
 
-def _named_weight(model: nn.Module, path: str) -> nn.Parameter | None:
-    """The weight of a layer, by its name."""
-    value = resolve(model, path) if path.rpartition(".")[2] == "weight" else None
-    return value if isinstance(value, nn.Parameter) and value.dim() == 2 else None
+def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, Made]:
+    """The nodes of a graph at `prefix` that are weights of layers, by their names; each by its path in the model."""
+    paths = {n: join(prefix, str(n.target)) for n in gm.graph.find_nodes(op="get_attr") if str(n.target).rpartition(".")[2] == "weight"}
+    return {n: ((path,), False) for n, path in paths.items() if isinstance(w := resolve(model, path), nn.Parameter) and w.dim() == 2}
 
 
 def weight_reads(model: nn.Module) -> Iterator[tuple[Tensor, GraphModule, Read]]:
     """The products of a model's graphs, bodies of regions among them, that read the weight of a layer, by its name, and are no linear calls."""
     comes_in: dict[Node, Made] = {}
     for prefix, gm in graph_modules(model):  # a graph before its bodies
-        paths = {n: join(prefix, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
-        own: dict[Node, Made] = {n: ((path,), False) for n, path in paths.items() if _named_weight(model, path) is not None}
-        made = made_of_weights(gm, {**own, **comes_in})
+        made = made_of_weights(gm, {**_own_weights(model, prefix, gm), **comes_in})
         for inner, outer in (pair for _, _, given in bodies_of(gm) for pair in given.items()):
             if outer in made:  # in one call of a body, and in others something else may be
                 comes_in[inner] = either([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
@@ -140,13 +138,13 @@ def _out_of_reach(path: str, weight: Tensor, gm: GraphModule, reader: Node, why:
 def _inside_calls(prefix: str, gm: GraphModule, known: set[str | None]) -> list[Candidate]:
     """Weights that the graph hands to a Python function which `torch.fx.wrap` kept as one call, as torchvision's Swin does; but for those at `known` paths."""
     found: dict[str, Candidate] = {}
+    made = made_of_weights(gm, _own_weights(gm, "", gm))
     for node in gm.graph.nodes:
         target = node.target
         if node.op == "call_function" and isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in NO_LINEARS:
-            for path in (str(n.target) for n in node.all_input_nodes if n.op == "get_attr"):
-                if (weight := _named_weight(gm, path)) is not None:
-                    why = f"{target.__name__}() reads it, which the trace keeps as one call"
-                    found.setdefault(path, _out_of_reach(join(prefix, path), weight, gm, node, why))
+            for path in (path for n in node.all_input_nodes if n in made for path in made[n][0]):
+                why = f"{target.__name__}() reads it, which the trace keeps as one call"
+                found.setdefault(path, _out_of_reach(join(prefix, path), resolve(gm, path), gm, node, why))
     return [c for path, c in found.items() if path not in known]
 
 

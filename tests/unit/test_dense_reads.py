@@ -70,6 +70,18 @@ class LeftAdded(Layers):
         return self.b(torch.addmm(input=self.a.bias[:, None], mat1=self.a.weight, mat2=x.t()).t())
 
 
+class CastToInput(Layers):
+    def forward(self, x):
+        return self.b(x @ self.a.weight.to(x.dtype).T)
+
+
+class ForEach(Layers):
+    """The weight once for each of a batch."""
+
+    def forward(self, x):
+        return self.b(torch.bmm(x[:, None], self.a.weight.T.expand(x.size(0), -1, -1))[:, 0])
+
+
 class AddedToItself(Layers):
     def forward(self, x):
         return self.b(torch.addmm(x, x, self.a.weight.t()))
@@ -111,6 +123,16 @@ class Both(Layers):
         return self.b(self.a(x)) @ self.a.weight
 
 
+@torch.fx.wrap
+def kept_whole(x, w):
+    return x @ w
+
+
+class OfWrapped(Layers):
+    def forward(self, x):
+        return self.b(kept_whole(x, self.a.weight.to(x.dtype).T))
+
+
 class Quiet(Layers):
     """A penalty, a table that a product reads and a plain product with a matrix of another layout: none of them is a linear that was lost."""
 
@@ -133,6 +155,7 @@ READERS = [
     (Matmul, "addmm"), (Attribute, "matmul"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d"), (Swapped, "matmul"), (Moved, "matmul"),
     (Left, "mm"), (LeftAdded, "addmm"), (Inner, "inner"), (Triangle, "matmul"),
     (OfTable, "matmul"), (AddedToItself, "addmm"),
+    (CastToInput, "matmul"), (ForEach, "bmm"),
 ]  # fmt: skip
 
 
@@ -166,6 +189,12 @@ def told_of(gm, names, reader):
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
 def test_several_weights_that_one_product_reads(how):
     told_of(traced(Packed(), how), ["a", "b"], "matmul")
+
+
+def test_a_function_that_a_trace_keeps_as_one_call_is_given_a_view_of_a_weight():
+    with pytest.warns(FxMaskWarning, match=r"a stays dense: kept_whole\(\) reads it, which the trace keeps as one call; mask the nn\.Module"):
+        gm = fxmask.apply(torch.fx.symbolic_trace(OfWrapped()), **OPTIONS)
+    assert [r["name"] for r in fxmask.explain(gm).rows if not r["masked"]] == ["a"]
 
 
 class Region(nn.Module):
@@ -282,6 +311,14 @@ def test_the_backend_tells_it_too(cls, reader):
     assert not rows["a"][0] and f"{reader}() reads it" in rows["a"][1] and rows["b"][0]
     with pytest.raises(Exception, match=r"require: expected a to be masked in this graph"), pytest.warns(FxMaskWarning):
         backend(cls(), require=True)
+
+
+def test_sizes_that_move_are_no_inputs_of_a_weight():
+    gm = torch.export.export(ForEach(), (X,), dynamic_shapes=({0: torch.export.Dim("b")},)).module()
+    told_of(gm, ["a"], "bmm")
+    torch._dynamo.reset()
+    with pytest.warns(FxMaskWarning, match=r"a stays dense: bmm\(\) reads it"):
+        torch.compile(ForEach(), backend="fxmask", dynamic=True, options={**OPTIONS, "inner": "eager"})(X)
 
 
 def test_the_backend_tells_of_several_weights_that_one_product_reads():
