@@ -153,12 +153,12 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
             c.skip = read
         elif not isinstance(value, Tensor):
             c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
+        elif why := _of_no_parameter(body, w, real, nn.Linear in types):
+            c.skip = why
         elif weight_problem(value):
             c.problem = weight_problem(value)
         elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
             c.skip = f"its weight has the shape {tuple(value.shape)}"
-        elif why := _of_no_parameter(body, w, real, nn.Linear in types):
-            c.skip = why
         elif body.closed:
             c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
         if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:

@@ -251,6 +251,23 @@ def test_what_is_made_of_no_parameter_stays_dense_and_says_so():
     assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
 
 
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+        self.register_buffer("dft", torch.fft.fft(torch.eye(32)))
+
+    def forward(self, x):
+        return F.linear(self.fc(x).to(self.dft.dtype), self.dft).abs()
+
+
+def test_a_table_that_no_mask_could_have_is_no_error():
+    model, x = Fourier(), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="dft stays dense: its weight is a buffer, not a parameter"):
+        found = compiled(model, **OPTIONS)(x)
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
 def test_a_layer_whose_weight_is_a_buffer_is_masked_as_apply_masks_it():
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
     table = model[0].weight.data
