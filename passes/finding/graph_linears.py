@@ -92,7 +92,9 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         new.call = "" if lifted else join(prefix, node.name)
         if not any(n.op == "placeholder" or learns(gm, n) for n in behind(arg)):
             new.skip = CONSTANT
-        elif not isinstance(value, Tensor):
+        elif isinstance(value, Tensor):
+            new.problem = weight_problem(value)
+        else:
             new.problem = "the graph computes its weight, and the trace does not say its shape; mask the nn.Module instead"
         key = arg
     if not new.problem and weight.dim() != 2:

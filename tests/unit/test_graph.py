@@ -187,6 +187,21 @@ def test_a_weight_that_a_graph_makes_of_constants_is_one():
     assert torch.equal(gm(x), fxmask.apply(model, ratio=0.75)(x))
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.re, self.im = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(x.to(torch.complex64), torch.complex(self.re, self.im)).abs()
+
+
+def test_a_complex_weight_that_a_graph_makes_is_refused_as_others_are():
+    gm = torch.export.export(Complex(), (torch.randn(4, 32),)).module()
+    with pytest.raises(UnsupportedError, match=r"cannot mask 'linear': its weight is complex \(torch.complex64\), and masks are for real weights"):
+        fxmask.apply(gm, ratio=0.75)
+
+
 class Maker(nn.Module):
     def __init__(self):
         super().__init__()
