@@ -197,19 +197,18 @@ def test_a_function_that_a_trace_keeps_as_one_call_is_given_a_view_of_a_weight()
     assert [r["name"] for r in fxmask.explain(gm).rows if not r["masked"]] == ["a"]
 
 
-class Region(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(32, 32)
-
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        return torch.einsum("bi,oi->bo", x, self.fc.weight)
-
-
 def test_several_weights_that_come_into_one_body():
-    model = nn.Sequential(Region(), Region(), Region(), nn.Linear(32, 32))
-    told_of(torch.export.export(model, (X,), strict=True).module(), ["0.fc", "1.fc", "2.fc"], "einsum")
+    body = torch.fx.GraphModule({}, torch.fx.Graph())
+    x, w = (body.graph.placeholder(n) for n in "xw")
+    body.graph.output(body.graph.call_function(torch.einsum, ("bi,oi->bo", x, w)))
+    body.recompile()
+    graph, layers = torch.fx.Graph(), Layers()
+    layers.body = body
+    z = graph.placeholder("x")
+    for n in "ab":
+        z = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), None, z, graph.get_attr(f"{n}.weight")))
+    graph.output(z)
+    told_of(torch.fx.GraphModule(layers, graph), ["a", "b"], "einsum")
 
 
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])
