@@ -223,3 +223,32 @@ def test_a_mask_that_was_lost_on_meta_comes_back_with_the_state():
             p.copy_(weights[name])
     fxmask.load_state_dict(model, state)
     assert torch.equal(model(X), y)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(backward="rigl", dense_every=2), dict(soft=True, schedule=fxmask.Schedule("linear", steps=6))], ids=["plain", "rigl", "soft"]
+)
+def test_masks_of_each_forward_are_made_on_the_meta_device_as_elsewhere(options):
+    """Weights are set by hand there, and nothing was lost."""
+    torch.manual_seed(0)
+    twin, x = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.5, block=(8, 8), **options), torch.randn(4, 32)
+    with torch.device("meta"):
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.5, block=(8, 8), **options)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.copy_(q)
+    for n in (0, 1, 1):
+        for m in (model, twin):
+            fxmask.step(m, n)
+            m.zero_grad()
+            m(x).square().mean().backward()
+        assert torch.equal(model(x), twin(x)) and torch.equal(model[0].weight.grad, twin[0].weight.grad)
+
+
+def test_weights_of_inference_mode_have_masks_that_are_built_once():
+    with torch.inference_mode():
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.5, block=(8, 8), refresh=0).eval()
+        assert copy.deepcopy(model)(torch.ones(2, 32)).isfinite().all()
+    fxmask.refresh(model)
+    assert fxmask.masks(model)["0.weight"].sum() == 8

@@ -336,3 +336,17 @@ def test_a_parametrisation_from_before_apply_can_be_removed(wrap, config):
         torch.testing.assert_close(m(x), y)
     model[0].extra_repr()
     assert type(fxmask.restore(model)[0]) is nn.Linear and type(fxmask.restore(twin)[0]) is nn.Linear
+
+
+class OwnState(nn.Linear):
+    """Says itself what is pickled of it, as a class that a parametrisation makes does."""
+
+    extra = 5
+
+    def __getstate__(self):
+        return {**self.__dict__, "said": True}
+
+
+def test_a_class_that_says_what_is_pickled_of_it_keeps_what_it_adds():
+    model = fxmask.apply(nn.Sequential(OwnState(64, 64)), ratio=0.5)
+    assert isinstance(model[0], OwnState) and model[0].extra == 5 and type(fxmask.restore(model)[0]) is OwnState

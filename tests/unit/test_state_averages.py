@@ -239,3 +239,23 @@ def test_a_stale_mask_is_stale_after_a_while_without_it(inside):
         warnings.simplefilter("always")
         model(torch.randn(2, 64))
     assert [re.search(STALE, str(w.message)) is not None for w in caught] == [True] * (inside != "a load")
+
+
+def test_layers_that_two_optimisers_have_stepped_unlike_have_a_ratio_each_after_a_load():
+    def run():
+        torch.manual_seed(0)
+        model = fxmask.apply(mlp(), ratio=0.8, schedule=fxmask.Schedule("linear", steps=6))
+        optimisers = [optim.SGD([model[i].weight], lr=0.1) for i in (0, 2)]
+        return model, [fxmask.guard(o, model) for o in optimisers], optimisers
+
+    (model, _, optimisers), (other, *_) = run(), run()
+    for turn in (0, 0, 0, 0, 1):
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimisers[turn].step()
+        model.zero_grad()
+    other.load_state_dict(model.state_dict())
+    fxmask.load_state_dict(other, fxmask.state_dict(model))
+    ours, theirs = fxmask.masks(model), fxmask.masks(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ratios = [1 - m.float().mean().item() for m in ours.values()]
+    assert max(ratios) > 2 * min(ratios) > 0
