@@ -41,6 +41,21 @@ def test_wrong_use(case):
         call()
 
 
+def test_samples_without_rows_are_no_blocks_that_a_ratio_rounds_away():
+    """Any warning is an error here."""
+    y = fxmask.apply(mlp(torch.float32), ActivationPruning(0.5, 16))(torch.randn(2, 0, 64))
+    y.sum().backward()
+    assert y.shape[:2] == (2, 0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout):
+    x = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=layout)
+    with pytest.raises(fxmask.FxMaskError, match="activation pruning got a nested tensor: expected plain tensors"):
+        fxmask.apply(mlp(torch.float32), ActivationPruning(0.5, 16))(x)
+
+
 def test_numbers_of_numpy_are_numbers():
     assert ActivationPruning(noise=numpy.float32(0.5)) == ActivationPruning(noise=0.5) and type(ActivationPruning(noise=numpy.int64(1)).noise) is float
 
