@@ -7,7 +7,7 @@ import pytest
 import torch
 from sample_models import Attention, Computed, best_blocks, mlp
 from saved_states import same
-from torch import optim
+from torch import nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import symbolic_trace
 from unit.phased_runs import LAST, PHASES, config, run, train
@@ -53,6 +53,23 @@ def test_momenta_of_elements_that_a_coarser_block_brings_back_are_cleared():
         returned = grown(after[1][name], 32) & ~grown(before[1][name], 8)
         momentum = optimiser.state[model.get_parameter(name)]["exp_avg"]
         assert returned.any() and not momentum[returned].any() and momentum[~returned].all()
+
+
+def test_a_mask_that_is_alike_in_other_blocks_brings_elements_back():
+    """Both grids are 2 x 2, and keep their first block."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.ones(32, 32))[:8, :8] = 3.0
+    fxmask.apply(model, ratio=0.75, block=(16, 16), phases={1: dict(block=(24, 24))})
+    optimiser, w = optim.SGD(model.parameters(), lr=0.0, momentum=0.9), model[0].weight
+    fxmask.guard(optimiser, model, returning="zero")
+    optimiser.state[w]["momentum_buffer"] = torch.full_like(w, 7.0)
+    before = fxmask.masks(model)["0.weight"]
+    model(torch.randn(2, 32)).sum().backward()
+    optimiser.step()
+    assert torch.equal(fxmask.masks(model)["0.weight"], before)
+    momentum = optimiser.state[w]["momentum_buffer"]
+    assert momentum[:16, :16].all() and not momentum[16:24, :24].any() and not momentum[:16, 16:24].any() and (momentum[24:] == 7).all()
 
 
 def test_what_is_shown_is_what_is_in_force():
