@@ -171,9 +171,15 @@ def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool)
     given = [n for n in behind(w) if n.op == "placeholder"]
     if w in given:
         return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin.get(w)) else ""
-    values = [real.get(body.origin.get(n, n)) for n in given]
-    trained = any(isinstance(v, nn.Parameter) or v is None or (isinstance(v, Tensor) and v.requires_grad) for v in values)
+    trained = any(_may_train(real.get(source), source) for source in (body.origin.get(n, n) for n in given))
     return "" if trained or any(learns(body.graph, n) for n in behind(w)) else "the graph makes its weight of no parameter"
+
+
+def _may_train(value: Any, source: Node) -> bool:
+    """Whether an input may be a parameter, or its view in a module, as FSDP1 has them. What an earlier graph made has a gradient in training alone."""
+    if value is None or isinstance(value, nn.Parameter):
+        return True
+    return isinstance(value, Tensor) and value.requires_grad and (value.is_leaf or source_name(source) != "")
 
 
 def _is_buffer(source: Node | None) -> bool:

@@ -251,6 +251,40 @@ def test_what_is_made_of_no_parameter_stays_dense_and_says_so():
     assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
 
 
+class AfterABreak(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.fc(x)
+        torch._dynamo.graph_break()
+        return F.linear(x, y.relu())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_an_earlier_graph_has_made_is_no_parameter_in_training_either(training):
+    torch.manual_seed(0)
+    model, x = AfterABreak(), torch.randn(32, 32)
+    with torch.set_grad_enabled(training), pytest.warns(FxMaskWarning, match="linear.*: the graph makes its weight of no parameter"):
+        found = compiled(model, **OPTIONS)(x)
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
+class Cast(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * 1, self.bias)
+
+
+def test_a_view_that_a_module_holds_in_a_parameters_place_is_one():
+    """As FSDP1 has them, of one flat parameter."""
+    model, x = nn.Sequential(nn.Linear(32, 32), Cast(32, 32)), torch.randn(4, 32)
+    flat = nn.Parameter(model[1].weight.detach().flatten())
+    model[1]._parameters["weight"] = flat.view(32, 32)
+    (text,) = graph_of(model, x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+
+
 class Fourier(nn.Module):
     def __init__(self):
         super().__init__()
