@@ -23,7 +23,7 @@ from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of, has_closure, ids_of, moves_by_grad, state_of
-from ..passes.stepping.optimiser import after_step, before_step, note_masks, reset_returned
+from ..passes.stepping.optimiser import after_step, before_step, hiding, note_masks, reset_returned
 from ..pruning import scheduled_layers
 from ..sites import sites
 from . import other_steps, replaced
@@ -170,7 +170,12 @@ class GuardHandle:
             masked = [g for g in new if g.mask is not None and masks_any(g.site)]
             self._looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)
-        return None if self._under_way is None else ((self._under_way.stand_in, *args[1:]), kwargs)
+        if self._under_way is not None:
+            return (self._under_way.stand_in, *args[1:]), kwargs
+        if not closure:
+            return None
+        given, named = ((hiding(a, self._guarded) if callable(a) else a for a in values) for values in (args[1:], kwargs.values()))
+        return (args[0], *given), dict(zip(kwargs, named, strict=True))
 
     def _observe(self, optimizer: Optimizer, closure: bool) -> None:
         """Show gradients and momenta to the scores that take them in."""

@@ -6,7 +6,8 @@ plain, foreach, fused or capturable, is never touched, and what is kept is bit-i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,36 +55,59 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         elif parts and gathered.fits(g, found):
             gathered.gather(g, found)
         else:
-            _clone(g, found, closure)
+            _clone(g, found)
     aside = set_aside.begin(taken) if taken else None
     for g, found in taken:
         if aside is None:
-            _clone(g, found, closure)
+            _clone(g, found)
         else:
             g.aside, g.momenta = aside, found
 
 
-def _clone(g: Guarded, found: dict[str, Tensor], closure: bool) -> None:
+def _clone(g: Guarded, found: dict[str, Tensor]) -> None:
     """Copies of the whole weight and its momenta."""
     if g.mask is not None and g.site._fxmask_in_place:
         g.mask = g.mask.clone()  # a closure, or another hook, may rewrite it
     g.before = ranks.part(g.weight.detach()).clone()
     if g.clear and g.policy == "freeze":
-        _hide_masked(g, found, closure)
+        _hide_masked(g, found)
     g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clears(k)}
 
 
-def _hide_masked(g: Guarded, state: dict[str, Tensor], closure: bool) -> None:
+def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     """Before a step that looks at whole matrices: neither momenta nor gradients of masked blocks, which would turn the kept ones."""
     assert g.mask is not None
     out = ~_elements(g.mask, g, g.block)
     for k, t in state.items():
         if g.clears(k):
             start_anew(k, t, out, ranks.part(g.weight.detach()), g.clear)
-    if g.weight.grad is not None and not closure:  # dense where regrowth wants it, and where something reads the weight past its mask
+    _hide_gradient(g, out)
+
+
+def _hide_gradient(g: Guarded, out: Tensor) -> None:
+    if g.weight.grad is not None:  # dense where regrowth wants it, and where something reads the weight past its mask
         grad = ranks.part(g.weight.grad)
         g.gradient = grad.clone()
         grad.masked_fill_(out, 0)
+
+
+def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[..., Any]:
+    """A step's closure that hides what it has given of masked blocks, as `before_step` has hidden what was there; it begins with whole gradients."""
+    found = [(g, ~_elements(g.mask, g, g.block)) for g in guarded if g.mask is not None and g.before is not None and g.clear and g.policy == "freeze"]
+
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            for g, out in found:
+                if g.gradient is not None and g.weight.grad is not None:
+                    grad = ranks.part(g.weight.grad)
+                    grad.copy_(torch.where(out, g.gradient, grad))
+        made = closure(*args, **kwargs)
+        with torch.no_grad():
+            for g, out in found:
+                _hide_gradient(g, out)
+        return made
+
+    return hidden if found else closure
 
 
 @torch.no_grad()

@@ -311,3 +311,31 @@ def test_the_gradient_that_a_closure_makes_is_there_after_the_step():
     for _ in range(2):
         optimiser.step(closure)
         assert torch.equal(w.grad, made[-1])
+
+
+@pytest.mark.filterwarnings("ignore:masked blocks of:fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("kind", ["clears", "zeroes", "adds", "has made"])
+def test_a_step_with_a_closure_that_gives_masked_blocks_gradients_is_the_step_without(kind):
+    """As Lightning takes its steps."""
+    found = {}
+    for way in ("with", "without"):
+        torch.manual_seed(0)
+        model = fxmask.apply(mlp(), ratio=0.6, block=(16, 16), refresh=0)
+        optimiser, found[way] = optim.Muon(matrices(model), **MUON), []
+        fxmask.guard(optimiser, model)
+
+        def closure(x, model=model, optimiser=optimiser):
+            if kind != "adds":
+                optimiser.zero_grad(set_to_none=kind != "zeroes")
+            loss = model(x).square().mean() + model[0].weight.square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            make = functools.partial(closure, torch.randn(8, 64))
+            if way == "without" or kind == "has made":
+                loss = make()
+                make = None if way == "without" else lambda loss=loss: loss
+            optimiser.step(make)
+            found[way] += [t.detach().clone() for w in matrices(model) for t in (w, w.grad)]
+    assert all(torch.equal(a, b) for a, b in zip(found["with"], found["without"], strict=True))
