@@ -61,7 +61,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def keep_until(path: Path, rows: list[dict[str, Any]], updates: int) -> None:
     """Let the file have those of its rows that are of the first so many updates; later ones will be written again."""
-    rows = [r for r in rows if r["update"].isdigit() and int(r["update"]) <= updates and r[COLUMNS[-1]] is not None]
+    whole = (r for r in rows if r[COLUMNS[-1]] is not None and None not in r)  # not cut short, nor with another in its line
+    rows = [r for r in whole if r["update"].isdecimal() and int(r["update"]) <= updates]
     new = path.with_name(path.name + ".new")
     with _written(path), new.open("w", newline="", encoding="utf-8") as file:
         write(file, rows)

@@ -133,7 +133,8 @@ def test_a_file_goes_on_where_the_loaded_log_stopped(tmp_path):
         log.update()
         if i == 1:
             saved, lines = log.state_dict(), path.read_text().splitlines()
-    path.write_text("\n".join([*path.read_text().splitlines(), ",".join(COLUMNS), "2,0,0.weight,12"]))  # a head again, and a row that a kill has cut short
+    none = [",".join(COLUMNS), f"2,0,0.wei{lines[-1]}", "2,0,0.weight,12"]  # a head again; rows that a full disk, and a kill, have cut short
+    path.write_text("\n".join([*path.read_text().splitlines(), *none]))
     resumed = fxmask.HealthLog(m, path)
     resumed.load_state_dict(saved)
     assert path.read_text().splitlines() == lines and len(lines) == 5
