@@ -147,7 +147,8 @@ def _inside_calls(prefix: str, gm: GraphModule, known: set[str | None]) -> list[
             for path in (path for n in node.all_input_nodes if n in made for path in made[n][0]):
                 why = f"{target.__name__}() reads it, which the trace keeps as one call"
                 found.setdefault(path, _out_of_reach(join(prefix, path), resolve(gm, path), gm, node, why))
-    return [c for path, c in found.items() if path not in known]
+    masked = {id(w) for _, w in graph_sites(gm)}
+    return [c for path, c in found.items() if path not in known and id(c.weight) not in masked]
 
 
 def rewritten(prefix: str, gm: GraphModule, graphs: list[tuple[str, GraphModule]], named: set[str], comes_in: dict[Node, str]) -> Iterator[Candidate]:

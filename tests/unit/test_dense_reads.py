@@ -197,6 +197,16 @@ def test_a_function_that_a_trace_keeps_as_one_call_is_given_a_view_of_a_weight()
     assert [r["name"] for r in fxmask.explain(gm).rows if not r["masked"]] == ["a"]
 
 
+class AlsoWrapped(Layers):
+    def forward(self, x):
+        return self.b(self.a(x)) + kept_whole(x, self.a.weight * 2)
+
+
+def test_a_masked_weight_that_a_wrapped_function_reads_too_has_one_row():
+    gm = fxmask.apply(torch.fx.symbolic_trace(AlsoWrapped()), **OPTIONS)
+    assert [(r["name"], r["masked"]) for r in fxmask.explain(gm).rows] == [("a", True), ("b", True)]
+
+
 def test_several_weights_that_come_into_one_body():
     body = torch.fx.GraphModule({}, torch.fx.Graph())
     x, w = (body.graph.placeholder(n) for n in "xw")
