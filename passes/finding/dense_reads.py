@@ -9,6 +9,8 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
+from ..graphs.graph_calls import LINEARS, behind, weight_arg
+from ..graphs.graph_site import graph_weights
 from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
@@ -64,12 +66,14 @@ def either(made: Iterable[Made]) -> Made:
 
 
 def dense_reads(gm: GraphModule, made: Mapping[Node, Made]) -> Iterator[Read]:
-    """The products that multiply something by what is made of weights alone, for each of these; of weights with each other, none."""
+    """The products that multiply something by what is made of weights alone, for each of these; of weights with each other, and in a linear's weight, none."""
+    linears = (*(weight_arg(n) for n in gm.graph.nodes if n.target in LINEARS), *(w for w, _ in graph_weights(gm)))
+    parts = {n for w in linears for n in behind(w)}
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
             added, left = _roles(node, name)
             factors = {n: made.get(n, ((), False)) for n in node.all_input_nodes if n is not added}
-            if node in made and all(weights for weights, _ in factors.values()):
+            if node in made and (node in parts or all(weights for weights, _ in factors.values())):
                 continue
             for n, (weights, turned) in factors.items():
                 yield from (Read(w, node, turned or n is left or name in FREE) for w in weights)

@@ -105,7 +105,7 @@ def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node
         return isinstance(value, nn.Parameter) and value.dim() == 2 and source is not None and source_name(source).endswith(".weight")
 
     called = {id(c.weight) for c in found.values() if not c.skip}
-    weights = {n: ((n,), False) for n in body.graph.graph.nodes if is_weight(n)}
+    weights = {n: ((n,) if is_weight(n) else (), False) for n in body.graph.graph.nodes if is_weight(n) or _is_buffer(body.origin.get(n))}
     for read in dense_reads(body.graph, made_of_weights(body.graph, weights)):
         if read.as_linear or id(real[body.origin[read.weight]]) in called:
             _add(found, body, read.node, read.weight, "", real, read=f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")

@@ -147,6 +147,17 @@ class Quiet(Layers):
         return y @ self.table.weight.t() + penalty
 
 
+class Rotated(Layers):
+    """A product that makes a linear's weight is no linear; what it makes is masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("turn", torch.linalg.qr(torch.randn(32, 32))[0])
+
+    def forward(self, x):
+        return F.linear(self.b(x), self.turn.T @ self.a.weight @ self.turn)
+
+
 def traced(model, how):
     return torch.fx.symbolic_trace(model) if how == "symbolic_trace" else torch.export.export(model, (X,)).module()
 
@@ -205,6 +216,15 @@ class AlsoWrapped(Layers):
 def test_a_masked_weight_that_a_wrapped_function_reads_too_has_one_row():
     gm = fxmask.apply(torch.fx.symbolic_trace(AlsoWrapped()), **OPTIONS)
     assert [(r["name"], r["masked"]) for r in fxmask.explain(gm).rows] == [("a", True), ("b", True)]
+
+
+def test_a_product_that_makes_a_weight():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gm = fxmask.apply(traced(Rotated(), "export"), **OPTIONS)
+        rows = backend(Rotated())
+    assert {r["name"]: r["masked"] for r in fxmask.explain(gm).rows} == {"b": True, "linear_1": True}
+    assert {name: masked for name, (masked, _) in rows.items()} == {"a": True, "b": True}  # as what else a graph makes of one weight
 
 
 def test_several_weights_that_come_into_one_body():
