@@ -67,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("csv")
     path = p.parse_args(argv).csv
     try:
-        rows = read(path)
-    except OSError:
+        found = fit(read(path))
+    except (OSError, LookupError):  # no file, other columns, or no row in 16 bits
         p.error(f"expected a csv that fxmask bench has written, got {path}")
-    for key, values in fit(rows).items():
+    for key, values in found.items():
         print(f"    {key}: ({', '.join(f'{v:.4g}' for v in values)}),")
 
 

@@ -63,6 +63,15 @@ def test_the_command_says_what_it_takes(capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(gpu_choice.SECONDS)
 
 
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "source,gate,verdict,dtype,ms_p50\nx,pass,ok,fp32,1\n"], ids=["empty", "another", "fp32"])
+def test_the_command_is_given_another_csv(text, tmp_path, capsys):
+    path = tmp_path / "other.csv"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        fit_choice.main([str(path)])
+    assert capsys.readouterr().err.endswith(f"error: expected a csv that fxmask bench has written, got {path}\n")
+
+
 def test_predictions_are_near_the_recorded_steps():
     for (tokens, shape, block, density), factor in recorded_steps():
         assert gpu_choice.factor(tokens, shape, block, density) == pytest.approx(factor, rel=0.2)
