@@ -73,7 +73,10 @@ def one_process_each(jobs: list[Run], out: Path, script: Path, envs: list[dict[s
                 status = run().returncode
                 if status != 0:  # it may be that a run of a killed sweep took the folder after we had looked, and has it still, or has ended by now
                     waited = lock.wait_until_free(folder, stopped=stopped)
-                    status = 0 if ended(job) else run().returncode if waited else status
+                    if ended(job):
+                        status = 0
+                    elif waited:
+                        status = run().returncode
         finally:
             free.put(env)
         after(job.name, status)

@@ -174,8 +174,11 @@ class GuardHandle:
             return (self._under_way.stand_in, *args[1:]), kwargs
         if not closure:
             return None
-        given, named = ((hiding(a, self._guarded) if callable(a) else a for a in values) for values in (args[1:], kwargs.values()))
-        return (args[0], *given), dict(zip(kwargs, named, strict=True))
+
+        def hidden(a: Any) -> Any:
+            return hiding(a, self._guarded) if callable(a) else a
+
+        return (args[0], *map(hidden, args[1:])), {k: hidden(a) for k, a in kwargs.items()}
 
     def _observe(self, optimizer: Optimizer, closure: bool) -> None:
         """Show gradients and momenta to the scores that take them in."""

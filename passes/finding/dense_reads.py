@@ -47,7 +47,7 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
         elif (inputs or node.op == "call_function") and all(n in made for n in inputs):
-            weights, turned = either(made[n] for n in inputs)
+            weights, turned = joined(made[n] for n in inputs)
             made[node] = weights, turned or is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
     return made
 
@@ -59,7 +59,7 @@ def _is_fact(node: Node) -> bool:
     return node.target in FACTS if node.op == "call_method" else node.target is getattr and node.args[1] in FACTS
 
 
-def either(made: Iterable[Made]) -> Made:
+def joined(made: Iterable[Made]) -> Made:
     """What is made of all that these are made of."""
     found = list(made)
     return tuple(dict.fromkeys(w for weights, _ in found for w in weights)), any(turned for _, turned in found)

@@ -12,10 +12,10 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
-from ..graphs.regions import bodies_of, found_at, learns
+from ..graphs.regions import bodies_of, found_at, is_trainable
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import Made, Read, dense_reads, either, made_of_weights
+from .dense_reads import Made, Read, dense_reads, joined, made_of_weights
 
 NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
 CONSTANT = "its weight is a constant, not a parameter"
@@ -90,7 +90,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         shown = layer_name(lifted) if lifted else join(prefix, name)
         new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
         new.call = "" if lifted else join(prefix, node.name)
-        if not any(n.op == "placeholder" or learns(gm, n) for n in behind(arg)):
+        if not any(n.op == "placeholder" or is_trainable(gm, n) for n in behind(arg)):
             new.skip = CONSTANT
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
@@ -117,7 +117,7 @@ def weight_reads(model: nn.Module) -> Iterator[tuple[Tensor, GraphModule, Read]]
         made = made_of_weights(gm, {**_own_weights(model, prefix, gm), **comes_in})
         for inner, outer in (pair for _, _, given in bodies_of(gm) for pair in given.items()):
             if outer in made:  # in one call of a body, and in others something else may be
-                comes_in[inner] = either([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
+                comes_in[inner] = joined([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
         for read in dense_reads(gm, made):
             yield resolve(model, read.weight), gm, read
 

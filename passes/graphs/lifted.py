@@ -17,7 +17,7 @@ from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_prob
 from ..finding.dense_reads import dense_reads, made_of_weights
 from ..infra import recorded_value
 from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, weight_arg
-from .regions import bodies_of, learns
+from .regions import bodies_of, is_trainable
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -167,15 +167,15 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 
 
 def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
-    """Why a weight is none that somebody could train, but a table or an input; empty for others: `layer`s as `apply` has them, and what functions are given."""
+    """Why nobody can train a weight: it is a buffer, or made of buffers and inputs alone; else empty, and for a `layer` of a buffer, as `apply` masks it."""
     given = [n for n in behind(w) if n.op == "placeholder"]
     if w in given:
         return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin.get(w)) else ""
-    trained = any(_may_train(real.get(source), source) for source in (body.origin.get(n, n) for n in given))
-    return "" if trained or any(learns(body.graph, n) for n in behind(w)) else "the graph makes its weight of no parameter"
+    trained = any(_is_trainable_input(real.get(source), source) for source in (body.origin.get(n, n) for n in given))
+    return "" if trained or any(is_trainable(body.graph, n) for n in behind(w)) else "the graph makes its weight of no parameter"
 
 
-def _may_train(value: Any, source: Node) -> bool:
+def _is_trainable_input(value: Any, source: Node) -> bool:
     """Whether an input may be a parameter, or its view in a module, as FSDP1 has them. What an earlier graph made has a gradient in training alone."""
     if value is None or isinstance(value, nn.Parameter):
         return True
@@ -183,13 +183,18 @@ def _may_train(value: Any, source: Node) -> bool:
 
 
 def _is_buffer(source: Node | None) -> bool:
-    found = getattr(source.meta.get("grapharg"), "source", None) if source is not None else None
+    found = None if source is None else _source_of(source)
     return found is not None and "._buffers[" in found.name
+
+
+def _source_of(node: Node) -> Any:
+    """Where an input of a Dynamo graph comes from; None where nothing says it."""
+    return getattr(node.meta.get("grapharg"), "source", None)
 
 
 def source_name(node: Node) -> str:
     """Path of a lifted parameter in its model, from Dynamo's own name for where it comes from; empty for what is no attribute of a module."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    source = _source_of(node)
     if source is None:
         return ""
     _, _, rest = source.name.partition("]")  # L['self'], or another local or global

@@ -29,7 +29,7 @@ def attribute(gm: nn.Module, node: Node) -> Any:
     return found_at(gm, str(node.target))
 
 
-def learns(gm: nn.Module, node: Node) -> bool:
+def is_trainable(gm: nn.Module, node: Node) -> bool:
     """Whether a node by itself may be what somebody trains: a Parameter, or what a module gives."""
     return node.op == "call_module" or (node.op == "get_attr" and isinstance(attribute(gm, node), nn.Parameter))
 

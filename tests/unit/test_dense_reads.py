@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from unit.called_bodies import called_twice
 
 import fxmask
 from fxmask import FxMaskWarning
@@ -228,17 +229,7 @@ def test_a_product_that_makes_a_weight():
 
 
 def test_several_weights_that_come_into_one_body():
-    body = torch.fx.GraphModule({}, torch.fx.Graph())
-    x, w = (body.graph.placeholder(n) for n in "xw")
-    body.graph.output(body.graph.call_function(torch.einsum, ("bi,oi->bo", x, w)))
-    body.recompile()
-    graph, layers = torch.fx.Graph(), Layers()
-    layers.body = body
-    z = graph.placeholder("x")
-    for n in "ab":
-        z = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), None, z, graph.get_attr(f"{n}.weight")))
-    graph.output(z)
-    told_of(torch.fx.GraphModule(layers, graph), ["a", "b"], "einsum")
+    told_of(called_twice(lambda body, x, w: body.call_function(torch.einsum, ("bi,oi->bo", x, w))), ["a", "b"], "einsum")
 
 
 @pytest.mark.parametrize("how", ["symbolic_trace", "export"])

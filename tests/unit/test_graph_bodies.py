@@ -8,6 +8,7 @@ from torch import nn
 from torch._higher_order_ops.map import map as over_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from unit.called_bodies import called_twice
 
 import fxmask
 from fxmask.passes.graphs.graph_calls import MASKED_LINEAR
@@ -134,17 +135,5 @@ def test_the_weight_of_an_embedding_is_left_alone_in_a_body():
 
 
 def test_a_body_of_two_layers_has_neither_name():
-    body = torch.fx.GraphModule({}, torch.fx.Graph())
-    x, w = (body.graph.placeholder(n) for n in "xw")
-    y = body.graph.call_function(torch.ops.aten.linear.default, (x, w))
-    w.meta["val"] = torch.empty(32, 32, device="meta")
-    body.graph.output(y)
-    body.recompile()
-    graph, layers = torch.fx.Graph(), Layers()
-    layers.body = body
-    z = graph.placeholder("x")
-    for n in "ab":
-        z = graph.call_function(torch.ops.higher_order.invoke_subgraph, (graph.get_attr("body"), None, z, graph.get_attr(f"{n}.weight")))
-    graph.output(z)
-    gm = torch.fx.GraphModule(layers, graph)
+    gm = called_twice(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w)))
     assert rows_of(gm)[0][0] == "body.linear_default"
