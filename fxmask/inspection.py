@@ -112,9 +112,10 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     products = [dense_row(c.name, c.weight, _reason(c, reasons)) for c in find_products(model) if c.name in reasons]
     products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
     dropped = _name_inputs(model, [row for row, _ in told], products)
-    total, kept = _elements(told)
+    total, kept, unknown = _elements(told)
     rows, layers = [row for row, _ in told], "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
     summary = {layers: len(rows), "masked": sum(r["masked"] for r in rows), f"weight elements in {layers}": total, "of them in kept blocks": kept}
+    summary |= {"of them under masks that nobody knows here": unknown} if unknown else {}
     summary |= {"products with parameters": len(products)} if products else {}
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
     every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
@@ -168,12 +169,13 @@ def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[di
     return bool(dropped)
 
 
-def _elements(told: list[tuple[dict[str, Any], Tensor]]) -> tuple[int, int]:
-    """Weight elements, and those in kept blocks: a weight of two layers is one in memory, and whole where one of them is dense."""
-    held: dict[int, tuple[int, int]] = {}
+def _elements(told: list[tuple[dict[str, Any], Tensor]]) -> tuple[int, int, int]:
+    """Weight elements, those kept, and those whose mask nobody knows. A weight of two layers is one in memory, and whole where one of them is dense."""
+    held: dict[int, tuple[int, int | None]] = {}
     for row, weight in told:
-        held[id(weight)] = row["elements"], max(row["kept"] or 0, held.get(id(weight), (0, 0))[1])
-    return sum(elements for elements, _ in held.values()), sum(kept for _, kept in held.values())
+        kept = [k for k in (row["kept"], held.get(id(weight), (0, None))[1]) if k is not None]
+        held[id(weight)] = row["elements"], max(kept, default=None)
+    return sum(n for n, _ in held.values()), sum(k or 0 for _, k in held.values()), sum(n for n, k in held.values() if k is None)
 
 
 def plain(text: str) -> str:

@@ -64,7 +64,9 @@ def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, l
             return {"impl": "masked_dense", "why": f"PyTorch's convolution of W∘M: {why}"}
     if c.impl == "auto" and weight is not None and gpu_choice.capability(weight.device) is not None:
         return gpu_words.runs(layer if isinstance(layer, Site) else None, weight.device)
-    if c.impl not in ("auto", "cpu") or weight is None or weight.device.type != "cpu":
+    if weight is None:
+        return {"impl": c.impl, "why": "the graph computes its weight"}
+    if c.impl not in ("auto", "cpu") or weight.device.type != "cpu":
         return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no kernels for its device" if c.impl == "auto" else "asked for"}
     density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
     if density == 1:

@@ -107,3 +107,24 @@ def test_a_trace_that_apply_masks_has_its_own_rows():
     gm = fxmask.apply(gm, **OPTIONS, backward="rigl", dense_every=2)  # whose masks come with a flag
     fxmask.step(gm, 0)
     assert {row["reason"] for row in fxmask.explain(gm).rows if row["masked"]} == {"selected"}
+
+
+class Scaled(nn.Module):
+    """A weight that its graph computes, by arithmetic that is no parametrization."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.ones(64, 1))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight / self.weight.detach().norm() * self.scale)
+
+
+def test_a_weight_that_the_graph_computes_counts_as_one_whose_mask_is_not_known():
+    gm = fxmask.apply(traced(nn.Sequential(nn.Linear(64, 64), Scaled()), torch.randn(4, 64)), ratio=0.5, block=(16, 16))
+    report = fxmask.explain(gm)
+    plain, made = report.rows
+    assert plain["achieved_ratio"] == 0.5 and made["achieved_ratio"] is None
+    assert (made["impl"], made["why"]) == ("auto", "the graph computes its weight")
+    elements = [report.summary[k] for k in ("weight elements in linears", "of them in kept blocks", "of them under masks that nobody knows here")]
+    assert elements == [2 * 64 * 64, 64 * 64 // 2, 64 * 64]
