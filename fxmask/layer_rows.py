@@ -159,13 +159,15 @@ def exported_row(i: Inside) -> dict[str, Any]:
     """A layer that was masked before its model was traced: what stands in the graph, with the mask as it is now."""
     row = dense_row(i.name, i.weight, IN_TRACE)
     known = i.weight.dim() >= 2
-    nb, kb = grid_shape(matrix_shape(i.weight.shape), i.block) if known else (0, 0)
-    row.update(masked=True, shape=row["shape"] if known else None, block="x".join(map(str, i.block)), blocks=nb * kb if known else None)
+    nb, kb = grid_shape(matrix_shape(i.weight.shape), i.block) if known and i.block else (0, 0)
+    row.update(masked=True, shape=row["shape"] if known else None, block="x".join(map(str, i.block)) if i.block else "N:M", blocks=nb * kb or None)
     row.update(backward=i.backward, masked_weights="left to the optimiser (no guard)")
     row.update(impl=i.impl, why="the graph multiplies by W∘M" if i.backward is None else "chosen when it runs" if i.impl == "auto" else "asked for")
     if known and i.kept is not None and nb * kb:
         row["target_ratio"] = row["final_ratio"] = 1 - i.kept / (nb * kb)
-    kept = None if i.mask is None or not known or not has_values(i.mask) else int(kept_elements(i.mask, matrix_shape(i.weight.shape), i.block))
+    kept = None
+    if i.mask is not None and known and has_values(i.mask):
+        kept = int(kept_elements(i.mask, matrix_shape(i.weight.shape), i.block) if i.block else i.mask.count_nonzero())
     row.update(kept=kept, achieved_ratio=None if kept is None or not i.weight.numel() else 1 - kept / i.weight.numel())
     return row
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from ...kernels import nm_ops  # noqa: F401  (registers the two N:M ops)
 from ..finding.candidate import join
 from ..finding.graph_linears import graph_modules
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
@@ -17,15 +18,20 @@ from .graph_site import GraphSite
 from .regions import attribute, incoming
 
 CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
+ELEMENTWISE = {torch.ops.aten.where.ScalarOther: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
+# W∘M of N:M masks: where the weight and the mask stand among the arguments
 
 
 class Inside(NamedTuple):
-    """A masked layer of a traced graph. The weight is an empty one on the meta device where the graph computes it; mask and k as they are now, where known."""
+    """A masked layer of a traced graph. The weight is an empty one on the meta device where the graph computes it; mask and k as they are now, where known.
+
+    `block` is None for a mask of single elements, of the weight's shape.
+    """
 
     name: str
     node: Node
     weight: Tensor
-    block: tuple[int, int]
+    block: tuple[int, int] | None
     backward: str | None
     impl: str
     mask: Tensor | None
@@ -47,9 +53,15 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                     made = mask if mask.target is BLOCK_INDEX else None
                     yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", _value(gm, mask), _kept(gm, made))
             elif node.target in LINEARS or node.target in CONVOLUTIONS:  # multiplies by W∘M, which the graph computes
-                made = next((n for n in behind(weight_arg(node)) if n.target is BLOCK_INDEX), None)
-                if made is not None:
-                    given: Any = made.args
+                given: Any
+                read = weight_arg(node)
+                made = next((n for n in behind(read) if n.target is BLOCK_INDEX), None)
+                if made is None and isinstance(read, Node) and read.target in ELEMENTWISE:
+                    given, (w_at, mask_at) = read.args, ELEMENTWISE[read.target]
+                    name, weight = _weight(model, prefix, gm, node, given[w_at], comes_in)
+                    yield Inside(name, node, weight, None, None, "masked_dense", None if mask_at is None else _value(gm, given[mask_at]), None)
+                elif made is not None:
+                    given = made.args
                     name, weight = _weight(model, prefix, gm, node, given[0], comes_in)
                     yield Inside(name, node, weight, (given[3], given[4]), None, "reference", _value(gm, made), _kept(gm, made))
 

@@ -128,3 +128,20 @@ def test_a_weight_that_the_graph_computes_counts_as_one_whose_mask_is_not_known(
     assert (made["impl"], made["why"]) == ("auto", "the graph computes its weight")
     elements = [report.summary[k] for k in ("weight elements in linears", "of them in kept blocks", "of them under masks that nobody knows here")]
     assert elements == [2 * 64 * 64, 64 * 64 // 2, 64 * 64]
+
+
+@pytest.mark.parametrize("options", [{}, dict(mode="sr-ste"), dict(mode="learned")])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_masks_of_single_elements_are_seen_in_a_trace(options, frozen):
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(sizes=(64, 32, 16)), fxmask.NMMask(2, 4, **options))
+    if frozen:
+        fxmask.freeze(model)
+    gm = traced(model, torch.randn(4, 64))
+    report = fxmask.explain(gm)
+    columns = ("name", "masked", "reason", "block")
+    assert rows(gm, columns) == [("0", True, IN_TRACE, "N:M"), ("2", True, IN_TRACE, "N:M")] and len(report.rows) == 2
+    assert {row["achieved_ratio"] for row in report.rows} == {0.5 if frozen else None}  # ranks are many ops of the graph, a frozen mask is a constant
+    assert report.summary["of them in kept blocks"] == (64 * 32 + 32 * 16) // 2 * frozen
+    with pytest.raises(StateError, match="masks of this model are part of its trace"):
+        fxmask.masks(gm)
