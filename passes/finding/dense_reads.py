@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import LINEARS, behind, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
 from ..graphs.graph_site import graph_weights
 from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
@@ -46,10 +47,17 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
             made[node] = given[node]
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
-        elif (inputs or node.op == "call_function") and all(n in made for n in inputs):
+        elif (inputs or node.op == "call_function") and all(n in made for n in inputs) and not _is_layer(gm, node):
             weights, turned = joined(made[n] for n in inputs)
             made[node] = weights, turned or is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
     return made
+
+
+def _is_layer(gm: GraphModule, node: Node) -> bool:
+    """Whether a node is a layer's own call, of a Linear or an Embedding: what it makes, of a table or of positions, is no weight any more."""
+    if node.op == "call_module":
+        return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or str(node.target).partition(".")[0] in (PRUNED, DROPPED)
+    return last_name(node) in ("linear", "masked_linear", "embedding")
 
 
 def _is_fact(node: Node) -> bool:
