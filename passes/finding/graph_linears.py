@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import bodies_of, found_at, is_trainable
 from ..infra import recorded_value
@@ -55,6 +55,8 @@ def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set
 def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str]) -> list[Candidate]:
     """Linear calls of one graph, grouped by weight and name. `comes_in`: see `regions.incoming`."""
     by_key: dict[Any, Candidate] = {}
+    made = made_of_weights(gm, {n: ((n,), False) for n in gm.graph.nodes if is_trainable(gm, n)})
+    constants = {n for n, (trained, _) in made.items() if not trained}
     for node in gm.graph.nodes:
         if node.op == "call_module":
             m, target = gm.get_submodule(str(node.target)), str(node.target)
@@ -64,7 +66,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = (id(m.weight), target)
         elif node.op == "call_function" and node.target in LINEARS:
-            key, new = _function_candidate(prefix, gm, node, comes_in)
+            key, new = _function_candidate(prefix, gm, node, comes_in, constants)
         else:
             continue
         by_key.setdefault(key, new).nodes.append(node)
@@ -72,7 +74,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
     return [*by_key.values(), *_inside_calls(prefix, gm, known)]
 
 
-def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str]) -> tuple[Any, Candidate]:
+def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node]) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
     arg = weight_arg(node)
     owner, types = call_stack(node)
@@ -90,8 +92,8 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         shown = layer_name(lifted) if lifted else join(prefix, name)
         new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
         new.call = "" if lifted else join(prefix, node.name)
-        if not any(n.op == "placeholder" or is_trainable(gm, n) for n in behind(arg)):
-            new.skip = CONSTANT
+        if arg in constants:
+            new.skip, new.sized = CONSTANT, isinstance(value, Tensor)
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
         else:
@@ -99,7 +101,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         key = arg
     if not new.problem and weight.dim() != 2:
         new.skip = f"its weight has {weight.dim()} axes"
-    elif not new.problem:
+    elif not new.problem and new.sized:
         new.stand_in()
     return key, new
 

@@ -202,6 +202,18 @@ def test_a_complex_weight_that_a_graph_makes_is_refused_as_others_are():
         fxmask.apply(gm, ratio=0.75)
 
 
+class Dequantised(OfTable):
+    def forward(self, x):
+        x = self.fc(x)
+        return F.linear(x, (self.table.to(x.dtype) * 2).to(x.device))
+
+
+def test_a_constant_that_a_trace_casts_to_an_inputs_dtype_stays_one():
+    with pytest.warns(fxmask.FxMaskWarning, match="linear stays dense: its weight is a constant, not a parameter"):
+        gm = fxmask.apply(fx.symbolic_trace(Dequantised()), ratio=0.75)
+    assert sorted(fxmask.masks(gm)) == ["fc.weight"]
+
+
 class Maker(nn.Module):
     def __init__(self):
         super().__init__()
