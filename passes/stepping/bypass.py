@@ -112,7 +112,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a layer's first masked step alone."""
     found = []
     for g in guarded:
-        grad, config = g.weight.grad, g.site._fxmask_config
+        grad, config = g.weight.grad if g.gradient is None else g.gradient, g.site._fxmask_config  # the whole one
         if config.backward != "masked" or g.mask is None or grad is None or not has_values(grad) or grad.layout != torch.strided:
             continue
         if capturing(grad):

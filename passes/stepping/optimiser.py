@@ -91,6 +91,13 @@ def _hide_gradient(g: Guarded, out: Tensor) -> None:
         grad.masked_fill_(out, 0)
 
 
+def _show_gradient(g: Guarded, out: Tensor) -> None:
+    """Make a gradient whole again, unless it was written into since, as by a step that ends with zeros in it."""
+    if g.gradient is not None and g.weight.grad is not None:
+        grad = ranks.part(g.weight.grad)
+        grad.copy_(torch.where(out & ((grad == g.gradient) | out).all(), g.gradient, grad))
+
+
 def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[..., Any]:
     """A step's closure that hides what it has given of masked blocks, as `before_step` has hidden what was there; it begins with whole gradients."""
     found = [(g, ~_elements(g.mask, g, g.block)) for g in guarded if g.mask is not None and g.before is not None and g.clear and g.policy == "freeze"]
@@ -98,9 +105,7 @@ def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[
     def hidden(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             for g, out in found:
-                if g.gradient is not None and g.weight.grad is not None:
-                    grad = ranks.part(g.weight.grad)
-                    grad.copy_(torch.where(out, g.gradient, grad))
+                _show_gradient(g, out)
         made = closure(*args, **kwargs)
         with torch.no_grad():
             for g, out in found:
@@ -132,8 +137,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
             else:
                 _rest_momenta(optimizer, g, kept, old)
             g.into.copy_(torch.where(kept, ranks.part(g.weight), old))
-            if g.gradient is not None and g.weight.grad is not None:
-                ranks.part(g.weight.grad).copy_(g.gradient)
+            _show_gradient(g, ~kept)
         g.forget()
 
 
