@@ -74,17 +74,26 @@ def joined(made: Iterable[Made]) -> Made:
 
 
 def dense_reads(gm: GraphModule, made: Mapping[Node, Made]) -> Iterator[Read]:
-    """The products that multiply something by what is made of weights alone, for each of these; of weights with each other, and in a linear's weight, none."""
+    """The products that multiply something by what is made of weights alone, for each of these.
+
+    None of weights with each other, and of weights and constants none that make a linear's weight or a vector.
+    """
     linears = (*(weight_arg(n) for n in gm.graph.nodes if n.target in LINEARS), *(w for w, _ in graph_weights(gm)))
     parts = {n for w in linears for n in behind(w)}
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
             added, left = _roles(node, name)
             factors = {n: made.get(n, ((), False)) for n in node.all_input_nodes if n is not added}
-            if node in made and (node in parts or all(weights for weights, _ in factors.values())):
+            if node in made and (node in parts or _is_vector(node, name) or all(weights for weights, _ in factors.values())):
                 continue
             for n, (weights, turned) in factors.items():
                 yield from (Read(w, node, turned or n is left or name in FREE) for w in weights)
+
+
+def _is_vector(node: Node, name: str) -> bool:
+    """Whether a product gives a vector, as the power iterations of spectral norms do."""
+    value = recorded_value(node)
+    return value.dim() < 2 if isinstance(value, torch.Tensor) else name == "mv"
 
 
 def _roles(node: Node, name: str) -> tuple[Any, Any]:

@@ -159,19 +159,6 @@ class Rotated(Layers):
         return F.linear(self.b(x), self.turn.T @ self.a.weight @ self.turn)
 
 
-class OfLayers(Layers):
-    """What layers make of tables and positions, as relative positions are and embeddings of classes; nothing reads their weights but they themselves."""
-
-    def __init__(self):
-        super().__init__()
-        self.c, self.table = nn.Linear(32, 32, bias=False), nn.Embedding(40, 32)
-        self.register_buffer("places", torch.randn(4, 32))
-
-    def forward(self, x):
-        near = torch.einsum("bi,oi->bo", x, self.table(torch.arange(32)))
-        return self.a(x) @ self.b(self.places).T + near[:, :4] + torch.matmul(x, self.c(self.table.weight).T)[:, :4]
-
-
 def traced(model, how):
     return torch.fx.symbolic_trace(model) if how == "symbolic_trace" else torch.export.export(model, (X,)).module()
 
@@ -315,18 +302,6 @@ def test_what_is_no_lost_linear_is_not_told(how):
         gm = fxmask.apply(traced(Quiet(), how), **OPTIONS)
     rows = {r["name"]: r["reason"] for r in fxmask.explain(gm).rows}
     assert rows == {"a": "selected", "b": "selected", "table": "default exclusion: weight tied to an Embedding"}
-
-
-@pytest.mark.parametrize("how", ["symbolic_trace", "export", "backend"])
-def test_what_layers_make_of_tables_is_no_weight(how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FxMaskWarning)
-        if how == "backend":
-            rows = {name: masked for name, (masked, _) in backend(OfLayers(), exclude=()).items()}
-        else:
-            gm = fxmask.apply(traced(OfLayers(), how), exclude=(), **OPTIONS)
-            rows = {r["name"]: r["masked"] for r in fxmask.explain(gm).rows}
-    assert rows == {"a": True, "b": True, "c": True}
 
 
 class ByOp(Layers):
