@@ -153,7 +153,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
             c.skip = read
         elif not isinstance(value, Tensor):
             c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
-        elif why := _of_no_parameter(body, w, real, nn.Linear in types):
+        elif why := _of_no_parameter(body, w, real, nn.Linear in types and param.rpartition(".")[2] == "weight"):
             c.skip = why
         elif weight_problem(value):
             c.problem = weight_problem(value)
@@ -167,7 +167,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 
 
 def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
-    """Why nobody can train a weight: it is a buffer, or made of buffers and inputs alone; else empty, and for a `layer` of a buffer, as `apply` masks it."""
+    """Why nobody can train a weight: it is a buffer, or made of buffers and inputs alone; else empty, and for a `layer`'s own, as `apply` masks it."""
     given = [n for n in behind(w) if n.op == "placeholder"]
     if w in given:
         return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin.get(w)) else ""

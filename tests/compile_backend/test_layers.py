@@ -251,6 +251,22 @@ def test_what_is_made_of_no_parameter_stays_dense_and_says_so():
     assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
 
 
+class Rotated(nn.Linear):
+    def __init__(self):
+        super().__init__(32, 32)
+        self.register_buffer("turn", torch.linalg.qr(torch.randn(32, 32))[0])
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.turn), self.weight, self.bias)
+
+
+def test_a_buffer_beside_a_layers_weight_is_not_the_layers():
+    model = Rotated()
+    with pytest.warns(FxMaskWarning, match="turn stays dense: its weight is a buffer, not a parameter"):
+        text, *_ = graph_of(nn.Sequential(model), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
 class AfterABreak(nn.Module):
     def __init__(self):
         super().__init__()
