@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ CONTAINERS = (dict, list, set, deque)  # with their subclasses, such as an Order
 
 @contextmanager
 def unchanged(root: nn.Module) -> Iterator[None]:
-    """Inside, modules may be changed at will: afterwards every attribute is what it was, what lists and dicts hold too, and so are the random states."""
+    """Inside, modules may be changed at will: afterwards every attribute is what it was, what lists, dicts and objects hold, and so are the random states."""
     modules = list(root.modules())
     before = [(m, dict(m.__dict__)) for m in modules]
     held: dict[int, tuple[Any, Any]] = {}
@@ -40,15 +41,21 @@ def unchanged(root: nn.Module) -> Iterator[None]:
             _refill(container, contents)
 
 
-def _copies(value: Any, held: dict[int, tuple[Any, Any]]) -> None:
-    """Note what a container holds, and the containers in it."""
+def _copies(value: Any, held: dict[int, tuple[Any, Any]], objects: bool = True) -> None:
+    """Note what a container holds, and the containers in it; of an object its attributes, and not of those that it refers to, such as a trainer's."""
     if isinstance(value, tuple):
         for v in value:
-            _copies(v, held)
-    elif isinstance(value, CONTAINERS) and id(value) not in held:
+            _copies(v, held, objects)
+        return
+    if not isinstance(value, CONTAINERS):
+        attributes = None if isinstance(value, (nn.Module, torch.Tensor, ModuleType)) else getattr(value, "__dict__", None)
+        if not objects or type(attributes) is not dict:
+            return
+        value, objects = attributes, False
+    if id(value) not in held:
         held[id(value)] = (value, dict(value) if isinstance(value, dict) else list(value))
         for v in value.values() if isinstance(value, dict) else value:
-            _copies(v, held)
+            _copies(v, held, objects)
 
 
 def _refill(container: Any, contents: Any) -> None:

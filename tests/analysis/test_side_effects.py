@@ -78,6 +78,26 @@ def test_a_model_that_writes_everywhere(training):
     assert type(model.fc.weight.grad) is torch.Tensor and type(model.scale.grad) is torch.Tensor
 
 
+class Remembers(nn.Module):
+    """A table that is made in the first forward and kept by an object, in a list of it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.tables = nn.Linear(16, 16), SimpleNamespace(first=None, all=[])
+
+    def forward(self, x):
+        if self.tables.first is None:
+            self.tables.first = torch.arange(16.0)
+            self.tables.all.append(self.tables.first)
+        return self.fc(x) * self.tables.first * self.tables.all[0]
+
+
+def test_a_table_that_an_object_of_the_model_would_keep():
+    model, x = Remembers(), torch.randn(4, 16)
+    unchanged(model, lambda: analyze(model, x))
+    assert model.tables.first is None and model.tables.all == [] and type(model(x)) is torch.Tensor
+
+
 def test_gradients_that_are_there_stay():
     model, x = SMALL["mixer"][0](), SMALL["mixer"][1]
     model(x).sum().backward()
