@@ -55,11 +55,11 @@ def guard(
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or
     guarded already), UnsupportedError (freeze where masked weights must move; freeze or decay of a weight that another parameter makes; masked_step where it
     says not).
-    Cost: during a step a copy of each guarded weight that has a gradient (under an optimiser that is not PyTorch's, of each), under freeze of its momenta
-    too, and there of masked blocks alone by the kernels of a GPU, and on a CPU of weights of 2^18 elements and more in blocks of 8 columns and more; with
-    masked_step a copy of the kept blocks instead. Between steps nothing, but where the blocks of cached masks lie that a CPU gathers, or masked_step does:
-    8 bytes for each run of 8 elements and more in a row of a block, 24 in ragged columns. One `block_index` a layer without a cached mask; under fully_shard
-    that gathers its weight.
+    Cost: during a step a copy of each guarded weight that has a gradient (under an optimiser that is not PyTorch's, of each), under freeze of its momenta too,
+    and there of masked blocks alone by the kernels of a GPU, and on a CPU of weights of 2^18 elements and more in blocks of 8 columns and more; where momenta
+    are zero while masked a copy of the gradient instead of theirs; with masked_step one of the kept blocks. Between steps nothing, but where the blocks of
+    cached masks lie that a CPU gathers, or masked_step does: 8 bytes for each run of 8 elements and more in a row of a block, 24 in ragged columns. One
+    `block_index` a layer without a cached mask; under fully_shard that gathers its weight.
     Not from a paper: the thesis (Bespalov 2025, listing 5.10) leaves masked weights to the optimiser.
     """
     for name, value, allowed in (("masked_weights", masked_weights, POLICIES), ("returning", returning, RETURNING)):
