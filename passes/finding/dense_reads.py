@@ -47,8 +47,10 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
             made[node] = given[node]
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
-        elif (inputs or node.op == "call_function") and all(n in made for n in inputs) and not _is_layer(gm, node):
+        elif (inputs or node.op == "call_function") and all(n in made for n in inputs):
             weights, turned = joined(made[n] for n in inputs)
+            if weights and _is_layer(gm, node):
+                continue
             made[node] = weights, turned or is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
     return made
 

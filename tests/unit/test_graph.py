@@ -179,9 +179,16 @@ class OfTable(nn.Module):
         return self.fc(x) + F.linear(x, self.table.T * 2)
 
 
-def test_a_weight_that_a_graph_makes_of_constants_is_one():
-    model, x = OfTable(), torch.randn(4, 32)
-    with pytest.warns(fxmask.FxMaskWarning, match="linear_1 stays dense: its weight is a constant, not a parameter"):
+class OfTables(OfTable):
+    def forward(self, x):
+        return self.fc(x) + F.linear(x, F.linear(self.table, self.table))
+
+
+@pytest.mark.parametrize("cls", [OfTable, OfTables])
+@pytest.mark.filterwarnings("ignore:table stays dense:fxmask.FxMaskWarning")
+def test_a_weight_that_a_graph_makes_of_constants_is_one(cls):
+    model, x = cls(), torch.randn(4, 32)
+    with pytest.warns(fxmask.FxMaskWarning, match="linear_[12] stays dense: its weight is a constant, not a parameter"):
         gm = fxmask.apply(torch.export.export(model, (x,)).module(), ratio=0.75)
     assert sorted(fxmask.masks(gm)) == ["fc.weight"]
     assert torch.equal(gm(x), fxmask.apply(model, ratio=0.75)(x))
