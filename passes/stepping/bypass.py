@@ -22,7 +22,7 @@ Found = Iterable[tuple[str, Site, Tensor | None]]
 
 def warn_of_dense_readers(found: Found) -> None:
     """FxMaskWarning, once a layer, where a weight has a gradient though its masked forward has never run: whoever made the gradient read `.weight`."""
-    bypassed = [(name, site) for name, site, w in _suspects(found) if not site._fxmask_told and not _ran_unseen(site, w)]
+    bypassed = [(name, site) for name, site, grad in _suspects(found) if not site._fxmask_told and not _ran_unseen(site, grad)]
     if bypassed:
         for _, site in bypassed:
             site._fxmask_told = True
@@ -36,7 +36,7 @@ def warn_of_dense_readers(found: Found) -> None:
 
 def never_run(found: Found) -> list[str]:
     """Weights with a gradient whose masked forward has not run; that gradient may be older than the masks. Notes nothing, so that a step still warns."""
-    unseen = [(name, site, w.grad) for name, site, w in _suspects(found) if w.grad is not None and not _is_zero(w.grad)]
+    unseen = [(name, site, grad) for name, site, grad in _suspects(found) if not _is_zero(grad)]
     return [name for name, site, grad in unseen if traced_alike(site) is None or (_tells(site, grad) and _as_masked(site, grad) is False)]
 
 
@@ -62,10 +62,10 @@ def warn_of_adapters(model: nn.Module) -> None:
 
 
 def _suspects(found: Found) -> list[tuple[str, Site, Tensor]]:
-    """Trained weights that have a gradient, though no layer that holds them has run its masked forward."""
+    """The gradients of trained weights whose layers have not run their masked forward."""
     known = [(name, site, w) for name, site, w in found if w is not None]
     ran = {id(w) for _, site, w in known if site._fxmask_called}
-    return [(name, site, w) for name, site, w in known if id(w) not in ran and w.is_leaf and w.requires_grad and w.grad is not None]
+    return [(name, site, w.grad) for name, site, w in known if id(w) not in ran and w.is_leaf and w.requires_grad and w.grad is not None]
 
 
 def _is_zero(grad: Tensor) -> bool:
@@ -78,13 +78,13 @@ def _readable(grad: Tensor) -> bool:
     return has_values(grad) and grad.layout == torch.strided and not ranks.is_shard(grad) and not capturing(grad)
 
 
-def _ran_unseen(site: Site, weight: Tensor) -> bool:
+def _ran_unseen(site: Site, grad: Tensor) -> bool:
     """Whether code that the compiler traced for a layer like this one has run it, by which nothing is noted: the gradient tells, where the mode lets it.
 
     Reads the device, once for such a layer.
     """
-    dtype, grad = traced_alike(site), weight.grad
-    if dtype is None or grad is None:
+    dtype = traced_alike(site)
+    if dtype is None:
         return False
     site._fxmask_seen = dtype
     masked = _as_masked(site, grad) if _tells(site, grad) else True
@@ -113,9 +113,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     found = []
     for g in guarded:
         grad, config = g.weight.grad if g.gradient is None else g.gradient, g.site._fxmask_config  # the whole one
-        if config.backward != "masked" or g.mask is None or grad is None or not has_values(grad) or grad.layout != torch.strided:
-            continue
-        if capturing(grad):
+        if config.backward != "masked" or g.mask is None or grad is None or not has_values(grad) or grad.layout != torch.strided or capturing(grad):
             continue
         masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)
         if bool((masked & (ranks.part(grad) != 0)).any()):

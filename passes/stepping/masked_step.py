@@ -64,23 +64,22 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
     four elements divides (`kept_blocks`).
     """
     elementwise.refuse(optimizer, vouched)
-    moving: dict[int, tuple[Guarded, KeptBlocks]] = {}  # layers that share a weight share its mask
+    moving: dict[int, tuple[Guarded, Tensor, KeptBlocks]] = {}  # with the gradient; layers that share a weight share its mask
     for g in guarded:
-        g.mask = None
-        if g.weight.grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
+        g.mask, grad = None, g.weight.grad
+        if grad is not None and g.weight.numel() and not g.site._fxmask_softening:  # others are left to the optimiser
             elementwise.refuse_shard(g.name, g.weight)
             g.mask, g.block = mask_of_step(g.site, g.weight), g.site._fxmask_config.block
             count = kept_on_host(g.site)
             if count != g.mask.numel() and id(g.weight) not in moving:
                 asked = None if g.mask.device.type == "cpu" and has_values(g.mask) else count  # a mask that is at hand is looked at
-                moving[id(g.weight)] = g, blocks_of(g, g.mask, asked)
+                moving[id(g.weight)] = g, grad, blocks_of(g, g.mask, asked)
     if not moving:
         return None
     weights = []
-    for g, blocks in moving.values():
-        grad = g.weight.grad
-        if grad is None or grad.layout != torch.strided:
-            what = f"masked_step of a gradient that is no plain tensor: expected torch.strided, got {None if grad is None else grad.layout}."
+    for g, grad, blocks in moving.values():
+        if grad.layout != torch.strided:
+            what = f"masked_step of a gradient that is no plain tensor: expected torch.strided, got {grad.layout}."
             raise UnsupportedError(message(what, g.name, "leave masked_step out."))
         small = nn.Parameter(blocks.gather(g.weight.detach()))
         small.grad = blocks.gather(grad.detach())
