@@ -259,7 +259,7 @@ def _is_no_step(optimizer: Optimizer) -> bool:
     """
     made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
     inside = sum(o is optimizer for o in other_steps.under_way()) > 1
-    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in other_steps.frames())
+    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in elementwise.frames())
 
 
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:

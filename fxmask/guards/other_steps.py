@@ -6,10 +6,8 @@ own where the guarded optimiser neither stepped inside of it nor runs around it,
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.tensors import capturing
 from ..passes.state.weak_sets import alive
-from ..passes.stepping.elementwise import STEP
+from ..passes.stepping.elementwise import STEP, frames
 from ..passes.stepping.held import has_closure, ids_of
 
 if TYPE_CHECKING:
@@ -104,14 +102,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _counted(handle: GuardHandle) -> tuple[int, int | None]:
     return handle.steps, handle._captures
-
-
-def frames() -> Iterator[FrameType]:
-    """What is running, from here outwards."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def under_way() -> Iterator[Optimizer]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import cache
+from itertools import dropwhile
 from types import FrameType
 from typing import Any
 
@@ -67,6 +69,14 @@ def refuse_shard(name: str, weight: Tensor) -> None:
 STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that runs the hooks of a step
 
 
+def frames() -> Iterator[FrameType]:
+    """What is running, from here outwards."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 @cache
 def _codes() -> tuple[Any, Any]:
     """Code objects of the frames that enter compiled code, and of those that enter what `torch.compiler.disable` leaves out."""
@@ -75,12 +85,8 @@ def _codes() -> tuple[Any, Any]:
 
 def _in_compiled_code() -> bool:
     """Whether the step that runs was called from compiled code. Asked inside a hook, which the compiler leaves alone: so nothing else knows."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not STEP:
-        frame = frame.f_back
-    while frame is not None and frame.f_code not in _codes():
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _codes()[0]
+    around = dropwhile(lambda frame: frame.f_code is not STEP, frames())
+    return next((frame.f_code for frame in around if frame.f_code in _codes()), None) is _codes()[0]
 
 
 def refuse_call(optimizer: Optimizer, closure: bool, hook: int) -> None:
