@@ -49,7 +49,8 @@ class GuardHandle:
         self._hooks: list[Any] = []
         self._scheduled: list[Scheduled] = [(m, m.__dict__["_fxmask_pruning_given"]) for _, m in scheduled_layers(model)]
         self._pruned: list[nn.Module] = []  # those of them that this guard counts for
-        self.masked_step, self._under_way = masked_step, None  # type: bool | str, kept_alone.Step | None
+        self.masked_step = masked_step
+        self._under_way: kept_alone.Step | None = None
         self._guarded, self._followed, self._others = held
         self._choice, self._returning, self._token = choice, returning, object()
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
@@ -109,8 +110,7 @@ class GuardHandle:
     def _let_go(self) -> None:
         """Leave alone what was restored."""
         ours = [g for g in self._guarded if self._is_ours(g.site)]
-        if len(ours) < len(self._guarded):
-            self._lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
+        self._lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
         self._guarded = ours
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
 
@@ -217,20 +217,23 @@ class GuardHandle:
 
     def remove(self) -> None:
         """Take the guard off; masks whose configuration counts steps then want `fxmask.step`. Calling it again changes nothing."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
         other_steps.unwatch(self)
-        for site, weight in [(s, w) for s, w in self._followed if self._is_ours(s)] if self._hooks else []:
-            site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, ()
-            state.note_weight(site, weight)
-        for m in filter(self._counts, self._pruned) if self._hooks else []:
+        for site, weight in self._followed:
+            if self._is_ours(site):
+                site._fxmask_policy, site._fxmask_guard, site._fxmask_announced, site._fxmask_forward = None, None, False, ()
+                state.note_weight(site, weight)
+        for m in filter(self._counts, self._pruned):
             pruning_schedule.follow(m, None)
         self._hooks = []
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         """The optimiser holds the hooks, and they hold the handle: this runs when the optimiser is collected. Not at exit, when PyTorch is half gone."""
-        if not ends():
-            left = [(g.site, g.policy) for g in self._guarded if self._is_ours(g.site)] if self._hooks else []
+        if not ends() and self._hooks:
+            left = [(g.site, g.policy) for g in self._guarded if self._is_ours(g.site)]
             self.remove()
             for site, policy in left:  # nobody has taken it off
                 site._fxmask_was = policy

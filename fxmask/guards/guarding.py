@@ -155,4 +155,4 @@ def _parameters_behind(model: nn.Module, gm: GraphModule, value: object) -> Iter
 def _calls_of(model: nn.Module, called: GraphModule) -> Iterator[tuple[GraphModule, Node]]:
     """(graph, node) of the calls of a graph by others."""
     for _, gm in graph_modules(model):
-        yield from ((gm, n) for n in gm.graph.find_nodes(op="call_module") if gm is not called and gm.get_submodule(str(n.target)) is called)
+        yield from ((gm, n) for n in gm.graph.find_nodes(op="call_module") if gm.get_submodule(str(n.target)) is called)
