@@ -8,11 +8,10 @@ from torch import nn
 
 from ..kernels.errors import first_of, message, warn
 from ..passes.finding.candidate import join
+from ..passes.finding.conv import KINDS
 from ..passes.stepping.guarded_weight import Guarded
 from ..sites import SELECTED, read_dense
 from ..swap import MaskedLayer, unmasked
-
-KINDS = (nn.Linear, nn.Conv2d)
 
 
 def warn_of_lost(model: nn.Module) -> None:
