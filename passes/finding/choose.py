@@ -54,24 +54,22 @@ def choose(
     decisions, asked = [], _asked_in_vain(found, [*(included or []), *overridden])
     for c in found:
         reason = _why_not(c, included, excluded, defaults)
-        chosen: WeightMask | None = config
+        chosen, off = config, False
         for pattern, change in changes.items():
             if matches(pattern, c):
-                chosen = None if change is False else config.replace(change, f"overrides[{pattern!r}]")
-        if not reason and chosen is None:
+                off = change is False
+                chosen = config if off else config.replace(change, f"overrides[{pattern!r}]")
+        if not reason and off:
             reason = "overrides: False"
-        if not reason and c.skip and not (c.reads_itself and chosen is not None and chosen.read == "weight"):
+        if not reason and c.skip and not (c.reads_itself and chosen.read == "weight"):
             reason = c.skip
             if not c.quiet or id(c) in asked:
                 warn(f"{c.name or 'the model'} stays dense: {reason}.")
         if reason.startswith(DEFAULT) and (exact := exact_name(overridden, c)) is not None:
-            what = f"overrides[{exact!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that."
-            warn(what)
-        if reason:
-            chosen = None
-        elif c.owners and not c.masked and chosen is not None:
+            warn(f"overrides[{exact!r}] names a layer that stays dense by {reason}; a name in include, or exclude=(), lifts that.")
+        if not reason and c.owners and not c.masked:
             chosen = _as_reader(c, chosen)
-        decisions.append(Decision(c, chosen, reason or "selected"))
+        decisions.append(Decision(c, None if reason else chosen, reason or "selected"))
     check_selected(decisions)
     return decisions
 
