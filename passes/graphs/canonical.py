@@ -50,7 +50,7 @@ class Canonicalise(Pass):
             x, right = _given(node, ("input", "self"), ("other", "mat2", "tensor2"))
         elif (function and callee(node) in SUMS) or (method and node.target == "addmm"):
             bias, x, right = _given(node, ("input", "self"), ("mat1",), ("mat2",))
-            if not (isinstance(bias, Node) and _axes(bias) == 1):
+            if not (isinstance(bias, Node) and _value(bias).dim() == 1):
                 return None
         else:
             return None
@@ -88,10 +88,6 @@ def _given(node: Node, *names: tuple[str, ...]) -> list[Any]:
     kwargs = dict(node.kwargs)
     found = [*node.args, *(kwargs.pop(n) for same in names[len(node.args) :] for n in same if n in kwargs)]
     return found if len(found) == len(names) and not kwargs else [None] * len(names)
-
-
-def _axes(node: Node) -> int:
-    return _value(node).dim()
 
 
 def _value(node: Node) -> torch.Tensor:

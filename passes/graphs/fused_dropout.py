@@ -93,20 +93,19 @@ class FuseDropout(Pass):
         dropouts = {n: dropout_before(writes, n) for d, _ in self.chosen if d.candidate.host is gm for n in d.candidate.nodes}
         for d, config in self.chosen:
             for node in d.candidate.nodes if d.candidate.host is gm else []:
-                found = dropouts[node]
-                if config.p is None and found is None:
+                dropout, p = dropouts[node] or (None, config.p)
+                if config.p is None and dropout is None:
                     continue
-                own = config if config.p is not None or found is None else dataclasses.replace(config, p=found[1])
+                own = config if config.p is not None else dataclasses.replace(config, p=p)
                 w, b, origin = linear_parts(gm, node)
-                before = None if found is None else _call(gm, found[0])
-                x = input_arg(node) if found is None else input_arg(found[0])
+                before = None if dropout is None else _call(gm, dropout)
                 site = DroppedCall(own, d.candidate.local, d.candidate.held, origin, before)
-                new = call_site(gm, DROPPED, node, site, (x, w, b))
+                new = call_site(gm, DROPPED, node, site, (input_arg(dropout or node), w, b))
                 replace_node(gm, node, new)
-                if found is not None:
-                    new.meta["dropout"] = found[0].meta
-                if found is not None and not found[0].users:
-                    gm.graph.erase_node(found[0])
+                if dropout is not None:
+                    new.meta["dropout"] = dropout.meta
+                    if not dropout.users:
+                        gm.graph.erase_node(dropout)
                 names.append(d.candidate.name)
         return names
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from ..finding.dense_reads import dense_reads, made_of_weights
 from ..infra import recorded_value
-from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, weight_arg
+from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, layer_name, weight_arg
 from .regions import bodies_of, is_trainable
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
@@ -100,9 +100,9 @@ def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node
     """Products that read a layer's weight and are no linear calls: those that may be linears in other words, and those that read what is masked elsewhere."""
 
     def is_weight(node: Node) -> bool:
-        source = body.origin.get(node)
-        value = None if source is None else real.get(source)
-        return isinstance(value, nn.Parameter) and value.dim() == 2 and source is not None and source_name(source).endswith(".weight")
+        source = body.origin.get(node, node)
+        value = real.get(source)
+        return isinstance(value, nn.Parameter) and value.dim() == 2 and source_name(source).endswith(".weight")
 
     called = {id(c.weight) for c in found.values() if not c.skip}
     weights = {n: ((n,) if is_weight(n) else (), False) for n in body.graph.graph.nodes if is_weight(n) or _is_buffer(body.origin.get(n))}
@@ -133,13 +133,12 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     `packed`: a projection that stays dense, which is apart from linear calls of the same weight. So is `read`: a product that no pass masks, and why.
     """
     source = body.origin.get(w)
-    value = real.get(source) if source is not None else None
+    value = None if source is None else real.get(source)
     if not isinstance(value, Tensor):
         value = recorded_value(w)
     path, types = call_stack(node)
-    stacked = ".".join(filter(None, (path, layer)))
-    param = source_name(source) if source is not None else ""
-    name = (param.removesuffix(".weight") if param != "weight" else "") or stacked or node.name
+    param = "" if source is None else source_name(source)
+    name = layer_name(param) or ".".join(filter(None, (path, layer))) or node.name
     key = id(body.graph), w, packed or bool(read)
     c = found.get(key)
     if c is None:

@@ -22,7 +22,7 @@ from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import grid_shape
 from ...kernels.lists import listed
 from ..finding.choose import Decision
-from ..infra import Pass
+from ..infra import Pass, replace_node
 from ..settings.config import WeightMask
 from ..state.site import stream_of
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, bias_arg, input_arg, place_of
@@ -82,24 +82,20 @@ def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weig
                 given["lists"] = gm.graph.call_function(STRIP_LISTS, (mask, *c.block, c.impl)) if c.impl == "triton" and listed(c.block) else None
             if node.target in LINEARS:
                 args = (input_arg(node), w, bias_arg(node), given["mask"], *c.block, c.backward, None, c.impl, given["lists"])
-                new = gm.graph.call_function(MASKED_LINEAR, args)
-                new.meta = dict(node.meta)
-                node.replace_all_uses_with(new)
-                replaced[node] = new
+                replaced[node] = gm.graph.call_function(MASKED_LINEAR, args)
+                replace_node(gm, node, replaced[node])
             else:
                 if c.backward == "unmasked":
                     reader = getattr(node.target, "__name__", node.target)
                     what = f"{reader} takes the weight of this layer as an argument, and backward='unmasked' needs the layer's own call."
                     raise UnsupportedError(message(what, d.candidate.name, f"overrides={{{d.candidate.name!r}: dict(backward='ste')}}, or exclude it."))
                 if recorded not in given:  # of a part under no_grad, the rest of the graph would get no gradient
-                    given[recorded] = _masked_weight(w, given["mask"], c, (found.shape[0], found.shape[1]))
+                    given[recorded] = _masked_weight(w, given["mask"], c, found.shape)
                 node.replace_input_with(w, given[recorded])
-        if node.target in LINEARS:
-            gm.graph.erase_node(node)
     return replaced
 
 
-def _masked_weight(w: Node, mask: Node, c: WeightMask, shape: tuple[int, int]) -> Node:
+def _masked_weight(w: Node, mask: Node, c: WeightMask, shape: torch.Size) -> Node:
     """W∘M with the mode's gradient."""
     (n, k), (nb, kb) = shape, grid_shape(shape, c.block)
     bh, bw = min(c.block[0], n), min(c.block[1], k)

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
+_BATCH_NORMS = (F.batch_norm, aten.batch_norm.default, torch.batch_norm)
 # target -> (position and name of the training flag, position and name of the probability)
 _FLAGGED: dict[Any, tuple[int, str, int, str]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), (2, "training", 1, "p")),
     **dict.fromkeys((torch.dropout, aten.dropout.default, aten.alpha_dropout.default, aten.feature_dropout.default), (2, "train", 1, "p")),
-    **dict.fromkeys((F.batch_norm, aten.batch_norm.default, torch.batch_norm), (5, "training", -1, "")),
+    **dict.fromkeys(_BATCH_NORMS, (5, "training", -1, "")),
     F.rrelu: (3, "training", -1, ""),
 }
 _ATTENTION = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
@@ -47,9 +48,8 @@ def _frozen(node: Node) -> str:
         training = _argument(node, place, name, True)
         if not isinstance(training, bool) or _argument(node, p_place, p_name, None) == 0:
             return ""
-        statistics = name == "training" and target in (F.batch_norm, torch.batch_norm, aten.batch_norm.default)
-        return "" if statistics and not training else f"as in {'train' if training else 'eval'}"
+        return "" if target in _BATCH_NORMS and not training else f"as in {'train' if training else 'eval'}"
     if target in _ATTENTION:
-        return "drops always" if _argument(node, 4, "dropout_p", 0.0) not in (0, 0.0) else ""
+        return "drops always" if _argument(node, 4, "dropout_p", 0.0) != 0 else ""
     seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return "drawn always" if target in _RANDOM or seeded else ""

@@ -121,7 +121,7 @@ def _rewrite(gm: GraphModule, nodes: list[Node], sections: list[int], target: st
 def _short(args: list[Any]) -> tuple[Any, ...]:
     """The arguments of the op without the last ones that are its defaults: a short graph reads better."""
     for default in (None, "auto", None):
-        if len(args) <= 7 or args[-1] != default:
+        if args[-1] != default:
             break
         args = args[:-1]
     return tuple(args)
