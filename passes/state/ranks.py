@@ -77,11 +77,9 @@ def stepping(optimizer: Optimizer) -> Optimizer:
 
 def at_rest(model: nn.Module) -> None:
     """Have fully_shard put its shards back where a forward left whole weights: the shards are the Parameters that optimisers hold."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    if module is not None:
-        for m in model.modules():
-            if isinstance(m, module.FSDPModule):
-                m.reshard()
+    for m in model.modules():
+        if is_sharded_module(m):
+            m.reshard()  # type: ignore[operator]
 
 
 def is_sharded_module(m: nn.Module) -> bool:

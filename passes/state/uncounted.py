@@ -45,14 +45,15 @@ def nobody_counts(site: Site, weight: Tensor) -> None:
 
 def warn_of_steps(site: Site) -> None:
     """FxMaskWarning where steps would make the ratio, or the phase, another one."""
+    if site._fxmask_is_dense:
+        return
     c, given = site._fxmask_config, site._fxmask_given
     now = c.ratio_at(site._fxmask_step)
-    if not site._fxmask_is_dense and phases.changes_any(given, ("block", "criterion", "ties", "cover")):
+    if phases.changes_any(given, ("block", "criterion", "ties", "cover")):
         what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
         warn(f"{what} (fxmask.step).")
-    if now != given.final_ratio and not site._fxmask_is_dense:
-        what = f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step)."
-        warn(what)
+    if now != given.final_ratio:
+        warn(f"a masked model is evaluated at ratio {round(now, 6)}, not {given.final_ratio}: start or schedule count steps, none was told (fxmask.step).")
 
 
 def is_stale(site: Site, weight: Tensor) -> bool:
