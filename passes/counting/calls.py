@@ -94,6 +94,11 @@ class Call:
         return str(getattr(self.func, "overloadpacket", self.func))
 
     @property
+    def differentiates(self) -> bool:
+        """Whether it is of a backward, and not of a forward that a backward runs again."""
+        return self.backward and not self.recomputed
+
+    @property
     def inputs(self) -> list[Place]:
         return [p for p in tree_leaves((self.args, self.kwargs)) if isinstance(p, Place)]
 

@@ -27,8 +27,7 @@ def mark(works: list[Work], changed: set[str], own: set[str]) -> None:
     for w in works:
         if w.call is not None:
             found.setdefault(id(w.call), []).append(w)
-    calls = [group[0].call for group in found.values()]
-    ran = [c for c in calls if c is not None]
+    ran = [c for group in found.values() if (c := group[0].call) is not None]
     _twice(ran, found)
     _unread(ran, found)
     _sums(ran, found)
@@ -85,7 +84,7 @@ def _unread(calls: list[Call], found: dict[int, list[Work]]) -> None:
     for c in reversed(calls):
         group = found[id(c)]
         standing[id(c)] = is_read(c, lambda r: _gives_value(r, found) and standing.get(id(r), True))
-        if c.is_view or _all_extra(group) or any(w.m for w in group) or not (not c.backward or c.recomputed or not c.inputs):
+        if c.is_view or _all_extra(group) or any(w.m for w in group) or (c.differentiates and c.inputs):
             continue
         between = not c.inputs or (makes_weight(c) and any(p.mask is not None for p in c.inputs))  # a 0 to mask with; what is masked again
         if not (is_read(c, lambda r: False) if between else standing[id(c)]):
@@ -98,7 +97,7 @@ def _sums(calls: list[Call], found: dict[int, list[Work]]) -> None:
     sources: Sources = {}
     masked: set[int] = set()  # storages of gradients that an extra op made
     for c in calls:
-        if not c.backward or c.recomputed or c.is_view:
+        if not c.differentiates or c.is_view:
             continue
         given = [_of(sources, p) for p in c.inputs]
         if c.summed and len(given) == 2 and (given[0] <= given[1] or given[1] <= given[0]) and any(p.storage in masked for p in c.inputs):

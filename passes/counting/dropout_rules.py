@@ -31,8 +31,9 @@ def share(plain: Cost, p: float, dense: bool) -> Cost:
     return Cost(useful, plain.flop_issued if dense else issued, part(plain.reads), plain.writes, part(plain.reads_min), plain.writes_min)
 
 
-def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
+def _work(op: str, call: Call, t: Target, tokens: Place, shape: tuple[int, int], weight: str) -> Work:
     a, (n, k), m, item = call.named, shape, tokens.tokens, tokens.dtype.itemsize
+    bias = a.get("bias") is not None
     p, block, impl = a["p"], (a["block_rows"], a["block_cols"]), implementation(a["impl"], t)
     plain = layer_cost.dense(op, m, shape, item, t.tile, bias=bias).renamed(ROLES[op])
     grid, kernels = a["keep"].shape, impl == "triton" and skips(op, shape, block)
@@ -55,7 +56,7 @@ def _mask(call: Call, t: Target) -> list[Work]:
 @rule("fxmask.dropped_linear")
 def _linear(call: Call, t: Target) -> list[Work]:
     a: dict[str, Any] = call.named
-    found = [_work("forward", call, t, a["x"], a["w"].shape, a["w"].weight, a["bias"] is not None)]
+    found = [_work("forward", call, t, a["x"], a["w"].shape, a["w"].weight)]
     block, grid = (a["block_rows"], a["block_cols"]), a["keep"].shape
     if implementation(a["impl"], t) == "triton" and listed(block) and a["lists"] is None:  # the kernels would have lists of the mask
         made = layer_cost.strip_lists((grid[0] * block[0], grid[1] * block[1]), block)
@@ -66,10 +67,10 @@ def _linear(call: Call, t: Target) -> list[Work]:
 @rule("fxmask.dropped_dx")
 def _dx(call: Call, t: Target) -> list[Work]:
     a = call.named
-    return [_work("dx", call, t, a["gy"], a["w"].shape, a["w"].weight, False)]
+    return [_work("dx", call, t, a["gy"], a["w"].shape, a["w"].weight)]
 
 
 @rule("fxmask.dropped_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
     a = call.named
-    return [_work("dw", call, t, a["gy"], (a["gy"].shape[-1], a["x"].shape[-1]), weight_of_forward(call, "w"), False)]
+    return [_work("dw", call, t, a["gy"], (a["gy"].shape[-1], a["x"].shape[-1]), weight_of_forward(call, "w"))]

@@ -37,11 +37,11 @@ def weight_of_forward(call: Call, name: str) -> str:
     return p.weight if isinstance(p, Place) else ""
 
 
-def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, shape: tuple[int, int], weight: str, bias: bool) -> Work:
+def masked_work(op: str, call: Call, t: Target, x: Place, shape: tuple[int, int], weight: str) -> Work:
     """x: what has the tokens, the input or its gradient."""
-    tokens, dtype = x.tokens, x.dtype
+    a, tokens, dtype = call.named, x.tokens, x.dtype
     block, mode = (a["block_rows"], a["block_cols"]), a["backward"]
-    mask = mask_of(a)
+    mask, bias = mask_of(a), a.get("bias") is not None
     flag = a["dense"]  # of `rigl`: this step's dW is dense
     flagged = flag is not None and flag.mask is not None and flag.mask.values.dim() == 0 and bool(flag.mask.values)
     whole = (op == "dx" and mode == "unmasked") or (op == "dw" and (mode in ("ste", "unmasked") or flagged))
@@ -74,13 +74,13 @@ def masked_work(op: str, call: Call, t: Target, a: dict[str, Any], x: Place, sha
 @rule("fxmask.masked_linear")
 def _linear(call: Call, t: Target) -> list[Work]:
     a = call.named
-    x, w = a["x"], a["w"]
-    work = masked_work("forward", call, t, a, x, w.shape, w.weight, a["bias"] is not None)
-    return [work, *lists_of(call, work, a)]
+    work = masked_work("forward", call, t, a["x"], a["w"].shape, a["w"].weight)
+    return [work, *lists_of(call, work)]
 
 
-def lists_of(call: Call, forward: Work, a: dict[str, Any]) -> list[Work]:
+def lists_of(call: Call, forward: Work) -> list[Work]:
     """The lists that kernels would make in a forward, of a mask that is not cached."""
+    a = call.named
     if forward.impl != "triton" or a["lists"] is not None or not a["mask"].weight:
         return []
     w, block = a["w"], (a["block_rows"], a["block_cols"])
@@ -91,22 +91,19 @@ def lists_of(call: Call, forward: Work, a: dict[str, Any]) -> list[Work]:
 @rule("fxmask.masked_linear_dx")
 def _dx(call: Call, t: Target) -> list[Work]:
     a = call.named
-    gy, w = a["gy"], a["w"]
-    return [masked_work("dx", call, t, a, gy, w.shape, w.weight, False)]
+    return [masked_work("dx", call, t, a["gy"], a["w"].shape, a["w"].weight)]
 
 
 @rule("fxmask.masked_linear_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
     a = call.named
-    gy, x = a["gy"], a["x"]
-    return [masked_work("dw", call, t, a, gy, (gy.shape[-1], x.shape[-1]), a["mask"].weight, False)]
+    return [masked_work("dw", call, t, a["gy"], (a["gy"].shape[-1], a["x"].shape[-1]), a["mask"].weight)]
 
 
 @rule("fxmask.masked_linear_backward")
 def _both(call: Call, t: Target) -> list[Work]:
     a = call.named
-    gy, w = a["gy"], a["w"]
-    return [masked_work(op, call, t, a, gy, w.shape, w.weight, False) for op in ("dx", "dw")]
+    return [masked_work(op, call, t, a["gy"], a["w"].shape, a["w"].weight) for op in ("dx", "dw")]
 
 
 @rule("fxmask.block_index")

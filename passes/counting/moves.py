@@ -76,7 +76,7 @@ def stream_of(call: Call) -> Cost:
         if p.storage in written or (p.storage in known and p.storage not in mutated):
             continue
         written.add(p.storage)
-        name = "y" if not call.backward or call.recomputed else "dw" if phase_of(call) == "dW" else "dx"
+        name = "y" if not call.differentiates else "dw" if phase_of(call) == "dW" else "dx"
         writes[name] = writes.get(name, 0) + (p.bytes if part is None else part)
     for p in call.inputs:
         if p.storage in mutated and p.storage not in written:
@@ -116,7 +116,7 @@ def _mutated(call: Call) -> list[Place]:
 def _input_name(call: Call, p: Place) -> str:
     if p.weight:
         return "mask" if p.dtype == torch.bool else "w"
-    if not call.backward or call.recomputed:
+    if not call.differentiates:
         return "x"
     known = set() if call.forward is None else {q.storage for q in (*call.forward.inputs, *call.forward.outputs)}
     return "saved" if p.storage in known else "dy"

@@ -17,11 +17,11 @@ from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
 def _linear(call: Call, t: Target) -> list[Work]:
     a = call.named
     x, w = a["x"], a["w"]
-    (n, k), bias = w.shape, a["bias"] is not None
     if a["mask"] is not None:
-        work = masked_work("forward", call, t, a, x, w.shape, w.weight, bias)
-        return [work, *lists_of(call, work, a)]
-    cost = layer_cost.dense("forward", x.tokens, (n, k), x.dtype.itemsize, t.tile, bias=bias)
+        work = masked_work("forward", call, t, x, w.shape, w.weight)
+        return [work, *lists_of(call, work)]
+    n, k = w.shape
+    cost = layer_cost.dense("forward", x.tokens, (n, k), x.dtype.itemsize, t.tile, bias=a["bias"] is not None)
     return [Work(call, phase_of(call), EXACT, cost, x.tokens, n, k, 1, x.dtype, elements=n * k, weight=w.weight)]
 
 
