@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
+from ..passes.frames import frames
 from ..passes.state import lost_guards, pruning_schedule, rebuild
 from ..passes.state import site as state
 from ..passes.state.saliency import observe
@@ -262,7 +263,7 @@ def _is_no_step(optimizer: Optimizer) -> bool:
     """
     made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
     inside = sum(o is optimizer for o in other_steps.under_way()) > 1
-    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in elementwise.frames())
+    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())
 
 
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:

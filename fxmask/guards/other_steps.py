@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..kernels.errors import first_of, message, warn
+from ..passes.frames import frames
 from ..passes.state import ranks
 from ..passes.state.lost_guards import KEPT
 from ..passes.state.tensors import capturing
 from ..passes.state.weak_sets import alive
-from ..passes.stepping.elementwise import STEP, frames
+from ..passes.stepping.elementwise import STEP
 from ..passes.stepping.held import has_closure, ids_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ the frames of the call stack: nothing is hooked into the model.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.grid import as_matrix, matrix_shape
+from ..frames import frames
+from ..graphs.graph_calls import BLOCK_INDEX
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
 from .shapes import run
 from .work import weights_gradients
@@ -84,9 +85,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(self._fake_of, (args, kwargs or {}))
-        if getattr(func, "_schema", None) is not None and func._schema.name in SILENT:
+        schema = getattr(func, "_schema", None)  # of a higher-order op there is none
+        if schema is not None and schema.name in SILENT:
             return func(*args, **kwargs)
-        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+        if schema is not None and schema.is_mutable:
             self._keep(func, args, kwargs)
         composite = hasattr(func, "decompose") and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         if composite:
@@ -127,12 +129,12 @@ class Recorder(TorchDispatchMode):
                 t.grad = grad
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, now: int) -> None:
-        places = torch.utils._pytree.tree_map(lambda a: self._place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
+        places = tree_map(lambda a: self._place(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs)))
         node = torch._C._current_autograd_node()
         backward, recomputed = node is not None, node is not None and (torch.is_grad_enabled() or _in_a_call())
         module, kind = self._module()
         call = Call(func, places[0], places[1], [], module, kind, self.node, backward, recomputed)
-        if backward and not recomputed:
+        if call.differentiates:
             call.forward = self._by_seq.get(node._sequence_nr()) if node.name() != "torch::autograd::AccumulateGrad" else None
             if call.forward is not None:
                 call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
@@ -146,7 +148,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(t, Tensor):
                 self._note_origin(call, made, t)
                 call.outputs.append(self._place(t))
-        if backward and not recomputed:
+        if call.differentiates:
             self._of_weights |= {p.storage for p in weights_gradients(call)}
         self.calls.append(call)
         if self.progress is not None:
@@ -155,7 +157,7 @@ class Recorder(TorchDispatchMode):
     def _note_origin(self, call: Call, made: Mask | None, t: Tensor) -> None:
         """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
         key, inputs = storage_of(t), call.inputs
-        of_backward = call.backward and not call.recomputed and made is None
+        of_backward = call.differentiates and made is None
         moved = made is None and any(not p.weight and not p.neutral for p in inputs)
         if moved or (of_backward and key not in {p.storage for p in inputs}):
             self.neutral.discard(key)
@@ -179,7 +181,7 @@ class Recorder(TorchDispatchMode):
 
     def _mask_of(self, func: Any, args: Any, kwargs: Any) -> Mask | None:
         """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
-        if getattr(func, "_schema", None) is None or func._schema.name != "fxmask::block_index":
+        if func is not BLOCK_INDEX:
             return None
         w, keep = args[0], self.values.get(storage_of(args[1]), args[1])
         real = self.real.get(storage_of(w), self._copies.get(storage_of(w)))
@@ -199,7 +201,7 @@ class Recorder(TorchDispatchMode):
     def _module(self) -> tuple[str, str]:
         """Name and class of the innermost module whose call is on the stack, and what the graph says of its node."""
         found: tuple[str, str] | None = None
-        for frame in _frames():
+        for frame in frames():
             if frame.f_code is CALL_CODE:
                 m = frame.f_locals["self"]
                 name = self.modules.get(id(m))
@@ -241,19 +243,12 @@ def _rows_of(mask: Mask, inputs: list[Place], made: Tensor) -> int:
 
 def _in_a_call() -> bool:
     """Whether an op of a backward is of a module's call inside it: a checkpoint's second forward, also where it runs, as custom ops do, without grad mode."""
-    return next((f.f_code is CALL_CODE for f in _frames() if f.f_code in (CALL_CODE, BACKWARD_CODE)), False)
+    return next((f.f_code is CALL_CODE for f in frames() if f.f_code in (CALL_CODE, BACKWARD_CODE)), False)
 
 
 def _by_the_engine() -> bool:
     """Whether no Python code calls an op of a backward, nor a node of autograd that Python code made: the engine sums gradients so, under the node before."""
-    for f in _frames():
+    for f in frames():
         if f.f_code.co_filename not in OURS:
             return f.f_code is BACKWARD_CODE
     return True  # a thread of the engine
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from functools import cache
 from itertools import dropwhile
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +11,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
+from ..frames import frames
 from ..state import ranks
 from .guarded_weight import EVERY
 from .held import find_wrapped
@@ -67,14 +65,6 @@ def refuse_shard(name: str, weight: Tensor) -> None:
 
 
 STEP = Optimizer.profile_hook_step(lambda: None).__code__  # of the frame that runs the hooks of a step
-
-
-def frames() -> Iterator[FrameType]:
-    """What is running, from here outwards."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @cache
