@@ -23,12 +23,13 @@ from ..inputs import selected
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..kernels.grid import grid_shape
 from ..passes.finding.choose import Decision, choose
-from ..passes.finding.patterns import Pattern, as_patterns, matches
+from ..passes.finding.patterns import matches
 from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR
 from ..passes.graphs.lifted import READERS, Body, find_lifted, graphs_of
 from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
+from ..passes.graphs.regions import attribute
 from ..passes.graphs.sunk import sunk
 from ..passes.infra import CleanUp, Pass, run_passes
 from . import backend_watch
@@ -88,7 +89,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
         refuse_steps(config)
     masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
     _refuse_state(masked)
-    told = warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})}, WHERE)
+    told = warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})})
     passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
     for body in bodies:
         run_passes(body.graph, passes)
@@ -96,21 +97,13 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
     words = {id(d): config.words() for d, config in chosen}
-    required = {id(d.candidate.weight) for d in decisions if _wants(o, d)}
+    required = {id(d.candidate.weight) for d in decisions if o.require is True or any(matches(p, d.candidate) for p in o.required)}
     found = _done(decisions, {id(d) for d in done}, words, made)
     return [(name, w, what._replace(told=told, required=id(w) in required)) for name, w, what in found]
 
 
-def _wants(o: Options, d: Decision) -> bool:
-    """Whether `require` wants this linear masked, alone or among others."""
-    return o.require if isinstance(o.require, bool) else any(matches(p, d.candidate) for p in as_patterns("require", o.require) or [])
-
-
-def _done(
-    decisions: list[Decision], masked: set[int], words: Mapping[int, str], made: Mapping[int, tuple[int, ...]] | None = None
-) -> list[tuple[str, Tensor, Done]]:
+def _done(decisions: list[Decision], masked: set[int], words: Mapping[int, str], made: Mapping[int, tuple[int, ...]]) -> list[tuple[str, Tensor, Done]]:
     """For every weight what the graph does to it. `words`: of pruned inputs. Both go by the decision's id, `made` (see `made_of`) by the weight's."""
-    made = made or {}
     names = Counter(n for n, _ in {(d.candidate.name, id(d.candidate.weight)) for d in decisions})
     found: dict[int, tuple[str, Tensor, Done]] = {}
     for d in decisions:
@@ -136,15 +129,11 @@ def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
         given = value
         if isinstance(value, FakeTensor):
             given = getattr(node.meta.get("grapharg"), "example", None)
-            if _is_lifted(node) and (given is None or isinstance(given, FakeTensor)):
+            if any(user.target in LINEARS for user in node.users) and (given is None or isinstance(given, FakeTensor)):
                 what = f"the backend was given no real tensor for {node.name}, as where DDP splits graphs, and cannot tell what fxmask.apply has decided."
                 raise UnsupportedError(message(what, WHERE, "set torch._dynamo.config.optimize_ddp = False, or use fxmask.apply(model, ...) before DDP."))
         found[node] = given
     return found
-
-
-def _is_lifted(node: Node) -> bool:
-    return any(user.target in LINEARS for user in node.users)
 
 
 def _refuse_state(decisions: list[Decision]) -> None:
@@ -178,7 +167,7 @@ def _refuse_transforms(bodies: Sequence[Body]) -> None:
 
 
 def _has_body(gm: GraphModule, node: Node) -> bool:
-    return any(n.op == "get_attr" and isinstance(getattr(gm, str(n.target), None), GraphModule) for n in node.all_input_nodes)
+    return any(n.op == "get_attr" and isinstance(attribute(gm, n), GraphModule) for n in node.all_input_nodes)
 
 
 def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:
@@ -198,8 +187,7 @@ def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> No
     """Count what was masked, or with `alone` pruned; what stays dense unasked is named."""
     left = [d for d in decisions if not any(d is m for m in masked)]
     dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
-    patterns: list[Pattern] = [] if isinstance(o.require, bool) else as_patterns("require", o.require) or []
-    missing = [repr(p) for p in patterns if not any(matches(p, d.candidate) for d in masked)]
+    missing = [repr(p) for p in o.required if not any(matches(p, d.candidate) for d in masked)]
     whole = [d.candidate.name for d in masked if not o.alone and d.config and d.config.ratio > 0 and _keeps_all(d)]
     done = "pruned" if o.alone else "masked"
     if whole:

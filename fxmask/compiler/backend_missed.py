@@ -10,7 +10,7 @@ import gc
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..decided import decided_by_apply, mark_again
 from ..inputs import selected
-from ..kernels.errors import message
+from ..kernels.errors import first_of, message
 from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
 from ..passes.finding.choose import Decision, choose
 from ..passes.finding.find import find
-from ..passes.finding.patterns import as_patterns, matches
+from ..passes.finding.patterns import matches
 from ..passes.finding.plain_forward import computes_linear
 from ..passes.state.ranks import is_shard
 from .backend_options import Options, parse
@@ -75,7 +75,7 @@ def missed(weights: Sequence[Tensor]) -> list[Missed]:
 def _what(o: Options, gaps: Sequence[Decision], required: bool, unknown: bool) -> str:
     names = [d.candidate.name or "the model itself" for d in gaps]
     done = "masked" if any(_is_masked(o, d) for d in gaps) else "pruned"
-    what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} of a model that is compiled by backend='fxmask', and "
+    what = f"an optimiser step has gradients of {first_of(names, 3)} of a model that is compiled by backend='fxmask', and "
     unshown = f"this PyTorch's fully_shard does not show whether graphs have {done} them"
     what += unshown if unknown else "no graph has reached it with them: they are dense so far"
     return what + (f", and require={o.require!r} wants them {done}." if required else ".")
@@ -129,7 +129,7 @@ def _is_masked(o: Options, d: Decision) -> bool:
 
 def _graphs_mask(c: Candidate, unread: bool) -> bool:
     """Whether a graph could mask it. It is given what fully_shard gathers, and follows a forward that was put on an instance, where `apply` can do neither."""
-    given, cls = gathered(c.weight), cast(Any, type(c.module))
+    given, cls = gathered(c.weight), type(c.module)
     if c.problem and (weight_problem(given) if given is not None else not is_unknown(c.weight, unread)):
         return False
     if computed(aliases(c.weight)):  # a forward makes another weight of it, which the graph has met
@@ -139,8 +139,6 @@ def _graphs_mask(c: Candidate, unread: bool) -> bool:
 
 def _is_required(o: Options, decisions: Sequence[Decision], gaps: Sequence[Decision]) -> bool:
     """Whether `require` makes these gaps an error: it is True, or one of its patterns has nothing else."""
-    if isinstance(o.require, bool):
-        return o.require
     left = {id(d) for d in gaps}
-    hits = ([id(d) in left for d in decisions if matches(p, d.candidate)] for p in as_patterns("require", o.require) or [])
-    return any(hit and all(hit) for hit in hits)
+    hits = ([id(d) in left for d in decisions if matches(p, d.candidate)] for p in o.required)
+    return o.require is True or any(hit and all(hit) for hit in hits)

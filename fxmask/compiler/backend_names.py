@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,13 @@ from ..passes.finding.candidate import Candidate, surround
 from ..passes.finding.choose import Decision
 from ..passes.finding.find import find
 from ..passes.finding.patterns import as_patterns
+from ..passes.frames import frames
+from .backend_options import WHERE
 
 CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
-def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], where: str) -> bool:
+def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any]) -> bool:
     """Warn where patterns or `criterion="random"` go by names that are not the model's, and say whether. `options`: the patterns, by the option with them."""
     by_name = [name for name, given in options.items() if any(not isinstance(p, type) for p in as_patterns(name, given) or [])]
     by_name += ["criterion='random'"] if any(d.config is not None and d.config.criterion == "random" for d in decisions) else []
@@ -36,7 +37,7 @@ def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any], whe
         what = f"a graph begins inside of the compiled model, behind a graph break or code that Dynamo skips, and has names of its own: {shown}."
         what += f" {', '.join(by_name)} {'goes' if len(by_name) == 1 else 'go'} by these, alike in all layers that share the graph."
         fix = "remove the break (torch.compile(fullgraph=True) shows it), or use fxmask.apply(model, ...), which knows the whole model."
-        warn(message(what, where, fix))
+        warn(message(what, WHERE, fix))
     return bool(others)
 
 
@@ -50,12 +51,10 @@ def of_model() -> list[Candidate]:
 
 def _compiled_module() -> nn.Module | None:
     """The module whose call is being compiled, by the call itself; None for a function."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in frames():
         m = frame.f_locals.get("self") if frame.f_code in CALLS else None
         if isinstance(m, torch._dynamo.OptimizedModule):
             return m._orig_mod.module if isinstance(m._orig_mod, DistributedDataParallel) else m._orig_mod  # whose forward Dynamo skips
         if isinstance(m, nn.Module) and m._compiled_call_impl is not None:
             return m
-        frame = frame.f_back
     return None

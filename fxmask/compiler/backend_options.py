@@ -8,7 +8,7 @@ from typing import Any
 
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, UnsupportedError, meant, message
-from ..passes.finding.patterns import as_patterns
+from ..passes.finding.patterns import Pattern, as_patterns
 from ..passes.infra import Pass
 from ..passes.settings.activation_pruning import ActivationPruning
 from ..passes.settings.config import WeightMask
@@ -53,6 +53,11 @@ class Options:
     def of_masks(self) -> Mapping[Any, Any] | None:
         """The overrides, without what they say of pruned inputs."""
         return self.overrides if self.activations is None else mask_overrides(self.overrides, self.activations, self.alone)
+
+    @property
+    def required(self) -> list[Pattern]:
+        """The patterns of `require`; none where that is True or False."""
+        return [] if isinstance(self.require, bool) else as_patterns("require", self.require) or []
 
 
 def parse(given: Mapping[str, Any] | None) -> Options:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..decided import decided_by_apply, mark_again
-from ..kernels.errors import StateError, UnsupportedError, message, warn
+from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from ..passes.settings.config import WeightMask
 from .backend_missed import APPLY, CONTAINER, SKIPPED, missed
 from .computed import forget_computed, noting
@@ -164,20 +164,20 @@ def forget(model: torch.nn.Module, weights: Iterable[Tensor]) -> None:
 
 
 def _use(name: str, w: Tensor, done: Done) -> Use:
-    found = _uses.get(w)
+    found: Use | None = _uses.get(w)
     if found is None:
         found = _uses[w] = Use(name)
     found.masks |= done.changes
     found.required |= done.changes and done.required
-    return cast(Use, found)
+    return found
 
 
 def _use_of(w: Tensor) -> Use | None:
     """Of a weight as a model or an optimiser holds it."""
-    found = _uses.get(w)
+    found: Use | None = _uses.get(w)
     if found is None and (whole := gathered(w)) is not None:
         found = _uses.get(whole)
-    return cast("Use | None", found)
+    return found
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -214,8 +214,7 @@ def _note(use: Use, grad: Tensor) -> None:
 def _of_eager_gradients(around: list[Use]) -> None:
     """Of weights whose gradients no masked graph has made. Raises: UnsupportedError where `require` says that they are masked; the step is then not made."""
     names = [u.name for u in sorted(around, key=lambda u: not u.required)]
-    what = f"an optimiser step has gradients of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''} though no masked graph ran since the last one"
-    what += " with gradients on"
+    what = f"an optimiser step has gradients of {first_of(names, 3)} though no masked graph ran since the last one with gradients on"
     why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), or the model was called past its compiled form"
     fix = f"{why}: that is dense; fxmask.apply(model, ...) is masked in eager code, too."
     if any(u.required for u in around):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -53,11 +53,11 @@ def computed(parameters: Iterable[Tensor]) -> dict[Key, Done]:
     """The weights that graphs have made of some of these parameters."""
     found: dict[Key, Done] = {}
     for p in parameters:
-        found |= cast("dict[Key, Done]", _books.get(p) or {})
+        found |= _books.get(p) or {}
     return found
 
 
 def forget_computed(parameters: Iterable[Tensor]) -> None:
     """`apply` has decided about a model of these: what graphs did before is past."""
     for p in parameters:
-        cast("dict[Key, Done]", _books.get(p) or {}).clear()
+        (_books.get(p) or {}).clear()

@@ -23,7 +23,7 @@ def use(name, config=None, reason="", product=False, nodes=(CALL,), weight=W):
 def done(*uses, masked=(), words=None):
     """[(name, what is done)] of the weights, in order."""
     words = {id(u): w for u, w in (words or [])}
-    return [(name, d) for name, _, d in _done(list(uses), {id(u) for u in masked}, words)]
+    return [(name, d) for name, _, d in _done(list(uses), {id(u) for u in masked}, words, {})]
 
 
 def test_a_use_that_stays_dense_says_why_beside_one_that_is_masked():
