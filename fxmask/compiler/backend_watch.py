@@ -48,15 +48,15 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass
 class Use:
-    """How often graphs that mask a weight were called with gradients on, and had been at the last optimiser step; and what the last that ran does to it."""
+    """What graphs do with one weight."""
 
     name: str
-    masks: bool = False  # whether there are such graphs
+    masks: bool = False  # whether any masks it, or prunes the input
     required: bool = False
-    done: Done | None = None
-    calls: int = 0
-    seen: int = 0
-    gradient: weakref.ref[Tensor] | None = None  # which it was then, and its version: several hooks may see one step, and several steps one gradient
+    done: Done | None = None  # by the last that ran
+    calls: int = 0  # of those that mask it, with gradients on
+    seen: int = 0  # how many these were at the last optimiser step
+    gradient: weakref.ref[Tensor] | None = None  # at that step, and its version: several hooks may see one step, and several steps one gradient
     version: int = 0
 
 

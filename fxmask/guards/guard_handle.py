@@ -57,7 +57,7 @@ class GuardHandle:
         self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
         self._model = weakref.ref(model)  # the optimiser must not keep it
         self._missed: set[int] = set()  # ids of sites that a step had no gradient for
-        self._left: list[Guarded] = []  # by masked_step: what an optimiser of somebody's own may move without a gradient, by which blocks are gathered
+        self._left: list[Guarded] = []  # under masked_step: without a gradient nothing is gathered, and an optimiser of somebody's own may move it all the same
         self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(optimizer, returning)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels.errors import FxMaskError, UnsupportedError, message
-from ..finding.candidate import join
+from ..finding.candidate import CHANGED, join
 from ..finding.graph_linears import graph_modules
 from ..graphs.graph_site import GraphSite, graph_sites
 from ..state.site import Site
@@ -28,8 +28,6 @@ from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Recorder
 from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
 from .untouched import plain_ops, unchanged
-
-CHANGED = {"_fxmask_config", "_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}  # attributes of layers whose forward is another now
 
 
 @dataclass

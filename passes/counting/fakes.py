@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...kernels.errors import UnsupportedError, message
-from ..state import pruning_schedule, ranks, tensors
+from ..state import pruning_schedule, tensors
 from ..state.site import Site
 from .calls import typical_mask
 
@@ -45,7 +45,7 @@ class Fakes:
 
     def __call__(self, t: Tensor) -> Tensor:
         if id(t) not in self.made:
-            if ranks.is_shard(t) or is_traceable_wrapper_subclass(t):
+            if is_traceable_wrapper_subclass(t):
                 what = f"analyze runs the model on plain fake tensors: expected none of a wrapper class, got {type(t).__name__}."
                 raise UnsupportedError(message(what, "", "analyse the model before fully_shard, tensor parallelism or quantisation changes its parameters."))
             if nn.parameter.is_lazy(t):

@@ -13,7 +13,7 @@ from ...kernels.errors import ConfigError, UnsupportedError, message
 from ..graphs.graph_calls import path_in_model
 from ..graphs.lifted import source_name
 
-WRAPPERS = ("DistributedDataParallel", "DataParallel")  # forwards go to .module
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}  # where forwards go
 
 
 def arguments(inputs: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -31,12 +31,8 @@ def runnable(model: Any) -> tuple[fx.GraphModule | None, nn.Module]:
         model = model.module()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"analyze takes an nn.Module, an fx.GraphModule or a torch.export.ExportedProgram: got {type(model).__name__}.")
-    while True:
-        inner = getattr(model, "_orig_mod", None) if type(model).__name__ == "OptimizedModule" else None
-        inner = model.module if type(model).__name__ in WRAPPERS else inner
-        if inner is None:
-            break
-        model = inner
+    while (inner := WRAPPERS.get(type(model).__name__)) is not None:
+        model = getattr(model, inner)
     scripted = next((name or "(model)" for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), "")
     if scripted:
         what = "analyze runs Python modules on fake tensors: expected none that torch.jit has compiled."

@@ -16,6 +16,8 @@ IN_PROJ = "its in_proj is a Parameter and no Linear (a torch.export trace shows 
 REPLACED = "its forward was replaced on the instance, and a swapped class would not be called; call fxmask.apply before that"
 OWNER_REPLACED = "its owner reads its weight, and the owner's forward was replaced on the instance; call fxmask.apply before that"
 
+CHANGED = {"_fxmask_config", "_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}  # attributes of layers whose forward is another now
+
 
 @dataclasses.dataclass
 class Candidate:
@@ -29,7 +31,7 @@ class Candidate:
     weight: Tensor
     module: nn.Module | None = None  # of a call in a graph: a stand-in of the same shape, for patterns
     host: GraphModule | None = None
-    local: str = ""  # its name in the graph module that holds the layer, which may lie around `host`, whatever holds that one
+    local: str = ""  # its name in the innermost graph module that holds both `host` and the layer
     nodes: list[Node] = dataclasses.field(default_factory=list)
     weight_path: str | None = None
     weight_node: Node | None = None  # in a Dynamo graph, where the weight is an input
@@ -39,7 +41,7 @@ class Candidate:
     skip: str = ""  # why it is left dense, with a warning; read='weight' lifts it
     quiet: bool = False  # what no user takes for a Linear: skipped without a warning
     masked: bool = False  # already
-    owners: list[nn.Module] = dataclasses.field(default_factory=list)  # they read .weight instead of calling it; a forward of its own is its own reader
+    owners: list[nn.Module] = dataclasses.field(default_factory=list)  # that read .weight instead of calling it; itself, where it has a forward of its own
     tied_embedding: bool = False
     call: str = ""  # of a weight that its graph computes: its call's name, by which `explain` tells several of one module apart once they are masked
     lifted: str = ""  # of a call in the body of a region: the parameter that comes in as its weight, whose layer it is named by

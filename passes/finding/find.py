@@ -14,7 +14,7 @@ from ..graphs.graph_calls import EMBEDDINGS, resolve
 from ..graphs.graph_site import graph_sites
 from ..graphs.regions import incoming
 from ..state.site import Site
-from .candidate import IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
+from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
 from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
@@ -61,9 +61,8 @@ def _in_modules(model: nn.Module, graphs: list[tuple[str, GraphModule]], outside
 def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Module]) -> Candidate:
     linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
     weight = peek_weight(m) if linear else torch.empty(0, 0)
-    swapped = isinstance(m, Site) or not {"_fxmask_pruning", "_fxmask_dropping", "_fxmask_nm"}.isdisjoint(m.__dict__)
     cls: Any = type(m)
-    own = linear and not swapped and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
+    own = linear and CHANGED.isdisjoint(m.__dict__) and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward{_way_out(name, m, problem)}" if own else ""
     writer = next((owner for owner in [*owners, *([m] if own else [])] if writes_to(owner, m)), None)
     if writer is not None:

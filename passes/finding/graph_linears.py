@@ -33,7 +33,7 @@ def around(path: str, graphs: Iterable[tuple[str, GraphModule]]) -> list[tuple[s
 
 
 def name_now(site: Any, path: str, graphs: Iterable[tuple[str, GraphModule]]) -> str:
-    """The name of the layer that a pass has put the module at `path` into a graph for: by where the graph that holds the layer lies now."""
+    """What the layer is called now whose call a pass has replaced by the module at `path`: the graph may lie in other modules since."""
     traces = around(path, graphs)
     holders = (p for p, gm in traces if site._fxmask_held and found_at(gm, site._fxmask_name) is not None)
     return join(next(holders, traces[0][0] if traces else ""), site._fxmask_name)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .lifted import TRANSPARENT, Body, graphs_of
 from .regions import bodies_of
 
-Transposed = Callable[[Body, Node, Node], "Node | None"]  # the parameter whose transpose a node of a graph is, and a user of it reads
+Transposed = Callable[[Body, Node, Node], "Node | None"]  # of a graph, a node and a user of it: the parameter whose transpose the user reads there
 
 
 class _Call(NamedTuple):

@@ -65,12 +65,11 @@ def computed(jobs: Sequence[Job]) -> None:
     """What the device does of a rebuild; all of the masks are built before the first is replaced."""
     for (site, weight, first, step, _, other), (mask, lists) in zip(jobs, _build(jobs), strict=True):
         old = held_mask(site)
+        assert old is not None  # of cached masks
         start_at_zero(site, weight)
-        if site._fxmask_config.gain and other is not None:
-            keep_norm(site, weight, mask, *other)
-        elif site._fxmask_config.gain and old is not None and step:
-            keep_norm(site, weight, mask, old)  # of blocks that had no mask before, all were kept
-        if not first and site._fxmask_flips is not None and old is not None:
+        if site._fxmask_config.gain and (other is not None or step):
+            keep_norm(site, weight, mask, *(other or (old,)))  # of blocks that had no mask before, all were kept
+        if not first and site._fxmask_flips is not None:
             flips = torch.ne(mask, old).sum()
             site._fxmask_flips = site._fxmask_flips.add_(flips) if in_place(site, mask) else site._fxmask_flips + flips
         if site._fxmask_saved is None:

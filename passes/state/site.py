@@ -59,7 +59,7 @@ class Site(nn.Module):
     _fxmask_called: bool  # a forward has used the mask
     _fxmask_told: bool  # the warning of a gradient without such a forward was given
     _fxmask_seen: torch.dtype | None  # of the weight in the last forward: fully_shard may gather it in another than the optimiser holds
-    _fxmask_forward: tuple[Any, ...] | None = ()  # the mask of the only one since a counted step, and of what; None: none so far; (): nobody knows: `remember`
+    _fxmask_forward: tuple[Any, ...] | None = ()  # what the only one since a counted step noted, see `remember`; None before it; () where nobody knows
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.state.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told

@@ -28,7 +28,7 @@ HELD = 8  # elements of a run from which on its place is remembered between step
 def fits(g: Guarded, momenta: Mapping[str, Tensor]) -> bool:
     """Whether a weight and its momenta are gathered: large plain tensors of the host, not in narrow blocks, whose mask nobody rewrites in place."""
     w = g.weight
-    if w.numel() < LARGE or torch.compiler.is_compiling() or g.site._fxmask_in_place or min(g.block[1], matrix_shape(w.shape)[1]) < HELD:
+    if w.numel() < LARGE or g.site._fxmask_in_place or min(g.block[1], matrix_shape(w.shape)[1]) < HELD:
         return False
     plain = type(w) is nn.Parameter and not ranks.is_shard(w) and all(type(t) is Tensor for t in momenta.values())
     return plain and all(t.device.type == "cpu" and t.layout is torch.strided for t in (w, *momenta.values()))

@@ -1,4 +1,4 @@
-"""What an optimiser holds, by identity (parameters may be exchanged for as many others, as training block by block does), wraps, and moves weights by."""
+"""What an optimiser holds, which others it wraps, and by what it moves weights: by identity, as training block by block exchanges parameters."""
 
 from __future__ import annotations
 
