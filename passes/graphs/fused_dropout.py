@@ -51,7 +51,7 @@ def _settings(node: Node) -> tuple[Any, Any, Any]:
 def left_in(gm: GraphModule) -> list[str]:
     """Names of the calls of functions that drop in a graph, but for those that are off."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in (*DROPOUTS, *OTHERS)]
-    return [n.name for n in calls if 0 not in _settings(n)[:2]]
+    return [n.name for n in calls if 0 not in _settings(n)[:2]]  # neither p = 0 nor training = False
 
 
 def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import operator
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -138,5 +137,5 @@ def give_back(gm: GraphModule, node: Node, origin: str, x: Any) -> None:
     replace_node(gm, node, new)
     call_again(gm, new, str(node.target).rpartition(".")[2])  # `call_site` keeps the name
     for left in (*bias, w):
-        if isinstance(left, Node) and not left.users and (left.op == "get_attr" or left.target is operator.getitem):
+        if isinstance(left, Node) and not left.users and left.op == "get_attr":
             gm.graph.erase_node(left)

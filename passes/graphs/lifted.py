@@ -21,7 +21,7 @@ from .regions import bodies_of, is_trainable
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
-# calls that take the weights of Linears as arguments: their signature's names, and the layer's name inside the module that makes the call
+# calls that take the weights of Linears as arguments: the argument's name or place, and the layer's name inside the module that makes the call
 READERS: dict[Any, dict[str, str]] = {
     F.multi_head_attention_forward: {f"{x}_proj_weight": f"{x}_proj" for x in ("out", "q", "k", "v")},
     torch._native_multi_head_attention: {"7": "out_proj"},
@@ -83,10 +83,12 @@ def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping
     """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
     if node.target in LINEARS:
         _add(found, body, node, weight_arg(node), "", real)
-    read = [(w, x) for w, x in _read_weights(node) if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
+    given = _arguments(node) if node.target in READERS else {}
+    read = [(w, layer) for key, layer in READERS.get(node.target, {}).items() if isinstance(w := given.get(key), Node)]
+    read = [(w, x) for w, x in read if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
     for w, layer in read:
         _add(found, body, node, w, layer, real)
-    packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := _arguments(node).get(key), Node)]
+    packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := given.get(key), Node)]
     for w in packed:
         if not any(w is other for other, _ in read):
             _add(found, body, node, w, "in_proj", real, packed=True)
@@ -109,15 +111,6 @@ def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node
     for read in dense_reads(body.graph, made_of_weights(body.graph, weights)):
         if read.as_linear or id(real[body.origin[read.weight]]) in called:
             _add(found, body, read.node, read.weight, "", real, read=f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
-
-
-def _read_weights(node: Node) -> list[tuple[Node, str]]:
-    """The weights of Linears that a call takes as arguments, by position or by name, and what their layers are called."""
-    layers = READERS.get(node.target)
-    if layers is None:
-        return []
-    given = _arguments(node)
-    return [(a, layer) for key, layer in layers.items() if isinstance(a := given.get(key), Node)]
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
