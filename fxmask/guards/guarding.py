@@ -133,10 +133,8 @@ def _makers(model: nn.Module, site: Site) -> Iterator[nn.Parameter]:
     if isinstance(site, MaskedLayer):
         yield from (p for name, p in site.named_parameters() if name != "bias" and not name.startswith(("bias_", "parametrizations.bias.")))
         return
-    for _, gm in graph_modules(model):
-        for call in gm.graph.find_nodes(op="call_module"):
-            if gm.get_submodule(str(call.target)) is site:
-                yield from _parameters_behind(model, gm, call.args[0])
+    for gm, call in _calls_of(model, site):
+        yield from _parameters_behind(model, gm, call.args[0])
 
 
 def _parameters_behind(model: nn.Module, gm: GraphModule, value: object) -> Iterator[nn.Parameter]:
@@ -152,7 +150,7 @@ def _parameters_behind(model: nn.Module, gm: GraphModule, value: object) -> Iter
                 yield from (p for a in call.args[at : at + 1] for p in _parameters_behind(model, outer, a))
 
 
-def _calls_of(model: nn.Module, called: GraphModule) -> Iterator[tuple[GraphModule, Node]]:
-    """(graph, node) of the calls of a graph by others."""
+def _calls_of(model: nn.Module, called: nn.Module) -> Iterator[tuple[GraphModule, Node]]:
+    """(graph, node) of the calls of a module by graphs."""
     for _, gm in graph_modules(model):
         yield from ((gm, n) for n in gm.graph.find_nodes(op="call_module") if gm.get_submodule(str(n.target)) is called)

@@ -17,11 +17,6 @@ from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
 LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")
 
 
-def _is_known(call: Call) -> bool:
-    tags = getattr(call.func, "tags", ())
-    return call.op in KNOWN or torch.Tag.pointwise in tags
-
-
 def work_of(call: Call, target: Target) -> list[Work]:
     """The cost of a call, by its rule; of an op without a rule its bytes, each once, and whether it is known to have no products."""
     if call.is_view or call.op in NOTHING:
@@ -29,7 +24,7 @@ def work_of(call: Call, target: Target) -> list[Work]:
     found = RULES.get(call.op)
     if found is not None:
         return found(call, target)
-    known = _is_known(call)
+    known = call.op in KNOWN or torch.Tag.pointwise in getattr(call.func, "tags", ())
     cost = stream_of(call)
     if known and target.elementwise:
         n = max([p.numel for p in (*call.inputs, *call.outputs)], default=0)

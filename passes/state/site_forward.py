@@ -36,7 +36,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         refuse_wrapped(site._fxmask_name, weight)
     if not torch.compiler.is_compiling():
         _refuse_ensemble(site, weight)
-        _check_ranks(site, weight)
+        if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
+            check_agreed(site, weight)
         site._fxmask_called, site._fxmask_seen = True, weight.dtype
         noted.note(site)
     else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
@@ -149,11 +150,6 @@ def _refuse_ensemble(site: Site, weight: Tensor) -> None:
     if site._fxmask_mask is not None and not still and is_ensemble(weight):
         what = "vmap over the weights of a layer with a cached mask would give all of them this model's mask: expected each weight to have its own."
         raise UnsupportedError(message(what, site._fxmask_name, "use refresh=1, which builds a mask from each weight; or run the models one by one."))
-
-
-def _check_ranks(site: Site, weight: Tensor) -> None:
-    if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # that may gather in another dtype
-        check_agreed(site, weight)
 
 
 def refuse_lost(site: Site, weight: Tensor | None = None) -> None:
