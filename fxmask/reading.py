@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType
+from itertools import takewhile
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .kernels.errors import StateError, message, warn
+from .passes.frames import frames
 
 if TYPE_CHECKING:
     from .swap import ReadWeight
@@ -32,7 +33,7 @@ def is_read(m: ReadWeight) -> bool:
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_refuse_part)
         return False
-    return torch._C._current_graph_task_id() != -1 and _is_part(_callers(inspect.currentframe()))
+    return torch._C._current_graph_task_id() != -1 and _is_part(_callers())
 
 
 def _is_part(calls: Iterable[Called]) -> bool:
@@ -43,18 +44,16 @@ def _is_part(calls: Iterable[Called]) -> bool:
     return part
 
 
-def _callers(frame: FrameType | None) -> Iterator[Called]:
+def _callers() -> Iterator[Called]:
     """As far as the backward that has called this, for a checkpoint."""
-    while frame is not None and frame.f_globals.get("__name__") != "torch.autograd.graph":
-        yield frame.f_code, frame.f_globals
-        frame = frame.f_back
+    return ((f.f_code, f.f_globals) for f in takewhile(lambda f: f.f_globals.get("__name__") != "torch.autograd.graph", frames()))
 
 
 def _refuse_part(context: Any) -> None:
     """The same of code that is being compiled, as an error: compiled code cannot look for it, and serves all calls outside of a forward alike."""
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     compiled = _compiled(tx)
-    if torch._C._current_graph_task_id() != -1 and _is_part([*compiled, *_callers(inspect.currentframe())]):
+    if torch._C._current_graph_task_id() != -1 and _is_part([*compiled, *_callers()]):
         what = "compiled code reads a masked weight for a forward that has ended: expected eager code in a checkpoint."
         fix = "leave that code eager, or compile a checkpoint's whole model; or let the method call the layer instead of reading its weight."
         raise StateError(message(what, "a module that reads a weight", fix))
