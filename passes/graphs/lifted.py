@@ -153,7 +153,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
             c.skip = f"its weight has the shape {tuple(value.shape)}"
         elif body.closed:
             c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
-        if isinstance(value, Tensor) and not packed and not c.problem and not c.skip:
+        else:
             c.stand_in()
     c.nodes.append(node)
 

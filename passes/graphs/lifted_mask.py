@@ -43,22 +43,14 @@ class MaskLifted(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         here = [(d, d.config) for d in self.decisions if d.candidate.host is gm and d.config is not None]
-        sections = _sections(gm, [d for d, _ in here])
+        uses, writes = [(d.candidate.nodes, w) for d, _ in here if (w := d.candidate.weight_node) is not None], Writes(gm)
+        # of each use a number that is equal where one mask serves, and one that is equal where one W∘M does
+        sections = [(writes.sections(nodes, w, MODE), writes.sections(nodes, w, MODE, GRADS)) for nodes, w in uses]
         for (d, config), (masks, weights) in zip(here, sections, strict=True):
             new = _rewrite(gm, d, config, masks, weights)
             for other in self.decisions:  # the weight of another linear may be what this one gives
                 other.candidate.weight_node = new.get(other.candidate.weight_node, other.candidate.weight_node)
         return [d.candidate.name for d, _ in here]
-
-
-def _sections(gm: GraphModule, decisions: list[Decision]) -> list[tuple[list[int], list[int]]]:
-    """For each use of each weight: a number that is equal where one mask serves, and one that is equal where one W∘M does."""
-    writes, found = Writes(gm), []
-    for d in decisions:
-        w, nodes = d.candidate.weight_node, d.candidate.nodes
-        assert w is not None  # of lifted candidates
-        found.append((writes.sections(nodes, w, MODE), writes.sections(nodes, w, MODE, GRADS)))
-    return found
 
 
 def _rewrite(gm: GraphModule, d: Decision, c: WeightMask, masks: list[int], weights: list[int]) -> dict[Node | None, Node]:

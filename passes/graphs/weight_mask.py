@@ -34,14 +34,12 @@ class MaskWeights(Pass):
 
     def run(self, gm: GraphModule) -> list[str]:
         names, writes = [], Writes(gm)
-        here = [d for d in self.decisions if d.candidate.host is gm and d.config is not None]
-        sections = [writes.sections(c.nodes, c.weight if c.weight_path else weight_arg(c.nodes[0])) for c in (d.candidate for d in here)]
-        for d, same in zip(here, sections, strict=True):
-            c = d.candidate
-            assert d.config is not None
+        here = [(d.candidate, d.config, d.own) for d in self.decisions if d.candidate.host is gm and d.config is not None]
+        sections = [writes.sections(c.nodes, c.weight if c.weight_path else weight_arg(c.nodes[0])) for c, _, _ in here]
+        for (c, config, own), same in zip(here, sections, strict=True):
             stream = self.stream_names.get(id(c.weight), c.param_name)
             local = c.weight_path or f"{c.nodes[0].name}.weight"  # a name inside this graph module, whatever holds it
-            site = GraphSite(d.config, local, c.weight, c.weight_path, stream, d.own).train(gm.training)
+            site = GraphSite(config, local, c.weight, c.weight_path, stream, own).train(gm.training)
             self.made.append(site)
             _rewrite(gm, c.nodes, same, _add_site(gm, local.removesuffix(".weight"), site), site)
             names.append(c.name)

@@ -174,7 +174,6 @@ def install(site: Site, config: WeightMask, name: str, weight: Tensor, stream_na
     site._fxmask_policy, site._fxmask_guard, site._fxmask_choice, site._fxmask_was = None, None, "auto", None
     site._fxmask_called = site._fxmask_told = site._fxmask_lost = site._fxmask_brought = site._fxmask_loaded = False
     site._fxmask_seen = site._fxmask_restored = site._fxmask_tied = None
-    site._fxmask_forward = ()
     site._fxmask_is_dense, site._fxmask_saved = False, None
     site._fxmask_grown, site._fxmask_own = None, own
     place_on(site, weight.device)

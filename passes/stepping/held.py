@@ -31,7 +31,7 @@ _known: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] = wea
 
 
 def find_wrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimiser, and those that it wraps and has step parameters of its own, as SAM and Lookahead do, whose momenta are there.
+    """The optimiser, and those that it has step parameters of its own, as SAM and Lookahead do: the momenta are theirs.
 
     Looked for among its attributes, and in lists, tuples and dicts of these. Kept for `with_wrapped`; cost: host work a parameter of those that wrap some.
     """
