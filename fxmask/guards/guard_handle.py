@@ -132,7 +132,8 @@ class GuardHandle:
 
     def _look_for_replaced(self) -> None:
         """Once for each layer: those of a branch that does not always run have no gradient, either."""
-        suspects = [g for g in replaced.without_gradient(self._guarded) if id(g.site) not in self._missed]
+        missing = [g for g in self._guarded if g.weight.grad is None and g.weight.requires_grad]  # all that a step sees of a layer that is gone
+        suspects = [g for g in missing if id(g.site) not in self._missed]
         self._missed.update(id(g.site) for g in suspects)
         if suspects and (model := self._model()) is not None:
             replaced.warn_of_replaced(model, suspects)
@@ -257,13 +258,12 @@ def _none() -> None:
 
 
 def _is_no_step(optimizer: Optimizer) -> bool:
-    """Whether another step of this optimiser is running, that of a subclass which calls super().step(): the outermost alone is a step.
+    """Whether another step of this optimiser is running: the outermost alone is a step.
 
     Nor is the one of lr 0 and zero gradients that torch.distributed.checkpoint.state_dict takes to make an optimiser's state before it loads one.
     """
     made = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
-    inside = sum(o is optimizer for o in other_steps.under_way()) > 1
-    return inside or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())
+    return other_steps.is_nested(optimizer) or any((f.f_globals.get("__name__"), f.f_code.co_name) == made for f in frames())
 
 
 def handles_of(optimizer: Optimizer) -> list[GuardHandle]:

@@ -74,9 +74,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         seen = _seen[optimizer] = Seen(ids, _times, weakref.WeakSet(found))
     if not seen.guards:
         return
-    stepping = [*under_way()]
-    if sum(o is optimizer for o in stepping) > 1:  # of a subclass that calls super().step()
+    if is_nested(optimizer):
         return
+    stepping = [*under_way()]
     closure, begun = has_closure(args, kwargs), dict[Any, Begun]()
     for handle in alive(seen.guards):
         if handle in _guards and not any(o is handle.optimizer() for o in stepping):
@@ -87,7 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Warn, once for a guard, of a step of another optimiser's own."""
-    if torch.compiler.is_compiling() or optimizer not in _begun or sum(o is optimizer for o in under_way()) > 1:
+    if torch.compiler.is_compiling() or optimizer not in _begun or is_nested(optimizer):
         return
     for handle, (counted, weights) in _begun.pop(optimizer).items():
         if counted != _counted(handle):
@@ -108,6 +108,11 @@ def _counted(handle: GuardHandle) -> tuple[int, int | None]:
 def under_way() -> Iterator[Optimizer]:
     """The optimisers whose steps are running."""
     return (frame.f_locals.get("self") for frame in frames() if frame.f_code is STEP)  # type: ignore[misc]
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether another step of this optimiser is running: that of a subclass, which calls super().step()."""
+    return sum(o is optimizer for o in under_way()) > 1
 
 
 def _shared(handle: GuardHandle, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ def warn_of_lost(model: nn.Module) -> None:
     now = dict(model.named_modules())
     for prefix, m in model.named_modules():
         names = (join(prefix, name) for name in m.__dict__.get(SELECTED, ()))
-        if found := [name for name in names if isinstance(m := now.get(name), KINDS) and not isinstance(m, MaskedLayer) and m not in unmasked]:
+        if found := [name for name in names if isinstance(layer := now.get(name), KINDS) and not isinstance(layer, MaskedLayer) and layer not in unmasked]:
             what = "masked layers were replaced since fxmask.apply: expected theirs in the model, got layers that it has not seen, which are dense."
             fix = "fxmask.apply(model, ..., include=[...]) for the new layers before fxmask.guard; or replace layers first, then call fxmask.apply."
             warn(message(what, first_of(found), fix))
@@ -31,11 +31,6 @@ def warn_of_dense_owners(model: nn.Module) -> None:
         what = "a module of this model reads the weights of masked layers without their masks: expected fxmask.apply to be given it, got a part without it."
         fix = "fxmask.restore what was masked, then fxmask.apply(model, ..., include=[...]) on the whole model."
         warn(message(what, first_of(found), fix))
-
-
-def without_gradient(guarded: Iterable[Guarded]) -> list[Guarded]:
-    """Weights that should have a gradient and have none, which is all that a step sees of a layer that is gone."""
-    return [g for g in guarded if g.weight.grad is None and g.weight.requires_grad]
 
 
 def warn_of_replaced(model: nn.Module, suspects: Iterable[Guarded]) -> None:
