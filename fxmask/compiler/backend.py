@@ -97,7 +97,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
     _report(decisions if o.alone else masked, pruned if o.alone else done, o)
     words = {id(d): config.words() for d, config in chosen}
-    required = {id(d.candidate.weight) for d in decisions if o.require is True or any(matches(p, d.candidate) for p in o.required)}
+    required = {id(d.candidate.weight) for d in decisions if o.require is True or any(matches(p, d.candidate) for p in o.require_patterns)}
     found = _done(decisions, {id(d) for d in done}, words, made)
     return [(name, w, what._replace(told=told, required=id(w) in required)) for name, w, what in found]
 
@@ -187,7 +187,7 @@ def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> No
     """Count what was masked, or with `alone` pruned; what stays dense unasked is named."""
     left = [d for d in decisions if not any(d is m for m in masked)]
     dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
-    missing = [repr(p) for p in o.required if not any(matches(p, d.candidate) for d in masked)]
+    missing = [repr(p) for p in o.require_patterns if not any(matches(p, d.candidate) for d in masked)]
     whole = [d.candidate.name for d in masked if not o.alone and d.config and d.config.ratio > 0 and _keeps_all(d)]
     done = "pruned" if o.alone else "masked"
     if whole:

@@ -140,5 +140,5 @@ def _graphs_mask(c: Candidate, unread: bool) -> bool:
 def _is_required(o: Options, decisions: Sequence[Decision], gaps: Sequence[Decision]) -> bool:
     """Whether `require` makes these gaps an error: it is True, or one of its patterns has nothing else."""
     left = {id(d) for d in gaps}
-    hits = ([id(d) in left for d in decisions if matches(p, d.candidate)] for p in o.required)
+    hits = ([id(d) in left for d in decisions if matches(p, d.candidate)] for p in o.require_patterns)
     return o.require is True or any(hit and all(hit) for hit in hits)

@@ -55,7 +55,7 @@ class Options:
         return self.overrides if self.activations is None else mask_overrides(self.overrides, self.activations, self.alone)
 
     @property
-    def required(self) -> list[Pattern]:
+    def require_patterns(self) -> list[Pattern]:
         """The patterns of `require`; none where that is True or False."""
         return [] if isinstance(self.require, bool) else as_patterns("require", self.require) or []
 
