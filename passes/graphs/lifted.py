@@ -33,6 +33,7 @@ PACKED: dict[Any, tuple[str, ...]] = {
     torch._native_multi_head_attention: ("5",),
     torch._transformer_encoder_layer_fwd: ("3",),
 }
+PACKS = "the graph packs it from other weights for its attention; use fxmask.apply"
 # bodies that compute what they say, of operands that are passed one by one
 TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
 _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
@@ -85,13 +86,13 @@ def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping
         _add(found, body, node, weight_arg(node), "", real)
     given = _arguments(node) if node.target in READERS else {}
     read = [(w, layer) for key, layer in READERS.get(node.target, {}).items() if isinstance(w := given.get(key), Node)]
-    read = [(w, x) for w, x in read if x[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
+    read = [(w, layer) for w, layer in read if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
     for w, layer in read:
         _add(found, body, node, w, layer, real)
     packed = [a for key in PACKED.get(node.target, ()) if isinstance(a := given.get(key), Node)]
     for w in packed:
         if not any(w is other for other, _ in read):
-            _add(found, body, node, w, "in_proj", real, packed=True)
+            _add(found, body, node, w, "in_proj", real, IN_PROJ if w in body.origin else PACKS, quiet=True)
     for a in node.all_input_nodes if node.target in EMBEDDINGS else ():
         table = real.get(body.origin.get(a, a))
         if isinstance(table, nn.Parameter):
@@ -110,7 +111,7 @@ def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node
     weights = {n: ((n,) if is_weight(n) else (), False) for n in body.graph.graph.nodes if is_weight(n) or _is_buffer(body.origin.get(n))}
     for read in dense_reads(body.graph, made_of_weights(body.graph, weights)):
         if read.as_linear or id(real[body.origin[read.weight]]) in called:
-            _add(found, body, read.node, read.weight, "", real, read=f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
+            _add(found, body, read.node, read.weight, "", real, f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
@@ -120,11 +121,15 @@ def _arguments(node: Node) -> Mapping[str, Any]:
     return {str(i): a for i, a in enumerate(node.args)}
 
 
-def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any], packed: bool = False, read: str = "") -> None:
+def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: str, real: Mapping[Node, Any], skip: str = "", quiet: bool = False) -> None:
     """Note one use of a weight: a linear call, or an argument of a reader (`layer` names it in the module that makes the call).
 
-    `packed`: a projection that stays dense, which is apart from linear calls of the same weight. So is `read`: a product that no pass masks, and why.
+    `skip`: why this use stays dense, apart from the linear calls of the same weight.
     """
+    key = id(body.graph), w, bool(skip)
+    if key in found:
+        found[key].nodes.append(node)
+        return
     source = body.origin.get(w)
     value = None if source is None else real.get(source)
     if not isinstance(value, Tensor):
@@ -132,30 +137,24 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     path, types = call_stack(node)
     param = "" if source is None else source_name(source)
     name = layer_name(param) or ".".join(filter(None, (path, layer))) or node.name
-    key = id(body.graph), w, packed or bool(read)
-    c = found.get(key)
-    if c is None:
-        shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
-        c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, weight_node=w, types=() if layer else types)
-        c.call = node.name if source is None else ""
-        found[key] = c
-        if packed:
-            c.skip, c.quiet = IN_PROJ if source is not None else "the graph packs it from other weights for its attention; use fxmask.apply", True
-        elif read:
-            c.skip = read
-        elif not isinstance(value, Tensor):
-            c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
-        elif why := _of_no_parameter(body, w, real, nn.Linear in types and param.rpartition(".")[2] == "weight"):
-            c.skip = why
-        elif weight_problem(value):
-            c.problem = weight_problem(value)
-        elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
-            c.skip = f"its weight has the shape {tuple(value.shape)}"
-        elif body.closed:
-            c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
-        else:
-            c.stand_in()
-    c.nodes.append(node)
+    shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
+    c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, nodes=[node], weight_node=w, types=() if layer else types, skip=skip, quiet=quiet)
+    c.call = node.name if source is None else ""
+    found[key] = c
+    if skip:
+        return
+    if not isinstance(value, Tensor):
+        c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
+    elif why := _of_no_parameter(body, w, real, nn.Linear in types and param.rpartition(".")[2] == "weight"):
+        c.skip = why
+    elif problem := weight_problem(value):
+        c.problem = problem
+    elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
+        c.skip = f"its weight has the shape {tuple(value.shape)}"
+    elif body.closed:
+        c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
+    else:
+        c.stand_in()
 
 
 def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
