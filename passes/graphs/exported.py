@@ -17,6 +17,7 @@ from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack
 from .graph_site import GraphSite
 from .regions import attribute, incoming
 
+ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
 CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
 ELEMENTWISE = {torch.ops.aten.where.ScalarOther: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
 # W∘M of N:M masks: where the weight and the mask stand among the arguments
@@ -44,10 +45,9 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
     comes_in = incoming(graphs)
     for prefix, gm in graphs:
         for node in gm.graph.nodes:
-            if node.op != "call_function":
-                continue
             if node.target is MASKED_LINEAR:
-                w, mask, rows, cols, backward, impl = (_argument(node, name) for name in ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
+                call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
+                w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
                 if not _of_a_site(gm, mask):
                     name, weight = _weight(model, prefix, gm, node, w, comes_in)
                     made = mask if mask.target is BLOCK_INDEX else None
@@ -64,13 +64,6 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                     given = made.args
                     name, weight = _weight(model, prefix, gm, node, given[0], comes_in)
                     yield Inside(name, node, weight, (given[3], given[4]), None, "reference", _value(gm, made), _kept(gm, made))
-
-
-def _argument(node: Node, name: str) -> Any:
-    """An argument of masked_linear, given by position or by name."""
-    names = [a.name for a in MASKED_LINEAR._schema.arguments]
-    place = names.index(name)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def _of_a_site(gm: GraphModule, mask: Node) -> bool:

@@ -72,8 +72,7 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
     found: dict[Any, Candidate] = {}
     for body in bodies:
         for node in body.graph.graph.nodes:
-            if node.op == "call_function":
-                _add_call(found, body, node, real)
+            _add_call(found, body, node, real)
         _add_dense_reads(found, body, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
