@@ -26,7 +26,7 @@ class Done(NamedTuple):
 
     mask: WeightMask | None = None
     stream_name: str = ""
-    called: bool = True  # not read by something that takes weights as arguments
+    called: bool = True  # by a linear call, and not only an argument of something that takes weights
     activations: str | None = None
     product: bool = False  # with a parameter, and no linear
     dense: str = ""  # why it is not masked, or why one of its uses is not

@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """By which `explain` finds what `apply` has said of it: the calls of one module apart, and apart from a module that is named as a call is."""
+        """By which `explain` finds what `apply` has said of it: with a colon, which no module's name has, the calls of one module are told apart."""
         return f"{self.name}:{self.call.rpartition('.')[2]}" if self.call else self.name
 
 

@@ -24,7 +24,7 @@ class _Call(NamedTuple):
 
 
 def sunk(gm: GraphModule, transposed: Transposed) -> list[Body]:
-    """The graph and the bodies inside it, as `graphs_of` has them, after that. All calls of a body must give it one there, in one form."""
+    """Let them sink; gives the graph and the bodies inside it, as `graphs_of` does. All calls of one body must give it one there, in one form."""
     while True:  # a body in a body is given it by the one around it
         bodies = graphs_of(gm)
         if not any(_sink(inners, calls, transposed) for inners, calls in _calls(bodies)):

@@ -26,7 +26,7 @@ HELD = 8  # elements of a run from which on its place is remembered between step
 
 
 def fits(g: Guarded, momenta: Mapping[str, Tensor]) -> bool:
-    """Whether a weight and its momenta are gathered: large plain tensors of the host, not in narrow blocks, whose mask nobody rewrites in place."""
+    """Whether a weight and its momenta are gathered: large plain tensors of the host, in blocks not too narrow, by a mask that nobody rewrites in place."""
     w = g.weight
     if w.numel() < LARGE or g.site._fxmask_in_place or min(g.block[1], matrix_shape(w.shape)[1]) < HELD:
         return False

@@ -45,15 +45,15 @@ class Guarded:
     block: tuple[int, int] = (1, 1)  # of that mask
     before: Tensor | None = None
     momenta: dict[str, Tensor] = field(default_factory=dict)
-    aside: list[set_aside.Kept] | None = None  # where that was done by kernels, of all weights; `momenta` has the names then, and the tensors themselves
+    aside: list[set_aside.Kept] | None = None  # in place of `before`: what kernels set aside, of all weights; `momenta` are the optimiser's own tensors then
     gathered: gathered.Gathered | None = None  # in place of `before`: what masked blocks held, as `momenta` is then, too
     gradient: Tensor | None = None  # whole, where the step was given that of kept blocks alone
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
     had_gradient: bool = False  # before the step, which may take it away
     by_grad: bool = True  # whether the optimiser surely moves it by its gradient alone
-    stateless: bool = False  # the last step moved the weight, and the optimiser has no state for it; known of a mask by momenta
-    by_momenta: bool = False  # it is one, in some phase
-    found: tuple[Tensor, Any, Any] | None = None  # of what gathers blocks: a cached mask, as it was, and where they lie
+    by_momenta: bool = False  # its mask goes by them, in some phase
+    stateless: bool = False  # such a mask's: the last step moved the weight, and the optimiser has no state for it
+    found: tuple[Tensor, Any, Any] | None = None  # by `gathered.blocks_of`: of which cached mask, what else it holds for, and where the blocks lie
 
     def clears(self, key: str) -> bool:
         """Whether this state is zero while masked."""
