@@ -163,8 +163,8 @@ def test_a_graph_names_what_it_still_calls():
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         apart = torch.export.export(Net(), (torch.randn(4, 32),)).run_decompositions().module()
     assert left_in(apart) == ["native_dropout"]
-    both = fxmask.apply(nn.ModuleDict({"g": trace(Net.forward), "m": nn.Sequential(Net(), nn.Dropout(0.1), nn.Linear(32, 32))}), HERE)
-    assert notes(both)[1:] == ["Dropouts that are left alone: m.0.d."] and notes(both)[0].startswith("Dropouts whose work the next linear does: m.1;")
+    both = fxmask.apply(nn.ModuleDict({"g": trace(Net.forward), "g2": nn.Sequential(Net(), nn.Dropout(0.1), nn.Linear(32, 32))}), HERE)
+    assert notes(both)[1:] == ["Dropouts that are left alone: g2.0.d."] and notes(both)[0].startswith("Dropouts whose work the next linear does: g2.1;")
 
 
 def twice(self, x):
