@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import Made, Read, dense_reads, joined, made_of_weights
 
-NO_LINEARS = ("torch", "operator", "_operator", "math")  # modules whose functions a trace shows as what they are
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 
@@ -39,7 +38,7 @@ def name_now(site: Any, path: str, graphs: Iterable[tuple[str, GraphModule]]) ->
     return join(next(holders, traces[0][0] if traces else ""), site._fxmask_name)
 
 
-def is_plain(m: nn.Module) -> bool:
+def is_plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether replacing the call of a Linear by an op loses nothing: no hooks, no subclass, no parametrisation, no forward of its own."""
     hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
     return type(m) is nn.Linear and not any(hooks) and "weight" in m._parameters and "forward" not in m.__dict__
@@ -60,11 +59,11 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
     for node in gm.graph.nodes:
         if node.op == "call_module":
             m, target = gm.get_submodule(str(node.target)), str(node.target)
-            if not isinstance(m, nn.Linear) or not is_plain(m) or id(m) in outside:
+            if not is_plain(m) or id(m) in outside:
                 continue  # its class is swapped, which keeps hooks and parametrisations
             path, problem = f"{target}.weight", weight_problem(m.weight)
             new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
-            key: Any = (id(m.weight), target)
+            key: Any = target
         elif node.op == "call_function" and node.target in LINEARS:
             key, new = _function_candidate(prefix, gm, node, comes_in, constants)
         else:
@@ -145,7 +144,7 @@ def _inside_calls(prefix: str, gm: GraphModule, known: set[str | None]) -> list[
     made = made_of_weights(gm, _own_weights(gm, "", gm))
     for node in gm.graph.nodes:
         target = node.target
-        if node.op == "call_function" and isinstance(target, FunctionType) and target.__module__.partition(".")[0] not in NO_LINEARS:
+        if node.op == "call_function" and isinstance(target, FunctionType) and target.__module__.partition(".")[0] != "torch":
             for path in (path for n in node.all_input_nodes if n in made for path in made[n][0]):
                 why = f"{target.__name__}() reads it, which the trace keeps as one call"
                 found.setdefault(path, _out_of_reach(join(prefix, path), resolve(gm, path), gm, node, why))
