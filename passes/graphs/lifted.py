@@ -40,11 +40,19 @@ _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this proces
 
 
 class Body(NamedTuple):
-    """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does."""
+    """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does.
+
+    `several`: inputs that come from another place in another call of the same body.
+    """
 
     graph: GraphModule
     origin: dict[Node, Node]
     closed: str = ""
+    several: frozenset[Node] = frozenset()
+
+    def closed_to(self, w: Node) -> str:
+        """What keeps a linear with this weight dense: a body of several layers can have one mask only."""
+        return self.closed or ("a region that is compiled once for several layers" if self.several.intersection(behind(w)) else "")
 
 
 def graphs_of(gm: GraphModule) -> list[Body]:
@@ -54,10 +62,11 @@ def graphs_of(gm: GraphModule) -> list[Body]:
 
 def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
     if id(gm) in found:
-        known = found[id(gm)]
-        if known.origin != origin and not known.closed:  # one body for several layers: it can have one mask only, and so can those inside
-            for body in graphs_of(gm):
-                found[id(body.graph)] = found[id(body.graph)]._replace(closed="a region that is compiled once for several layers")
+        known = found[id(gm)].origin
+        several = {n for n in known.keys() | origin.keys() if known.get(n) is not origin.get(n)}
+        for body in graphs_of(gm) if several else []:  # those inside are called as often
+            same = found[id(body.graph)]
+            found[id(body.graph)] = same._replace(several=same.several | {n for n, source in body.origin.items() if source in several})
         return found
     found[id(gm)] = Body(gm, origin, closed)
     for node, inner, given in bodies_of(gm):
@@ -150,8 +159,8 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         c.problem = problem
     elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
         c.skip = f"its weight has the shape {tuple(value.shape)}"
-    elif body.closed:
-        c.skip = f"it stands in {body.closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
+    elif closed := body.closed_to(w):
+        c.skip = f"it stands in {closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
     else:
         c.stand_in()
 

@@ -56,8 +56,8 @@ def find_lifted_products(bodies: Sequence[Body], real: Mapping[Node, Any]) -> tu
             if (id(body.graph), w) not in found:
                 name = source_name(body.origin[w]) or w.name
                 skip = weight_problem(weights[w]) or larger(node, parts["x"])
-                if not skip and body.closed:
-                    skip = f"it stands in {body.closed}, and would be of another layer or miss a gradient; use fxmask.apply on the model"
+                if not skip and (closed := body.closed_to(w)):
+                    skip = f"it stands in {closed}, and would be of another layer or miss a gradient; use fxmask.apply on the model"
                 types = call_stack(node)[1]
                 new = Candidate(name, name, weights[w], host=body.graph, weight_node=w, types=types, skip=skip, sized=False, product=True)
                 found[id(body.graph), w] = new

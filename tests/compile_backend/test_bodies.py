@@ -1,11 +1,14 @@
 """Products with transposes that Dynamo computes in front of the bodies of checkpoints, conditions and regions."""
 
+import copy
+
 import pytest
 import torch
 from compile_backend.helpers import OPTIONS, compiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fxmask
 from fxmask.errors import FxMaskWarning
 from fxmask.passes.infra import Pass
 
@@ -103,3 +106,27 @@ def test_transposes_in_front_of_a_body_that_several_layers_share(form):
         y = compiled(forward, **OPTIONS, match="matmul")(x)
     assert ("compiled once for several layers" if form == "T" else "it has no linear") in str(caught[-1].message)
     torch.testing.assert_close(y, forward(x))
+
+
+class CalledTwice(nn.Module):
+    """One layer in a region, on an input of the graph and on what it has given."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        region = torch.compiler.nested_compile_region(lambda fc, x: fc(x).relu())
+        return region(self.fc, region(self.fc, x))
+
+
+def test_a_region_that_is_given_one_layer_twice_is_masked():
+    """Also where nobody wants a gradient, in which both calls have one body."""
+    model, x = CalledTwice(), torch.randn(4, 32, requires_grad=True)
+    masked = fxmask.apply(copy.deepcopy(model), **OPTIONS)
+    torch.testing.assert_close(compiled(model, **OPTIONS)(x), masked(x))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model, **OPTIONS)(x), masked(x))
+    report = fxmask.explain(model)
+    assert [(row["name"], row["masked"]) for row in report.rows] == [("fc", True)]
