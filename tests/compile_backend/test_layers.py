@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, Wrap, compiled, graph_of, train
 from sample_models import Residual, Twice, mlp
 from torch import nn
+from torch._higher_order_ops.map import map as over_rows
 from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
@@ -333,3 +334,40 @@ def test_a_linear_whose_weight_another_gives_is_pruned_too(masks):
     (text,) = graph_of(OfAnother(), torch.randn(32, 32), activations=dict(ratio=0.5, block=4), **masks)
     code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     assert sum("lifted_pruning_linear(" in line for line in code) == 4
+
+
+def test_a_leaf_that_is_no_parameter_is_trained_by_somebody():
+    w = torch.randn(32, 32, requires_grad=True)
+    (text,) = graph_of(lambda x, w: F.linear(x, w * 2), torch.randn(4, 32), w, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+class ByBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("scale", torch.ones(32, 32))
+
+    def forward(self, x):
+        return self.other(torch.einsum("bi,oi->bo", x, self.fc.weight * self.scale))
+
+
+def test_a_weight_that_is_multiplied_by_a_buffer_first_is_named():
+    with pytest.warns(FxMaskWarning, match=r"fc stays dense: einsum\(\) reads it, which is no linear call"):
+        compiled(ByBuffer(), **OPTIONS)(torch.randn(4, 32))
+
+
+class MappedCheckpoint(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.other = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.other(over_rows(lambda row: checkpoint(self.fc, row, use_reentrant=False), x))
+
+
+def test_what_keeps_a_body_dense_keeps_those_inside_it():
+    model = MappedCheckpoint()
+    with pytest.warns(FxMaskWarning, match="fc stays dense: it stands in the body of map_impl"):
+        compiled(model, **OPTIONS)(torch.randn(3, 4, 32))
+    assert [row["masked"] for row in fxmask.explain(model).rows] == [False, True]

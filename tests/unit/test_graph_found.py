@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxmask
-from fxmask import BlockDropout
+from fxmask import ActivationPruning, BlockDropout, WeightMask
 from fxmask.errors import StateError, UnsupportedError
 
 DROP = BlockDropout(0.5, (8, 8))
@@ -141,3 +141,51 @@ def test_a_graph_with_a_computed_weight_is_not_masked_twice():
     assert rows(gm) == [("linear", True, None)]
     with pytest.raises(StateError, match="masked already"):
         fxmask.apply(gm)
+
+
+@pytest.mark.parametrize("config", [DROP, ActivationPruning(0.5, 8), WeightMask(0.5, (8, 8))], ids=lambda c: type(c).__name__)
+def test_a_bias_that_is_given_by_name_is_kept(config):
+    class Named(Weights):
+        def forward(self, x):
+            return F.linear(x, self.p, bias=self.p[0])
+
+    gm, x = fxmask.apply(fx.symbolic_trace(Named()), config).eval(), torch.randn(3, 32)
+    w = gm.p * fxmask.masks(gm)["p"].repeat_interleave(8, 0).repeat_interleave(8, 1) if isinstance(config, WeightMask) else gm.p
+    torch.testing.assert_close(gm(x), F.linear(x, w, gm.p[0]))
+
+
+@pytest.mark.parametrize("how", ["symbolic_trace", "export"])
+def test_a_linear_is_not_masked_whose_weight_is_a_bags_table(how):
+    class Bag(Weights):
+        def forward(self, x, rows):
+            return F.linear(x, self.p) + F.embedding_bag(rows, self.p)
+
+    x, rows = torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.long)
+    gm = fx.symbolic_trace(Bag()) if how == "symbolic_trace" else torch.export.export(Bag(), (x, rows)).module()
+    with pytest.warns(fxmask.FxMaskWarning, match="p: default exclusion: weight tied to an Embedding"):
+        fxmask.apply(gm)
+
+
+class Product(nn.Module):
+    def __init__(self, fc):
+        super().__init__()
+        self.__dict__["fc"] = fc  # held elsewhere
+
+    def forward(self, x):
+        return torch.einsum("bi,oi->bo", x, self.fc.weight)
+
+
+def test_the_type_of_what_reads_a_weight_leaves_it_out():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.product = Product(self.fc)
+
+        def forward(self, x):
+            return self.head(self.product(x))
+
+    with pytest.warns(fxmask.FxMaskWarning, match="fc stays dense: einsum"):
+        fxmask.apply(fx.symbolic_trace(Model()))
+    gm = fxmask.apply(fx.symbolic_trace(Model()), exclude=Product)  # a warning would be an error here
+    assert [row["reason"] for row in fxmask.explain(gm).rows if not row["masked"]] == ["in exclude"]
