@@ -76,11 +76,11 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
 def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node]) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
     arg = weight_arg(node)
-    owner, types = call_stack(node)
+    owner, _ = call_stack(node)
     if isinstance(arg, Node) and arg.op == "get_attr":
         path = str(arg.target)
         weight = resolve(gm, path)
-        new = Candidate(join(prefix, layer_name(path)), join(prefix, path), weight, host=gm, weight_path=path, types=types, problem=weight_problem(weight))
+        new = Candidate(join(prefix, layer_name(path)), join(prefix, path), weight, host=gm, weight_path=path, problem=weight_problem(weight))
         new.skip = "" if isinstance(weight, nn.Parameter) else CONSTANT
         key: Any = id(weight)
     else:
@@ -89,7 +89,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         weight = value if isinstance(value, Tensor) else torch.empty(0, 0)
         lifted = comes_in.get(arg, "") if isinstance(arg, Node) else ""
         shown = layer_name(lifted) if lifted else join(prefix, name)
-        new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, types=types, lifted=lifted)
+        new = Candidate(shown, join(prefix, f"{name}.weight"), weight, host=gm, lifted=lifted)
         new.call = "" if lifted else join(prefix, node.name)
         if arg in constants:
             new.skip, new.sized = CONSTANT, isinstance(value, Tensor)

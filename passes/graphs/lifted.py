@@ -134,7 +134,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 
     `skip`: why this use stays dense, apart from the linear calls of the same weight.
     """
-    key = id(body.graph), w, bool(skip)
+    key = w, bool(skip)
     if key in found:
         found[key].nodes.append(node)
         return

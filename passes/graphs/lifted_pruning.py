@@ -43,7 +43,7 @@ Roles = dict[Node, tuple[str, ...]]  # of a product: what its arguments are, `x`
 
 def find_lifted_products(bodies: Sequence[Body], real: Mapping[Node, Any]) -> tuple[list[Candidate], Roles]:
     """The products of a Dynamo graph and of its bodies with what outermost inputs say to be Parameters, one candidate a host and parameter; their roles."""
-    found: dict[Any, Candidate] = {}
+    found: dict[Node, Candidate] = {}
     roles: Roles = {}
     for body in bodies:
         weights = {n: value for n, source in body.origin.items() if isinstance(value := real.get(source), nn.Parameter)}
@@ -53,15 +53,15 @@ def find_lifted_products(bodies: Sequence[Body], real: Mapping[Node, Any]) -> tu
             if not parts:
                 continue
             w, roles[node] = behind[parts["a"]][0], tuple(parts)
-            if (id(body.graph), w) not in found:
+            if w not in found:
                 name = source_name(body.origin[w]) or w.name
                 skip = weight_problem(weights[w]) or larger(node, parts["x"])
                 if not skip and (closed := body.closed_to(w)):
                     skip = f"it stands in {closed}, and would be of another layer or miss a gradient; use fxmask.apply on the model"
                 types = call_stack(node)[1]
                 new = Candidate(name, name, weights[w], host=body.graph, weight_node=w, types=types, skip=skip, sized=False, product=True)
-                found[id(body.graph), w] = new
-            found[id(body.graph), w].nodes.append(node)
+                found[w] = new
+            found[w].nodes.append(node)
     return list(found.values()), roles
 
 
