@@ -312,6 +312,12 @@ def test_encoder_layers_are_timed():
     assert rows["linear1"] == rows["linear2"] == "" and "owner" in rows["self_attn.out_proj"]
 
 
+def test_a_weight_that_is_computed_anew_for_each_call_is_said():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
+    first, second = seen(model, torch.randn(8, 64))
+    assert first.why == "its weight is computed from other parameters: expected a plain one" and second.why == ""
+
+
 class Itself(nn.Linear):
     def __deepcopy__(self, memo):
         return self

@@ -71,6 +71,20 @@ def test_shares_add_up_to_no_more_than_the_step(step):
     assert len(said) == (step == 0.4) and all("took 2.00 times as long" in n and "of dense_ms times 0.50" in n for n in said)
 
 
+def test_a_printed_call_names_no_more_than_four_layers_and_its_arguments_name_all():
+    layers = [layer(name) for name in "abcdefghijk"]
+    found = [timed(layers[:6], 0.1, {(B64, 0.8): 0.05}), timed(layers[6:], 0.1, {(B32, 0.8): 0.05})]
+    (made,) = plans(found, [0.8], 2.0)
+    given = {"found": found, "made": [made], "plan": made, "dense": 2.0, "target": 1.05, "refresh": 10, "options": {"backward": "masked", "impl": "auto"}}
+    given |= {"device": torch.device("cpu"), "loads": (None, None), "cells": [(B64, 0.8)], "notes": [], "took": 1.0, "steps": False, "trials": {}}
+    some = advice_of(nn.Identity(), layers, **given, narrowed=True)
+    call = "fxmask.apply(model, ratio=0.8, block=(64, 64), refresh=10, include={}, overrides=<5 linears, see .arguments>)"
+    assert some.summary["advice"].startswith(call.format("<11 linears, see .arguments>"))
+    assert some.arguments["include"] == list("abcdefghijk") and some.arguments["overrides"] == {name: {"block": B32} for name in "ghijk"}
+    every = advice_of(nn.Identity(), layers, **given, narrowed=False)
+    assert every.summary["advice"].startswith(call.replace(" include={},", ""))
+
+
 def test_rebuilds_are_shared_out_over_the_steps():
     cell = {(B64, 0.8): (Times(0.1, 0.02), Times(0.03, 0.01, rebuild=0.04))}
     assert Timed([layer("a")], Times(0.1, 0.02), cell, 4).gain((B64, 0.8)) == pytest.approx(0.12 / 0.05)

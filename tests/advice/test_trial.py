@@ -63,6 +63,30 @@ def test_a_trial_counts_its_share_of_a_rebuild_and_no_other(monkeypatch, refresh
     assert applied == [{"ratio": 0.5, "block": (32, 32), "refresh": 0, "backward": "ste", "include": ["0"]}]
 
 
+def test_a_trial_that_cannot_be_made_says_why_and_leaves_the_advice_as_it_is(monkeypatch):
+    """No time is left, or the memory does not hold one more model."""
+    monkeypatch.setattr(trial, "step_seconds", lambda *_: {"dense": 2.0, "masked": 1.0})
+    plan, notes = Plan(0.5, {"0": (32, 32)}, 0.001, 2.0), []
+    assert a_trial().of(plan, time.perf_counter() + 0.009, notes) is None and notes == ["The advice was not tried: no time was left."]
+
+    def full(model, **given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trial, "apply", full)
+    said = []
+    assert a_trial().of(plan, time.perf_counter() + 60, said) is None
+    assert said == ["The advice was not tried: the device's memory does not hold the model three times."]
+
+
+def test_a_trial_says_what_its_steps_lose_to_page_faults(monkeypatch):
+    monkeypatch.setattr(trial, "step_seconds", lambda *_: {"dense": 2.0, "masked": 1.0})
+    seen = iter([(1.0, 1.0, 0), (2.0, 2.0, 50_000)])
+    monkeypatch.setattr(trial, "usage", lambda: next(seen))
+    notes: list[str] = []
+    assert a_trial(0).of(Plan(0.5, {"0": (32, 32)}, 0.001, 2.0), time.perf_counter() + 60, notes) == (2.0, 1.0)
+    assert len(notes) == 1 and "page faults" in notes[0]
+
+
 def test_a_dense_step_leaves_no_gradients_behind():
     a = a_trial()
     assert a.dense(0.0) > 0 and all(p.grad is None for p in a.model.parameters())
