@@ -125,6 +125,15 @@ def test_what_masks_keep_does_not_hang_on_the_phases(phases):
     assert part.tables["footprint"][-1]["naive_mask"] == whole.tables["footprint"][-1]["naive_mask"] > 0
 
 
+def test_totals_of_a_run_in_the_thesis_model():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5)
+    report = analyze(model, torch.randn(4, 64), memory_model="thesis", steps=2**18, phases=("fwd",))
+    rows = report.tables["thesis"]
+    assert all((r["steps"], r["total_gib"], r["dense_gib"]) == (2**18, r["total_bytes"] / 2**12, r["dense_bytes"] / 2**12) for r in rows) and rows
+    assert "steps" not in analyze(model, torch.randn(4, 64), memory_model="thesis", phases=("fwd",)).tables["thesis"][0]
+    assert rows[0]["dense_gib"] == 4.5 and "  4.50  " in report.text("thesis")  # 16 KiB of weights, 2 of four samples in and out
+
+
 # ---- phases of a step, and the dense one ---------------------------------------------------------------------------------------------------------------
 
 SYSTEMS = {

@@ -11,6 +11,13 @@ from fxmask.analysis import devices
 from fxmask.kernels import dense_cost, layer_cost
 
 
+@pytest.fixture
+def library():
+    """For ops that go with the test."""
+    with torch.library._scoped_library("fxmask_analysis", "FRAGMENT") as found:
+        yield found
+
+
 def bytes_of(report, op="", column="bytes_min"):
     return {r["phase"]: r[column] for r in report.tables["nodes"] if op in r["op"] and r["phase"] != "opt"}
 
@@ -72,6 +79,38 @@ def test_bytes_of_attention():
     back = next(r for r in report.tables["nodes"] if r["phase"] == "dX" and "attention" in r["op"])
     assert back["bytes_min"] == rows * (4 * q + 4 * kv) + stats  # dY, Q, Y, dQ; K, V, dK, dV
     assert back["flop_executed"] - back["flop"] == 2 * b * h * q * kv * d  # S = Q K^T once more
+
+
+def test_a_batch_of_nothing_moves_its_weights_alone():
+    """No product is left of the masked ops, so nothing is asked of the L2 cache for one, and an operand without a byte has no row."""
+    report = analyze(fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5), torch.randn(0, 64))
+    assert report.summary["flop"]["total"] == 0 and "L2-bound" not in str(report)
+    rows = report.tables["traffic"]
+    assert all(r["bytes_req"] and r["bytes_min"] for r in rows) and {"w", "dw"} <= {r["operand"] for r in rows}
+
+
+def test_an_op_of_the_users_own_writes_nothing_where_it_returns_a_view(library):
+    """A result in a storage of its own is written; one in that of an input is not."""
+    library.define("parts(Tensor(a) x) -> (Tensor(a), Tensor)")
+    library.impl("parts", lambda x: (x[:1], x.sum(0)), "CompositeExplicitAutograd")
+    report = analyze(Apply(lambda x: torch.ops.fxmask_analysis.parts(x)[1]), torch.randn(10, 6), phases=("fwd",))
+    assert bytes_of(report, "fxmask_analysis.parts") == {"fwd": 4 * 10 * 6 + 4 * 6}
+
+
+class Multiplies(nn.Module):
+    """Calls an op of ours itself, with a mask that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 96))
+
+    def forward(self, x, mask):
+        return torch.ops.fxmask.masked_linear(x, self.w, None, mask, 16, 16, "masked")
+
+
+def test_a_mask_that_nobody_knows_is_counted_as_dense():
+    report = analyze(Multiplies(), torch.randn(8, 96, requires_grad=True), torch.zeros(4, 6, dtype=torch.bool))
+    assert {r["phase"]: r["flop"] for r in report.tables["nodes"] if "masked_linear" in r["op"]} == dict.fromkeys(("fwd", "dX", "dW"), 2 * 8 * 64 * 96)
 
 
 def test_bytes_of_an_embedding():

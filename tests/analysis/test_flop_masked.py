@@ -187,3 +187,12 @@ def test_meta_weights_have_the_right_number_of_blocks():
     x = torch.randn(8, 64)
     assert count(meta, x).summary["flop"] == count(real, x).summary["flop"]
     assert any("2 weights have no values" in n for n in count(meta, x).notes) and not any("no values" in n for n in count(real, x).notes)
+
+
+@pytest.mark.parametrize("refresh", [0, 4])
+def test_a_cached_mask_that_went_to_the_meta_device(refresh):
+    """It has no values there: as many blocks as it keeps, wherever they lie."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 96)), ratio=0.75, refresh=refresh).to("meta")
+    report = count(model, torch.empty(8, 64, device="meta"))
+    assert report.summary["flop"]["fwd"] == 2 * 8 * 64 * 96 // 4 and report.summary["params_kept"] == 64 * 96 // 4 + 96
+    assert model[0]._fxmask_mask.is_meta

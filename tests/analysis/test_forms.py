@@ -260,3 +260,9 @@ def test_under_autocast():
         report = analyze(model, x)
     assert {r["dtype_in"] for r in report.tables["nodes"] if r["m"]} == {"bfloat16"}
     assert report.summary["flop"] == analyze(model, x).summary["flop"]
+
+
+def test_progress_is_told_after_every_op():
+    told = []
+    report = analyze(nn.Linear(16, 4), torch.randn(3, 16), progress=told.append)
+    assert told == list(range(1, len(told) + 1)) and len(told) >= len([r for r in report.tables["nodes"] if r["phase"] != "opt"]) > 2

@@ -1,6 +1,7 @@
 """Costs of ops that nobody knows: told of, registered, put right, refused."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -137,6 +138,20 @@ def test_a_cost_may_be_decorated(registries):
     fxmask.register_cost(op)(by_the_input(lambda x_shape: 5 * x_shape[0]))
     report = analyze(model, X)
     assert next(r["flop"] for r in report.tables["nodes"] if r["status"] == "registered") == 15
+
+
+def test_a_cost_may_tell_nothing_of_its_arguments(registries):
+    """As functions of compiled modules do."""
+    model, op, name = custom_op()
+
+    def cost(x_shape, w_shape, scale, out_shape):
+        return 7 * x_shape[0]
+
+    cost.__signature__ = 3
+    with pytest.raises(TypeError, match="__signature__"):
+        inspect.signature(cost)
+    fxmask.register_cost(op)(cost)
+    assert next(r["flop"] for r in analyze(model, X).tables["nodes"] if r["status"] == "registered") == 21
 
 
 @pytest.mark.parametrize("flop", [1.5, True, -1, None, "2"], ids=repr)

@@ -67,6 +67,13 @@ def test_the_long_format(read):
     assert rows[1] == {"id": 1, "kernel": "copy", "range": "", "time_us": 2.0}  # n/a is absent, and so is what was not collected
 
 
+def test_what_the_program_prints_is_left_out_where_it_has_as_many_cells(read):
+    text = long((0, "gemm", TIME, "us", "3"))
+    cells = len(text.splitlines()[0].split('","'))
+    printed = ",".join(["loss 0.5", *["x"] * (cells - 1)]) + "\n"
+    assert [(r["id"], r["kernel"], r["time_us"]) for r in read(text + printed + line(1, 41, "copy", 0, "-", TIME, "us", "4"))] == [(0, "gemm", 3.0), (1, "copy", 4.0)]
+
+
 def test_the_wide_format(read):
     units = {TIME: "ns", READ: "byte", WRITTEN: "Gbyte", L2: "sector", L2_HITS: "%", "launch__grid_size": ""}
     rows = read(wide(units, (3, "a", (), 1500, 4096, 0.5, 8, 75.25, 64), (4, "b", ("step", "blocks.0.fc1"), 1000, "", 0, 0, "nan", 64)))
