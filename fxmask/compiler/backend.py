@@ -25,7 +25,7 @@ from ..kernels.grid import grid_shape
 from ..passes.finding.choose import Decision, choose
 from ..passes.finding.patterns import matches
 from ..passes.graphs.canonical import Canonicalise, transposed
-from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR
+from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR, weight_arg
 from ..passes.graphs.lifted import READERS, Body, find_lifted, graphs_of
 from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
@@ -129,7 +129,7 @@ def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
         given = value
         if isinstance(value, FakeTensor):
             given = getattr(node.meta.get("grapharg"), "example", None)
-            if any(user.target in LINEARS for user in node.users) and (given is None or isinstance(given, FakeTensor)):
+            if any(user.target in LINEARS and weight_arg(user) is node for user in node.users) and (given is None or isinstance(given, FakeTensor)):
                 what = f"the backend was given no real tensor for {node.name}, as where DDP splits graphs, and cannot tell what fxmask.apply has decided."
                 raise UnsupportedError(message(what, WHERE, "set torch._dynamo.config.optimize_ddp = False, or use fxmask.apply(model, ...) before DDP."))
         found[node] = given

@@ -1,16 +1,18 @@
 """Names behind a graph break are those of the submodule where the graph begins: whatever goes by names says so."""
 
+import copy
+import re
 import warnings
 
 import pytest
 import torch
-from compile_backend.helpers import OPTIONS, Wrap, compiled
+from compile_backend.helpers import OPTIONS, Wrap, compiled, failing
 from sample_models import mlp
 from torch import nn
 
 import fxmask
 from fxmask.compiler import backend
-from fxmask.errors import FxMaskWarning
+from fxmask.errors import FxMaskWarning, UnsupportedError
 
 
 class Block(nn.Module):
@@ -203,15 +205,49 @@ def test_the_other_name_of_a_tied_layer_has_no_effect_and_is_told(option):
         compiled(Wrap(model), **OPTIONS, **{option: "inner.1"})(torch.randn(4, 64))
 
 
-@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
-def test_names_under_ddp_are_the_model_s():
-    """Dynamo skips DDP's own forward: the graph begins in what it wraps, without any break."""
+@pytest.fixture
+def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            compiled(nn.parallel.DistributedDataParallel(Wrap(mlp())), **OPTIONS, exclude="inner.0", criterion="random")(torch.randn(4, 64))
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("splits", [False, True])
+def test_names_under_ddp_are_the_model_s(one_rank, splits):
+    """Dynamo skips DDP's own forward: the graph begins in what it wraps, without any break. DDP splits it by the sizes of weights, and gives each part fake inputs."""
+    torch.manual_seed(0)
+    wide, x = Wrap(nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))), torch.randn(4, 64)
+    options, parts = {**OPTIONS, "overrides": {"inner.0": {"ratio": 0.25}}, "criterion": "random"}, []
+    plain = fxmask.apply(copy.deepcopy(wide), **options)(x)
+
+    def inner(gm, inputs):
+        parts.append(gm)
+        return gm.forward
+
+    with torch._dynamo.config.patch(optimize_ddp=splits):
+        call = compiled(nn.parallel.DistributedDataParallel(wide, bucket_cap_mb=1), inner, **options)
+        assert torch.equal(call(x), plain) and (len(parts) > 1) == splits
+
+
+class Early(nn.Module):
+    """Computes its last layer's weight first."""
+
+    def __init__(self):
+        super().__init__()
+        self.v, self.fc = nn.Parameter(torch.randn(64, 512)), nn.Linear(512, 512)
+
+    def forward(self, x):
+        w = self.v * 2
+        return nn.functional.linear(self.fc(x), w)
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")
+def test_a_weight_that_one_part_of_a_graph_of_ddp_makes_for_another_is_refused(one_rank):
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        error = failing(nn.parallel.DistributedDataParallel(Early(), bucket_cap_mb=1), torch.randn(4, 512), ratio=0.5)
+    assert isinstance(error, UnsupportedError)
+    assert re.search(r"no real tensor for w, as where DDP splits graphs(.|\n)*fix: set torch._dynamo.config.optimize_ddp = False, or use fxmask.apply", str(error))
 
 
 class Second(Halves):
