@@ -281,3 +281,30 @@ def test_a_replaced_forward_of_a_class_that_computes_no_linear_is_not_told():
     model.b = Powers(64, 64, bias=False)
     model.b.forward = torch.compiler.disable(model.b.forward)
     steps_of(model, compiled(model, **OPTIONS), 1)
+
+
+def test_a_compiled_optimiser_step_is_one_graph():
+    """Dynamo traces the hook around it, which looks at nothing then."""
+    model, graphs = mlp(), []
+
+    def keep(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    call, optimizer = compiled(model, **OPTIONS), torch.optim.SGD(model.parameters(), 0.1)
+    call(torch.randn(4, 64)).sum().backward()
+    torch.compile(optimizer.step, backend=keep)()
+    assert len(graphs) == 1
+
+
+def test_a_compiled_function_with_nothing_in_a_cell_is_passed_over():
+    """What holds a model is looked for among all of Python's objects."""
+    model, other = mlp(), mlp()
+
+    def calls():
+        return later
+
+    calls._torchdynamo_orig_callable = other.forward
+    with torch.compiler.set_stance("force_eager"), pytest.warns(FxMaskWarning, match="gradients of 0, 2 of a model"):
+        steps_of(model, compiled(model, **OPTIONS), 1)
+    later = calls  # noqa: F841  (too late for the cell)
