@@ -75,8 +75,6 @@ def selected(
         if d.candidate.host is not None and not alone and not lifted:
             what = f"a WeightMask and {name} together in a traced graph, whose masked node reads its input itself."
             raise UnsupportedError(message(what, d.candidate.name, "call fxmask.apply on the nn.Module instead of its trace."))
-        if d.candidate.weight_node is not None and not lifted:
-            raise UnsupportedError(message(f"{name} in a graph that gets its weights as inputs: expected parameters.", d.candidate.name, "use the nn.Module."))
         found.append((d, c))
     return found
 
@@ -160,7 +158,7 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
     for d in decisions:
         if d.candidate.name in done:
             weight = resolve(model, d.candidate.lifted) if d.candidate.lifted else d.candidate.weight
-            d.reason = PRUNED_INPUT if d.candidate.weight_node is not None or weight.requires_grad else RESTS
+            d.reason = PRUNED_INPUT if weight.requires_grad else RESTS
     return decisions
 
 
