@@ -24,6 +24,24 @@ class Read(nn.Module):
         return nn.functional.linear(x, self.fc.weight, self.fc.bias)
 
 
+class Called(Read):
+    """Its weight is read, and it is called, too."""
+
+    def forward(self, x):
+        return super().forward(x) + self.fc(x)
+
+
+class Scale(nn.Module):
+    """y = a x."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        return x * self.a
+
+
 CASES = {
     "linear": (lambda: nn.Linear(32, 32), MASK, (X,)),
     "conv": (lambda: nn.Conv2d(16, 16, 2), WeightMask(0.5, (4, 4)), (IMAGE,)),
@@ -32,6 +50,7 @@ CASES = {
     "nm": (lambda: nn.Linear(32, 32), NMMask(2, 4), (X,)),
     "pruned": (lambda: nn.Linear(32, 32), ActivationPruning(0.5, 16), (X,)),
     "pruned and masked": (lambda: nn.Linear(32, 32), (MASK, ActivationPruning(0.5, 16)), (X,)),
+    "pruned product": (Scale, ActivationPruning(0.5, 16, affine=True), (X,)),
     "dropped": (lambda: nn.Linear(32, 32), BlockDropout(0.5, (2, 16)), (X,)),
 }
 
@@ -67,3 +86,14 @@ def test_a_fused_dropout_that_was_wrapped():
     model(X)
     fxmask.restore(model)
     assert not torch.equal(model(X), model(X)) and torch.equal(model.eval()(X), model(X))
+
+
+@pytest.mark.filterwarnings("ignore:.*finalize")
+@pytest.mark.parametrize("take_off", [fxmask.restore, fxmask.finalize])
+def test_a_layer_that_is_read_and_was_wrapped(take_off):
+    model = fxmask.apply(Called(), WeightMask(0.5, (16, 16), read="weight"))
+    wrap(model.fc)
+    masked = model(X)
+    take_off(model)
+    y = nn.functional.linear(X, model.fc.weight, model.fc.bias)
+    assert torch.equal(model(X), y + y) and torch.equal(masked, y + y) == (take_off is fxmask.finalize)

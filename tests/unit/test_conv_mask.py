@@ -57,6 +57,24 @@ class Scaled(nn.Conv2d):
         return self._conv_forward(x, 2 * self.weight, self.bias)
 
 
+class Twice(nn.Conv2d):
+    """PyTorch's forward, and a convolution of its own."""
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, 2 * weight, bias)
+
+
+@pytest.mark.parametrize("impl", ["auto", "cpu"])
+def test_a_convolution_of_its_own_is_given_the_masked_weight(impl):
+    """No matmul of patches, which fit here, is put in its place."""
+    model = fxmask.apply(nn.Sequential(Twice(16, 32, 2, stride=2)), ratio=0.5, block=(4, 4), impl=impl, layers=nn.Conv2d)
+    (row,), (mask,) = fxmask.explain(model).rows, fxmask.masks(model).values()
+    assert (row["impl"], row["why"]) == ("masked_dense", "PyTorch's convolution of W∘M: Twice convolves in its own way")
+    conv, x = model[0], torch.randn(2, 16, 8, 8)
+    weight = conv.weight * expand_mask(mask, (32, 64), (4, 4)).view(32, 16, 2, 2)
+    assert torch.equal(conv(x), F.conv2d(x, 2 * weight, conv.bias, stride=2))
+
+
 class Doubled(nn.Conv2d):
     def __call__(self, x):
         return super().__call__(2 * x)

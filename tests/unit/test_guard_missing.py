@@ -1,11 +1,14 @@
 """What a guard does not hold it says: weights that other parameters make, and layers that were restored and masked anew."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import fx, nn, optim
+from torch._subclasses import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn.utils import parametrizations, prune
 
 import fxmask
@@ -81,6 +84,31 @@ def test_five_at_most():
     fxmask.apply(model, ratio=0.5)
     with pytest.warns(FxMaskWarning, match=r"where: 0.weight, 1.weight, 2.weight, 3.weight, 4.weight and 2 more\n"):
         fxmask.guard(adamw(model), model)
+
+
+class Hyper(nn.Module):
+    """A layer's output is the weight of a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Linear(64, 64, bias=False)
+        self.register_buffer("code", torch.randn(64, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.make(self.code))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_weight_that_a_layer_of_a_graph_makes(trained):
+    gm = fx.symbolic_trace(nn.Sequential(Hyper(), nn.Linear(64, 64)))
+    FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(torch.randn(4, 64))  # the trace says shapes then
+    fxmask.apply(gm, ratio=0.5, include=["linear", "1"])
+    optimiser = torch.optim.SGD(gm.parameters() if trained else gm.get_submodule("1").parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fxmask.guard(optimiser, gm)
+    assert [MADE in str(w.message) for w in caught] == [True] * trained
+    assert not trained or "where: linear.weight\n" in str(caught[0].message)
 
 
 def test_free_says_that_it_is_meant():

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from sample_models import same_snapshot, snapshot
 from unit.nm_models import MODES, batch, grads, net
 
 import fxmask
 from fxmask import FxMaskWarning, NMMask
 from fxmask.kernels import nm
+from fxmask.nm import nm_masking
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -244,3 +246,48 @@ def test_a_model_exported_without_gradients_has_no_op_of_training(config):
     ops = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
     assert not [op for op in ops if "pruned" in op or "sr_ste" in op]
     torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_both_kinds_of_masks_are_made_permanent_one_by_one():
+    model = nn.Sequential(fxmask.apply(nn.Sequential(nn.Linear(32, 32)), NMMask()), fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.75))
+    weights = [p.clone() for p in model.parameters()]
+    with pytest.raises(fxmask.FxMaskError, match=r"of N:M masks and block masks in one model: expected one kind(?s:.*)fix: finalize the submodules .* one by one"):
+        fxmask.finalize(model)
+    assert len(fxmask.masks(model)) == 2 and all(map(torch.equal, weights, model.parameters()))
+    for part in model:
+        fxmask.finalize(part)
+    assert [float((part[0].weight == 0).float().mean()) for part in model] == [0.5, 0.75] and type(model[0][0]) is type(model[1][0]) is nn.Linear
+
+
+def test_masks_of_one_weight_that_were_frozen_apart_are_not_made_permanent():
+    tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    fxmask.apply(tied, NMMask())
+    fxmask.freeze(tied[0])
+    with torch.no_grad():
+        tied[0].weight.copy_(tied[0].weight.flip(1))
+    fxmask.freeze(tied)
+    before = tied[0].weight.clone()
+    with pytest.raises(fxmask.FxMaskError, match=r"have frozen different masks of it\.\n  where: 1\n  fix: untie them first"):
+        fxmask.finalize(tied)
+    assert torch.equal(tied[0].weight, before)
+    tied[1].weight = nn.Parameter(before.clone())
+    fxmask.finalize(tied)
+    assert [int((m.weight == 0).sum()) for m in tied] == [512, 512] and not torch.equal(tied[0].weight, tied[1].weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_half_way_is_undone(mode, monkeypatch):
+    model, swapped = net(), []
+    before, real = snapshot(model), nm_masking.swap_nm
+
+    def swap(m, config):
+        real(m, config)
+        swapped.append(m)
+        if len(swapped) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nm_masking, "swap_nm", swap)
+    with pytest.raises(KeyboardInterrupt):
+        fxmask.apply(model, NMMask(**MODES[mode]))
+    assert same_snapshot(before, snapshot(model)) and all(p.requires_grad for p in model.parameters())

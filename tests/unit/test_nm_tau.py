@@ -95,6 +95,10 @@ def test_states_of_before_and_states_that_do_not_fit():
         change(state["nm"]["0"])
         with pytest.raises(fxmask.FxMaskError, match="was changed since it was saved"):
             fxmask.load_state_dict(model, state)
+    for broken in (None, {}, {"frozen": False}, {**state["nm"]["0"], "settings": None}, {**state["nm"]["0"], "frozen": 0}):
+        state["nm"]["0"] = broken
+        with pytest.raises(fxmask.FxMaskError, match=r"was changed since it was saved\.\n  where: 0\n  fix: apply fxmask as in the run that saved it"):
+            fxmask.load_state_dict(model, state)
     with pytest.raises(fxmask.FxMaskError, match="other settings"):
         fxmask.load_state_dict(model, fxmask.state_dict(plain))
 

@@ -1,5 +1,6 @@
 """Steps that `fxmask.step(model, 0)` announced and nobody tells: a ramp stands at its beginning, densely, and a warning says so."""
 
+import gc
 import warnings
 
 import pytest
@@ -249,3 +250,22 @@ def test_another_weight_in_its_place_and_a_model_that_is_gone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(gone, 12)
+
+
+def test_a_model_that_goes_meanwhile_is_passed_over(monkeypatch):
+    """The collector, or another thread, may take one whose step has just been looked for."""
+    models = [fxmask.apply(net(), ratio=0.5, block=(8, 8), **RAMP) for _ in range(2)]
+    fxmask.step(models[0], 0)
+    fxmask.step(models[1], 0)
+    optimizer, told = torch.optim.SGD(models[0].parameters(), lr=0.01), untold._told
+    models[0](torch.randn(8, 32)).sum().backward()
+
+    def asked(m):
+        if len(models) == 2:
+            del models[1]
+            gc.collect()
+        return told(m)
+
+    monkeypatch.setattr(untold, "_told", asked)
+    optimizer.step()
+    assert len(models) == 1
