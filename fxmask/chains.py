@@ -120,7 +120,7 @@ def _steps(m: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(m, nn.Sequential) and base.forward is nn.Sequential.forward:
         for child, part in m._modules.items():  # one that stands in several places runs in each
             if part is None:
-                continue
+                raise _refusal("None, which PyTorch cannot run", join(name, child))
             yield from _steps(part, join(name, child))
     elif isinstance(m, nn.Linear) and base.forward is nn.Linear.forward:
         dropping = m.__dict__.get("_fxmask_dropping")

@@ -15,6 +15,7 @@ import fxmask
 from fxmask.errors import FxMaskWarning
 from fxmask.kernels.grid import expand_mask
 from fxmask.passes.finding.readers import weight_readers
+from fxmask.passes.state import ranks
 
 
 class Both(Reader):
@@ -55,6 +56,16 @@ def test_reader_is_caught_by_step():
     with pytest.warns(FxMaskWarning, match="never run"):
         fxmask.step(m)
     assert fxmask.explain(m).rows[0]["step"] == 1
+
+
+def test_one_of_several_processes_says_that_it_is_one(monkeypatch):
+    """A stage of a pipeline runs on one rank, and is masked there."""
+    monkeypatch.setattr(ranks, "several", lambda: True)
+    m = model(Reader())
+    fxmask.step(m, 0)
+    loss(m).backward()
+    with pytest.warns(FxMaskWarning, match=r"never run(?s:.*)fix: .* This is what this process saw: a layer that ran on another rank alone is masked there\."):
+        fxmask.step(m)
 
 
 @pytest.mark.parametrize("how", ["override", "source"])

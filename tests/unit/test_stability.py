@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -166,6 +167,8 @@ WRONG = {
     "softmax inside": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)), X), "a softmax before the end"),
     "softmax over the batch": (lambda: fxmask.stability(nn.Sequential(nn.Linear(4, 4), nn.Softmax(0)), X), r"over dim=0, which (?s:.*)fix: Softmax\(dim=1\)"),
     "no linear": (lambda: fxmask.stability(nn.Sequential(nn.ReLU()), X), "no Linear at all"),
+    "no features": (lambda: fxmask.stability(_empty(), X), r"with elements, got shape \(0, 4\)"),
+    "no module": (lambda: fxmask.stability(nn.Sequential(OrderedDict(a=nn.Linear(4, 2), b=None)), X), r"got None(?s:.*)where: b\n"),
     "one class": (lambda: fxmask.stability(nn.Linear(4, 1), X), "at least two classes"),
     "inputs": (lambda: fxmask.stability(tiny(), [1.0]), "a floating tensor with elements, got list"),
     "integers": (lambda: fxmask.stability(tiny(), X.long()), "got torch.int64"),
@@ -177,6 +180,12 @@ WRONG = {
     "soft": (lambda: fxmask.stability(_soft(), torch.randn(2, 32)), "a soft mask on its ramp"),
     "dropping": (lambda: fxmask.stability(fxmask.apply(nn.Sequential(nn.Linear(32, 32)), fxmask.BlockDropout(0.1, mc=True), include="0"), X), "mc=True"),
 }
+
+
+def _empty() -> nn.Sequential:
+    model = tiny()
+    model[0].weight, model[2].weight = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(2, 0))
+    return model
 
 
 def _soft() -> nn.Sequential:
