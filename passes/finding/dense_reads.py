@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
 from ..graphs.graph_site import graph_weights
+from ..graphs.regions import attribute
 from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
@@ -56,7 +57,11 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
 
 
 def _is_layer(gm: GraphModule, node: Node) -> bool:
-    """Whether a node is a layer's own call, of a Linear or an Embedding: what it makes, of a table or of positions, is no weight any more."""
+    """Whether a node is a layer's own call, of a Linear or an Embedding, or its body has one: what it makes, as of a table or of positions, is no weight."""
+    if isinstance(node.target, HigherOrderOperator):
+        held = (attribute(gm, n) for n in node.all_input_nodes if n.op == "get_attr")
+        bodies = [body for body in held if isinstance(body, GraphModule)]
+        return any(_is_layer(body, n) for body in bodies for n in body.graph.nodes)
     if node.op == "call_module":
         return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or str(node.target).partition(".")[0] in (PRUNED, DROPPED)
     return last_name(node) in ("linear", "masked_linear", "embedding")

@@ -27,6 +27,15 @@ class OfLayers(nn.Module):
         return self.a(x) @ self.b(self.places).T + near[:, :4] + torch.matmul(x, self.c(self.table.weight).T)[:, :4]
 
 
+class Frozen(OfLayers):
+    """The same of a part without gradients, which an export makes a body of."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            classes = self.b(self.places).relu()
+        return self.c(self.a(x)) @ classes.T
+
+
 class SpectralNorm(nn.Module):
     """By a power iteration whose vectors are buffers, written in place."""
 
@@ -56,10 +65,11 @@ def masked_by(model, how):
 
 
 @pytest.mark.parametrize("how", ["symbolic_trace", "export", "backend"])
-def test_what_layers_make_of_tables_is_no_weight(how):
+@pytest.mark.parametrize("cls", [OfLayers, Frozen])
+def test_what_layers_make_of_tables_is_no_weight(cls, how):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FxMaskWarning)
-        assert masked_by(OfLayers(), how) == {"a": True, "b": True, "c": True}
+        assert masked_by(cls(), how) == {"a": True, "b": True, "c": True}
 
 
 @pytest.mark.parametrize("how", ["export", "backend"])
