@@ -1,4 +1,7 @@
-"""Products of a graph that read a weight and are no linear call, such as `torch.einsum("bi,oi->bo", x, fc.weight)`: no pass masks them, so they are named."""
+"""Products of a graph that read a weight and are no linear call, such as `torch.einsum("bi,oi->bo", x, fc.weight)`: no pass masks them, so they are named.
+
+And what graphs make of weights and constants alone, by which these are found.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
 from ..graphs.graph_site import graph_weights
-from ..graphs.regions import attribute
+from ..graphs.regions import attribute, bodies_of, is_trainable
 from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
@@ -78,6 +81,19 @@ def joined(made: Iterable[Made]) -> Made:
     """What is made of all that these are made of."""
     found = list(made)
     return tuple(dict.fromkeys(w for weights, _ in found for w in weights)), any(turned for _, turned in found)
+
+
+def constants_of(graphs: Iterable[GraphModule]) -> set[Node]:
+    """What graphs, each before its bodies, make of constants alone, and of what inputs are, such as a dtype; in a body what every call gives so, too."""
+    found: set[Node] = set()
+    comes_in: dict[Node, bool] = {}
+    for gm in graphs:
+        given: dict[Node, Made] = {n: ((n,), False) for n in gm.graph.nodes if is_trainable(gm, n)}
+        made = made_of_weights(gm, {**given, **{n: ((), False) for n in gm.graph.nodes if comes_in.get(n)}})
+        found.update(n for n, (trained, _) in made.items() if not trained)
+        for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):
+            comes_in[inner] = comes_in.get(inner, True) and outer in found
+    return found
 
 
 def dense_reads(gm: GraphModule, made: Mapping[Node, Made]) -> Iterator[Read]:

@@ -15,6 +15,7 @@ from ..graphs.graph_site import graph_sites
 from ..graphs.regions import incoming
 from ..state.site import Site
 from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
+from .dense_reads import constants_of
 from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
@@ -24,8 +25,8 @@ from .weights import peek_weight
 def find(model: nn.Module) -> list[Candidate]:
     """All linears of a model, in the model's order, then those of its graphs."""
     graphs = list(graph_modules(model))
-    outside, comes_in = used_outside(model, graphs), incoming(graphs)
-    found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in))]
+    outside, comes_in, constants = used_outside(model, graphs), incoming(graphs), constants_of(gm for _, gm in graphs)
+    found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in, constants))]
     found += in_products(model, found)
     named = {c.param_name for c in found}
     for prefix, gm in graphs:

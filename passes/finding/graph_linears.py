@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
-from ..graphs.regions import bodies_of, found_at, is_trainable
+from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import Made, Read, dense_reads, joined, made_of_weights
@@ -51,11 +51,9 @@ def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set
     return {id(m) for name, m in paths if not around(name, graphs)}
 
 
-def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str]) -> list[Candidate]:
-    """Linear calls of one graph, grouped by weight and name. `comes_in`: see `regions.incoming`."""
+def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str], constants: set[Node]) -> list[Candidate]:
+    """Linear calls of one graph, grouped by weight and name. `comes_in`: see `regions.incoming`; `constants`: see `dense_reads.constants_of`."""
     by_key: dict[Any, Candidate] = {}
-    made = made_of_weights(gm, {n: ((n,), False) for n in gm.graph.nodes if is_trainable(gm, n)})
-    constants = {n for n, (trained, _) in made.items() if not trained}
     for node in gm.graph.nodes:
         if node.op == "call_module":
             m, target = gm.get_submodule(str(node.target)), str(node.target)

@@ -137,3 +137,24 @@ def test_the_weight_of_an_embedding_is_left_alone_in_a_body():
 def test_a_body_of_two_layers_has_neither_name():
     gm = called_twice(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w)))
     assert rows_of(gm)[0][0] == "body.linear_default"
+
+
+class Tables(Layers):
+    """A table, and one that is made of it, in a body each."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(32, 32))
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = nn.functional.linear(x, self.table)
+        return self.last(torch.cond(x.sum() > 0, lambda z: nn.functional.linear(z, self.table * 2), lambda z: self.b(z), (x,)) + y)
+
+
+def test_constants_that_come_into_a_body_stay_constants():
+    model, x = Tables(), torch.rand(4, 32)
+    with pytest.warns(fxmask.FxMaskWarning, match="stays dense: its weight is a constant, not a parameter") as told:
+        gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert len(told) == 2 and sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["b", "last"]
+    assert torch.equal(gm(x), fxmask.apply(model, **OPTIONS)(x))
