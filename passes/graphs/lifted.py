@@ -49,6 +49,7 @@ class Body(NamedTuple):
     origin: dict[Node, Node]
     closed: str = ""
     several: frozenset[Node] = frozenset()
+    given: Mapping[Node, Node] = {}  # by input of a body, this one or another: what its calls give for it, where they agree
 
     def closed_to(self, w: Node) -> str:
         """What keeps a linear with this weight dense: a body of several layers can have one mask only."""
@@ -79,13 +80,21 @@ def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[
 def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:
     """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `real`: what outermost inputs are given."""
     found: dict[Any, Candidate] = {}
-    for body in bodies:
+    given = _given(bodies)
+    for body in (b._replace(given=given) for b in bodies):
         for node in body.graph.graph.nodes:
             _add_call(found, body, node, real)
         _add_dense_reads(found, body, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
+
+
+def _given(bodies: Sequence[Body]) -> dict[Node, Node]:
+    found: dict[Node, Node | None] = {}
+    for inner, outer in (pair for body in bodies for _, _, operands in bodies_of(body.graph) for pair in operands.items()):
+        found[inner] = outer if found.get(inner, outer) is outer else None
+    return {inner: outer for inner, outer in found.items() if outer is not None}
 
 
 def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:
@@ -167,11 +176,16 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 
 def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
     """Why nobody can train a weight: it is a buffer, or made of buffers and inputs alone; else empty, and for a `layer`'s own, as `apply` masks it."""
-    given = [n for n in behind(w) if n.op == "placeholder"]
-    if w in given:
-        return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin.get(w)) else ""
-    trained = any(_is_trainable_input(real.get(source), source) for source in (body.origin.get(n, n) for n in given))
-    return "" if trained or any(is_trainable(body.graph, n) for n in behind(w)) else "the graph makes its weight of no parameter"
+    if w in body.origin:
+        return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin[w]) else ""
+    made_of = behind(w)
+    for node in made_of:  # grows
+        known = set(made_of) if node in body.given else set()
+        made_of += [n for n in behind(body.given.get(node)) if n not in known]
+    inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
+    holders = [(n.graph.owning_module or body.graph, n) for n in made_of]
+    trained = any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in holders)
+    return "" if trained else "the graph makes its weight of no parameter"
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:

@@ -241,6 +241,22 @@ class OfNoParameter(nn.Module):
         return F.linear(x, self.table) + F.linear(x, self.table * 2) + F.linear(x, x.relu()) + self.fc(x)
 
 
+class GivenToRegion(OfNoParameter):
+    """A table that is made outside of the region that multiplies by it, and a weight that is."""
+
+    def forward(self, x):
+        made, scaled = self.table * 2, self.fc.weight * 2
+        return checkpoint(lambda z: F.linear(z, made), x, use_reentrant=False) + checkpoint(lambda z: F.linear(z, scaled), x, use_reentrant=False)
+
+
+def test_what_is_made_of_no_parameter_outside_of_a_region_stays_dense_in_it():
+    model, x = GivenToRegion(), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="stays dense: the graph makes its weight of no parameter") as told:
+        (text,) = graph_of(model, x, **OPTIONS)
+    assert len(told) == 1
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
 def test_what_is_made_of_no_parameter_stays_dense_and_says_so():
     model, x = OfNoParameter(), torch.randn(32, 32)
     with pytest.warns(FxMaskWarning) as told:
