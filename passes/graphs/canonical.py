@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from ..infra import ADJOINTS, SWAP_METHODS, SWAPS, TRANSPOSES, Pass, callee, flip, is_transpose, recorded_value, replace_node
+from ..infra import ADJOINTS, SWAP_METHODS, SWAPS, Pass, callee, flip, is_transpose, recorded_value, replace_node
 
 PRODUCTS = {operator.matmul, operator.imatmul, torch.matmul, torch.mm, torch.ops.aten.mm, torch.ops.aten.matmul}  # of ops all overloads; no `@=` is in place
 SUMS = {torch.addmm, torch.ops.aten.addmm}
@@ -62,16 +62,14 @@ def transposed(node: object, user: Node, is_weight: Callable[[Node], bool]) -> N
     """The parameter whose transpose a node is, with a gradient of its own wherever `user` has one: none for a transpose that was computed under no_grad."""
     if not isinstance(node, Node) or not is_transpose(node):
         return None
-    called = callee(node)
-    conjugates = called in ADJOINTS or called == "adjoint" or flip(node) in ("H", "mH")
+    called, attribute = callee(node), flip(node)
+    conjugates = called in ADJOINTS or called == "adjoint" or attribute in ("H", "mH")
     w, *axes = [*node.args, *(v for k, v in node.kwargs.items() if k not in ("input", "self"))] if node.args else [None]
     if called in SWAPS or called in SWAP_METHODS:
         flipped = sorted(a % 2 for a in axes if isinstance(a, int)) == [0, 1]
-    elif called in TRANSPOSES or node.op == "call_method":  # t and adjoint have no axes
+    else:  # t, adjoint and attributes such as .T have no axes
         given = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-        flipped = not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
-    else:
-        flipped = True  # an attribute, such as .T
+        flipped = bool(attribute) or not axes or [a % 2 for a in given if isinstance(a, int)] == [1, 0]
     if not flipped or not isinstance(w, Node) or not is_weight(w) or (conjugates and _value(w).is_complex()):
         return None
     return w if _has_gradients(node) or not _has_gradients(user) else None
