@@ -15,6 +15,8 @@ from .known_ops import ELEMENTS, GATHERS, KNOWN, NOTHING, OVERWRITES, SCATTERS, 
 from .work import ELEMENTWISE, FREE, RULES, UNKNOWN, Target, Work, phase_of
 
 LINEARS = ("fxmask.masked_linear", "fxmask.pruned_linear", "fxmask.dropped_linear")
+# they have a bias, or add a parameter to something: a sum in their backward is that of a bias
+BIASED = ("aten.addmm", "aten.baddbmm", "aten.add", "aten.add_", "aten._addmm_activation", *LINEARS)
 
 
 def work_of(call: Call, target: Target) -> list[Work]:
@@ -30,16 +32,10 @@ def work_of(call: Call, target: Target) -> list[Work]:
         n = max([p.numel for p in (*call.inputs, *call.outputs)], default=0)
         cost = cost.with_flop(n, n)
     phase = phase_of(call)
-    if phase == "dW" and call.forward is not None and call.op == "aten.sum" and _sums_bias(call):
+    if phase == "dW" and call.op == "aten.sum" and call.forward is not None and call.forward.op in BIASED:
         phase = "db"
     dtype = next((p.dtype for p in (*call.outputs, *call.inputs)), None)
     return [Work(call, phase, ELEMENTWISE if known else UNKNOWN, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
-
-
-def _sums_bias(call: Call) -> bool:
-    """Whether a sum in the backward is that of a bias: its forward multiplies, or adds a parameter to something."""
-    assert call.forward is not None
-    return call.forward.op in ("aten.addmm", "aten.baddbmm", "aten.add", "aten.add_", "aten._addmm_activation", *LINEARS)
 
 
 def stream_of(call: Call) -> Cost:

@@ -85,4 +85,4 @@ def _da(call: Call, t: Target) -> list[Work]:
 
 
 def _elementwise(n: int, t: Target, cost: Cost) -> Cost:
-    return Cost(n, n, cost.reads, cost.writes, cost.reads_min, cost.writes_min) if t.elementwise else cost
+    return cost.with_flop(n, n) if t.elementwise else cost

@@ -171,7 +171,7 @@ def _attention(call: Call, t: Target) -> list[Work]:
 
 @rule(*(f"aten._scaled_dot_product_{name}_backward" for name in _FUSED))
 def _attention_backward(call: Call, t: Target) -> list[Work]:
-    gy, q, k, v = (p for p in call.args[:4])
+    gy, q, k, v = call.args[:4]
     rest = sum(p.bytes for p in call.inputs[4:] if p.shape != gy.shape)
     cost = dense_cost.attention_backward(*_heads(q, k, v), q.dtype.itemsize, k.shape[-3], rest)
     return [Work(call, "dX", EXACT, _once(cost, q=q, k=k, v=v), q.shape[-2], k.shape[-2], q.shape[-1], prod(q.shape[:-2]), q.dtype)]
