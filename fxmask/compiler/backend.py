@@ -22,7 +22,7 @@ from ..decided import decided_by_apply, mark_again
 from ..inputs import selected
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
 from ..kernels.grid import grid_shape
-from ..passes.finding.choose import Decision, choose
+from ..passes.finding.choose import Decision, choose, reasons_of
 from ..passes.finding.patterns import matches
 from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR, weight_arg
@@ -186,7 +186,6 @@ def _has_masks(bodies: Sequence[Body]) -> bool:
 def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> None:
     """Count what was masked, or with `alone` pruned; what stays dense unasked is named."""
     left = [d for d in decisions if not any(d is m for m in masked)]
-    dense = "; ".join(f"{d.candidate.name}: {d.reason}" for d in left)
     missing = [repr(p) for p in o.require_patterns if not any(matches(p, d.candidate) for d in masked)]
     whole = [d.candidate.name for d in masked if not o.alone and d.config and d.config.ratio > 0 and _keeps_all(d)]
     done = "pruned" if o.alone else "masked"
@@ -197,10 +196,10 @@ def _report(decisions: list[Decision], masked: list[Decision], o: Options) -> No
         missing = [*(d.candidate.name for d in left if not d.reason.startswith(ASKED)), *whole] if masked else ["anything at all"]
     if missing:
         names = ", ".join(d.candidate.name for d in masked) or "nothing"
-        what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {dense})' if dense else ''}."
+        what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {reasons_of(left)})' if left else ''}."
         raise UnsupportedError(message(what, WHERE, f"{WAYS} What is meant to stay dense goes into exclude."))
     if not masked:
-        warn(message(f"backend='fxmask' {done} nothing in a graph: {dense or 'it has no linear'}.", WHERE, WAYS))
+        warn(message(f"backend='fxmask' {done} nothing in a graph: {reasons_of(left)}.", WHERE, WAYS))
 
 
 def _keeps_all(d: Decision) -> bool:

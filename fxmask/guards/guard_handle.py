@@ -144,8 +144,7 @@ class GuardHandle:
         self._under_way, self._left = None, []  # what a step that raised has left
         self._let_go()
         self._adopt(optimizer)
-        if self._lost or self._applied != times_applied():
-            self._warn_of_new_masks(optimizer)
+        self._warn_of_new_masks(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."

@@ -72,9 +72,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if seen is None or seen[:2] != (ids, _times):
         found = [h for h in alive(_guards) if h.optimizer() is not optimizer and any(_shared(h, optimizer))]
         seen = _seen[optimizer] = Seen(ids, _times, weakref.WeakSet(found))
-    if not seen.guards:
-        return
-    if is_nested(optimizer):
+    if not seen.guards or is_nested(optimizer):
         return
     stepping = [*under_way()]
     closure, begun = has_closure(args, kwargs), dict[Any, Begun]()
