@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...kernels import dispatch, gpu_choice
 from ...kernels.grid import expand_mask
-from ..state import ranks
 
 if TYPE_CHECKING:
     from .guarded_weight import Guarded
@@ -48,7 +47,7 @@ def _lies(t: Tensor) -> tuple[Any, ...]:
 def fits(g: Guarded, momenta: dict[str, Tensor]) -> bool:
     """Whether the kernel takes a weight and all of its momenta."""
     c, w = g.site._fxmask_config, g.weight
-    if type(w) is not nn.Parameter or ranks.is_shard(w) or any(type(t) is not Tensor for t in momenta.values()):
+    if type(w) is not nn.Parameter or any(type(t) is not Tensor for t in momenta.values()):  # such as a shard
         return False
     if not (dispatch.runs_triton(c.impl, w.device) or (c.impl == "auto" and gpu_choice.kernels_run(w.device))):
         return False
