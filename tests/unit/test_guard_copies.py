@@ -237,6 +237,16 @@ def test_a_layer_at_rest_that_its_own_guards_optimiser_takes_up_counts_once():
     assert [r["step"] for r in fxmask.explain(model).rows] == [4, 4] and list(handle.policies) == ["0.weight", "1.weight"]
 
 
+def test_steps_that_were_told_of_a_layer_hide_none_when_it_is_taken_up():
+    model = fxmask.apply(torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(2))), ratio=0.5, block=(8, 8), refresh=10)
+    fxmask.step(model[1], 5)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    fxmask.guard(optimizer, model)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    optimizer.step()
+    assert [r["step"] for r in fxmask.explain(model).rows] == [1, 6]
+
+
 def test_layers_that_take_turns_in_one_optimiser():
     """Block by block, as many parameters for as many: all are frozen and counted; other optimisers and copies are told of, too."""
     torch.manual_seed(0)
