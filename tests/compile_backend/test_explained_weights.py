@@ -172,3 +172,23 @@ def test_notes_of_a_compiled_model_have_its_names():
     model[0].weight.grad = torch.ones_like(model[0].weight)
     notes = [fxmask.explain(m).notes for m in (model, torch.compile(model))]
     assert notes[0] == notes[1] and any("have not run" in n or "has not run" in n for n in notes[0])
+
+
+class OfNoLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.p = nn.Linear(72, 72), nn.Parameter(torch.randn(40, 72))
+
+    def forward(self, x):
+        return F.linear(self.fc(x), self.p)
+
+
+def test_a_parameter_of_no_layer_has_signs_of_health_too():
+    model = OfNoLayer()
+    compiled(model, **OPTIONS)(torch.randn(4, 72))
+    applied = fxmask.apply(nn.Sequential(nn.Linear(72, 40)), **OPTIONS)
+    with torch.no_grad():
+        applied[0].weight.copy_(model.p)
+    rows = {row["name"]: row for row in fxmask.explain(model, health=True).rows}
+    assert rows["p"]["kept_norm_fraction"] == fxmask.explain(applied, health=True).rows[0]["kept_norm_fraction"]

@@ -338,6 +338,6 @@ def test_a_step_with_a_closure_that_gives_masked_blocks_gradients_is_the_step_wi
             if way == "without" or kind == "has made":
                 loss = make()
                 make = None if way == "without" else lambda loss=loss: loss
-            optimiser.step(**{"closure": make}) if kind == "by name" else optimiser.step(make)
+            optimiser.step(closure=make) if kind == "by name" else optimiser.step(make)
             found[way] += [t.detach().clone() for w in matrices(model) for t in (w, w.grad)]
     assert all(torch.equal(a, b) for a, b in zip(found["with"], found["without"], strict=True))

@@ -291,3 +291,8 @@ def test_a_failure_half_way_is_undone(mode, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fxmask.apply(model, NMMask(**MODES[mode]))
     assert same_snapshot(before, snapshot(model)) and all(p.requires_grad for p in model.parameters())
+
+
+def test_parts_that_were_masked_apart_have_their_own_masks():
+    model = nn.Sequential(fxmask.apply(nn.Sequential(nn.Linear(32, 32)), NMMask()), fxmask.apply(nn.Sequential(nn.Linear(32, 32)), ratio=0.5, block=(8, 8)))
+    assert {name: tuple(mask.shape) for name, mask in fxmask.masks(model).items()} == {"0.0.weight": (32, 32), "1.0.weight": (4, 4)}

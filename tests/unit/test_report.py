@@ -143,3 +143,7 @@ def test_a_part_of_a_model_says_what_apply_has_decided_of_the_whole():
     part[0] = other
     fxmask.restore(model)
     assert {r["reason"] for r in fxmask.explain(part).rows} == {UNSEEN}
+
+
+def test_a_dense_model_has_no_notes_on_masks():
+    assert fxmask.explain(nn.Sequential(nn.Linear(32, 32))).notes == []
