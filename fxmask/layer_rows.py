@@ -24,10 +24,12 @@ from .passes.state.ranks import whole
 from .passes.state.site import Site, stream_of
 from .passes.state.site_mask import mask_outside
 from .passes.state.tensors import has_values
+from .sites import is_taken
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"
 LOST = "; its mask was lost on the meta device, and its forward raises until weights or the mask are loaded, or masks built by fxmask.refresh"
+TAKEN = "; a wrapper has flattened or freed its weight, which it gives the forward alone"
 RESIZED = "; its weight has been replaced by one of another size, and its forward raises"
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
@@ -98,15 +100,17 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
     c = site._fxmask_config
     nb, kb = site._fxmask_grid
     wrapped = weight is not None and is_wrapped(weight)
-    resized = weight is not None and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape
-    known = weight is not None and has_values(weight) and not wrapped and not resized and not site._fxmask_lost
-    shape = tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
+    taken = weight is not None and not wrapped and is_taken(weight)
+    resized = weight is not None and not taken and matrix_shape(weight.shape) != site._fxmask_shape
+    known = weight is not None and has_values(weight) and not wrapped and not taken and not resized and not site._fxmask_lost
+    shape = site._fxmask_shape if taken else tuple(weight.shape) if weight is not None else (nb * c.block[0], kb * c.block[1])
     mask = mask_outside(site, weight.detach()) if known and weight is not None else None
     kept = None if mask is None else int(kept_elements(mask, matrix_shape(shape), c.block))
     elements = math.prod(shape)
     soft = f"selected; soft: computes densely until step {c.softened_from}, masked blocks at {c.soft_scale_at(site._fxmask_step):.3g}"
     reason = soft if site._fxmask_softening else "selected"
     reason += f"; its weight has become a {type(weight).__name__} since, and its forward raises" if wrapped else ""
+    reason += TAKEN if taken else ""
     reason += f"{RESIZED}: the mask is of {site._fxmask_shape}" if resized else LOST if site._fxmask_lost else ""
     row = dense_row(name, torch.empty(shape, device="meta"), reason)
     row.update(
@@ -119,7 +123,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
-        **({} if wrapped or resized or site._fxmask_lost else _implementation(c, weight, mask, site)),
+        **({} if wrapped or taken or resized or site._fxmask_lost else _implementation(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or not has_values(site._fxmask_flips) else int(site._fxmask_flips),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -81,7 +82,7 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
     for name, site, weight in found:
         if weight is not None and not flattened and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape:
             refuse_size(site, weight)
-        if weight is not None and (flattened or _is_taken(site, weight)):
+        if weight is not None and (flattened or is_taken(weight)):
             what = f"{caller}: a wrapper has flattened or freed this weight: expected one of {site._fxmask_grid} blocks, got shape {tuple(weight.shape)}."
             fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."
             raise UnsupportedError(message(what, name, fix))
@@ -115,11 +116,10 @@ def refuse_dense(name: str, site: Site, caller: str) -> None:
         raise StateError(message(f"{caller} inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
 
 
-def _is_taken(site: Site, weight: Tensor) -> bool:
-    if weight.dim() < 2 or grid_shape(matrix_shape(weight.shape), site._fxmask_config.block) != site._fxmask_grid:
-        return True
-    plain = not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
-    return plain and weight.untyped_storage().size() == 0
+def is_taken(weight: Tensor) -> bool:
+    """Whether a wrapper has flattened a weight, or freed its memory, between forwards."""
+    plain = weight.layout is torch.strided and not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
+    return weight.dim() < 2 or (plain and weight.untyped_storage().size() == 0)
 
 
 def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:

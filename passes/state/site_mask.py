@@ -51,7 +51,7 @@ def fits(site: Site, weight: Tensor) -> None:
     if site._fxmask_keep.device != weight.device and not borrowed:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
-    if matrix_shape(weight.shape) != site._fxmask_shape:
+    if weight.dim() < 2 or matrix_shape(weight.shape) != site._fxmask_shape:
         refuse_size(site, weight)
     if weight.layout is not torch.strided:
         refuse_layout(site, weight)

@@ -1,6 +1,7 @@
 """What errors and warnings recommend works, they say what was meant, and warnings point at the user's own line."""
 
 import linecache
+import warnings
 
 import numpy as np
 import pytest
@@ -136,6 +137,27 @@ def test_explain_of_a_weight_of_another_size(refresh):
     assert rows["0"]["achieved_ratio"] is None and rows["2"]["achieved_ratio"] == 0.5
     with pytest.raises(fxmask.FxMaskError, match="replaced by one of another size"):
         model(torch.randn(2, 32))
+
+
+def test_a_weight_that_lost_its_axes_is_named():
+    model = fxmask.apply(net(), ratio=0.5)
+    model[0].weight = nn.Parameter(torch.randn(32 * 32))
+    said = r"replaced by one of another size: expected \(32, 32\) as a matrix, got \(1024,\)(.|\n)*where: 0.weight\n(.|\n)*fix: call fxmask.restore"
+    for call in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(fxmask.FxMaskError, match=said):
+            call(torch.randn(2, 32))
+
+
+def test_sparse_weights_in_a_masked_model_are_named():
+    """As `finalize(model, "bsr")` saves them; a look at the masks says what the forward does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse BSR tensor support is in beta")
+        saved = fxmask.finalize(fxmask.apply(net(), ratio=0.5), "bsr").state_dict()
+    model = fxmask.apply(net(), ratio=0.5)
+    model.load_state_dict(saved, assign=True)
+    for call in (lambda: model(torch.randn(2, 32)), lambda: fxmask.masks(model), lambda: fxmask.explain(model)):
+        with pytest.raises(fxmask.FxMaskError, match=r"has become a torch.sparse_bsr tensor(.|\n)*where: 0.weight\n(.|\n)*fix: load dense weights"):
+            call()
 
 
 def test_arguments_by_name_alone():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxmask.errors import ConfigError, ShapeError
-from fxmask.kernels.grid import check_block, expand_mask, grid_shape, keep_count, kept_elements, ratio_units, to_blocks
+from fxmask.kernels.grid import as_matrix, check_block, expand_mask, grid_shape, keep_count, kept_elements, ratio_units, to_blocks
 
 TABLE = Path(__file__).parents[2] / "examples" / "thesis" / "published" / "table_6_2.csv"
 CIFAR_LAYERS = [((64, 64), 5), ((256, 64), 5), ((64, 256), 5)]
@@ -64,6 +64,8 @@ def test_bad_block(block):
 def test_a_weight_has_two_axes():
     with pytest.raises(ShapeError, match="two axes"):
         grid_shape((4, 4, 4), (2, 2))
+    with pytest.raises(ShapeError, match=r"at least two axes \(out_features, in_features\): got shape \(4,\)"):
+        as_matrix(torch.randn(4))
 
 
 @pytest.mark.parametrize(("shape", "block"), [((5, 7), (2, 3)), ((4, 4), (2, 2)), ((3, 9), (8, 16)), ((1, 1), (1, 1))])

@@ -194,6 +194,19 @@ def test_a_weight_that_a_wrapper_has_taken(taken):
             call()
 
 
+@pytest.mark.parametrize("refresh", [1, 2])
+@pytest.mark.parametrize("taken", ["flat", "freed"])
+def test_explain_says_of_a_weight_that_a_wrapper_has_taken_it(taken, refresh):
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=refresh)
+    if taken == "flat":
+        model[0].weight.data = model[0].weight.data.flatten()[:100]
+    else:
+        model[0].weight.data.untyped_storage().resize_(0)
+    first, second = fxmask.explain(model).rows[:2]
+    assert first["reason"] == "selected; a wrapper has flattened or freed its weight, which it gives the forward alone" and first["shape"] == "96x64"
+    assert first["achieved_ratio"] is None and first["target_ratio"] == 0.6 and second["reason"] == "selected" and second["achieved_ratio"] is not None
+
+
 def test_hooks_that_never_run_are_refused():
     """A wrapper that skips Optimizer.__init__ has a step that calls no hooks, whatever dicts it makes for them."""
 
