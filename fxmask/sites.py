@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .kernels.errors import ConfigError, StateError, UnsupportedError, message
-from .kernels.grid import grid_shape, matrix_shape
+from .kernels.grid import matrix_shape
 from .loads import watch_loads
 from .passes.counting.traced import backend_of
 from .passes.finding.readers import weight_readers

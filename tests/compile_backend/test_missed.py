@@ -307,4 +307,4 @@ def test_a_compiled_function_with_nothing_in_a_cell_is_passed_over():
     calls._torchdynamo_orig_callable = other.forward
     with torch.compiler.set_stance("force_eager"), pytest.warns(FxMaskWarning, match="gradients of 0, 2 of a model"):
         steps_of(model, compiled(model, **OPTIONS), 1)
-    later = calls  # noqa: F841  (too late for the cell)
+    later = calls  # too late for the cell

@@ -71,7 +71,8 @@ def test_what_the_program_prints_is_left_out_where_it_has_as_many_cells(read):
     text = long((0, "gemm", TIME, "us", "3"))
     cells = len(text.splitlines()[0].split('","'))
     printed = ",".join(["loss 0.5", *["x"] * (cells - 1)]) + "\n"
-    assert [(r["id"], r["kernel"], r["time_us"]) for r in read(text + printed + line(1, 41, "copy", 0, "-", TIME, "us", "4"))] == [(0, "gemm", 3.0), (1, "copy", 4.0)]
+    rows = read(text + printed + line(1, 41, "copy", 0, "-", TIME, "us", "4"))
+    assert [(r["id"], r["kernel"], r["time_us"]) for r in rows] == [(0, "gemm", 3.0), (1, "copy", 4.0)]
 
 
 def test_the_wide_format(read):
