@@ -97,6 +97,18 @@ def test_an_op_of_the_users_own_writes_nothing_where_it_returns_a_view(library):
     assert bytes_of(report, "fxmask_analysis.parts") == {"fwd": 4 * 10 * 6 + 4 * 6}
 
 
+@pytest.mark.parametrize(("masked", "kept"), [(False, 64 * 64), (True, 64 * 64 // 2)])
+def test_bytes_of_the_parts_that_a_long_pruned_product_is_summed_from(masked, kept):
+    """8,192 tokens, half of each strip's kept, are four shares of 1,024: float32 sums that are written, read and added up."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), *([fxmask.WeightMask(0.5)] * masked), fxmask.ActivationPruning(0.5, 16))
+    for tokens, shares in ((8192, 4), (64, 0)):
+        rows = analyze(model, torch.randn(tokens, 64, requires_grad=True)).tables["traffic"]
+        found = {(r["operand"], r["direction"]): (r["bytes_req"], r["bytes_min"]) for r in rows if r["op"] == "fxmask.pruned_dw"}
+        assert found.get(("parts", "read")) == ((4 * shares * kept,) * 2 if shares else None)
+        zeros = 4 * 64 * 64 if masked else 0  # written where no block is kept, too
+        assert found["dw", "write"] == (zeros + 4 * (1 + shares) * kept,) * 2
+
+
 class Multiplies(nn.Module):
     """Calls an op of ours itself, with a mask that it is given."""
 

@@ -182,6 +182,16 @@ def test_patches_have_the_strides_of_pytorchs_convolution(kernel, shape):
         assert model(x).stride() == dense(x).stride()
 
 
+@pytest.mark.parametrize("config", [WeightMask(0.5, (4, 4)), WeightMask(0.5, (4, 4), backward="ste"), fxmask.NMMask()], ids=["masked", "ste", "nm"])
+def test_strides_of_a_weight_that_say_no_format_give_the_result_none(config):
+    """Those of W∘M would say one: of a 1x1 kernel, channels that lie inside."""
+    dense = nn.Sequential(nn.Conv2d(16, 32, 1))
+    dense[0].weight = nn.Parameter(torch.randn(1, 32, 1, 16).permute(1, 3, 0, 2))
+    model = fxmask.apply(copy.deepcopy(dense), config, layers=nn.Conv2d)
+    for x in (torch.randn(2, 16, 5, 5).to(memory_format=f) for f in (torch.contiguous_format, torch.channels_last)):
+        assert model(x).stride() == dense(x).stride()
+
+
 def test_a_view_of_one_pixel_is_as_good_as_in_the_dense_model():
     dense, x = nn.Sequential(nn.Conv2d(4, 32, 4, 4), nn.Upsample(scale_factor=2)), torch.randn(3, 4, 4, 4)
     model = masked(nn.Conv2d, copy.deepcopy(dense), impl="cpu")

@@ -43,8 +43,10 @@ def test_openmps_idle_threads_are_told_to_go():
         assert torch.equal(x.add(1.0), torch.ones(1 << 20))  # it begins anew
 
 
-def test_without_such_a_runtime_nothing_happens(monkeypatch):
-    monkeypatch.setattr(openmp, "RUNTIME", re.compile("no such runtime"))
+@pytest.mark.parametrize("proc", [True, False])
+def test_without_such_a_runtime_nothing_happens(monkeypatch, tmp_path, proc):
+    """Nor where there is no /proc, as on macOS."""
+    monkeypatch.setattr(openmp, *(("RUNTIME", re.compile("no such runtime")) if proc else ("Path", lambda _: tmp_path / "nothing")))
     openmp._pauses.cache_clear()
     try:
         assert openmp._pauses() == ()
