@@ -123,7 +123,7 @@ class Names(ast.NodeVisitor):
         if isinstance(target, ast.Name):
             self.names[target.id] = value
         elif isinstance(target, ast.Starred):
-            self.bind(target.value, flat(value))
+            self.bind(target.value, (flat(value),))  # a list of any of them
         elif isinstance(target, (ast.Tuple, ast.List)):
             fits = isinstance(value, tuple) and len(value) == len(target.elts)
             for i, part in enumerate(target.elts):

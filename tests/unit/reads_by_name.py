@@ -224,3 +224,41 @@ class Copied(Held):
         new[:32] = self.fc.weight.data
         self.kept = self.fc1.weight
         return F.linear(x, new[:32]) + F.linear(x, self.kept)
+
+
+class Rest(Held):
+    """layers.0 layers.1"""
+
+    def forward(self, x):
+        first, *rest = self.layers
+        for layer in rest:
+            x = F.linear(x, layer.weight)
+        return first(x)  # it may be any of them, too
+
+
+class RestByPlace(Held):
+    """fc fc1 fc2"""
+
+    def forward(self, x):
+        *some, last = self.fc, self.fc1, self.fc2
+        return last(F.linear(F.linear(x, some[0].weight), some[1].weight))  # any of the three, as far as names tell
+
+
+class WalrusInside(Held):
+    """fc fc1"""
+
+    def forward(self, x):
+        return (y := F.linear(x, self.fc.weight)) + F.linear(y, (w := self.fc1.weight)) + w.sum()
+
+
+class InADictMade(Held):
+    """layers.0 layers.1"""
+
+    def forward(self, x):
+        return sum({i: F.linear(x, layer.weight) for i, layer in enumerate(self.layers)}.values())
+
+
+class ByLambda(Held):
+    """fc"""
+
+    forward = lambda self, x: F.linear(x, self.fc.weight)  # noqa: E731

@@ -46,6 +46,16 @@ class Twice(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
+x = torch.ones(1, 32)
+
+
+class Constant(nn.Linear):
+    """Its x is not its input."""
+
+    def forward(this, y):
+        return F.linear(x, this.weight, this.bias)
+
+
 class Made(nn.Linear):
     weight = property(lambda self: self._parameters["weight"] * 2)
 
@@ -67,7 +77,7 @@ def test_the_same_forward_is_masked(cls):
     assert isinstance(model[2], cls) and type(fxmask.restore(model)[2]) is cls
 
 
-@pytest.mark.parametrize("cls", [Normed, NoBias, Twice])
+@pytest.mark.parametrize("cls", [Normed, NoBias, Twice, Constant])
 def test_another_forward_stays_dense_and_is_named(cls):
     assert not computes_linear(cls)
     with pytest.warns(FxMaskWarning, match=f"^1 stays dense: {cls.__name__} has its own forward"):

@@ -97,3 +97,16 @@ def test_the_ops_themselves_refuse_forward_ad():
         call()
         with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="forward-mode AD"):
             call()
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_linear_with_a_forward_of_its_own_stays_dense_and_is_not_told_to_read():
+    """`read="weight"`, which a WeightMask has, is no option here."""
+    with pytest.warns(fxmask.FxMaskWarning, match="^1 stays dense: Own has a forward of its own, which a mask would not reach") as told:
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), Own(32, 32)), NMMask())
+    assert list(fxmask.masks(model)) == ["0.weight"] and "read=" not in str(told[0].message)
+    assert fxmask.explain(model).rows[1]["reason"] == "Own has a forward of its own, which a mask would not reach"

@@ -42,6 +42,11 @@ class ByView(Scaled):
         return self.g.reshape(1, 64).mul(x)
 
 
+class ByPart(Scaled):
+    def forward(self, x):
+        return x * self.g[None] + x * self.g.data.T[0]
+
+
 class ByBuffer(Scaled):
     def forward(self, x):
         return x * self.fixed
@@ -92,9 +97,10 @@ class ByName(Scaled):
 def test_what_a_forward_says():
     assert product_of(Affine) == Product(a="alpha", b="beta", fused=True) and product_of(Scaled) == Product(a="g")
     assert [product_of(c) for c in (Twice, ByView, Wrong, InPlace, nn.LayerNorm, nn.Linear, ResMLP)] == [None] * 7
-    shown = {c: [(p.name, bool(p.skip)) for p in find_products(c())] for c in (Scaled, Twice, ByView, ByBuffer, Wrong, InPlace, Added, Residual)}
+    classes = (Scaled, Twice, ByView, ByPart, ByBuffer, Wrong, InPlace, Added, Residual)
+    shown = {c: [(p.name, bool(p.skip)) for p in find_products(c())] for c in classes}
     inside = [("g", True)]
-    assert shown == {Scaled: [("g", False)], Twice: inside, ByView: inside, ByBuffer: [], Wrong: inside, InPlace: inside, Added: [], Residual: inside}
+    assert shown == {Scaled: [("g", False)], Twice: inside, ByView: inside, ByPart: inside, ByBuffer: [], Wrong: inside, InPlace: inside, Added: [], Residual: inside}
     replaced = Scaled()
     replaced.forward = lambda x: x
     assert "replaced on the instance" in find_products(replaced)[0].skip

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import UnsupportedError
+from fxmask.passes.finding.products import find_products
 from fxmask.passes.finding.readers import weight_readers
 
 
@@ -229,3 +230,43 @@ def test_what_cannot_be_read_masked(make, name, options):
     with pytest.raises(UnsupportedError, match=text):
         fxmask.apply(model, **options)
     assert len(fxmask.masks(fxmask.apply(model, exclude=name))) == 1
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+
+TEXT = """
+class Typed(Holds):
+    def forward(self, x):
+        return self.head(F.linear(x, self.fc.weight))
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+"""
+TYPED: dict = {"Holds": Holds, "F": nn.functional, "nn": nn, "__name__": "typed"}
+exec(TEXT, TYPED)
+Pieces = type("Pieces", (Holds,), {
+    "forward": lambda self, x: self.head(nn.functional.linear(x, self.fc.weight)),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", [TYPED["Typed"], Pieces], ids=["no file", "a piece of a statement"])
+def test_a_reader_without_a_source_is_told_at_the_first_step(cls):
+    """What was typed in at a prompt has none; of a lambda Python shows the lines, which need not be a whole statement."""
+    model = fxmask.apply(cls(), ratio=0.5, include="fc")
+    assert weight_readers(model) == {} and find_products(model) == []
+    fxmask.step(model, 0)
+    model(torch.randn(4, 32)).sum().backward()
+    with pytest.warns(fxmask.FxMaskWarning, match=r"(?s)never run.*where: fc\.weight\n"):
+        fxmask.step(model)
+
+
+def test_a_linear_without_a_source_stays_dense():
+    with pytest.warns(fxmask.FxMaskWarning, match="^1 stays dense: Own has its own forward"):
+        model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), TYPED["Own"](32, 32)))
+    assert list(fxmask.masks(model)) == ["0.weight"]

@@ -8,6 +8,7 @@ from torch import nn
 from unit.reads_by_name import (
     Annotated,
     Branched,
+    ByLambda,
     Cast,
     Chained,
     Chosen,
@@ -17,16 +18,20 @@ from unit.reads_by_name import (
     Got,
     GotByName,
     Held,
+    InADictMade,
     InMethod,
     Inner,
     Matched,
     Named,
     Region,
+    Rest,
+    RestByPlace,
     Submodule,
     Tried,
     Turned,
     Unpacked,
     Walrus,
+    WalrusInside,
     WeightNamed,
     WeightsUnpacked,
 )
@@ -60,6 +65,7 @@ from fxmask.passes.finding.readers import weight_readers
 READS = [Copied, Named, WeightNamed, Unpacked, WeightsUnpacked, Walrus, Chained, Annotated, Chosen, Branched, Last, Key, Counted, Looped, Enumerated, Zipped]
 READS += [Sliced, Values, Items, Some, Pairs, Comprehended, Listed, Got, GotByName, Submodule, Inner, InMethod, Turned, Cast]
 READS += [Added, InARow, Matched, Tried, NamedChildren, Next, InADict, InADictByKey, Default, Given, Region, Carried, Awaited]
+READS += [ByLambda, InADictMade, Rest, RestByPlace, WalrusInside]
 
 
 class Calls(Held):
