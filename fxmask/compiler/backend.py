@@ -24,9 +24,10 @@ from ..kernels.errors import ConfigError, StateError, UnsupportedError, message,
 from ..kernels.grid import grid_shape
 from ..passes.finding.choose import Decision, choose, reasons_of
 from ..passes.finding.patterns import matches
+from ..passes.graphs.bodies import Body, graphs_of
 from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR, weight_arg
-from ..passes.graphs.lifted import READERS, Body, find_lifted, graphs_of
+from ..passes.graphs.lifted import READERS, find_lifted
 from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
 from ..passes.graphs.regions import attribute

@@ -11,8 +11,8 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..passes.finding.candidate import Candidate
+from ..passes.graphs.bodies import Body
 from ..passes.graphs.graph_calls import behind
-from ..passes.graphs.lifted import Body
 
 if TYPE_CHECKING:
     from .backend_watch import Done

@@ -1,23 +1,24 @@
-"""Where the linears of a Dynamo graph are: its parameters are inputs, and the bodies of checkpoints and conditions are graphs of their own."""
+"""Where the linears of a Dynamo graph are, and of the bodies inside it: its parameters are inputs, which say where they come from."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from ..finding.dense_reads import dense_reads, made_of_weights
 from ..infra import recorded_value
+from .bodies import Body, given_to
 from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, layer_name, weight_arg
-from .regions import bodies_of, is_trainable
+from .regions import is_trainable
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
 CONTAINERS = ("_modules", "_parameters", "_buffers")
@@ -34,53 +35,13 @@ PACKED: dict[Any, tuple[str, ...]] = {
     torch._transformer_encoder_layer_fwd: ("3",),
 }
 PACKS = "the graph packs it from other weights for its attention; use fxmask.apply"
-# bodies that compute what they say, of operands that are passed one by one
-TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
 _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
-
-
-class Body(NamedTuple):
-    """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does.
-
-    `several`: inputs that come from another place in another call of the same body.
-    """
-
-    graph: GraphModule
-    origin: dict[Node, Node]
-    closed: str = ""
-    several: frozenset[Node] = frozenset()
-    given: Mapping[Node, Node] = {}  # by input of a body, this one or another: what its calls give for it, where they agree
-
-    def closed_to(self, w: Node) -> str:
-        """What keeps a linear with this weight dense: a body of several layers can have one mask only."""
-        return self.closed or ("a region that is compiled once for several layers" if self.several.intersection(behind(w)) else "")
-
-
-def graphs_of(gm: GraphModule) -> list[Body]:
-    """The graph and the bodies inside it, each once."""
-    return list(_graphs(gm, {n: n for n in gm.graph.nodes if n.op == "placeholder"}, "", {}).values())
-
-
-def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
-    if id(gm) in found:
-        known = found[id(gm)].origin
-        several = {n for n in known.keys() | origin.keys() if known.get(n) is not origin.get(n)}
-        for body in graphs_of(gm) if several else []:  # those inside are called as often
-            same = found[id(body.graph)]
-            found[id(body.graph)] = same._replace(several=same.several | {n for n, source in body.origin.items() if source in several})
-        return found
-    found[id(gm)] = Body(gm, origin, closed)
-    for node, inner, given in bodies_of(gm):
-        name = getattr(node.target, "__name__", str(node.target))
-        passed = {i: origin[g] for i, g in given.items() if g in origin}
-        _graphs(inner, passed, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
-    return found
 
 
 def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:
     """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `real`: what outermost inputs are given."""
     found: dict[Any, Candidate] = {}
-    given = _given(bodies)
+    given = given_to(bodies)
     for body in (b._replace(given=given) for b in bodies):
         for node in body.graph.graph.nodes:
             _add_call(found, body, node, real)
@@ -88,13 +49,6 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
-
-
-def _given(bodies: Sequence[Body]) -> dict[Node, Node]:
-    found: dict[Node, Node | None] = {}
-    for inner, outer in (pair for body in bodies for _, _, operands in bodies_of(body.graph) for pair in operands.items()):
-        found[inner] = outer if found.get(inner, outer) is outer else None
-    return {inner: outer for inner, outer in found.items() if outer is not None}
 
 
 def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:

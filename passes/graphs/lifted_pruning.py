@@ -19,8 +19,9 @@ from ..finding.choose import Decision
 from ..finding.products import MUL_, larger, parameters_behind, product_parts
 from ..infra import Pass, replace_node
 from ..settings.activation_pruning import ActivationPruning, saves
+from .bodies import Body
 from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, call_stack, input_arg, weight_arg
-from .lifted import Body, source_name
+from .lifted import source_name
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, block: int, ratio: float, noise: float, impl: str, *masked: Any) -> Tensor:

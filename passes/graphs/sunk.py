@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .lifted import TRANSPARENT, Body, graphs_of
+from .bodies import TRANSPARENT, Body, graphs_of
 from .regions import bodies_of
 
 Transposed = Callable[[Body, Node, Node], "Node | None"]  # of a graph, a node and a user of it: the parameter whose transpose the user reads there
