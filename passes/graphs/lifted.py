@@ -131,7 +131,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
     """Why nobody can train a weight: it is a buffer, or made of buffers and inputs alone; else empty, and for a `layer`'s own, as `apply` masks it."""
     if w in body.origin:
-        return "its weight is a buffer, not a parameter" if not layer and _is_buffer(body.origin[w]) else ""
+        return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
     made_of = behind(w)
     for node in made_of:  # grows
         known = set(made_of) if node in body.given else set()
@@ -147,6 +147,15 @@ def _is_trainable_input(value: Any, source: Node) -> bool:
     if value is None or isinstance(value, nn.Parameter):
         return True
     return isinstance(value, Tensor) and value.requires_grad and (value.is_leaf or source_name(source) != "")
+
+
+def _untrained(source: Node, value: Any) -> str:
+    """Why nobody can train an input. Of a function's own tensors nothing says it: `torch.func` is given detached parameters so."""
+    if _is_buffer(source):
+        return "its weight is a buffer, not a parameter"
+    held = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", "")) if not attribute.startswith("__")}
+    plain = type(value) is Tensor and not value.requires_grad and "_parameters" not in held and held - {"", "_modules", "cell_contents"}
+    return "its weight is a plain tensor, not a parameter" if plain else ""
 
 
 def _is_buffer(source: Node | None) -> bool:

@@ -1,0 +1,165 @@
+"""What the backend leaves dense because nobody can train it: buffers, plain tensors of modules, and what graphs make of these and of inputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import OPTIONS, compiled, graph_of
+from torch import nn
+from torch.testing import FileCheck
+from torch.utils.checkpoint import checkpoint
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+
+
+class OfNoParameter(nn.Module):
+    """A table that is a buffer, another that is made of it, and a product of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 32)
+        self.register_buffer("table", torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.table) + F.linear(x, self.table * 2) + F.linear(x, x.relu()) + self.fc(x)
+
+
+class GivenToRegion(OfNoParameter):
+    """A table that is made outside of the region that multiplies by it, and a weight that is."""
+
+    def forward(self, x):
+        made, scaled = self.table * 2, self.fc.weight * 2
+        return checkpoint(lambda z: F.linear(z, made), x, use_reentrant=False) + checkpoint(lambda z: F.linear(z, scaled), x, use_reentrant=False)
+
+
+def test_what_is_made_of_no_parameter_outside_of_a_region_stays_dense_in_it():
+    model, x = GivenToRegion(), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="stays dense: the graph makes its weight of no parameter") as told:
+        (text,) = graph_of(model, x, **OPTIONS)
+    assert len(told) == 1
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+def test_what_is_made_of_no_parameter_stays_dense_and_says_so():
+    model, x = OfNoParameter(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning) as told:
+        found = compiled(model, **OPTIONS)(x)
+    buffer, made = "its weight is a buffer, not a parameter", "the graph makes its weight of no parameter"
+    assert [str(w.message) for w in told] == [f"table stays dense: {buffer}.", f"linear_1 stays dense: {made}.", f"linear_2 stays dense: {made}."]
+    assert [(r["name"], r["masked"]) for r in fxmask.explain(model).rows] == [("fc", True), ("table", False)]
+    assert fxmask.explain(model).rows[1]["reason"] == f"{buffer} (backend='fxmask')"
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
+class Plain(nn.Module):
+    """Multiplies by an attribute that is neither a parameter nor a buffer, and by one that somebody trains."""
+
+    def __init__(self, held=lambda t: t):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables, self.trained = held(torch.randn(32, 32)), torch.randn(32, 32, requires_grad=True)
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.tables[0] if isinstance(self.tables, list) else self.tables), self.trained)
+
+
+@pytest.mark.parametrize("held", [lambda t: t, lambda t: [t]])
+def test_a_tensor_that_is_no_parameter_stays_dense_and_one_that_is_trained_does_not(held):
+    model, x = nn.Sequential(Plain(held)), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="stays dense: its weight is a plain tensor, not a parameter") as told:
+        (text,) = graph_of(model, x, **OPTIONS)
+    assert len(told) == 1
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_weights_that_a_function_is_given_are_masked(detached):
+    """Plain tensors, too: nothing says that they are no parameters."""
+    model, x = nn.Sequential(nn.Linear(32, 32), Cast(32, 32)), torch.randn(4, 32)
+    given = {name: p.detach() if detached else p for name, p in model.named_parameters()}
+    (text,) = graph_of(lambda p, z: F.linear(torch.func.functional_call(model[0], {"weight": p["0.weight"]}, (z,)), p["1.weight"]), given, x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+
+
+class Rotated(nn.Linear):
+    def __init__(self):
+        super().__init__(32, 32)
+        self.register_buffer("turn", torch.linalg.qr(torch.randn(32, 32))[0])
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.turn), self.weight, self.bias)
+
+
+def test_a_buffer_beside_a_layers_weight_is_not_the_layers():
+    model = Rotated()
+    with pytest.warns(FxMaskWarning, match="turn stays dense: its weight is a buffer, not a parameter"):
+        text, *_ = graph_of(nn.Sequential(model), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+class AfterABreak(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = self.fc(x)
+        torch._dynamo.graph_break()
+        return F.linear(x, y.relu())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_an_earlier_graph_has_made_is_no_parameter_in_training_either(training):
+    torch.manual_seed(0)
+    model, x = AfterABreak(), torch.randn(32, 32)
+    with torch.set_grad_enabled(training), pytest.warns(FxMaskWarning, match="linear.*: the graph makes its weight of no parameter"):
+        found = compiled(model, **OPTIONS)(x)
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
+class Cast(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * 1, self.bias)
+
+
+def test_a_view_that_a_module_holds_in_a_parameters_place_is_one():
+    """As FSDP1 has them, of one flat parameter."""
+    model, x = nn.Sequential(nn.Linear(32, 32), Cast(32, 32)), torch.randn(4, 32)
+    flat = nn.Parameter(model[1].weight.detach().flatten())
+    model[1]._parameters["weight"] = flat.view(32, 32)
+    (text,) = graph_of(model, x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+
+
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+        self.register_buffer("dft", torch.fft.fft(torch.eye(32)))
+
+    def forward(self, x):
+        return F.linear(self.fc(x).to(self.dft.dtype), self.dft).abs()
+
+
+def test_a_table_that_no_mask_could_have_is_no_error():
+    model, x = Fourier(), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="dft stays dense: its weight is a buffer, not a parameter"):
+        found = compiled(model, **OPTIONS)(x)
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
+def test_a_layer_whose_weight_is_a_buffer_is_masked_as_apply_masks_it():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(4, 32)
+    table = model[0].weight.data
+    del model[0].weight
+    model[0].register_buffer("weight", table)
+    found = compiled(model, **OPTIONS)(x)
+    assert [r["masked"] for r in fxmask.explain(model).rows] == [True, True]
+    assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
+
+
+def test_a_leaf_that_is_no_parameter_is_trained_by_somebody():
+    w = torch.randn(32, 32, requires_grad=True)
+    (text,) = graph_of(lambda x, w: F.linear(x, w * 2), torch.randn(4, 32), w, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
