@@ -154,14 +154,11 @@ def _nodes(given: Any) -> list[Node]:
 
 
 def _named(node: Node) -> dict[str, Any]:
-    """The arguments by name of a Python function that may be asked to write."""
+    """The arguments by name, as far as they are given so, or are those of a Python function that may be asked to write."""
     function = node.target
     if not inspect.isfunction(function) or not {"inplace", "max_norm"} & {*function.__code__.co_varnames}:
-        return {}
-    try:
-        return inspect.signature(function).bind_partial(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):
-        return {}
+        return dict(node.kwargs)
+    return inspect.signature(function, follow_wrapped=False).bind_partial(*node.args, **node.kwargs).arguments  # what is called, and not what that is around
 
 
 def _is_new(gm: GraphModule, node: Node) -> bool:

@@ -1,6 +1,7 @@
 """A weight or an input that a graph writes into: no mask, no W∘M and no dropout is read on the other side of the write."""
 
 import copy
+import functools
 import operator
 import time
 
@@ -19,6 +20,38 @@ def _out(t, y):
     return t
 
 
+def around(f):
+    """Of more arguments than what it is around, and what it is around is not asked."""
+
+    @functools.wraps(f)
+    def inner(t, by, inplace=False):
+        return f(t.mul_(by) if inplace else t * by)
+
+    return inner
+
+
+def passing(f):
+    @functools.wraps(f)
+    def inner(*args, **kwargs):
+        return f(*args, **kwargs)
+
+    return inner
+
+
+@around
+def scaled(t):
+    return t
+
+
+@passing
+def passed(t, by, inplace=False):
+    return t.mul_(by) if inplace else t * by
+
+
+fx.wrap("scaled")
+fx.wrap("passed")
+
+
 # what is done to t, which y is beside -> whether it may write into t
 FORMS = {
     "t.add_(y)": (lambda t, y: t.add_(y), True),
@@ -29,6 +62,10 @@ FORMS = {
     "mul(y, 2, out=t)": (_out, True),
     "relu(t, inplace=True)": (lambda t, y: F.relu(t, inplace=True), True),
     "relu(t, True)": (lambda t, y: F.relu(t, True), True),
+    "scaled(t, 2, True)": (lambda t, y: scaled(t, 2, True), True),
+    "scaled(t, 2, inplace=True)": (lambda t, y: scaled(t, 2, inplace=True), True),
+    "passed(t, 2, inplace=True)": (lambda t, y: passed(t, 2, inplace=True), True),
+    "scaled(t, 2)": (lambda t, y: scaled(t, 2), False),
     "relu_(t)": (lambda t, y: torch.relu_(t), True),
     "_foreach_add_([y, t], 1)": (lambda t, y: torch._foreach_add_([y, t], 1), True),
     "aten.copy_(t, y)": (lambda t, y: torch.ops.aten.copy_.default(t, y), True),
@@ -334,3 +371,22 @@ def test_a_dropout_is_not_fused_past_a_write(write, trace):
         with pytest.warns(fxmask.FxMaskWarning, match="changed nothing"):
             fxmask.apply(gm, own)
     torch.testing.assert_close(gm(x, torch.full((32, 64), 100.0))[0], expected)
+
+
+class OfAGraph(nn.Module):
+    """A product with a sparse buffer, whose memory nobody can name, before a dropout and a linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.fc = nn.Dropout(1e-9), nn.Linear(64, 64)
+        self.register_buffer("edges", torch.eye(8).to_sparse())
+
+    def forward(self, x):
+        return self.fc(self.drop(torch.sparse.mm(self.edges, x)))
+
+
+def test_a_sparse_tensor_in_a_graph_is_no_obstacle():
+    net, x = OfAGraph(), torch.randn(8, 64)
+    gm = fxmask.apply(fx.symbolic_trace(net), fxmask.BlockDropout(block=(16, 16)))
+    assert "fxmask_dropped" in gm.code
+    torch.testing.assert_close(gm(x), net(x))
