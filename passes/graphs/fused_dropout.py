@@ -60,8 +60,6 @@ def dropout_before(writes: Writes, linear: Node) -> tuple[Node, float] | None:
     None for one that writes into what others read, too, one whose input or output is written into before the linear, and one whose forward was replaced.
     """
     gm, n = writes.gm, input_arg(linear)
-    if not isinstance(n, Node):
-        return None
     if n.op == "call_module" and is_plain_dropout(m := gm.get_submodule(str(n.target))):
         p, on, inplace = m.p, True, m.inplace
     elif n.op == "call_function" and n.target in DROPOUTS:

@@ -38,9 +38,6 @@ class MaskLifted(Pass):
     def __init__(self, decisions: list[Decision]) -> None:
         self.decisions = decisions
 
-    def settings(self) -> tuple[object, ...]:
-        return tuple((d.candidate.name, repr(d.config)) for d in self.decisions)
-
     def run(self, gm: GraphModule) -> list[str]:
         here = [(d, d.config) for d in self.decisions if d.candidate.host is gm and d.config is not None]
         uses, writes = [(d.candidate.nodes, w) for d, _ in here if (w := d.candidate.weight_node) is not None], Writes(gm)

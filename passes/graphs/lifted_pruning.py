@@ -77,9 +77,6 @@ class PruneLifted(Pass):
     def __init__(self, chosen: list[tuple[Decision, ActivationPruning]], roles: Roles) -> None:
         self.chosen, self.roles = chosen, roles
 
-    def settings(self) -> tuple[object, ...]:
-        return tuple((d.candidate.name, repr(c)) for d, c in self.chosen)
-
     def run(self, gm: GraphModule) -> list[str]:
         here = [(d.candidate, c, w) for d, c in self.chosen if d.candidate.host is gm and (w := d.candidate.weight_node) is not None]
         # all calls before any is rewritten: the weight of one may be what another gives
