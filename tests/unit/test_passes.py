@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.testing import FileCheck
 
+import fxmask
 from fxmask.passes import infra
 from fxmask.passes.graphs.canonical import Canonicalise
 from fxmask.passes.infra import CleanUp, Pass, run_passes
@@ -175,3 +176,33 @@ def test_the_example_of_an_own_pass(capsys):
     example["SquaredRelu"]()(gm)
     FileCheck().check("relu").check("square").check_not("gelu").run(gm.code)
     assert isinstance(example["Block"]().fc1, nn.Linear)
+
+
+@pytest.mark.parametrize(("config", "printed"), [
+    (fxmask.ActivationPruning(0.5, 16), "PrunedCall(1, 50 % of 1x16)"), (fxmask.BlockDropout(block=(2, 16)), "DroppedCall(1, p=0.25 in 2x16)"),
+])  # fmt: skip
+def test_a_printed_graph_says_what_its_calls_do(config, printed):
+    gm = torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.25), nn.Linear(64, 64)))
+    assert printed not in repr(gm) and printed in repr(fxmask.apply(gm, config))
+
+
+class ByHand(nn.Module):
+    """Calls an op of ours by itself, beside a linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.own = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("blocks", torch.eye(4) > 0)
+
+    def forward(self, x):
+        return self.fc(torch.ops.fxmask.masked_linear.default(x, self.own, None, self.blocks, 16, 16, "masked"))
+
+
+def test_restore_leaves_a_masked_linear_that_the_model_calls_itself():
+    model, x = ByHand(), torch.randn(4, 64)
+    gm, want = torch.fx.symbolic_trace(model), model(x)
+    code = gm.code
+    fxmask.apply(gm, ratio=0.5, include="fc")
+    assert not torch.equal(gm(x), want)
+    fxmask.restore(gm)
+    assert torch.equal(gm(x), want) and "masked_linear" in gm.code and gm.code == code
