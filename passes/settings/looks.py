@@ -104,14 +104,13 @@ def saved(site: Site) -> dict[str, Any]:
 
 
 def wrong(site: Site, entry: Any, grid: tuple[int, int]) -> Iterator[str]:
-    """What no run can have saved of a feedback."""
+    """What no run can have saved of a feedback; for the first error alone."""
     if site._fxmask_progress is None:
         if entry is not None:
             yield f"feedback: expected none, got {type(entry).__name__}"
         return
     if not isinstance(entry, dict) or set(entry) != {*Progress._fields, "looked"}:
         yield f"feedback: expected a dict with {', '.join(Progress._fields)} and looked, got {sorted(entry) if isinstance(entry, dict) else entry!r}"
-        return
     f = site._fxmask_given.schedule
     assert isinstance(f, Feedback)
     ranges = {"level": f.levels(site._fxmask_given.ratio), "next": f.levels(site._fxmask_given.ratio), "told": f.every - 1}

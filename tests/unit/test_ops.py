@@ -5,7 +5,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxmask.errors import ShapeError
+from fxmask.errors import ConfigError, ShapeError
 from fxmask.kernels import dispatch, lists, ops, reference
 from fxmask.kernels.cpu import chosen
 from fxmask.kernels.grid import kept_elements
@@ -193,6 +193,12 @@ def test_nothing_is_saved_that_no_gradient_needs(tensors):
 def test_shapes_that_do_not_fit(tensors, call, text):
     with pytest.raises(ShapeError, match=text):
         call(*tensors)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+def test_a_criterion_that_nobody_knows(tensors, impl):
+    with pytest.raises(ConfigError, match="unknown criterion: expected one of fro, spectral, l1, linf, random, got 'l3'"):
+        ops.block_index(tensors[1], torch.tensor(3), torch.tensor(0), *BLOCK, "l3", "lowest", 0, impl)
 
 
 @pytest.mark.parametrize(("block", "grid", "strip"), [((64, 64), (2, 1), 128), ((16, 64), (8, 1), 64), ((64, 32), (1, 4), 128), ((64, 128), (1, 1), 64)])

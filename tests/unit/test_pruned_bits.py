@@ -74,6 +74,18 @@ def test_noise_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, masked,
     torch.testing.assert_close(model[0].bias.grad, (y != 0).sum((0, 1)) * 2.0)
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_gradients_draws_nothing(without):
+    """Under inference mode not even in a reentrant checkpoint, whose part runs no second time there."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ActivationPruning(0.5, 16, noise=2.0)).eval()
+    x, before = torch.randn(4, 64, requires_grad=True), torch.get_rng_state()
+    with without():
+        model(x)
+        if without is torch.inference_mode:
+            checkpoint(model, x, use_reentrant=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_noise_of_a_product_leaves_what_a_checkpoint_draws_behind_it_alone(reentrant, training):
