@@ -355,3 +355,9 @@ def test_operands_that_do_not_belong_together():
     ):
         with pytest.raises(ShapeError, match=text):
             call()
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_every_kind_of_dropout_that_is_left_alone_is_named(kind):
+    model = fxmask.apply(nn.Sequential(nn.Dropout(0.5), nn.Linear(32, 32), kind(0.5)), BlockDropout(block=(8, 16)))
+    assert "left alone: 2." in fxmask.explain(model).notes[-1]

@@ -378,3 +378,13 @@ def test_kept_blocks_are_found_once_for_each_mask(config, times, monkeypatch):
         train(model, optimiser, 1)
         kept = expand_mask(model[0]._fxmask_mask, (48, 64), (16, 16))
         assert torch.equal(before[~kept], model[0].weight[~kept]) and not torch.equal(before[kept], model[0].weight[kept]), turn
+
+
+def test_a_guard_whose_masks_were_restored_leaves_the_step_alone():
+    """Also one with a closure, which a masked step refuses."""
+    model, optimiser = build(optim.AdamW, ADAMW, schedule=None)
+    fxmask.guard(optimiser, model, masked_step=True)
+    fxmask.restore(model)
+    before = model[0].weight.detach().clone()
+    optimiser.step(lambda: model(torch.randn(4, 64)).square().sum().backward())
+    assert not torch.equal(model[0].weight, before)

@@ -317,3 +317,16 @@ def test_traces_in_a_trace_have_a_state_each():
     for model, names in ((parts, ("0.0", "0.2", "1.0", "1.2")), (whole.get_submodule("1"), ("0", "2"))):
         rows = fxmask.explain(model).rows
         assert sorted(r["name"] for r in rows) == list(names) and {r["reason"] for r in rows} == {"dense; its input is saved pruned"}
+
+
+def test_an_old_guard_that_is_removed_leaves_its_layers_to_the_next():
+    model = fxmask.apply(mlp(), WeightMask(0.5, (16, 16)), CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    old = fxmask.guard(optimizer, model)
+    fxmask.apply(fxmask.restore(model), WeightMask(0.5, (16, 16)), CONFIG)
+    with fxmask.guard(optimizer, model):
+        old.remove()
+        for _ in range(2):
+            model(X).sum().backward()
+            optimizer.step()
+        assert [model[i].__dict__["_fxmask_pruning_step"] for i in (0, 2)] == [2, 2]

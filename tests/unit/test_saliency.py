@@ -166,6 +166,18 @@ def test_momentum_without_a_guard_and_without_momentum():
             pass
 
 
+def test_a_layer_without_a_gradient_has_its_first_momentum_still_to_come():
+    model = nn.Sequential(layer(criterion="momentum"), layer(criterion="momentum"))
+    optimizer, x = optim.AdamW(model.parameters()), torch.randn(4, model[0][0].in_features)
+    fxmask.guard(optimizer, model)
+    model[0](x).sum().backward()
+    optimizer.step()
+    model[1](x).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+    assert all(bool(m[0]._fxmask_score.any()) for m in model)
+
+
 def test_training_without_a_step_source_raises():
     told = {"averages": dict(average=0.5), "hysteresis": dict(hysteresis=0.1), "regrow": dict(regrow=fxmask.Regrow("random"))}
     for name, config in {"criteria": dict(criterion="taylor"), **told}.items():
