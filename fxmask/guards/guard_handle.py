@@ -117,11 +117,7 @@ class GuardHandle:
 
     def _warn_of_new_masks(self, optimizer: Optimizer) -> None:
         """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
-        again, newly = any(decided_by_apply(w) for _, _, w in self._lost), self._applied != times_applied()
-        if not (again or newly):  # what was restored is dense
-            return
-        self._applied = times_applied()
-        model = self._model()
+        again, self._applied, model = any(decided_by_apply(w) for _, _, w in self._lost), times_applied(), self._model()
         found = self._lost if model is None else sites(model)
         bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
         self._lost = [] if again else self._lost
@@ -144,7 +140,8 @@ class GuardHandle:
         self._under_way, self._left = None, []  # what a step that raised has left
         self._let_go()
         self._adopt(optimizer)
-        self._warn_of_new_masks(optimizer)
+        if self._applied != times_applied():
+            self._warn_of_new_masks(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
