@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -315,3 +316,33 @@ def test_a_trace_of_one_layer_goes_by_where_it_lies():
     model = fxmask.apply(nn.Sequential(torch.fx.symbolic_trace(nn.Linear(64, 64))), BlockDropout(p=0.5, block=(16, 16)))
     rows = [(r["name"], r["reason"], bool(r["dropout"])) for m in (model, nn.Sequential(model)) for r in fxmask.explain(m).rows]
     assert rows == [(name, "dense; its input is dropped in blocks", True) for name in ("0", "0.0")]
+
+
+class Stage(nn.Sequential):
+    """Another class, with the forward of its base."""
+
+
+def test_a_container_of_another_class_runs_its_modules_in_turn():
+    model = fxmask.apply(Stage(nn.Dropout(0.3), nn.Linear(32, 32)), HERE)
+    assert notes(model) == ["Dropouts whose work the next linear does: 0; whoever else calls them drops nothing."]
+
+
+def test_a_dropout_that_rests_and_is_called_alone_in_eval_says_nothing():
+    model, x = fxmask.apply(nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 32)), HERE).eval(), torch.ones(4, 32)
+    for _ in range(3):
+        assert torch.equal(model[0](x), x)
+
+
+@pytest.mark.parametrize("mc", [False, True])
+def test_a_copys_linear_that_has_lost_its_dropout_says_so(mc):
+    """With `mc` nothing is to be said: it drops in any case."""
+    model = copy.deepcopy(fxmask.apply(nn.Sequential(nn.Dropout(0.3), nn.Linear(32, 32)), BlockDropout(block=(8, 8), mc=mc)))
+    model(torch.ones(4, 32))
+    model[0] = nn.Identity()
+    with nullcontext() if mc else pytest.warns(FxMaskWarning, match="a linear drops for a Dropout that is in the model no more"):
+        model(torch.ones(4, 32))
+
+
+def test_a_rate_of_ones_own_asks_for_none_of_the_dropout_before_it():
+    gm = fxmask.apply(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(1.0), nn.Linear(32, 32))), BlockDropout(0.25, (8, 8)))
+    assert [r["dropout"] for r in fxmask.explain(gm).rows] == ["p=0.25 in 8x8"]
