@@ -61,7 +61,7 @@ class Pair:
 
     waiting = 0
     rests: weakref.ref[nn.Module] | None = None
-    p: float | None = None
+    p: float
     on: bool | None = None
 
     def met(self, m: nn.Module) -> None:
@@ -95,7 +95,7 @@ class FusedDropout(nn.Dropout):
         compiling, pair = torch.compiler.is_compiling(), self._fxmask_pair
         if not compiling:
             pair.on, pair.rests = self.training, pair.rests or weakref.ref(self)
-            if pair.p is not None and self.p != pair.p:
+            if self.p != pair.p:
                 warn_of_fused(f"the p of a Dropout that rests for the linear behind it was changed: expected {pair.p:g}, of which it knows, got {self.p:g}.")
         if self.training and not compiling and torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward may end here
             if pair.waiting == threading.get_ident():  # another thread may be on its way to the linear
