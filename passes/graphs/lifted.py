@@ -45,6 +45,7 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
     for body in (b._replace(given=given) for b in bodies):
         for node in body.graph.graph.nodes:
             _add_call(found, body, node, real)
+    for body in bodies:  # which may read what another masks
         _add_dense_reads(found, body, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up

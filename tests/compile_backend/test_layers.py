@@ -264,3 +264,29 @@ def test_what_keeps_a_body_dense_keeps_those_inside_it():
     with pytest.warns(FxMaskWarning, match="fc stays dense: it stands in the body of map_impl"):
         compiled(model, **OPTIONS)(torch.randn(3, 4, 32))
     assert [row["masked"] for row in fxmask.explain(model).rows] == [False, True]
+
+
+class ReadBeside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return checkpoint(self.fc, x, use_reentrant=False) + x @ self.fc.weight
+
+
+def test_a_product_beside_the_body_that_masks_its_weight_is_named():
+    model = ReadBeside()
+    with pytest.warns(FxMaskWarning, match=r"fc stays dense: matmul\(\) reads it, which is no linear call"):
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert "in some of its uses; in others: matmul() reads it" in fxmask.explain(model).rows[0]["reason"]
+
+
+def test_a_product_beside_a_body_that_stays_dense_is_not():
+    class Multiplied(MappedCheckpoint):
+        def forward(self, x):
+            return super().forward(x) + x @ self.fc.weight
+
+    with pytest.warns(FxMaskWarning) as told:
+        compiled(Multiplied(), **OPTIONS)(torch.randn(3, 4, 32))
+    assert len(told) == 1 and "it stands in the body of map_impl" in str(told[0].message)
