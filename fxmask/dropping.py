@@ -184,7 +184,7 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
             in_turn = isinstance(owner, nn.Sequential) and type(owner).forward is nn.Sequential.forward
             others = _shortly_before(owner, model.get_submodule(name)) if in_turn else owner.named_children()
-            found += [join(path, other) for other, m in others if isinstance(m, DROPOUTS) and type(m) is not FusedDropout and m.p > 0]
+            found += [join(path, other) for other, m in others if isinstance(m, DROPOUTS) and m.p > 0]
     if found:
         shown = first_of(list(dict.fromkeys(found)))
         what = f"BlockDropout(p=...) drops beside {shown}, which stays: expected one dropout before a layer, and where one of them feeds it there are two."
