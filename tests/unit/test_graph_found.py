@@ -189,3 +189,24 @@ def test_the_type_of_what_reads_a_weight_leaves_it_out():
         fxmask.apply(fx.symbolic_trace(Model()))
     gm = fxmask.apply(fx.symbolic_trace(Model()), exclude=Product)  # a warning would be an error here
     assert [row["reason"] for row in fxmask.explain(gm).rows if not row["masked"]] == ["in exclude"]
+
+
+PRODUCTS = {
+    "mv": lambda x, w: torch.mv(w, x[0]),
+    "bmm": lambda x, w: torch.bmm(x[None], w.t()[None])[0],
+    "baddbmm": lambda x, w: torch.baddbmm(x[None], batch1=x[None], batch2=w.t()[None])[0],
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_of_any_name_is_told_of(name):
+    class Multiplies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.head(PRODUCTS[name](x, self.fc.weight))
+
+    with pytest.warns(fxmask.FxMaskWarning, match=rf"fc stays dense: {name}\(\) reads it"):
+        fxmask.apply(fx.symbolic_trace(Multiplies()))
