@@ -123,8 +123,7 @@ class _Walk(Names):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
-        if not isinstance(node.target, ast.Name) or weights(self.value(node.target)):
-            self.bind(ast.Attribute(node.target, "data", ast.Store()), set())
+        self.written.update(weights(self.value(node.target)))
 
     def branch(self, *bodies: Sequence[ast.AST]) -> None:
         """Each from the names as they are; then a name stands for what any has given it."""
