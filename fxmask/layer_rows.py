@@ -180,10 +180,13 @@ def exported_row(i: Inside) -> dict[str, Any]:
 def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: bool) -> dict[str, Any]:
     """A layer that compiled graphs of the backend mask. They keep nothing, so the mask is made here, from the weight as it is now."""
     nb, kb = grid_shape(weight.shape, c.block)
-    row, mask = dense_row(name, weight, f"selected {IN_GRAPHS}"), None
+    row: dict[str, Any] = {**dense_row(name, weight, f"selected {IN_GRAPHS}"), "kept": None}
+    mask = None
     if (given := gathered(weight)) is not None:  # and not its values, which are there in forwards alone
         weight = whole(weight.detach()).to(given.dtype)
-    if has_values(weight):
+    if is_taken(weight):
+        row["reason"] += TAKEN
+    elif has_values(weight):
         keep, count = (torch.full((), n, dtype=torch.int64, device=weight.device) for n in (c.keep_at(0, nb * kb), 0))
         stream = stream_of(c.seed, done.stream_name) if c.criterion == "random" else 0
         mask = ops.index(weight.detach(), keep, count, c.block, c.criterion, c.ties, stream, c.impl, c.cover)

@@ -83,9 +83,7 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         if weight is not None and not flattened and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape:
             refuse_size(site, weight)
         if weight is not None and (flattened or is_taken(weight)):
-            what = f"{caller}: a wrapper has flattened or freed this weight: expected one of {site._fxmask_grid} blocks, got shape {tuple(weight.shape)}."
-            fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."
-            raise UnsupportedError(message(what, name, fix))
+            raise _taken(name, weight, caller, f"one of {site._fxmask_grid} blocks")
     return found
 
 
@@ -123,7 +121,7 @@ def is_taken(weight: Tensor) -> bool:
 
 
 def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
-    """The weight, where it has values; UnsupportedError for a meta tensor, and where a graph computes it."""
+    """The weight, where it has values; UnsupportedError for a meta tensor, for what a wrapper has taken, and where a graph computes it."""
     if weight is None:
         what = f"{caller} needs the weight's values: expected a parameter, but this graph computes the weight."
         raise UnsupportedError(message(what, name, "call fxmask.apply on the nn.Module instead of its trace."))
@@ -131,4 +129,12 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
         what = f"{caller} needs the weight's values: expected real memory, got a meta tensor."
         raise UnsupportedError(message(what, name, "materialise the model first (to_empty, then load_state_dict)."))
     refuse_wrapped(name, weight)
+    if is_taken(weight):
+        raise _taken(name, weight, caller, "a matrix in memory")
     return weight
+
+
+def _taken(name: str, weight: Tensor, caller: str, expected: str) -> UnsupportedError:
+    what = f"{caller}: a wrapper has flattened or freed this weight: expected {expected}, got shape {tuple(weight.shape)}."
+    fix = "FullyShardedDataParallel and ZeRO-3 do so; use torch.distributed.fsdp.fully_shard or DistributedDataParallel."
+    return UnsupportedError(message(what, name, fix))

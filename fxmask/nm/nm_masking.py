@@ -13,7 +13,7 @@ from ..decided import mark_decided
 from ..dense_warnings import warn_of_regions
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
-from ..layer_rows import LOST, RESIZED
+from ..layer_rows import LOST, RESIZED, TAKEN
 from ..passes.finding.candidate import Candidate
 from ..passes.finding.choose import Decision, choose, reasons_of
 from ..passes.finding.graph_linears import graph_modules
@@ -23,7 +23,7 @@ from ..passes.finding.weights import peek_weight
 from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state.tensors import has_values
-from ..sites import FINAL, REASONS
+from ..sites import FINAL, REASONS, is_taken
 from ..swapped import refuse_changed_class
 from .nm_attributes import advance, is_resized
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
@@ -137,7 +137,7 @@ def nm_row(m: NMLayer) -> dict[str, Any]:
     c, weight = m._fxmask_nm, peek_weight(m)
     ratio, frozen = 1 - c.n / c.m, m._fxmask_nm_frozen
     lost = FROZEN_LOST if frozen else LOST
-    unfit = lost if m._fxmask_nm_lost else RESIZED if is_resized(m, weight) else ""
+    unfit = TAKEN if is_taken(weight) else lost if m._fxmask_nm_lost else RESIZED if is_resized(m, weight) else ""
     kept = None if not has_values(weight) or unfit else int(element_mask(m).sum())
     made = ", which a kernel makes in one pass" if c.impl == "triton" and not frozen else ""
     drawn = "; not frozen: train() draws patterns, eval() takes the likeliest" if c.mode == "learned" and not frozen else ""

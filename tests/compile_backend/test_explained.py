@@ -207,6 +207,16 @@ def test_health_of_masks_in_graphs():
     assert 0.5 < ours["kept_norm_fraction"] < 1
 
 
+def test_a_weight_whose_memory_was_freed_since():
+    model = Wrap(mlp())
+    compiled(model, **OPTIONS)(torch.randn(4, 64))
+    model.inner[0].weight.data.untyped_storage().resize_(0)
+    row = rows_of(model)["inner.0"]
+    assert row["masked"] and row["reason"].startswith("selected in graphs of backend='fxmask' alone; a wrapper has flattened or freed its weight")
+    assert row["achieved_ratio"] is None
+    assert fxmask.explain(model).summary["of them under masks that nobody knows here"] == model.inner[0].weight.numel()
+
+
 def test_pruned_inputs():
     model = Wrap(mlp())
     compiled(model, activations={"ratio": 0.5, "block": 4})(torch.randn(4, 64)).sum().backward()

@@ -110,3 +110,19 @@ def test_a_linear_with_a_forward_of_its_own_stays_dense_and_is_not_told_to_read(
         model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), Own(32, 32)), NMMask())
     assert list(fxmask.masks(model)) == ["0.weight"] and "read=" not in str(told[0].message)
     assert fxmask.explain(model).rows[1]["reason"] == "Own has a forward of its own, which a mask would not reach"
+
+
+@pytest.mark.parametrize("taken", ["flat", "freed", "empty"])
+def test_a_weight_that_a_wrapper_has_taken(taken):
+    """As FullyShardedDataParallel and ZeRO-3 leave weights between forwards."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), NMMask(2, 4))
+    if taken == "freed":
+        model[0].weight.data.untyped_storage().resize_(0)
+    else:
+        model[0].weight.data = model[0].weight.data.flatten()[: 100 if taken == "flat" else 0]
+    for call in (fxmask.masks, fxmask.freeze, fxmask.finalize):
+        with pytest.raises(UnsupportedError, match=r"flattened or freed this weight(.|\n)*where: 0\n(.|\n)*fully_shard or DistributedDataParallel"):
+            call(model)
+    first, second = fxmask.explain(model).rows
+    assert first["reason"] == "selected; a wrapper has flattened or freed its weight, which it gives the forward alone" and first["achieved_ratio"] is None
+    assert second["reason"] == "selected" and second["achieved_ratio"] == 0.5
