@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -102,6 +103,8 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
             u.calls, u.done = u.calls + (done.changes and trains), done
         for j, (i, name, done, given, u) in enumerate(last):
             known = given() is args[i]
+            if not known and isinstance(args[i], FakeTensor):  # DDP's splitting of a graph asks a part what it would give
+                return compiled(*args)
             if done.changes:
                 if not known and args[i] not in _uses:
                     mark_again()

@@ -225,9 +225,11 @@ def test_names_under_ddp_are_the_model_s(one_rank, splits):
         parts.append(gm)
         return gm.forward
 
+    ddp = nn.parallel.DistributedDataParallel(wide, bucket_cap_mb=1)
     with torch._dynamo.config.patch(optimize_ddp=splits):
-        call = compiled(nn.parallel.DistributedDataParallel(wide, bucket_cap_mb=1), inner, **options)
-        assert torch.equal(call(x), plain) and (len(parts) > 1) == splits
+        assert torch.equal(compiled(ddp, inner, **options)(x), plain) and (len(parts) > 1) == splits
+        torch._dynamo.reset()
+        assert torch.equal(compiled(ddp, "aot_eager", **options)(x), plain)  # whose parts are called with fake inputs, too
 
 
 class Early(nn.Module):
