@@ -155,7 +155,8 @@ def _untrained(source: Node, value: Any) -> str:
     if _is_buffer(source):
         return "its weight is a buffer, not a parameter"
     held = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", "")) if not attribute.startswith("__")}
-    plain = type(value) is Tensor and not value.requires_grad and "_parameters" not in held and held - {"", "_modules", "cell_contents"}
+    plain = type(value) is Tensor and not (value.requires_grad or isinstance(value._base, nn.Parameter))  # FSDP1 has views, of a frozen one as well
+    plain = plain and "_parameters" not in held and bool(held - {"", "_modules", "cell_contents"})
     return "its weight is a plain tensor, not a parameter" if plain else ""
 
 

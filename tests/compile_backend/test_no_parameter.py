@@ -132,6 +132,15 @@ def test_a_view_that_a_module_holds_in_a_parameters_place_is_one():
     FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_view_that_a_module_holds_as_an_attribute_is_one_frozen_or_not(frozen):
+    """As FSDP1 has them while a forward runs."""
+    model, flat = nn.Sequential(Plain()), nn.Parameter(torch.randn(1024), requires_grad=not frozen)
+    model[0].tables = flat.view(32, 32)
+    (text,) = graph_of(model, torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+
+
 class Fourier(nn.Module):
     def __init__(self):
         super().__init__()
