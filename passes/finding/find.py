@@ -65,7 +65,7 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     cls: Any = type(m)
     own = linear and CHANGED.isdisjoint(m.__dict__) and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     skip = f"{type(m).__name__} has its own forward{_way_out(name, m, problem)}" if own else ""
-    writer = next((owner for owner in [*owners, *([m] if own else [])] if writes_to(owner, m)), None)
+    writer = next((owner for owner in owners if writes_to(owner, m)), None)
     if writer is not None:
         skip = f"the forward of {type(writer).__name__} writes to its weight and reads it, and the write would go into W∘M and be lost; call the layer there"
         own = False

@@ -47,11 +47,9 @@ def _read_by(m: nn.Module) -> list[object]:
 
 
 def writes_to(owner: nn.Module, layer: nn.Module) -> bool:
-    """Whether what a module's forward uses writes to the weight of a layer that it reads and never calls: W∘M would take the write and be gone."""
+    """Whether what a module's forward uses writes to the weight of a layer that it reads, by this name or another: W∘M would take the write and be gone."""
     cls: Any = getattr(type(owner), "_fxmask_base", type(owner))
-    reads, writes, calls = _said_by(cls)
-    lost = [w for w in writes if any(_alike(w, p) for p in reads) and not _is_called(w, calls)]
-    return any(inner is layer for path in lost for inner in _modules_at(owner, path))
+    return any(inner is layer for path in _said_by(cls).writes for inner in _modules_at(owner, path))
 
 
 def ancestors(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
@@ -121,7 +119,7 @@ def _sources(cls: type[nn.Module], name: str) -> Iterator[tuple[FunctionType, st
             continue
         try:
             source = inspect.getsource(function)
-        except (OSError, TypeError):  # typed in at a prompt, or made by exec
+        except OSError:  # typed in at a prompt, or made by exec
             continue
         yield function, _said(source)
         if "super()" not in source:

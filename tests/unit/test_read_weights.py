@@ -198,3 +198,45 @@ def test_what_else_its_call_does_stays():
     plain(x).sum().backward()
     torch.testing.assert_close(model.fc.weight.grad, called[0].weight.grad)
     assert not torch.allclose(model.fc.weight.grad, plain[0].weight.grad, atol=1e-2)
+
+
+class ReadsTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layers[0].weight.clamp_(-0.01, 0.01)
+        return F.linear(F.linear(x, self.layers[0].weight), self.layers[1].weight)
+
+
+class WritesToAll(ReadsTwo):
+    """And calls another one than it reads."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.weight.clamp_(-0.01, 0.01)
+        return F.linear(self.layers[1](self.layers[2](x)), self.layers[0].weight)
+
+
+class WritesByAnotherName(ReadsTwo):
+    def __init__(self):
+        super().__init__()
+        self.first = self.layers[0]
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.01, 0.01)
+        return F.linear(x, self.layers[0].weight)
+
+
+@pytest.mark.parametrize("kind", [ReadsTwo, WritesToAll, WritesByAnotherName])
+def test_of_what_is_read_that_alone_stays_dense_which_is_written_to(kind):
+    model, x = kind(), torch.randn(4, 32)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"^layers\.0 stays dense: the forward of \w+ writes to its weight and reads it"):
+        fxmask.apply(model, ratio=0.5)
+    assert list(fxmask.masks(model)) == ["layers.1.weight", "layers.2.weight"]
+    model(x)
+    assert model.layers[0].weight.abs().max() <= 0.01
