@@ -26,7 +26,7 @@ from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout
 from .swap import MaskedLinear, ran
-from .swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
+from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -212,7 +212,6 @@ def undrop(model: nn.Module) -> None:
         if isinstance(m, FusedDropout):
             m.__class__ = nn.Dropout  # type: ignore[assignment]
         m.__dict__.pop("_fxmask_dropping", None)
-        forget_asked(m)
         m.__dict__.pop("_fxmask_pair", None)
 
 

@@ -41,7 +41,7 @@ from .passes.state.site import Site
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, swap, unswap
-from .swapped import refuse_changed_class
+from .swapped import forget_asked, refuse_changed_class
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -180,6 +180,7 @@ def restore(model: M) -> M:
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
         m.__dict__.pop(SELECTED, None)
+        forget_asked(m)
     return model
 
 

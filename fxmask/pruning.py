@@ -21,7 +21,7 @@ from .passes.settings.activation_pruning import ActivationPruning
 from .passes.state import noted
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
 from .swap import MaskedLinear
-from .swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
+from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now
 
 
 class Pruned(Swapped):
@@ -98,7 +98,6 @@ def unprune(model: nn.Module) -> None:
             m.__class__ = m._fxmask_base  # type: ignore[assignment]
             m.__dict__.pop("_fxmask_product", None)
         uninstall(m)
-        forget_asked(m)
 
 
 def pruned_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
 from fxmask.dropping import DroppedLinear, FusedDropout
-from fxmask.errors import ShapeError
+from fxmask.errors import ShapeError, StateError
 from fxmask.kernels import dropout, dropout_ops
 from fxmask.kernels.cpu import dropout_runs
 
@@ -197,6 +197,9 @@ def test_restore_copy_and_pickle():
     for twin in (copy.deepcopy(model), model):
         fxmask.restore(twin)
         assert repr(twin) == repr(dense) and all(torch.equal(a, b) for a, b in zip(twin.parameters(), dense.parameters(), strict=True))
+        assert not any(row["dropout"] for row in fxmask.explain(twin).rows)
+        with pytest.raises(StateError, match="nothing is masked in this model"):
+            fxmask.restore(twin)
 
 
 def test_a_dropout_that_is_used_twice_is_left_alone():

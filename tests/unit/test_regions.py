@@ -61,6 +61,15 @@ def test_the_number_is_of_all_that_was_asked_for():
     assert len({model[i].fc._fxmask_asked for i in (1, 2, 3)}) == 3
 
 
+@pytest.mark.parametrize(("config", "own"), [(PRUNED, dict(ratio=0.25)), (BlockDropout(p=0.5), dict(p=0.25))])
+def test_after_restore_the_number_is_of_what_is_asked_then(config, own):
+    model = regions()
+    for _ in range(2):
+        fxmask.apply(model, config, overrides={"1.fc": own})
+        assert len({model[i].fc._fxmask_asked for i in (1, 2)}) == 2
+        fxmask.restore(model)
+
+
 @pytest.mark.parametrize("beside", [[], [WeightMask(ratio=0.0)]])
 def test_dropout_of_its_own(beside):
     own = dict(p=0.0) if not beside else dict(dropout=dict(p=0.0))
