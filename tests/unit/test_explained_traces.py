@@ -99,6 +99,30 @@ def test_a_layer_in_a_body_and_one_whose_weight_is_computed():
     assert found["a"]["shape"] == "64x64" and found["a"]["achieved_ratio"] is None and found["b"]["shape"] is None
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gate", torch.rand(64, 64))
+
+    def forward(self, w):
+        return w * self.gate
+
+
+def test_a_buffer_beside_a_parameter_names_no_layer_in_a_body():
+    layer = nn.utils.parametrize.register_parametrization(nn.Linear(64, 64), "weight", Gated())
+
+    class Cond(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = layer
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda z: self.a(z), lambda z: z + 1, (x,))
+
+    (row,) = fxmask.explain(traced(fxmask.apply(Cond(), **OPTIONS), torch.randn(4, 64))).rows
+    assert (row["name"], row["shape"], row["reason"]) == ("a.parametrizations.weight.original", "64x64", IN_TRACE)
+
+
 def test_a_trace_that_apply_masks_has_its_own_rows():
     gm = fxmask.apply(traced(mlp(), torch.randn(4, 64)), **OPTIONS)
     assert {row["reason"] for row in fxmask.explain(gm).rows if row["masked"]} == {"selected"}
