@@ -243,6 +243,18 @@ def test_a_guard_that_went_with_restore_is_missed(form, between, options, again)
     assert torch.equal(masked_part(model, masks), before)
 
 
+@pytest.mark.parametrize("form", ["module", "graph"])
+def test_after_restore_a_guard_with_masked_step_is_in_no_new_ones_way(form):
+    """Before any step, in which it lets go of what was restored."""
+    model, optimiser, _ = guarded(form, masked_step=True)
+    fxmask.apply(fxmask.restore(model), ratio=0.8)
+    fxmask.guard(optimiser, model, masked_step=True)
+    masks = fxmask.masks(model)
+    before = masked_part(model, masks)
+    train(model, optimiser)
+    assert torch.equal(masked_part(model, masks), before) and [row["step"] for row in fxmask.explain(model).rows] == [1, 1, 1]
+
+
 def test_restore_alone_says_nothing():
     model, optimiser, _ = guarded()
     fxmask.restore(model)
