@@ -180,7 +180,7 @@ def _elements(told: list[tuple[dict[str, Any], Tensor]]) -> tuple[int, int, int]
 
 def plain(text: str) -> str:
     """Names without what torch.compile puts before them: rows are named as patterns and state_dict keys of the model itself."""
-    return re.sub(r"(?<!\w)_orig_mod\.|\.?_orig_mod(?!\w)", "", text)
+    return re.sub(r"(?<!\w)_orig_mod\.|\.?(?<!\w)_orig_mod(?!\w)", "", text)
 
 
 def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Iterator[str]:

@@ -167,6 +167,11 @@ def test_a_compiled_model_has_the_names_of_the_model(wrap):
     assert rows_of(torch.compile(model[0])).keys() == {"(the model itself)"}
 
 
+def test_names_that_look_like_the_compilers_stay():
+    model = nn.ModuleDict({"a_orig_mod": nn.Linear(64, 64), "_orig_mods": nn.Linear(64, 64), "b_orig_mod": nn.Sequential(nn.Linear(64, 64))})
+    assert list(rows_of(fxmask.apply(model, ratio=0.5, block=(16, 16)))) == ["a_orig_mod", "_orig_mods", "b_orig_mod.0"]
+
+
 def test_notes_of_a_compiled_model_have_its_names():
     model = fxmask.apply(mlp(), ratio=0.5, block=(16, 16))
     model[0].weight.grad = torch.ones_like(model[0].weight)
