@@ -53,6 +53,9 @@ def test_weights_that_a_graph_computes(norm):
     assert set(rows) == {"block", "normed", "plain"} and row["masked"] and row["shape"] == "40x72" and row["blocks"] == 9 and row["achieved_ratio"] is None
     assert row["reason"] == "selected in graphs of backend='fxmask' alone; the graph computes its weight" and row["why"] == "the graph computes its weight"
     assert report.summary["linears"] == 3 and report.summary["weight elements in linears"] == 2 * 104 * 40
+    health = [{row["name"]: row for row in fxmask.explain(m, health=True).rows} for m in (model, applied)]
+    for n in ("normed", "plain"):
+        assert all(health[0][n][k] == health[1][n][k] is not None for k in ("kept_norm_fraction", "dead_rows", "dead_cols"))
     fxmask.apply(model, **OPTIONS)
     assert set(rows_of(model)) == {"normed", "plain"}  # what graphs did is past
 
@@ -141,6 +144,36 @@ def test_a_layer_whose_weight_is_cast_has_one_row_and_was_met(made, name):
     torch._dynamo.reset()
     compiled(model, **OPTIONS, exclude="inner.0*")(torch.randn(4, 64))
     assert rows_of(model)[name]["reason"] == "in exclude (backend='fxmask'); the graph computes its weight"
+
+
+class Held(nn.Module):
+    def __init__(self, fc, call):
+        super().__init__()
+        self.fc, self.call = fc, call
+
+    def forward(self, x):
+        return self.call(self.fc, x)
+
+
+def normed(n, k):
+    return nn.utils.parametrizations.weight_norm(nn.Linear(n, k))
+
+
+ROWS = {
+    "turned": (lambda: nn.Linear(64, 32), lambda fc, x: F.linear(x, fc.weight.t()), {"fc": "", "linear": "64x32"}),
+    "made and turned": (lambda: normed(64, 32), lambda fc, x: F.linear(x, fc.weight.t()), {"fc": "", "linear": "64x32"}),
+    "beside its call": (lambda: nn.Linear(32, 32), lambda fc, x: fc(x) + F.linear(x, fc.weight * 2), {"fc": "32x32", "linear_1": "32x32"}),
+    "another's": (lambda: nn.ModuleList(nn.Linear(32, 32) for _ in "ab"), lambda fc, x: F.linear(x, fc[1].weight * 2), {"fc.0": "", "fc.1": "32x32"}),
+    "another's that is made": (lambda: nn.ModuleList(normed(32, 32) for _ in "ab"), lambda fc, x: fc[1](x), {"fc.0": "", "fc.1": "32x32"}),
+}
+
+
+@pytest.mark.parametrize(("made", "call", "expected"), ROWS.values(), ids=ROWS)
+def test_a_layer_takes_no_row_of_another_weight(made, call, expected):
+    """Of one of another shape, one beside its own, or one that other parameters make."""
+    model = Held(made(), call)
+    compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert {name: row["shape"] if row["masked"] else "" for name, row in rows_of(model).items()} == expected
 
 
 def test_several_weights_of_one_module_are_told_apart():
