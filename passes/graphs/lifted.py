@@ -25,13 +25,11 @@ CONTAINERS = ("_modules", "_parameters", "_buffers")
 # calls that take the weights of Linears as arguments: the argument's name or place, and the layer's name inside the module that makes the call
 READERS: dict[Any, dict[str, str]] = {
     F.multi_head_attention_forward: {f"{x}_proj_weight": f"{x}_proj" for x in ("out", "q", "k", "v")},
-    torch._native_multi_head_attention: {"7": "out_proj"},
     torch._transformer_encoder_layer_fwd: {"5": "self_attn.out_proj", "14": "linear1", "16": "linear2"},
 }
 # their arguments that are packed projections, which are no Linear's weights, and no linear calls
 PACKED: dict[Any, tuple[str, ...]] = {
     F.multi_head_attention_forward: IN_PROJ_WEIGHTS,
-    torch._native_multi_head_attention: ("5",),
     torch._transformer_encoder_layer_fwd: ("3",),
 }
 PACKS = "the graph packs it from other weights for its attention; use fxmask.apply"
