@@ -118,6 +118,27 @@ def test_weights_that_are_given_by_keyword():
     assert train(ours, call, make_x) == train(applied, applied, make_x)
 
 
+class Out(nn.Module):
+    """Whose weight has a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.bias = nn.Parameter(torch.randn(32, 32)), None
+
+    @property
+    def weight(self):
+        return self.out
+
+
+def test_rows_of_weights_that_are_given_by_keyword():
+    """Projections of Linears are no packed ones, and what comes last may be of any name."""
+    model = Keywords()
+    model.c_proj = Out()
+    compiled(model, **OPTIONS)(torch.randn(6, 2, 32))
+    rows = {row["name"]: row["reason"] for row in fxmask.explain(model).rows if row["masked"]}
+    assert rows == dict.fromkeys(["q_proj", "k_proj", "v_proj", "c_proj.out"], "selected in graphs of backend='fxmask' alone")
+
+
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
