@@ -242,3 +242,13 @@ def test_attention_whose_queries_share_keys_asks_for_these_again():
     product = 2 * 3 * 8 * 256 * 300  # of one feature; the backward makes Q K^T once more
     assert found.flop_useful == found.flop_issued == product * (16 + 32)
     assert (back.flop_useful, back.flop_issued) == (product * 2 * (16 + 32), product * (3 * 16 + 2 * 32))
+
+
+def test_a_mask_that_is_held_between_steps_is_no_saved_activation():
+    """One that each forward builds is: a byte a block."""
+    found = []
+    for refresh in (1, 5):
+        model = fxmask.apply(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), ratio=0.5, block=(8, 8), refresh=refresh)
+        fxmask.step(model, 0)
+        found.append(analyze(model, torch.randn(4, 64)).tables["footprint"][-1]["saved_activations"])
+    assert found == [4 * 64 * 4 + 2 * 64, 4 * 64 * 4]
