@@ -20,6 +20,7 @@ from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
 
+ACTIVATION = "a layer gives its weight for an input of the model"
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d")
 FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
@@ -53,18 +54,18 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
             made[node] = (), False
         elif (inputs or node.op == "call_function") and all(n in made for n in inputs):
             weights, turned = joined(made[n] for n in inputs)
-            if weights and _is_layer(gm, node):
+            if weights and is_layer(gm, node):
                 continue
             made[node] = weights, turned or is_transpose(node) or isinstance(node.target, HigherOrderOperator)  # whose body is not looked into
     return made
 
 
-def _is_layer(gm: GraphModule, node: Node) -> bool:
+def is_layer(gm: GraphModule, node: Node) -> bool:
     """Whether a node is a layer's own call, of a Linear or an Embedding, or its body has one: what it makes, as of a table or of positions, is no weight."""
     if isinstance(node.target, HigherOrderOperator):
         held = (attribute(gm, n) for n in node.all_input_nodes if n.op == "get_attr")
         bodies = [body for body in held if isinstance(body, GraphModule)]
-        return any(_is_layer(body, n) for body in bodies for n in body.graph.nodes)
+        return any(is_layer(body, n) for body in bodies for n in body.graph.nodes)
     if node.op == "call_module":
         return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or str(node.target).partition(".")[0] in (PRUNED, DROPPED)
     return last_name(node) in ("linear", "masked_linear", "embedding")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import Made, Read, dense_reads, joined, made_of_weights
+from .dense_reads import ACTIVATION, Made, Read, dense_reads, is_layer, joined, made_of_weights
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -91,6 +91,8 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         new.call = "" if lifted else join(prefix, node.name)
         if arg in constants:
             new.skip, new.sized = CONSTANT, isinstance(value, Tensor)
+        elif any(n.op == "placeholder" and n not in comes_in for n in behind(arg)) and any(is_layer(gm, n) for n in behind(arg)):
+            new.skip, new.sized = ACTIVATION, isinstance(value, Tensor)
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
         else:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import dense_reads, made_of_weights
+from ..finding.dense_reads import ACTIVATION, dense_reads, is_layer, made_of_weights
 from ..infra import recorded_value
 from .bodies import Body, given_to
 from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, layer_name, weight_arg
@@ -128,7 +128,10 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 
 
 def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
-    """Why nobody can train a weight: it is a buffer, or made of buffers and inputs alone; else empty, and for a `layer`'s own, as `apply` masks it."""
+    """Why a weight is none that somebody trains: it is a buffer, or made of buffers and inputs alone, or a layer gives it for an input; else empty.
+
+    A `layer`'s own is one all the same, as `apply` masks it.
+    """
     if w in body.origin:
         return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
     made_of = behind(w)
@@ -137,8 +140,10 @@ def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool)
         made_of += [n for n in behind(body.given.get(node)) if n not in known]
     inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
     holders = [(n.graph.owning_module or body.graph, n) for n in made_of]
-    trained = any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in holders)
-    return "" if trained else "the graph makes its weight of no parameter"
+    if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in holders)):
+        return "the graph makes its weight of no parameter"
+    called_with = any(not isinstance(real.get(n), nn.Parameter) and not _holders(n) for n in inputs)
+    return ACTIVATION if called_with and any(is_layer(gm, n) for gm, n in holders) else ""
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:
@@ -152,10 +157,16 @@ def _untrained(source: Node, value: Any) -> str:
     """Why nobody can train an input. Of a function's own tensors nothing says it: `torch.func` is given detached parameters so."""
     if _is_buffer(source):
         return "its weight is a buffer, not a parameter"
-    held = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", "")) if not attribute.startswith("__")}
+    held = _holders(source)
     plain = type(value) is Tensor and not (value.requires_grad or isinstance(value._base, nn.Parameter))  # FSDP1 has views, of a frozen one as well
-    plain = plain and "_parameters" not in held and bool(held - {"", "_modules", "cell_contents"})
+    plain = plain and "_parameters" not in held and bool(held - {"_modules", "cell_contents"})
     return "its weight is a plain tensor, not a parameter" if plain else ""
+
+
+def _holders(source: Node) -> set[str]:
+    """The attributes by which an input is held; none of what a call is given."""
+    found = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", ""))}
+    return {attribute for attribute in found if attribute and not attribute.startswith("__")}
 
 
 def _is_buffer(source: Node | None) -> bool:

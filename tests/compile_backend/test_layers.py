@@ -226,21 +226,21 @@ def test_a_tied_head_in_a_graph_of_its_own_stays_dense():
 
 
 class OfAnother(nn.Module):
-    """Its weight is what another linear gives."""
+    """Its weights are what linears give for a parameter."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.a, self.b, self.w = nn.Linear(32, 64), nn.Linear(64, 32), nn.Parameter(torch.randn(32, 32))
 
     def forward(self, x):
-        w = self.a(x)
-        return F.linear(F.linear(w, w), self.b(w))
+        w = self.a(self.w)
+        return F.linear(F.linear(x, w), self.b(w))
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_a_weight_that_another_linear_gives_is_masked_after_that(inner):
-    model, x = OfAnother(), torch.randn(32, 32)
+    model, x = OfAnother(), torch.randn(32, 64)
     call, given = compiled(copy.deepcopy(model), inner, **OPTIONS), x.clone().requires_grad_()
     traced, expected = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS), x.clone().requires_grad_()
     y, z = call(given), traced(expected)
@@ -251,7 +251,7 @@ def test_a_weight_that_another_linear_gives_is_masked_after_that(inner):
 
 @pytest.mark.parametrize("masks", [{}, OPTIONS], ids=["alone", "masked"])
 def test_a_linear_whose_weight_another_gives_is_pruned_too(masks):
-    (text,) = graph_of(OfAnother(), torch.randn(32, 32), activations=dict(ratio=0.5, block=4), **masks)
+    (text,) = graph_of(OfAnother(), torch.randn(32, 64), activations=dict(ratio=0.5, block=4), **masks)
     code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     assert sum("lifted_pruning_linear(" in line for line in code) == 4
 

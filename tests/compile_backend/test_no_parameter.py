@@ -172,3 +172,38 @@ def test_a_leaf_that_is_no_parameter_is_trained_by_somebody():
     w = torch.randn(32, 32, requires_grad=True)
     (text,) = graph_of(lambda x, w: F.linear(x, w * 2), torch.randn(4, 32), w, **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+class Scores(nn.Module):
+    """A product of what two layers give, as in attention; one by what a layer makes of a parameter, which is a weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.inner, self.w = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(self.q(x), self.k(x).relu()) + F.linear(x, self.inner(self.w))
+
+
+GIVEN = r"^linear(_2)? stays dense: a layer gives its weight for an input of the model\.$"
+
+
+@pytest.mark.parametrize("form", ["training", "no_grad", "checkpoint"])
+def test_a_product_of_two_layers_outputs_stays_dense_and_says_so(form):
+    model = Scores()
+    called = (lambda x: checkpoint(model, x, use_reentrant=False)) if form == "checkpoint" else model
+    with torch.set_grad_enabled(form != "no_grad"), pytest.warns(FxMaskWarning, match=GIVEN) as told:
+        (text,) = graph_of(called, torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 4, exactly=True).run(text)
+    assert len(told) == 1
+
+
+def test_so_does_it_in_traces():
+    model, x = Scores(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning, match=GIVEN):
+        gm = fxmask.apply(torch.fx.symbolic_trace(model), **OPTIONS, exclude="linear_1")
+    assert torch.equal(gm(x), fxmask.apply(Scores(), **OPTIONS)(x))
+    with pytest.warns(FxMaskWarning, match=GIVEN):
+        gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["inner", "k", "linear_4", "q"]
