@@ -207,3 +207,20 @@ def test_so_does_it_in_traces():
     with pytest.warns(FxMaskWarning, match=GIVEN):
         gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
     assert sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["inner", "k", "linear_4", "q"]
+
+
+class Held(nn.Module):
+    """A Parameter that is frozen, in a list that no module is."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = [nn.Parameter(torch.randn(32, 32), requires_grad=False)]
+
+    def forward(self, x):
+        return F.linear(x, self.held[0])
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_frozen_parameter_is_one_wherever_it_is_held():
+    (text,) = graph_of(Held(), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
