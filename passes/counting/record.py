@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
         module, kind = self._module()
         call = Call(func, places[0], places[1], [], module, kind, self.node, backward, recomputed)
         if call.differentiates:
-            call.forward = self._by_seq.get(node._sequence_nr()) if node.name() != "torch::autograd::AccumulateGrad" else None
+            call.forward = self._by_seq.get(node._sequence_nr())  # none of AccumulateGrad, whose number is no op's
             if call.forward is not None:
                 call.module, call.kind, call.node = call.forward.module, call.forward.kind, call.forward.node
             call.summed = call.op == "aten.add" and len(call.inputs) == 2 and _by_the_engine()
