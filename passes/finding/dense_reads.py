@@ -71,6 +71,20 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
     return last_name(node) in ("linear", "masked_linear", "embedding")
 
 
+def values_behind(value: Any) -> list[Node]:
+    """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
+    found = [value] if isinstance(value, Node) else []
+    for node in found:  # grows
+        given = [n for n in node.all_input_nodes if not _is_fact(n) and not _is_index(n)]
+        found += [n for n in given if n not in found]
+    return found
+
+
+def _is_index(node: Node) -> bool:
+    value = recorded_value(node)
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
 def _is_fact(node: Node) -> bool:
     """Whether a node is a number, or says what a tensor is, and has no values of one."""
     if isinstance(recorded_value(node), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):

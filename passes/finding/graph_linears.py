@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, Made, Read, dense_reads, is_layer, joined, made_of_weights
+from .dense_reads import ACTIVATION, Made, Read, dense_reads, is_layer, joined, made_of_weights, values_behind
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -91,7 +91,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         new.call = "" if lifted else join(prefix, node.name)
         if arg in constants:
             new.skip, new.sized = CONSTANT, isinstance(value, Tensor)
-        elif any(n.op == "placeholder" and n not in comes_in for n in behind(arg)) and any(is_layer(gm, n) for n in behind(arg)):
+        elif _is_given(gm, values_behind(arg), comes_in):
             new.skip, new.sized = ACTIVATION, isinstance(value, Tensor)
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
@@ -103,6 +103,11 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
     elif not new.problem and new.sized:
         new.stand_in()
     return key, new
+
+
+def _is_given(gm: GraphModule, made_of: list[Node], comes_in: dict[Node, str]) -> bool:
+    """Whether a layer gives what is made of these for an input of the graph."""
+    return any(n.op == "placeholder" and n not in comes_in for n in made_of) and any(is_layer(gm, n) for n in made_of)
 
 
 def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, Made]:

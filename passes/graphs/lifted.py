@@ -14,10 +14,10 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import ACTIVATION, dense_reads, is_layer, made_of_weights
+from ..finding.dense_reads import ACTIVATION, dense_reads, is_layer, made_of_weights, values_behind
 from ..infra import recorded_value
 from .bodies import Body, given_to
-from .graph_calls import EMBEDDINGS, LINEARS, behind, call_stack, layer_name, weight_arg
+from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
 from .regions import is_trainable
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
@@ -134,10 +134,10 @@ def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool)
     """
     if w in body.origin:
         return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
-    made_of = behind(w)
+    made_of = values_behind(w)
     for node in made_of:  # grows
         known = set(made_of) if node in body.given else set()
-        made_of += [n for n in behind(body.given.get(node)) if n not in known]
+        made_of += [n for n in values_behind(body.given.get(node)) if n not in known]
     inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
     holders = [(n.graph.owning_module or body.graph, n) for n in made_of]
     if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in holders)):

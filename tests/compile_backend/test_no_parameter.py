@@ -199,6 +199,26 @@ def test_a_product_of_two_layers_outputs_stays_dense_and_says_so(form):
     assert len(told) == 1
 
 
+class Routed(nn.Module):
+    """The matrix that a router chooses for an input: the layer gives its number, and none of its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.experts.index_select(0, self.router(x).mean(0).argmax(0, keepdim=True))[0])
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_weight_that_a_layer_chooses_is_one():
+    model, x = Routed(), torch.randn(8, 32)
+    (text,) = graph_of(model, x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+    gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert [r["masked"] for r in fxmask.explain(gm).rows] == [False, True]
+
+
 def test_so_does_it_in_traces():
     model, x = Scores(), torch.randn(32, 32)
     with pytest.warns(FxMaskWarning, match=GIVEN):
