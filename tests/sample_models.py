@@ -58,6 +58,17 @@ class Twice(nn.Module):
         return self.fc(F.gelu(self.fc(x)))
 
 
+class Scale(nn.Module):
+    """y = a x, by a gain a channel."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a = nn.Parameter(torch.linspace(1, 2, width))
+
+    def forward(self, x):
+        return x * self.a
+
+
 class Computed(nn.Module):
     """A weight that the forward computes."""
 

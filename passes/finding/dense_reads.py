@@ -73,11 +73,7 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 def values_behind(value: Any) -> list[Node]:
     """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
-    found = [value] if isinstance(value, Node) else []
-    for node in found:  # grows
-        given = [n for n in node.all_input_nodes if not _is_fact(n) and not _is_index(n)]
-        found += [n for n in given if n not in found]
-    return found
+    return behind(value, lambda n: _is_fact(n) or _is_index(n))
 
 
 def _is_index(node: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -80,14 +80,15 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
-def behind(value: Any) -> list[Node]:
-    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant."""
+def behind(value: Any, leaves_out: Callable[[Node], bool] = lambda n: False) -> list[Node]:
+    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant. `leaves_out`: nodes that are not followed."""
     found = dict.fromkeys([value] if isinstance(value, Node) else [])
     left = list(found)
     for node in left:
-        left += [n for n in node.all_input_nodes if n not in found]
-        found |= dict.fromkeys(node.all_input_nodes)
-    return list(found)
+        given = [n for n in node.all_input_nodes if n not in found and not leaves_out(n)]
+        left += given
+        found |= dict.fromkeys(given)
+    return left
 
 
 def layer_name(path: str) -> str:

@@ -115,7 +115,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         return
     if not isinstance(value, Tensor):
         c.problem = "the graph computes its weight, and the trace does not say its shape; use fxmask.apply on the model"
-    elif why := _of_no_parameter(body, w, real, nn.Linear in types and param.rpartition(".")[2] == "weight"):
+    elif why := _why_no_weight(body, w, real, nn.Linear in types and param.rpartition(".")[2] == "weight"):
         c.skip = why
     elif problem := weight_problem(value):
         c.problem = problem
@@ -127,10 +127,10 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         c.stand_in()
 
 
-def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
-    """Why a weight is none that somebody trains: it is a buffer, or made of buffers and inputs alone, or a layer gives it for an input; else empty.
+def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
+    """Why nobody trains what a linear multiplies by: it is a buffer, or made of buffers and inputs alone, or a layer gives it for an input; else empty.
 
-    A `layer`'s own is one all the same, as `apply` masks it.
+    Empty for a `layer`'s own, too: `apply` masks it, whatever it is.
     """
     if w in body.origin:
         return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
@@ -139,11 +139,11 @@ def _of_no_parameter(body: Body, w: Node, real: Mapping[Node, Any], layer: bool)
         known = set(made_of) if node in body.given else set()
         made_of += [n for n in values_behind(body.given.get(node)) if n not in known]
     inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
-    holders = [(n.graph.owning_module or body.graph, n) for n in made_of]
-    if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in holders)):
+    placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
+    if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    called_with = any(not isinstance(real.get(n), nn.Parameter) and not _holders(n) for n in inputs)
-    return ACTIVATION if called_with and any(is_layer(gm, n) for gm, n in holders) else ""
+    called_with = any(not isinstance(real.get(n), nn.Parameter) and not _held_by(n) for n in inputs)
+    return ACTIVATION if called_with and any(is_layer(gm, n) for gm, n in placed) else ""
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:
@@ -157,13 +157,13 @@ def _untrained(source: Node, value: Any) -> str:
     """Why nobody can train an input. Of a function's own tensors nothing says it: `torch.func` is given detached parameters so."""
     if _is_buffer(source):
         return "its weight is a buffer, not a parameter"
-    held = _holders(source)
+    held = _held_by(source)
     plain = type(value) is Tensor and not (value.requires_grad or isinstance(value._base, nn.Parameter))  # FSDP1 has views, of a frozen one as well
     plain = plain and "_parameters" not in held and bool(held - {"_modules", "cell_contents"})
     return "its weight is a plain tensor, not a parameter" if plain else ""
 
 
-def _holders(source: Node) -> set[str]:
+def _held_by(source: Node) -> set[str]:
     """The attributes by which an input is held; none of what a call is given."""
     found = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", ""))}
     return {attribute for attribute in found if attribute and not attribute.startswith("__")}

@@ -199,6 +199,16 @@ def test_a_product_of_two_layers_outputs_stays_dense_and_says_so(form):
     assert len(told) == 1
 
 
+def test_so_does_it_in_traces():
+    model, x = Scores(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning, match=GIVEN):
+        gm = fxmask.apply(torch.fx.symbolic_trace(model), **OPTIONS, exclude="linear_1")
+    assert torch.equal(gm(x), fxmask.apply(Scores(), **OPTIONS)(x))
+    with pytest.warns(FxMaskWarning, match=GIVEN):
+        gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["inner", "k", "linear_4", "q"]
+
+
 class Routed(nn.Module):
     """The matrix that a router chooses for an input: the layer gives its number, and none of its values."""
 
@@ -218,15 +228,6 @@ def test_a_weight_that_a_layer_chooses_is_one():
     gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
     assert [r["masked"] for r in fxmask.explain(gm).rows] == [False, True]
 
-
-def test_so_does_it_in_traces():
-    model, x = Scores(), torch.randn(32, 32)
-    with pytest.warns(FxMaskWarning, match=GIVEN):
-        gm = fxmask.apply(torch.fx.symbolic_trace(model), **OPTIONS, exclude="linear_1")
-    assert torch.equal(gm(x), fxmask.apply(Scores(), **OPTIONS)(x))
-    with pytest.warns(FxMaskWarning, match=GIVEN):
-        gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
-    assert sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["inner", "k", "linear_4", "q"]
 
 
 class Held(nn.Module):

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from sample_models import Scale
 from torch import nn
 
 import fxmask
@@ -31,17 +32,6 @@ class Called(Read):
         return super().forward(x) + self.fc(x)
 
 
-class Scale(nn.Module):
-    """y = a x."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(32))
-
-    def forward(self, x):
-        return x * self.a
-
-
 CASES = {
     "linear": (lambda: nn.Linear(32, 32), MASK, (X,)),
     "conv": (lambda: nn.Conv2d(16, 16, 2), WeightMask(0.5, (4, 4)), (IMAGE,)),
@@ -50,7 +40,7 @@ CASES = {
     "nm": (lambda: nn.Linear(32, 32), NMMask(2, 4), (X,)),
     "pruned": (lambda: nn.Linear(32, 32), ActivationPruning(0.5, 16), (X,)),
     "pruned and masked": (lambda: nn.Linear(32, 32), (MASK, ActivationPruning(0.5, 16)), (X,)),
-    "pruned product": (Scale, ActivationPruning(0.5, 16, affine=True), (X,)),
+    "pruned product": (lambda: Scale(32), ActivationPruning(0.5, 16, affine=True), (X,)),
     "dropped": (lambda: nn.Linear(32, 32), BlockDropout(0.5, (2, 16)), (X,)),
 }
 

@@ -78,6 +78,7 @@ def test_a_linear_inside_and_outside_of_a_graph():
     w = dense.fc.weight * best_blocks(dense.fc.weight, (16, 16), 0.75).repeat_interleave(16, 0).repeat_interleave(16, 1)
     h = F.linear(X, w, dense.fc.bias)
     assert torch.equal(model(X), h + F.gelu(h))
+    assert [(row["name"], row["masked"]) for row in fxmask.explain(model).rows] == [("fc", True)] and "fxmask" not in model.body.code  # swapped, not rewritten
 
 
 class TiedHead(nn.Module):

@@ -103,20 +103,6 @@ def test_a_buffer_that_is_called_a_weight_is_no_layers():
     assert rows(gm) == [("p", True, None)]
 
 
-def test_a_linear_that_the_model_calls_beside_its_graph_is_swapped():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(32, 32)
-            self.graph = fx.symbolic_trace(nn.Sequential(self.fc, nn.ReLU()))
-
-        def forward(self, x):
-            return self.graph(self.fc(x))
-
-    model = fxmask.apply(Both())
-    assert rows(model) == [("fc", True, None)] and "fxmask" not in model.graph.code
-
-
 def test_a_layer_of_a_graph_in_a_graph_is_named_by_the_nearest():
     class Calls(nn.Module):
         def __init__(self, inner):

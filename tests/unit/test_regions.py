@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from sample_models import Region
+from sample_models import Region, Scale
 from torch import nn
 
 import fxmask
@@ -93,15 +93,6 @@ def test_a_dense_region_before_others_is_warned_of(configs):
         fxmask.apply(nn.Sequential(small, large), *configs, exclude="0.*")  # not alike
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(64))
-
-    def forward(self, x):
-        return x * self.a
-
-
 LEFT_OUT = {"excluded": dict(exclude="2.fc.a"), "not pruned": dict(overrides={"2.fc.a": dict(activations=False)})}
 
 
@@ -109,7 +100,7 @@ LEFT_OUT = {"excluded": dict(exclude="2.fc.a"), "not pruned": dict(overrides={"2
 def test_a_dense_product_before_others_is_warned_of(configs, left):
     model = regions()
     for region in model[1:]:
-        region.fc = Scale()
+        region.fc = Scale(64)
     with pytest.warns(FxMaskWarning, match=r"2\.fc is dense before 3\.fc"):
         fxmask.apply(model, *configs, ActivationPruning(ratio=0.5, block=16, affine=True), **LEFT_OUT[left])
 
