@@ -25,6 +25,8 @@ SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d")
 FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
 CHAINS = ("linalg_multi_dot", "chain_matmul")
+LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+ALIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # whose second argument says what the first is to look like
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
 
 
@@ -47,12 +49,12 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
     """What a graph makes of weights and constants alone. `given`: weights, and what comes in that is made of some."""
     made: dict[Node, Made] = {}
     for node in gm.graph.nodes:
-        inputs = node.all_input_nodes
+        inputs = _values_from(node)
         if node in given:
             made[node] = given[node]
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
-        elif (inputs or node.op == "call_function") and all(n in made for n in inputs):
+        elif (inputs or node.op in ("call_function", "call_method")) and all(n in made for n in inputs):
             weights, turned = joined(made[n] for n in inputs)
             if weights and is_layer(gm, node):
                 continue
@@ -73,7 +75,20 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 def values_behind(value: Any) -> list[Node]:
     """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
-    return behind(value, lambda n: _is_fact(n) or _is_index(n))
+    return behind(value, lambda node: [n for n in _values_from(node) if not (_is_fact(n) or _is_index(n))])
+
+
+def given_for(value: Any) -> list[Node]:
+    """What a layer gives its output for: the numbers among what it is computed from, too, such as those of tokens."""
+    return behind(value, lambda node: [n for n in _values_from(node) if not _is_fact(n)])
+
+
+def _values_from(node: Node) -> list[Node]:
+    """The inputs that a node takes values of: not those by whose shape, type or place it makes another tensor, as `zeros_like` and `type_as` do."""
+    name = last_name(node)
+    if name in LIKE:
+        return node.all_input_nodes[1:]
+    return node.all_input_nodes[:1] if name in ALIKE else node.all_input_nodes
 
 
 def _is_index(node: Node) -> bool:

@@ -15,7 +15,7 @@ from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, Made, Read, dense_reads, is_layer, joined, made_of_weights, values_behind
+from .dense_reads import ACTIVATION, Made, Read, dense_reads, given_for, is_layer, joined, made_of_weights, values_behind
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -91,7 +91,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         new.call = "" if lifted else join(prefix, node.name)
         if arg in constants:
             new.skip, new.sized = CONSTANT, isinstance(value, Tensor)
-        elif _is_given(gm, values_behind(arg), comes_in):
+        elif _is_given(gm, arg, comes_in):
             new.skip, new.sized = ACTIVATION, isinstance(value, Tensor)
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
@@ -105,9 +105,10 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
     return key, new
 
 
-def _is_given(gm: GraphModule, made_of: list[Node], comes_in: dict[Node, str]) -> bool:
-    """Whether a layer gives what is made of these for an input of the graph."""
-    return any(n.op == "placeholder" and n not in comes_in for n in made_of) and any(is_layer(gm, n) for n in made_of)
+def _is_given(gm: GraphModule, weight: Any, comes_in: dict[Node, str]) -> bool:
+    """Whether a layer gives a weight, or a part of it, for an input of the graph."""
+    layers = [n for n in values_behind(weight) if is_layer(gm, n)]
+    return any(n.op == "placeholder" and n not in comes_in for layer in layers for n in given_for(layer))
 
 
 def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, Made]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import ACTIVATION, dense_reads, is_layer, made_of_weights, values_behind
+from ..finding.dense_reads import ACTIVATION, dense_reads, given_for, is_layer, made_of_weights, values_behind
 from ..infra import recorded_value
 from .bodies import Body, given_to
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
@@ -134,16 +134,23 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
     """
     if w in body.origin:
         return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
-    made_of = values_behind(w)
-    for node in made_of:  # grows
-        known = set(made_of) if node in body.given else set()
-        made_of += [n for n in values_behind(body.given.get(node)) if n not in known]
+    made_of = _followed(body, [w], values_behind)
     inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
     placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
     if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    called_with = any(not isinstance(real.get(n), nn.Parameter) and not _held_by(n) for n in inputs)
-    return ACTIVATION if called_with and any(is_layer(gm, n) for gm, n in placed) else ""
+    asked = _followed(body, [n for gm, n in placed if is_layer(gm, n)], given_for)
+    called_with = (n for n in asked if n.op == "placeholder" and n not in body.given)
+    return ACTIVATION if any(not isinstance(real.get(n), nn.Parameter) and not _held_by(n) for n in called_with) else ""
+
+
+def _followed(body: Body, nodes: Sequence[Node], behind_one: Callable[[Any], list[Node]]) -> list[Node]:
+    """What nodes are made of, out of the bodies that they stand in, too."""
+    found = [made for n in nodes for made in behind_one(n)]
+    for node in found:  # grows
+        known = set(found) if node in body.given else set()
+        found += [n for n in behind_one(body.given.get(node)) if n not in known]
+    return found
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:

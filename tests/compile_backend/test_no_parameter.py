@@ -209,6 +209,50 @@ def test_so_does_it_in_traces():
     assert sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["inner", "k", "linear_4", "q"]
 
 
+class Titles(Scores):
+    """Scores inputs by what a layer gives for tokens, which are numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 32)
+
+    def forward(self, x, tokens):
+        return F.linear(self.q(x), self.k(self.table(tokens))) + F.linear(x, self.table(tokens))
+
+
+def test_so_does_a_product_with_what_layers_give_for_tokens():
+    x = torch.randn(8, 32), torch.arange(32) % 9
+    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: a layer gives its weight for an input of the model") as told:
+        found = compiled(Titles(), **OPTIONS)(*x)
+    assert len(told) == 2 and torch.equal(found, fxmask.apply(Titles(), **OPTIONS)(*x))
+    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: a layer gives its weight for an input of the model") as told:
+        gm = fxmask.apply(torch.export.export(Titles(), x).module(), **OPTIONS)
+    assert len(told) == 2 and torch.equal(found, gm(*x))
+
+
+ALIKE = {
+    "type_as": lambda w, h: w.type_as(h),
+    "to": lambda w, h: w.to(h),
+    "view_as": lambda w, h: w.view_as(h),
+    "ones_like": lambda w, h: w * torch.ones_like(h),
+    "new_ones": lambda w, h: w * h.new_ones(32, 1),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_weight_that_is_made_to_look_as_what_a_layer_gives_is_one(name):
+    class Looks(Scores):
+        def forward(self, x):
+            h = self.q(x)
+            return F.linear(h, ALIKE[name](self.w, h))
+
+    (text,) = graph_of(Looks(), torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+    gm = fxmask.apply(torch.export.export(Looks(), (torch.randn(32, 32),)).module(), **OPTIONS)
+    assert gm.code.count("fxmask.masked_linear.default(") == 2
+
+
 class Routed(nn.Module):
     """The matrix that a router chooses for an input: the layer gives its number, and none of its values."""
 

@@ -44,6 +44,13 @@ class Einsum(Layers):
         return self.b(torch.einsum("bi,oi->bo", x, self.a.weight.float()))
 
 
+class MadeAlike(Layers):
+    """The type and the shape of an input are none of its values."""
+
+    def forward(self, x):
+        return self.b(torch.einsum("bi,oi->bo", x, (self.a.weight * torch.ones_like(x[:1])).type_as(x)))
+
+
 class Convolution(Layers):
     def forward(self, x):
         return self.b(F.conv1d(x[..., None], self.a.weight[..., None])[..., 0])
@@ -165,7 +172,7 @@ def traced(model, how):
 
 READERS = [
     (Matmul, "addmm"), (Attribute, "matmul"), (Copied, "matmul"), (Einsum, "einsum"), (Convolution, "conv1d"), (Swapped, "matmul"), (Moved, "matmul"),
-    (Left, "mm"), (LeftAdded, "addmm"), (Inner, "inner"), (Triangle, "matmul"),
+    (MadeAlike, "einsum"), (Left, "mm"), (LeftAdded, "addmm"), (Inner, "inner"), (Triangle, "matmul"),
     (OfTable, "matmul"), (AddedToItself, "addmm"),
     (CastToInput, "matmul"), (ForEach, "bmm"),
 ]  # fmt: skip
@@ -324,7 +331,10 @@ def backend(model, **more):
     return {r["name"].removeprefix("_orig_mod."): (r["masked"], r["reason"]) for r in fxmask.explain(compiled).rows}
 
 
-@pytest.mark.parametrize(("cls", "reader"), [(Matmul, "addmm"), (Einsum, "einsum"), (Convolution, "conv1d"), (Left, "mm"), (InPlace, "imatmul")])
+TOLD = [(Matmul, "addmm"), (Einsum, "einsum"), (MadeAlike, "einsum"), (Convolution, "conv1d"), (Left, "mm"), (InPlace, "imatmul")]
+
+
+@pytest.mark.parametrize(("cls", "reader"), TOLD)
 def test_the_backend_tells_it_too(cls, reader):
     with pytest.warns(FxMaskWarning, match=rf"a stays dense: {reader}\(\) reads it, which is no linear call"):
         rows = backend(cls())
