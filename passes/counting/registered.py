@@ -44,19 +44,22 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
         except (TypeError, ValueError):  # a builtin that tells nothing of its arguments
             signature = None
 
+        def checked(*args: Any, **named: Any) -> int:
+            try:
+                flop: Any = (formula if signature is None else signature.bind)(*args, **named)  # a builtin says what it takes when it is called
+            except TypeError as e:
+                got = f"{len(args)} positional arguments and {', '.join(named)}"
+                raise ConfigError(f"the registered cost of {name} does not take the op's arguments: {e}; it was given {got}.") from e
+            if signature is not None:
+                flop = formula(*args, **named)
+            if isinstance(flop, bool) or not isinstance(flop, int) or flop < 0:
+                raise ConfigError(f"the registered cost of {name} must give FLOP: expected an int of at least 0, got {flop!r}.")
+            return flop
+
         def rule(call: Call, t: Target) -> list[Work]:
             args, kwargs = tree_map(lambda a: a.shape if isinstance(a, Place) else a, (call.args, call.kwargs))
             outs = [p.shape for p in call.outputs]
-            named = {**kwargs, "out_shape": outs[0] if len(outs) == 1 else tuple(outs)}
-            try:
-                if signature is not None:
-                    signature.bind(*args, **named)
-            except TypeError as e:
-                got = f"{len(args)} positional arguments and {', '.join(named)}"
-                raise ConfigError(f"the registered cost of {name} does not take the op's arguments: {e}; it was given {got}.") from None
-            flop = formula(*args, **named)
-            if isinstance(flop, bool) or not isinstance(flop, int) or flop < 0:
-                raise ConfigError(f"the registered cost of {name} must give FLOP: expected an int of at least 0, got {flop!r}.")
+            flop = checked(*args, **{**kwargs, "out_shape": outs[0] if len(outs) == 1 else tuple(outs)})
             cost = stream_of(call).with_flop(flop, flop)
             dtype = next((p.dtype for p in (*call.outputs, *call.inputs)), None)
             return [Work(call, phase_of(call), REGISTERED, cost, dtype=dtype, weight="+".join(sorted(call.weights)))]
@@ -64,7 +67,7 @@ def register_cost(op: Any) -> Callable[[Callable[..., int]], Callable[..., int]]
         RULES[name] = rule
         if packet not in flop_registry or _registered.get(packet):
             flop_registry.pop(packet, None)
-            register_flop_formula(packet)(formula)
+            register_flop_formula(packet)(checked)
             _registered[packet] = True
         _registered.setdefault(packet, False)
         return formula

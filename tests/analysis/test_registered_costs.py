@@ -109,6 +109,25 @@ def test_register_cost_refuses(registries):
             fxmask.register_cost(op)(wrong)
 
 
+@pytest.mark.parametrize("cost", [max, int, dict, functools.partial(max, 1), lambda x_shape: 1], ids=["max", "int", "dict", "partial", "one argument"])
+def test_a_cost_of_other_arguments_is_named_by_both_counters(registries, cost):
+    """Builtins tell nothing of their arguments, and say what is wrong when they are called."""
+    model, op, name = custom_op()
+    fxmask.register_cost(op)(cost)
+    refused = rf"the registered cost of fxmask_analysis.{name} does not take the op's arguments"
+    with pytest.raises(ConfigError, match=refused):
+        analyze(model, X)
+    with pytest.raises(ConfigError, match=refused), FlopCounterMode(display=False):
+        model(X)
+
+
+def test_a_cost_that_fails_by_itself_says_why(registries):
+    model, op, _ = custom_op()
+    fxmask.register_cost(op)(lambda x_shape, w_shape, scale, out_shape: x_shape * 1.5)
+    with pytest.raises(TypeError, match="can't multiply sequence"):
+        analyze(model, X)
+
+
 def test_a_cost_can_be_put_right(registries):
     """A wrong one is said when it is used, and another takes its place, for PyTorch's counter, too."""
     model, op, name = custom_op()
@@ -158,5 +177,8 @@ def test_a_cost_may_tell_nothing_of_its_arguments(registries):
 def test_a_cost_that_is_no_number_of_flop(registries, flop):
     model, op, name = custom_op()
     fxmask.register_cost(op)(lambda *a, out_shape: flop)
-    with pytest.raises(ConfigError, match=rf"the registered cost of fxmask_analysis.{name} must give FLOP: expected an int of at least 0, got"):
+    refused = rf"the registered cost of fxmask_analysis.{name} must give FLOP: expected an int of at least 0, got"
+    with pytest.raises(ConfigError, match=refused):
         analyze(model, X)
+    with pytest.raises(ConfigError, match=refused), FlopCounterMode(display=False):
+        model(X)
