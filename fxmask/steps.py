@@ -29,8 +29,8 @@ M = TypeVar("M", bound=nn.Module)
 def step(model: nn.Module, n: int = 1) -> None:
     """Tell masks, temperatures of learned N:M masks and schedules of pruned inputs that `n` optimiser steps were taken; after every `optimizer.step()`.
 
-    `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl, phases, scores
-    that last) ask for it.
+    `step(model, 0)` announces, before training, that steps will be told; configurations that count steps (start, schedule, refresh > 1, rigl, phases, gain,
+    scores that last) ask for it.
     An optimiser's step counts, a forward does not: so gradient accumulation, evaluation and recomputation change nothing. The optimiser's state is left alone:
     blocks that come back under `regrow` keep the momenta that they have, which `fxmask.guard` clears.
     Raises: StateError without masks or inside `fxmask.dense`, ConfigError for a negative `n`, UnsupportedError inside a CUDA graph. Warns where a weight has a

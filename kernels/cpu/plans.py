@@ -1,7 +1,7 @@
 """What the CPU implementation may do for one op, and what each choice would cost: closed forms that rank the candidates, before any of them is timed.
 
 Times are seconds of one core of the machine that the constants were fitted on (Ice Lake at 2.8 GHz, MKL, float32; the cases of
-`fxmask bench --device cpu --dispatch 200`, on which the median estimate is 20 % off); elsewhere the ranking is a guess, and `kernels.tune` times the first few.
+`fxmask bench --device cpu --dispatch 200`, on which the median estimate is 20 % off); elsewhere the ranking is a guess, and `kernels.tune` times what may win.
 """
 
 from __future__ import annotations

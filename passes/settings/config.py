@@ -57,7 +57,7 @@ class WeightMask(Options):
             backward are no phases: UnsupportedError.
 
     `gradient` and its like, average, hysteresis, regrow and gain keep the mask between steps whatever `refresh` says, and so need `fxmask.guard` or
-    `fxmask.step`. Impl: they rank in plain PyTorch, between steps, on [NB, KB] scores.
+    `fxmask.step`. They rank between steps, on [NB, KB] scores: where kernels run by these, but hysteresis and regrow in plain PyTorch.
 
     Raises: ConfigError, UnsupportedError.
     """
