@@ -41,6 +41,11 @@ class Place:
     offset: int = 0  # bytes from the storage's begin
 
     @property
+    def of_inputs(self) -> bool:
+        """Whether the model's inputs move it: neither a weight's nor a constant."""
+        return not self.weight and not self.neutral
+
+    @property
     def bytes(self) -> int:
         """Distinct bytes: an axis that is only expanded counts once, and windows that overlap do, where nothing lies between them."""
         n = self.dtype.itemsize

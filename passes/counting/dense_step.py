@@ -36,19 +36,19 @@ def mark(works: list[Work], changed: set[str], own: set[str]) -> None:
 def is_extra(work: Work, changed: set[str], own: set[str]) -> bool:
     """Whether a dense step has no such op, as far as the op itself tells."""
     call = work.call
-    if work.op in EXTRA or call is None or work.dense is not None:
-        return work.op in EXTRA
-    inside = call.module in changed and call.module not in own
-    if call.summed:
-        return False
-    if inside and not work.m and all(p.weight or p.neutral for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
-        return not (work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point and call.outputs[0].bytes < call.inputs[0].bytes)
-    if work.m and any(p.neutral and p.mask is not None for p in call.inputs):  # by the patterns of an N:M mask that is drawn
+    if work.op in EXTRA:
         return True
-    if work.m or work.phase == "db":
+    if call is None or call.summed or work.dense is not None:
         return False
-    numbers = work.op != "aten._to_copy" or call.outputs[0].dtype.is_floating_point  # no index of what a pruned input kept
-    plain = work.op in DENSE and numbers and not (work.op == "aten.add" and work.phase == "dW")
+    if work.m:  # by the patterns of an N:M mask that is drawn
+        return any(p.neutral and p.mask is not None for p in call.inputs)
+    inside = call.module in changed and call.module not in own
+    casts = work.op == "aten._to_copy" and call.outputs[0].dtype.is_floating_point  # else it is an index of what a pruned input kept
+    if inside and not any(p.of_inputs for p in call.inputs):  # made of weights alone, or drawn: a dense layer only narrows its weight
+        return not (casts and call.outputs[0].bytes < call.inputs[0].bytes)
+    if work.phase == "db":
+        return False
+    plain = work.op in DENSE and (casts or work.op != "aten._to_copy") and not (work.op == "aten.add" and work.phase == "dW")
     return (inside and not plain) or any(p.mask is not None and p.dtype == torch.bool for p in call.inputs)
 
 
@@ -106,7 +106,7 @@ def _sums(calls: list[Call], found: dict[int, list[Work]]) -> None:
         extra = _all_extra(found[id(c)])
         for p in c.outputs:
             if extra or c.summed:
-                sources[p.storage] = frozenset().union(*(s for s, q in zip(given, c.inputs, strict=True) if not q.weight and not q.neutral))
+                sources[p.storage] = frozenset().union(*(s for s, q in zip(given, c.inputs, strict=True) if q.of_inputs))
                 masked |= {p.storage} if extra or any(q.storage in masked for q in c.inputs) else set()
 
 

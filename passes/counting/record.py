@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...kernels.grid import as_matrix, matrix_shape
+from ...kernels.grid import as_matrix, grid_shape, matrix_shape
 from ..frames import frames
 from ..graphs.graph_calls import BLOCK_INDEX
 from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
@@ -157,46 +157,46 @@ class Recorder(TorchDispatchMode):
     def _note_origin(self, call: Call, made: Mask | None, t: Tensor) -> None:
         """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
         key, inputs = storage_of(t), call.inputs
-        of_backward = call.differentiates and made is None
-        moved = made is None and any(not p.weight and not p.neutral for p in inputs)
-        if moved or (of_backward and key not in {p.storage for p in inputs}):
-            self.neutral.discard(key)
-            self._derived.pop(key, None)
+        if made is None:
+            if any(p.of_inputs for p in inputs) or (call.differentiates and all(p.storage != key for p in inputs)):
+                self.neutral.discard(key)
+                self._derived.pop(key, None)
+                return
+            if call.differentiates:  # a view of what it was
+                return
+        if key in self.real:  # likewise
             return
-        if of_backward or key in self.real:  # a view of what it was
-            return
-        names = {n for p in inputs for n in p.weight.split("+") if n}
         mask = made or _inherited(call)
-        if names:
-            name = "+".join(sorted(names))
-            whole = mask is not None and mask.whole_dw and name not in self.masked_dw
-            self._derived[key] = (name, mask and mask._replace(whole_dw=whole, storage=_rows_of(mask, inputs, t)))
-            real = self.real.get(inputs[0].storage) if call.op == "aten.clone" else None
-            if real is not None and real[1].shape == inputs[0].shape:  # a channels_last convolution is copied before it is seen as a matrix
-                self._copies[key] = real
+        name = "+".join(sorted({n for p in inputs for n in p.weight.split("+") if n}))
+        if not name:
+            self.neutral.add(key)
+            if mask is not None:  # a cached one, expanded
+                self._derived[key] = ("", mask)
             return
-        self.neutral.add(key)
-        if mask is not None:  # a cached one, expanded
-            self._derived[key] = ("", mask)
+        whole = mask is not None and mask.whole_dw and name not in self.masked_dw
+        self._derived[key] = (name, mask and mask._replace(whole_dw=whole, storage=_rows_of(mask, inputs, t)))
+        real = self.real.get(inputs[0].storage) if call.op == "aten.clone" else None
+        if real is not None and real[1].shape == inputs[0].shape:  # a channels_last convolution is copied before it is seen as a matrix
+            self._copies[key] = real
 
     def _mask_of(self, func: Any, args: Any, kwargs: Any) -> Mask | None:
         """The values of the mask that a `block_index` gives, from the real weight; a typical one where there are no real values."""
         if func is not BLOCK_INDEX:
             return None
-        w, keep = args[0], self.values.get(storage_of(args[1]), args[1])
-        real = self.real.get(storage_of(w), self._copies.get(storage_of(w)))
+        w, keep, block = args[0], self.values.get(storage_of(args[1]), args[1]), (args[3], args[4])
+        real, grid = self.real.get(storage_of(w), self._copies.get(storage_of(w))), grid_shape(w.shape, block)
         with _disable_current_modes(), torch.no_grad():
+            computed = self.computed.get(self._module()[0]) if real is None else None
             if real is not None and is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and is_real(keep):
                 scalars, cover = (keep, self.values.get(storage_of(args[2]), args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
-                values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover)  # by any impl, all give the same bits
-                return Mask(values.cpu(), (args[3], args[4]), shape=tuple(w.shape))
-            grid = (-(-w.shape[0] // args[3]), -(-w.shape[1] // args[4]))
-            computed = self.computed.get(self._module()[0])
-            if real is None and computed is not None and tuple(computed.shape) == grid:
-                return Mask(computed, (args[3], args[4]), shape=tuple(w.shape))
-            name = self._derived.get(storage_of(w), (real[0] if real else "", None))[0]
-            (self.typical if is_real(keep) else self.uncounted).add(name)
-            return Mask(typical_mask(grid, int(keep) if is_real(keep) else grid[0] * grid[1]), (args[3], args[4]), shape=tuple(w.shape))
+                values = func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover).cpu()  # by any impl, all give the same bits
+            elif computed is not None and tuple(computed.shape) == grid:
+                values = computed
+            else:
+                name = self._derived.get(storage_of(w), (real[0] if real else "", None))[0]
+                (self.typical if is_real(keep) else self.uncounted).add(name)
+                values = typical_mask(grid, int(keep) if is_real(keep) else grid[0] * grid[1])
+            return Mask(values, block, shape=tuple(w.shape))
 
     def _module(self) -> tuple[str, str]:
         """Name and class of the innermost module whose call is on the stack, and what the graph says of its node."""

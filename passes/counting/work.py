@@ -92,7 +92,7 @@ def phase_of(call: Call) -> str:
 
 def makes_weight(call: Call | None) -> bool:
     """Whether an op reads weights and constants alone: nothing but weights has a gradient by it."""
-    return call is not None and bool(call.weights) and all(p.weight or p.neutral for p in call.inputs)
+    return call is not None and bool(call.weights) and not any(p.of_inputs for p in call.inputs)
 
 
 def weights_gradients(call: Call) -> list[Place]:
