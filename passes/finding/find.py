@@ -64,18 +64,18 @@ def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Mod
     weight = peek_weight(m) if linear else torch.empty(0, 0)
     cls: Any = type(m)
     own = linear and CHANGED.isdisjoint(m.__dict__) and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
-    skip = f"{type(m).__name__} has its own forward{_way_out(name, m, problem)}" if own else ""
     writer = next((owner for owner in owners if writes_to(owner, m)), None)
-    if writer is not None:
-        skip = f"the forward of {type(writer).__name__} writes to its weight and reads it, and the write would go into W∘M and be lost; call the layer there"
-        own = False
-    if any("forward" in owner.__dict__ for owner in owners):
-        skip = OWNER_REPLACED
     if "forward" in m.__dict__:
         skip = REPLACED
+    elif any("forward" in owner.__dict__ for owner in owners):
+        skip = OWNER_REPLACED
+    elif writer is not None:
+        skip = f"the forward of {type(writer).__name__} writes to its weight and reads it, and the write would go into W∘M and be lost; call the layer there"
+    else:
+        skip = f"{type(m).__name__} has its own forward{_way_out(name, m, problem)}" if own else ""
     new = Candidate(name, join(name, "weight"), weight, m, types=type(m).__mro__, problem=problem, skip=skip)
     new.masked = isinstance(m, Site) or "_fxmask_nm" in m.__dict__
-    new.owners = [*owners, m] if own else owners
+    new.owners = [*owners, m] if own and writer is None else owners
     return new
 
 

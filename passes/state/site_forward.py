@@ -34,19 +34,18 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     _refuse_shard(site, weight)
     if is_wrapped(weight):  # PyTorch 2.11 guards on what a call is given: names would part layers that are alike
         refuse_wrapped(site._fxmask_name, weight)
-    if not torch.compiler.is_compiling():
-        _refuse_ensemble(site, weight)
-        if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
-            check_agreed(site, weight)
-        site._fxmask_called, site._fxmask_seen = True, weight.dtype
-        noted.note(site)
-    else:  # a write in the graph would be a side effect, which the body of a checkpoint must not have
+    if torch.compiler.is_compiling():  # a write in the graph would be a side effect, which the body of a checkpoint must not have
         if site._fxmask_kind < 0:  # the compiler compares what is looked at; no assertion, which `python -O` would leave out
             raise AssertionError
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
+        return current_mask(site, weight)
+    _refuse_ensemble(site, weight)
+    if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
+        check_agreed(site, weight)
+    site._fxmask_called, site._fxmask_seen = True, weight.dtype
+    noted.note(site)
     mask = current_mask(site, weight)
-    if not torch.compiler.is_compiling():
-        remember(site, weight, mask)
+    remember(site, weight, mask)
     return mask
 
 
