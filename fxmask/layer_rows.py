@@ -23,14 +23,14 @@ from .passes.settings.config import WeightMask
 from .passes.state.ranks import whole
 from .passes.state.site import Site, stream_of
 from .passes.state.site_mask import mask_outside
-from .passes.state.tensors import has_values
-from .sites import is_taken
+from .passes.state.tensors import has_values, is_taken
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"
 LOST = "; its mask was lost on the meta device, and its forward raises until weights or the mask are loaded, or masks built by fxmask.refresh"
 TAKEN = "; a wrapper has flattened or freed its weight, which it gives the forward alone"
 RESIZED = "; its weight has been replaced by one of another size, and its forward raises"
+UNFIT = {"taken": TAKEN, "resized": "; its weight has been replaced by one of another size"}  # of a layer in a trace
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
 
@@ -161,7 +161,7 @@ def graph_made_row(name: str, weight: Tensor, done: Done | None, unseen: str, he
 @torch.no_grad()
 def exported_row(i: Inside) -> dict[str, Any]:
     """A layer that was masked before its model was traced: what stands in the graph, with the mask as it is now."""
-    row = dense_row(i.name, i.weight, IN_TRACE)
+    row = dense_row(i.name, i.weight, IN_TRACE + UNFIT.get(i.unfit, ""))
     known = i.weight.dim() >= 2
     nb, kb = grid_shape(matrix_shape(i.weight.shape), i.block) if known and i.block else (0, 0)
     row.update(masked=True, shape=row["shape"] if known else None, block="x".join(map(str, i.block)) if i.block else "N:M", blocks=nb * kb or None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -19,6 +18,7 @@ from .passes.graphs.graph_site import graph_sites
 from .passes.state import ranks
 from .passes.state.site import Site
 from .passes.state.site_mask import refuse_size
+from .passes.state.tensors import is_taken
 from .swap import MaskedLayer, ReadWeight, WeightReader
 
 SELECTED = "_fxmask_selected"  # on the model that apply was given: names of the layers that it has masked
@@ -112,12 +112,6 @@ def refuse_dense(name: str, site: Site, caller: str) -> None:
     """StateError inside `fxmask.dense`."""
     if site._fxmask_is_dense:
         raise StateError(message(f"{caller} inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
-
-
-def is_taken(weight: Tensor) -> bool:
-    """Whether a wrapper has flattened a weight, or freed its memory, between forwards."""
-    plain = weight.layout is torch.strided and not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
-    return weight.dim() < 2 or (plain and weight.untyped_storage().size() == 0)
 
 
 def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:

@@ -20,7 +20,7 @@ from .kernels.errors import UnsupportedError, message
 from .late_forwards import ended
 from .loads import unhook
 from .lost_writes import look_at
-from .passes.finding.weights import peek_weight, raw_weight
+from .passes.finding.weights import lacks_weight, peek_weight, raw_weight, refuse_missing
 from .passes.settings.activation_pruning import ActivationPruning, saves
 from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.config import WeightMask
@@ -100,11 +100,13 @@ class ReadWeight(MaskedLinear):
 
     @property
     def weight(self) -> Tensor:
+        there = self._parameters.get("weight", self.__dict__.get("weight"))
         if not is_read(self):
-            there = self._parameters.get("weight", self.__dict__.get("weight"))
             if there is None:
                 raise AttributeError(f"{type(self).__name__} has no weight")
             return there
+        if there is None:
+            refuse_missing(self)
         try:
             c, w = self._fxmask_config, raw_weight(self)
             mask = forward_mask(self, w)
@@ -165,7 +167,7 @@ class WeightReader(Swapped):
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
-    if isinstance(m, MaskedLayer):
+    if isinstance(m, MaskedLayer) and not lacks_weight(m):
         after_load(m, peek_weight(m))
 
 

@@ -22,8 +22,8 @@ from ..passes.finding.patterns import Patterns, matches
 from ..passes.finding.weights import peek_weight
 from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
-from ..passes.state.tensors import has_values
-from ..sites import FINAL, REASONS, is_taken
+from ..passes.state.tensors import has_values, is_taken
+from ..sites import FINAL, REASONS
 from ..swapped import refuse_changed_class
 from .nm_attributes import advance, is_resized
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm

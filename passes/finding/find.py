@@ -14,12 +14,12 @@ from ..graphs.graph_calls import EMBEDDINGS, resolve
 from ..graphs.graph_site import graph_sites
 from ..graphs.regions import incoming
 from ..state.site import Site
-from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
+from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, NO_WEIGHT, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
 from .dense_reads import constants_of
 from .graph_linears import around, graph_modules, in_graph, in_products, is_plain, rewritten, used_outside
 from .plain_forward import computes_linear
 from .readers import weight_readers, writes_to
-from .weights import peek_weight
+from .weights import lacks_weight, peek_weight
 
 
 def find(model: nn.Module) -> list[Candidate]:
@@ -61,7 +61,7 @@ def _in_modules(model: nn.Module, graphs: list[tuple[str, GraphModule]], outside
 
 def _module_candidate(name: str, m: nn.Module, problem: str, owners: list[nn.Module]) -> Candidate:
     linear = isinstance(m, nn.Linear) and not isinstance(m, nn.modules.lazy.LazyModuleMixin)
-    weight = peek_weight(m) if linear else torch.empty(0, 0)
+    weight = peek_weight(m) if linear and not lacks_weight(m) else torch.empty(0, 0)
     cls: Any = type(m)
     own = linear and CHANGED.isdisjoint(m.__dict__) and (not computes_linear(cls) or cls.__call__ is not nn.Module.__call__)
     writer = next((owner for owner in owners if writes_to(owner, m)), None)
@@ -103,7 +103,9 @@ def _module_problem(m: nn.Module) -> str:
         return "its weight is not initialised yet; run one forward first"
     if "quantized" in type(m).__module__ and "Linear" in type(m).__name__ and not isinstance(m, nn.Linear):
         return "its weight is quantised; mask the float model first, then quantise"
-    return weight_problem(peek_weight(m)) if isinstance(m, nn.Linear) else ""
+    if not isinstance(m, nn.Linear):
+        return ""
+    return NO_WEIGHT if lacks_weight(m) else weight_problem(peek_weight(m))
 
 
 def is_table(m: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import ACTIVATION, Made, Read, dense_reads, given_for, is_layer, joined, made_of_weights, values_behind
+from .weights import peek_weight
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -59,8 +60,9 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             m, target = gm.get_submodule(str(node.target)), str(node.target)
             if not is_plain(m) or id(m) in outside:
                 continue  # its class is swapped, which keeps hooks and parametrisations
-            path, problem = f"{target}.weight", weight_problem(m.weight)
-            new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
+            path, weight = f"{target}.weight", peek_weight(m)
+            problem = weight_problem(weight)
+            new = Candidate(join(prefix, target), join(prefix, path), weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = target
         elif node.op == "call_function" and node.target in LINEARS:
             key, new = _function_candidate(prefix, gm, node, comes_in, constants)

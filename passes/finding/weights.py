@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...kernels.errors import UnsupportedError, message
+from ...kernels.errors import StateError, UnsupportedError, message
 
 
 def raw_weight(m: nn.Module) -> Tensor:
@@ -19,7 +20,7 @@ def raw_weight(m: nn.Module) -> Tensor:
         return weight
     if "weight" in m.__dict__:  # put there in the Parameter's place; the attribute of a layer that its owner reads would be W∘M
         return m.__dict__["weight"]
-    return m.weight  # type: ignore[return-value]
+    return _there(m)
 
 
 def peek_weight(m: nn.Module) -> Tensor:
@@ -35,7 +36,27 @@ def peek_weight(m: nn.Module) -> Tensor:
             return hook.compute_weight(m)  # type: ignore[attr-defined]
         if hasattr(hook, "apply_mask") and getattr(hook, "_tensor_name", "") == "weight":
             return hook.apply_mask(m)
-    return m.weight  # type: ignore[return-value]
+    return _there(m)
+
+
+def lacks_weight(m: nn.Module) -> bool:
+    """Whether a layer has no weight by that name: None is in its place, it was deleted, or a subclass keeps it packed elsewhere."""
+    return m._parameters.get("weight") is None and not parametrize.is_parametrized(m, "weight") and getattr(m, "weight", None) is None
+
+
+def _there(m: nn.Module) -> Tensor:
+    weight = getattr(m, "weight", None)
+    if weight is None:
+        refuse_missing(m)
+    return weight
+
+
+def refuse_missing(m: nn.Module) -> NoReturn:
+    """StateError for a layer without a weight."""
+    name = m.__dict__.get("_fxmask_name") or f"{type(m).__name__}({m.extra_repr()})"
+    what = "this layer has no weight any more: expected its Parameter, got None in its place, or nothing."
+    fix = "give it one of its shape, layer.weight = torch.nn.Parameter(...); or call fxmask.restore(model), and fxmask.apply without the layer."
+    raise StateError(message(what, name, fix))
 
 
 def is_wrapped(weight: Tensor) -> bool:

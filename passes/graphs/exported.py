@@ -13,6 +13,8 @@ from torch.fx import GraphModule, Node
 from ...kernels import nm_ops  # noqa: F401  (registers the two N:M ops)
 from ..finding.candidate import join
 from ..finding.graph_linears import graph_modules
+from ..infra import recorded_value
+from ..state.tensors import is_taken
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
 from .graph_site import GraphSite
 from .regions import attribute, incoming
@@ -37,6 +39,7 @@ class Inside(NamedTuple):
     impl: str
     mask: Tensor | None
     kept: int | None
+    unfit: str = ""  # "taken" or "resized": since the trace a wrapper has taken the weight, or one of another size has its place; nobody knows the mask then
 
 
 def exported_masks(model: nn.Module) -> Iterator[Inside]:
@@ -49,21 +52,23 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                 call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
                 w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
                 if not _of_a_site(gm, mask):
-                    name, weight = _weight(model, prefix, gm, node, w, comes_in)
+                    name, weight, unfit = _weight(model, prefix, gm, node, w, comes_in)
                     made = mask if mask.target is BLOCK_INDEX else None
-                    yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", _value(gm, mask), _kept(gm, made))
+                    yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(gm, mask), _kept(gm, made), unfit)
             elif node.target in LINEARS or node.target in CONVOLUTIONS:  # multiplies by W∘M, which the graph computes
                 given: Any
                 read = weight_arg(node)
                 made = next((n for n in behind(read) if n.target is BLOCK_INDEX), None)
                 if made is None and isinstance(read, Node) and read.target in ELEMENTWISE:
                     given, (w_at, mask_at) = read.args, ELEMENTWISE[read.target]
-                    name, weight = _weight(model, prefix, gm, node, given[w_at], comes_in)
-                    yield Inside(name, node, weight, None, None, "masked_dense", None if mask_at is None else _value(gm, given[mask_at]), None)
+                    name, weight, unfit = _weight(model, prefix, gm, node, given[w_at], comes_in)
+                    known = None if unfit or mask_at is None else _value(gm, given[mask_at])
+                    yield Inside(name, node, weight, None, None, "masked_dense", known, None, unfit)
                 elif made is not None:
                     given = made.args
-                    name, weight = _weight(model, prefix, gm, node, given[0], comes_in)
-                    yield Inside(name, node, weight, (given[3], given[4]), None, "reference", _value(gm, made), _kept(gm, made))
+                    name, weight, unfit = _weight(model, prefix, gm, node, given[0], comes_in)
+                    known = None if unfit else _value(gm, made)
+                    yield Inside(name, node, weight, (given[3], given[4]), None, "reference", known, _kept(gm, made), unfit)
 
 
 def _of_a_site(gm: GraphModule, mask: Node) -> bool:
@@ -72,14 +77,16 @@ def _of_a_site(gm: GraphModule, mask: Node) -> bool:
     return isinstance(call, Node) and call.op == "call_module" and isinstance(gm.get_submodule(str(call.target)), GraphSite)
 
 
-def _weight(model: nn.Module, prefix: str, gm: GraphModule, node: Node, w: Node, comes_in: dict[Node, str]) -> tuple[str, Tensor]:
-    """A layer's name and its weight, by the parameter behind it; by the call where there is none, or several."""
-    paths = {comes_in.get(n) or (join(prefix, str(n.target)) if isinstance(_constant(gm, n), nn.Parameter) else "") for n in behind(w)} - {""}
+def _weight(model: nn.Module, prefix: str, gm: GraphModule, node: Node, w: Node, comes_in: dict[Node, str]) -> tuple[str, Tensor, str]:
+    """A layer's name and its weight, by the parameter behind it; by the call where there is none, or several. And `Inside.unfit`."""
+    paths = {comes_in.get(n) or (join(prefix, str(n.target)) if isinstance(_constant(gm, n), nn.Parameter) else ""): n for n in behind(w)}
+    paths.pop("", None)
     if len(paths) == 1:
-        path = paths.pop()
-        weight = resolve(model, path)
-        return layer_name(path), weight
-    return join(prefix, call_stack(node)[0] or node.name), torch.empty(0, device="meta")
+        ((path, read),) = paths.items()
+        weight, traced = resolve(model, path), recorded_value(read)
+        resized = isinstance(traced, Tensor) and traced.shape != weight.shape
+        return layer_name(path), weight, "taken" if is_taken(weight) else "resized" if resized else ""
+    return join(prefix, call_stack(node)[0] or node.name), torch.empty(0, device="meta"), ""
 
 
 def _constant(gm: GraphModule, node: Node) -> Any:

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from ...kernels import ops
 from ...kernels.dispatch import runs_triton
 from ...kernels.grid import keep_count
-from . import gpu_site
+from . import gpu_site, ranks
 
 if TYPE_CHECKING:
     from .site import Site
@@ -108,6 +108,12 @@ def _filled(site: Site, t: Tensor, value: float) -> Tensor:
 def has_values(t: Tensor) -> bool:
     """Whether a tensor has values, which one on the meta device, or of a FakeTensorMode, that memory is estimated in, has not."""
     return not t.is_meta and not isinstance(t, FakeTensor)
+
+
+def is_taken(weight: Tensor) -> bool:
+    """Whether a wrapper has flattened a weight, or freed its memory, between forwards."""
+    plain = weight.layout is torch.strided and not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
+    return weight.dim() < 2 or (plain and weight.untyped_storage().size() == 0)
 
 
 def capturing(t: Tensor) -> bool:

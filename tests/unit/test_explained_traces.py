@@ -169,3 +169,32 @@ def test_masks_of_single_elements_are_seen_in_a_trace(options, frozen):
     assert report.summary["of them in kept blocks"] == (64 * 32 + 32 * 16) // 2 * frozen
     with pytest.raises(StateError, match="masks of this model are part of its trace"):
         fxmask.masks(gm)
+
+
+def free(p):
+    p.untyped_storage().resize_(0)
+
+
+def resize(p):
+    p.data = torch.randn(2 * p.shape[0] + 3, *p.shape[1:])
+
+
+def flatten(p):
+    p.data = p.data.flatten()
+
+
+@pytest.mark.parametrize(("change", "why"), [(free, "flattened or freed"), (flatten, "flattened or freed"), (resize, "replaced by one of another size")])
+@pytest.mark.parametrize("options", [{}, dict(refresh=5), dict(layers=(nn.Conv2d, nn.Linear))])
+def test_weights_that_were_freed_or_resized_since_have_a_row(change, why, options):
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(nn.Conv2d(16, 32, 1), nn.Flatten(), nn.Linear(128, 64)), ratio=0.5, **options)
+    fxmask.step(model, 0)
+    gm = traced(model, torch.randn(4, 16, 2, 2))
+    masked = [f"{row['name']}.weight" for row in fxmask.explain(gm).rows if row["masked"]]
+    for name in masked:
+        change(gm.get_parameter(name))
+    found = [row for row in fxmask.explain(gm).rows if row["masked"]]
+    assert len(found) == len(masked) == 1 + ("layers" in options)
+    assert all(why in row["reason"] and row["achieved_ratio"] is None for row in found)
+    with pytest.raises(StateError, match="masks of this model are part of its trace"):
+        fxmask.masks(gm)
