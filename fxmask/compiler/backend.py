@@ -79,6 +79,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     if o.match == "matmul":
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
+        bodies = graphs_of(gm)  # which may be given the new nodes
     _refuse_transforms(bodies)
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})

@@ -12,7 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..passes.finding.candidate import Candidate
 from ..passes.graphs.bodies import Body
-from ..passes.graphs.graph_calls import behind
 
 if TYPE_CHECKING:
     from .backend_watch import Done
@@ -23,10 +22,10 @@ _books = WeakTensorKeyDictionary()  # real Parameter -> {Key of a weight that it
 
 def made_of(found: Iterable[Candidate], bodies: Sequence[Body], real: Mapping[Node, Any]) -> dict[int, tuple[int, ...]]:
     """For the weights that a graph computes, by their ids: the places among the graph's inputs of the Parameters that they are made of."""
-    origins = {id(b.graph): b.origin for b in bodies}
+    origin = {n: source for body in bodies for n, source in body.origin.items()}
     places = {n: i for i, n in enumerate(real) if isinstance(real[n], nn.Parameter)}
-    computed = [c for c in found if c.weight_node is not None and c.host is not None and origins[id(c.host)].get(c.weight_node) not in real]
-    return {id(c.weight): tuple(sorted({places[o] for n in behind(c.weight_node) if (o := origins[id(c.host)].get(n)) in places})) for c in computed}
+    computed = {id(c.weight): c.weight_node for c in found if c.weight_node is not None and origin.get(c.weight_node) not in real}
+    return {w: tuple(sorted({places[n] for n in bodies[0].behind(node) if n in places})) for w, node in computed.items()}
 
 
 def noting(found: Sequence[tuple[str, Tensor, Done]]) -> Callable[[Sequence[Any]], None] | None:

@@ -5,7 +5,7 @@ And what graphs make of weights and constants alone, by which these are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ KERNELS = ("conv1d", "conv2d", "conv3d")
 FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
 CHAINS = ("linalg_multi_dot", "chain_matmul")
 LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-ALIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # whose second argument says what the first is to look like
+ALIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their second argument says what the first is to look like
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
 
 
@@ -54,7 +54,7 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
             made[node] = given[node]
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
-        elif (inputs or node.op in ("call_function", "call_method")) and all(n in made for n in inputs):
+        elif (node.all_input_nodes or node.op == "call_function") and all(n in made for n in inputs):
             weights, turned = joined(made[n] for n in inputs)
             if weights and is_layer(gm, node):
                 continue
@@ -73,22 +73,20 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
     return last_name(node) in ("linear", "masked_linear", "embedding")
 
 
-def values_behind(value: Any) -> list[Node]:
-    """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
-    return behind(value, lambda node: [n for n in _values_from(node) if not (_is_fact(n) or _is_index(n))])
+def values_behind(value: Any, given: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert. `given`: to bodies."""
+    return behind(value, lambda node: [n for n in given.get(node) or _values_from(node) if not _is_index(n)])
 
 
-def given_for(value: Any) -> list[Node]:
+def given_for(layer: Node, given: Mapping[Node, Sequence[Node]]) -> list[Node]:
     """What a layer gives its output for: the numbers among what it is computed from, too, such as those of tokens."""
-    return behind(value, lambda node: [n for n in _values_from(node) if not _is_fact(n)])
+    return behind(layer, lambda node: given.get(node) or _values_from(node))
 
 
 def _values_from(node: Node) -> list[Node]:
     """The inputs that a node takes values of: not those by whose shape, type or place it makes another tensor, as `zeros_like` and `type_as` do."""
-    name = last_name(node)
-    if name in LIKE:
-        return node.all_input_nodes[1:]
-    return node.all_input_nodes[:1] if name in ALIKE else node.all_input_nodes
+    name, inputs = last_name(node), [n for n in node.all_input_nodes if not _is_fact(n)]
+    return inputs[1:] if name in LIKE else inputs[:1] if name in ALIKE else inputs
 
 
 def _is_index(node: Node) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..graphs.graph_calls import EMBEDDINGS, resolve
 from ..graphs.graph_site import graph_sites
-from ..graphs.regions import incoming
+from ..graphs.regions import given_to, incoming
 from ..state.site import Site
 from .candidate import CHANGED, IN_PROJ, IN_PROJ_WEIGHTS, NO_WEIGHT, OWNER_REPLACED, REPLACED, Candidate, join, weight_problem
 from .dense_reads import constants_of
@@ -26,7 +26,8 @@ def find(model: nn.Module) -> list[Candidate]:
     """All linears of a model, in the model's order, then those of its graphs."""
     graphs = list(graph_modules(model))
     outside, comes_in, constants = used_outside(model, graphs), incoming(graphs), constants_of(gm for _, gm in graphs)
-    found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in, constants))]
+    given = given_to(gm for _, gm in graphs)
+    found = [*_in_modules(model, graphs, outside), *(c for prefix, gm in graphs for c in in_graph(prefix, gm, outside, comes_in, constants, given))]
     found += in_products(model, found)
     named = {c.param_name for c in found}
     for prefix, gm in graphs:

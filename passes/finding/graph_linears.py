@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeGuard
 
@@ -19,6 +19,7 @@ from .dense_reads import ACTIVATION, Made, Read, dense_reads, given_for, is_laye
 from .weights import peek_weight
 
 CONSTANT = "its weight is a constant, not a parameter"
+Given = Mapping[Node, Sequence[Node]]
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 
 
@@ -52,8 +53,8 @@ def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set
     return {id(m) for name, m in paths if not around(name, graphs)}
 
 
-def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str], constants: set[Node]) -> list[Candidate]:
-    """Linear calls of one graph, grouped by weight and name. `comes_in`: see `regions.incoming`; `constants`: see `dense_reads.constants_of`."""
+def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Node, str], constants: set[Node], given: Given) -> list[Candidate]:
+    """Linear calls of one graph, grouped by weight and name. `comes_in`, `constants`, `given`: see `incoming`, `constants_of`, `given_to`."""
     by_key: dict[Any, Candidate] = {}
     for node in gm.graph.nodes:
         if node.op == "call_module":
@@ -65,7 +66,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             new = Candidate(join(prefix, target), join(prefix, path), weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = target
         elif node.op == "call_function" and node.target in LINEARS:
-            key, new = _function_candidate(prefix, gm, node, comes_in, constants)
+            key, new = _function_candidate(prefix, gm, node, comes_in, constants, given)
         else:
             continue
         by_key.setdefault(key, new).nodes.append(node)
@@ -73,7 +74,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
     return [*by_key.values(), *_inside_calls(prefix, gm, known)]
 
 
-def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node]) -> tuple[Any, Candidate]:
+def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node], given: Given) -> tuple[Any, Candidate]:
     """A linear call whose weight is a parameter of the graph module, or is computed by the graph."""
     arg = weight_arg(node)
     owner, _ = call_stack(node)
@@ -93,7 +94,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         new.call = "" if lifted else join(prefix, node.name)
         if arg in constants:
             new.skip, new.sized = CONSTANT, isinstance(value, Tensor)
-        elif _is_given(gm, arg, comes_in):
+        elif _is_given(arg, given):
             new.skip, new.sized = ACTIVATION, isinstance(value, Tensor)
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
@@ -107,10 +108,10 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
     return key, new
 
 
-def _is_given(gm: GraphModule, weight: Any, comes_in: dict[Node, str]) -> bool:
+def _is_given(weight: Any, given: Given) -> bool:
     """Whether a layer gives a weight, or a part of it, for an input of the graph."""
-    layers = [n for n in values_behind(weight) if is_layer(gm, n)]
-    return any(n.op == "placeholder" and n not in comes_in for layer in layers for n in given_for(layer))
+    layers = [n for n in values_behind(weight, given) if n.graph.owning_module is not None and is_layer(n.graph.owning_module, n)]
+    return any(n.op == "placeholder" and n not in given for layer in layers for n in given_for(layer, given))
 
 
 def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, Made]:

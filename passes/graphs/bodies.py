@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.fx import GraphModule, Node
 
 from .graph_calls import behind
-from .regions import bodies_of
+from .regions import bodies_of, given_to
 
 # bodies that compute what they say, of operands that are passed one by one
 TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "cond", "invoke_subgraph")
@@ -17,44 +17,48 @@ TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap"
 class Body(NamedTuple):
     """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does.
 
-    `several`: inputs that come from another place in another call of the same body.
+    `given` and `several` are of all bodies: what calls give for their inputs, and inputs that come from other places in other calls of the same body.
     """
 
     graph: GraphModule
     origin: dict[Node, Node]
-    closed: str = ""
-    several: frozenset[Node] = frozenset()
-    given: Mapping[Node, Node] = {}  # by input of a body, this one or another: what its calls give for it, where they agree
+    closed: str
+    given: Mapping[Node, Sequence[Node]]
+    several: frozenset[Node]
+
+    def behind(self, w: Node) -> list[Node]:
+        """What a node is computed from, in the graphs around this one, too."""
+        return behind(w, lambda n: self.given.get(n) or n.all_input_nodes)
 
     def closed_to(self, w: Node) -> str:
         """What keeps a linear with this weight dense: a body of several layers can have one mask only."""
-        return self.closed or ("a region that is compiled once for several layers" if self.several.intersection(behind(w)) else "")
+        return self.closed or ("a region that is compiled once for several layers" if self.several.intersection(self.behind(w)) else "")
 
 
 def graphs_of(gm: GraphModule) -> list[Body]:
     """The graph and the bodies inside it, each once."""
-    return list(_graphs(gm, {n: n for n in gm.graph.nodes if n.op == "placeholder"}, "", {}).values())
+    found = _graphs(gm, "", {})
+    given = given_to(found)
+    roots = {n: list(_roots(n, given)) for n in given}
+    several = frozenset(n for n, places in roots.items() if len(places) > 1)
+    bodies = []
+    for graph, closed in found.items():
+        first = {n: roots[n][0] if n in roots else n for n in graph.graph.find_nodes(op="placeholder")}
+        origin = {n: root for n, root in first.items() if root.graph is gm.graph and root.op == "placeholder"}
+        bodies.append(Body(graph, origin, closed, given, several))
+    return bodies
 
 
-def _graphs(gm: GraphModule, origin: dict[Node, Node], closed: str, found: dict[int, Body]) -> dict[int, Body]:
-    if id(gm) in found:
-        known = found[id(gm)].origin
-        several = {n for n in known.keys() | origin.keys() if known.get(n) is not origin.get(n)}
-        for body in graphs_of(gm) if several else []:  # those inside are called as often
-            same = found[id(body.graph)]
-            found[id(body.graph)] = same._replace(several=same.several | {n for n, source in body.origin.items() if source in several})
-        return found
-    found[id(gm)] = Body(gm, origin, closed)
-    for node, inner, given in bodies_of(gm):
+def _graphs(gm: GraphModule, closed: str, found: dict[GraphModule, str]) -> dict[GraphModule, str]:
+    """Each with what closes it."""
+    found[gm] = closed
+    for node, inner, _ in bodies_of(gm):
         name = getattr(node.target, "__name__", str(node.target))
-        passed = {i: origin[g] for i, g in given.items() if g in origin}
-        _graphs(inner, passed, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
+        if inner not in found:
+            _graphs(inner, closed or ("" if name in TRANSPARENT else f"the body of {name}"), found)
     return found
 
 
-def given_to(bodies: Sequence[Body]) -> dict[Node, Node]:
-    """{input of a body: what its calls give for it, where they agree}."""
-    found: dict[Node, Node | None] = {}
-    for inner, outer in (pair for body in bodies for _, _, operands in bodies_of(body.graph) for pair in operands.items()):
-        found[inner] = outer if found.get(inner, outer) is outer else None
-    return {inner: outer for inner, outer in found.items() if outer is not None}
+def _roots(n: Node, given: Mapping[Node, Sequence[Node]]) -> dict[Node, None]:
+    """What an input comes from outside of all bodies that hand it on: from one place, or in several calls from several."""
+    return {root: None for outer in given[n] for root in _roots(outer, given)} if n in given else {n: None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -80,14 +80,14 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
-def behind(value: Any, inputs: Callable[[Node], Iterable[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
-    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant. `inputs`: which of a node's inputs are followed."""
+def behind(value: Any, inputs: Callable[[Node], Sequence[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
+    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant. `inputs`: which of a node's are followed."""
     found = dict.fromkeys([value] if isinstance(value, Node) else [])
     left = list(found)
     for node in left:
-        given = [n for n in inputs(node) if n not in found]
-        left += given
-        found |= dict.fromkeys(given)
+        new = [n for n in inputs(node) if n not in found]
+        left += new
+        found |= dict.fromkeys(new)
     return left
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
 from ..finding.dense_reads import ACTIVATION, dense_reads, given_for, is_layer, made_of_weights, values_behind
 from ..infra import recorded_value
-from .bodies import Body, given_to
+from .bodies import Body
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
 from .regions import is_trainable
 
@@ -39,8 +39,7 @@ _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this proces
 def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:
     """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `real`: what outermost inputs are given."""
     found: dict[Any, Candidate] = {}
-    given = given_to(bodies)
-    for body in (b._replace(given=given) for b in bodies):
+    for body in bodies:
         for node in body.graph.graph.nodes:
             _add_call(found, body, node, real)
     for body in bodies:  # which may read what another masks
@@ -134,23 +133,13 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
     """
     if w in body.origin:
         return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
-    made_of = _followed(body, [w], values_behind)
+    made_of = values_behind(w, body.given)
     inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
     placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
     if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    asked = _followed(body, [n for gm, n in placed if is_layer(gm, n)], given_for)
-    called_with = (n for n in asked if n.op == "placeholder" and n not in body.given)
-    return ACTIVATION if any(not isinstance(real.get(n), nn.Parameter) and not _held_by(n) for n in called_with) else ""
-
-
-def _followed(body: Body, nodes: Sequence[Node], behind_one: Callable[[Any], list[Node]]) -> list[Node]:
-    """What nodes are made of, out of the bodies that they stand in, too."""
-    found = [made for n in nodes for made in behind_one(n)]
-    for node in found:  # grows
-        known = set(found) if node in body.given else set()
-        found += [n for n in behind_one(body.given.get(node)) if n not in known]
-    return found
+    asked = (n for gm, layer in placed if is_layer(gm, layer) for n in given_for(layer, body.given) if n.op == "placeholder" and n not in body.given)
+    return ACTIVATION if any(not isinstance(real.get(n), nn.Parameter) and not _held_by(n) for n in asked) else ""
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:

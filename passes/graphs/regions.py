@@ -24,6 +24,14 @@ def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, N
             yield node, inner, dict(zip(inputs, given, strict=True)) if len(inputs) == len(given) else {}
 
 
+def given_to(graphs: Iterable[GraphModule]) -> dict[Node, list[Node]]:
+    """{input of a body: what calls give for it}, of the calls in these graphs."""
+    found: dict[Node, list[Node]] = {}
+    for inner, outer in (pair for gm in graphs for _, _, operands in bodies_of(gm) for pair in operands.items()):
+        found.setdefault(inner, []).append(outer)
+    return found
+
+
 def attribute(gm: nn.Module, node: Node) -> Any:
     """What a get_attr node reads; None where it is gone."""
     return found_at(gm, str(node.target))

@@ -230,6 +230,71 @@ def test_so_does_a_product_with_what_layers_give_for_tokens():
     assert len(told) == 2 and torch.equal(found, gm(*x))
 
 
+class Shared(Scores):
+    """A region that multiplies by what it is handed, which is a weight in some calls alone."""
+
+    def forward(self, x):
+        region = torch.compiler.nested_compile_region(lambda z, w: F.linear(z, w))
+        made, y = self.made(x), x * 2
+        for w in made:
+            y = region(y, w)
+        return y
+
+
+class WeightAndScores(Shared):
+    def made(self, x):
+        return [self.w * 2, self.w * 3, self.k(x)]
+
+
+class Weights(Shared):
+    def made(self, x):
+        return [self.w * 2, self.w * 3, self.q.weight * 4]
+
+
+@pytest.mark.parametrize(("cls", "masked", "reason"), [(WeightAndScores, 2, "a layer gives its weight"), (Weights, 1, "it stands in a region that")])
+def test_a_region_that_is_handed_other_weights_or_what_is_none_is_dense(cls, masked, reason):
+    with pytest.warns(FxMaskWarning, match=f"linear stays dense: {reason}"):
+        (text,) = graph_of(cls(), torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", masked, exactly=True).run(text)
+
+
+def test_a_weight_that_is_made_outside_of_the_body_that_it_is_masked_in_has_a_row():
+    class Made(Scores):
+        def forward(self, x):
+            made = self.w * 2
+            return checkpoint(lambda z: F.linear(z, made), x, use_reentrant=False)
+
+    model = Made()
+    compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert ("linear", True) in [(r["name"], r["masked"]) for r in fxmask.explain(model).rows]
+
+
+def test_a_product_that_is_made_a_linear_is_one_for_the_bodies_that_it_is_handed_to():
+    def forward(x, w):
+        k = x @ w.t()
+        return checkpoint(lambda z: F.linear(z, k), x, use_reentrant=False)
+
+    with pytest.warns(FxMaskWarning, match="linear stays dense: a layer gives its weight for an input"):
+        (text,) = graph_of(forward, torch.randn(32, 32), nn.Parameter(torch.randn(32, 32)), **OPTIONS, match="matmul")
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+
+
+class Chosen(Scores):
+    """A condition that is handed what a layer gives, and a weight that comes out of the graph around it."""
+
+    def forward(self, x):
+        def product(z, k, w):
+            return F.linear(z, k) + F.linear(z, w)
+
+        return torch.cond(x.sum() > 0, product, lambda z, k, w: product(-z, k, w), (x, self.k(x), self.w * 2))
+
+
+def test_what_a_layer_gives_to_a_body_of_a_trace_is_no_weight_there():
+    with pytest.warns(FxMaskWarning, match=r"^(true|false)_graph_0.linear_1 stays dense: a layer gives its weight for an input of the model\.$") as told:
+        gm = fxmask.apply(torch.export.export(Chosen(), (torch.randn(32, 32),)).module(), **OPTIONS)
+    assert len(told) == 2 and sum(r["masked"] for r in fxmask.explain(gm).rows) == 3
+
+
 ALIKE = {
     "type_as": lambda w, h: w.type_as(h),
     "to": lambda w, h: w.to(h),
