@@ -93,37 +93,41 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
     places, note, warns = {id(given): i for i, given in enumerate(inputs)}, noting(found), True
     found = [f for f in found if not f[2].made_of]
     fixed = [(_use(name, w, done), done) for name, w, done in found if id(w) not in places]
-    last = [(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]
+    met = [(places[id(w)], name, done, weakref.ref(w), _use(name, w, done)) for name, w, done in found if id(w) in places]  # with the weight of the last call
 
     @functools.wraps(compiled)
     def counted(*args: Any) -> Any:
         nonlocal warns
         trains = torch.is_grad_enabled()  # an evaluation between two steps says nothing of what trains
-        for u, done in fixed:
-            u.calls, u.done = u.calls + (done.changes and trains), done
-        for j, (i, name, done, given, u) in enumerate(last):
-            known = given() is args[i]
-            if not known and isinstance(args[i], FakeTensor):  # DDP's splitting of a graph asks a part what it would give
-                return compiled(*args)
-            if done.changes:
-                if not known and args[i] not in _uses:
+        for use, done in fixed:
+            use.calls, use.done = use.calls + (done.changes and trains), done
+        for j, (i, name, done, last, use) in enumerate(met):
+            w, other = args[i], last() is not args[i]
+            if other:  # looked up only then, as a lookup costs microseconds
+                if isinstance(w, FakeTensor):  # DDP's splitting of a graph asks a part what it would give
+                    return compiled(*args)
+                new = w not in _uses
+                if new and done.changes:
                     mark_again()
-                if decided_by_apply(args[i]):
-                    what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
-                    fix = "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."
-                    raise StateError(message(what, name, fix))
-            if warns and not known and done.is_random and not done.told and given() is not None and args[i] not in _uses:  # no new weight of the same layer
-                warns = False
-                _warn_of_sharing(name)
-            if not known:  # looked up only then, as a lookup costs microseconds
-                u = _use(f"{name} (of another layer, which shares its graph)", args[i], done)
-                last[j] = (i, name, done, weakref.ref(args[i]), u)
-            u.calls, u.done = u.calls + (done.changes and trains), done
+            if done.changes and decided_by_apply(w):
+                raise _decided(name)
+            if other:
+                if warns and new and last() is not None and done.is_random and not done.told:  # no new weight of the same layer
+                    warns = False
+                    _warn_of_sharing(name)
+                use = _use(f"{name} (of another layer, which shares its graph)", w, done)
+                met[j] = (i, name, done, weakref.ref(w), use)
+            use.calls, use.done = use.calls + (done.changes and trains), done
         if note is not None:
             note(args)
         return compiled(*args)
 
     return counted
+
+
+def _decided(name: str) -> StateError:
+    what = "fxmask.apply has left a layer dense, and this graph, compiled before that or for another model, would mask it."
+    return StateError(message(what, name, "call torch._dynamo.reset() and compile again, or compile the applied model without backend='fxmask'."))
 
 
 def _warn_of_sharing(name: str) -> None:
