@@ -217,7 +217,7 @@ def _health(site: Site, weight: Tensor | None, history: dict[int, dict[str, Any]
     """A masked weight's signs now, None where it is, and what a log has seen of it."""
     found: dict[str, Any] = dict.fromkeys(SIGNS)
     if weight is not None:
-        w = weight.detach()
+        w = values_of(site._fxmask_name, weight, "fxmask.explain").detach()
         found.update(signs(ranks.whole(w), mask_outside(site, w), site._fxmask_config.block)[0])
     return found if history is None else found | history.get(id(site), dict.fromkeys(HISTORY))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -17,7 +18,7 @@ from .passes.graphs.exported import exported_masks
 from .passes.graphs.graph_site import graph_sites
 from .passes.state import ranks
 from .passes.state.site import Site
-from .passes.state.site_mask import refuse_size
+from .passes.state.site_mask import refuse_layout, refuse_size
 from .passes.state.tensors import is_taken
 from .swap import MaskedLayer, ReadWeight, WeightReader
 
@@ -123,6 +124,8 @@ def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
         what = f"{caller} needs the weight's values: expected real memory, got a meta tensor."
         raise UnsupportedError(message(what, name, "materialise the model first (to_empty, then load_state_dict)."))
     refuse_wrapped(name, weight)
+    if weight.layout is not torch.strided:
+        refuse_layout(name, weight)
     if is_taken(weight):
         raise _taken(name, weight, caller, "a matrix in memory")
     return weight

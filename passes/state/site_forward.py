@@ -17,7 +17,7 @@ from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
 from .site import Site, version
 from .site_mask import check_agreed, current_mask, fits, mask_outside, refuse_layout, refuse_size
-from .tensors import capturing, has_values
+from .tensors import capturing, has_values, is_taken
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 
@@ -40,6 +40,9 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
         return current_mask(site, weight)
     _refuse_ensemble(site, weight)
+    if type(weight) is nn.Parameter and weight.dim() > 1 and is_taken(weight):  # before a kernel reads there
+        what = "this weight's memory was freed, as a wrapper does between its forwards: expected its values in a forward."
+        raise UnsupportedError(message(what, site._fxmask_name, "run the forward of the wrapper that freed it; or give it memory and values again."))
     if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
         check_agreed(site, weight)
     site._fxmask_called, site._fxmask_seen = True, weight.dtype
@@ -97,8 +100,8 @@ def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(message(f"expected a Tensor, got {type(x).__name__}.", site._fxmask_name, "give the layer a tensor (..., in_features)."))
     if weight.layout is not torch.strided:
-        refuse_layout(site, weight)
-    if x.is_nested or weight.dim() != 2:
+        refuse_layout(site._fxmask_name, weight)
+    if x.is_nested:
         return
     if tuple(weight.shape) != site._fxmask_shape:
         refuse_size(site, weight)

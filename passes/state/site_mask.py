@@ -51,10 +51,14 @@ def fits(site: Site, weight: Tensor) -> None:
     if site._fxmask_keep.device != weight.device and not borrowed:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
+    _has_its_form(site, weight)
+
+
+def _has_its_form(site: Site, weight: Tensor) -> None:
     if weight.dim() < 2 or matrix_shape(weight.shape) != site._fxmask_shape:
         refuse_size(site, weight)
     if weight.layout is not torch.strided:
-        refuse_layout(site, weight)
+        refuse_layout(site._fxmask_name, weight)
 
 
 def refuse_size(site: Site, weight: Tensor) -> None:
@@ -63,17 +67,18 @@ def refuse_size(site: Site, weight: Tensor) -> None:
     raise StateError(message(what, site._fxmask_name, "call fxmask.restore(model) before it is replaced, and fxmask.apply after that."))
 
 
-def refuse_layout(site: Site, weight: Tensor) -> None:
+def refuse_layout(name: str, weight: Tensor) -> None:
     """UnsupportedError: the weight is sparse, as `fxmask.finalize(model, "bsr")` saves it."""
     what = f"a masked layer's weight has become a {weight.layout} tensor: expected a plain one."
     fix = "load dense weights: {name: t.to_dense() for name, t in state.items()}; or fxmask.restore(model) first, to use sparse ones as they are."
-    raise UnsupportedError(message(what, site._fxmask_name, fix))
+    raise UnsupportedError(message(what, name, fix))
 
 
 def current_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask of the next forward, cached or not: bool (NB, KB)."""
     if site._fxmask_mask is None:
         return build(site, weight)
+    _has_its_form(site, weight)
     return site._fxmask_mask
 
 

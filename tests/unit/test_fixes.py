@@ -1,5 +1,6 @@
 """What errors and warnings recommend works, they say what was meant, and warnings point at the user's own line."""
 
+import itertools
 import linecache
 import warnings
 
@@ -139,13 +140,39 @@ def test_explain_of_a_weight_of_another_size(refresh):
         model(torch.randn(2, 32))
 
 
-def test_a_weight_that_lost_its_axes_is_named():
-    model = fxmask.apply(net(), ratio=0.5)
-    model[0].weight = nn.Parameter(torch.randn(32 * 32))
+READ = dict(refresh=0, overrides={"0": dict(read="weight")})  # which a traced call, that has no owner, does not take
+
+
+@pytest.mark.parametrize(("trace", "options"), [*itertools.product([lambda m: m, torch.fx.symbolic_trace], [{}, dict(refresh=0)]), (lambda m: m, READ)])
+def test_a_weight_that_lost_its_axes_is_named(trace, options):
+    model = fxmask.apply(trace(net()), ratio=0.5, **options)
+    model.get_submodule("0").weight = nn.Parameter(torch.randn(32 * 32))
     said = r"replaced by one of another size: expected \(32, 32\) as a matrix, got \(1024,\)(.|\n)*where: 0.weight\n(.|\n)*fix: call fxmask.restore"
     for call in (model, lambda x: torch.export.export(model, (x,))):
         with pytest.raises(fxmask.FxMaskError, match=said):
             call(torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("layers", [nn.Linear, nn.Conv2d])
+@pytest.mark.parametrize("refresh", [0, 1])
+def test_a_forward_on_freed_memory_is_named(refresh, layers):
+    """With a cached mask a kernel would read there, and the process would die."""
+    made = net() if layers is nn.Linear else nn.Sequential(nn.Conv2d(32, 32, 1))
+    model = fxmask.apply(made, ratio=0.5, refresh=refresh, layers=layers)
+    model[0].weight.untyped_storage().resize_(0)
+    x = torch.randn(2, 32) if layers is nn.Linear else torch.randn(2, 32, 4, 4)
+    with pytest.raises(fxmask.FxMaskError, match=r"this weight's memory was freed(.|\n)*where: 0.weight\n(.|\n)*fix: run the forward of the wrapper"):
+        model(x)
+
+
+@pytest.mark.parametrize("trace", [lambda m: m, torch.fx.symbolic_trace], ids=["module", "graph"])
+def test_sparse_weights_beside_a_cached_mask_are_named(trace):
+    model = fxmask.apply(trace(net()), ratio=0.5, refresh=0)
+    model.get_submodule("0").weight = nn.Parameter(torch.randn(32, 32).to_sparse())
+    health = lambda m: fxmask.explain(m, health=True)  # noqa: E731
+    for call in (lambda m: m(torch.randn(2, 32)), health, fxmask.finalize, lambda m: fxmask.HealthLog(m).update()):
+        with pytest.raises(fxmask.FxMaskError, match=r"has become a torch.sparse_coo tensor(.|\n)*where: 0.weight\n(.|\n)*fix: load dense weights"):
+            call(model)
 
 
 def test_sparse_weights_in_a_masked_model_are_named():
