@@ -109,6 +109,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     shown = value if isinstance(value, Tensor) else torch.empty(0, 0)
     c = Candidate(name, param or f"{name}.weight", shown, host=body.graph, nodes=[node], weight_node=w, types=() if layer else types, skip=skip, quiet=quiet)
     c.call = node.name if source is None else ""
+    c.sized = shown.dim() == 2 and all(isinstance(n, int) for n in shown.shape)
     found[key] = c
     if skip:
         return
@@ -118,7 +119,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
         c.skip = why
     elif problem := weight_problem(value):
         c.problem = problem
-    elif value.dim() != 2 or not all(isinstance(n, int) for n in value.shape):
+    elif not c.sized:
         c.skip = f"its weight has the shape {tuple(value.shape)}"
     elif closed := body.closed_to(w):
         c.skip = f"it stands in {closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compile_backend.helpers import Wrap, compiled, failing
 from torch import nn
+from torch._higher_order_ops.map import map as over
 
 import fxmask
 from fxmask.errors import FxMaskWarning, UnsupportedError
@@ -52,3 +53,28 @@ def test_a_row_stays_dense():
         compiled(model, ratio=0.5)(torch.randn(4, 64))
     rows = {r["name"]: (r["masked"], r["reason"]) for r in fxmask.explain(model).rows}
     assert rows["fc"][0] and rows["row"] == (False, "its weight has the shape (64,) (backend='fxmask')")
+
+
+class Bank(nn.Module):
+    """A product with every weight of a bank, beside a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bank = nn.Linear(64, 64), nn.Parameter(torch.randn(3, 64, 64))
+
+    def forward(self, x):
+        return over(lambda w, y: F.linear(y, w), self.bank, self.fc(x))
+
+
+def test_a_bank_of_weights_stays_dense_however_few_they_are():
+    with pytest.warns(FxMaskWarning, match=r"bank stays dense: its weight has the shape \(3, 64, 64\)"):
+        compiled(Bank(), ratio=0.5)(torch.randn(4, 64))
+
+
+def test_a_size_that_moves_is_not_asked_whether_a_weight_is_small():
+    """It would compile anew for small ones."""
+    q, k, graphs = nn.Linear(64, 64), nn.Linear(64, 64), []
+    call = compiled(lambda x: F.linear(q(x), k(x)), lambda gm, inputs: graphs.append(gm) or gm.forward, ratio=0.5)
+    with pytest.warns(FxMaskWarning, match="a layer gives its weight"):
+        [call(torch.randn(n, 64)) for n in (32, 40, 20, 8)]
+    assert len(graphs) == 2
