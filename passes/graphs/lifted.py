@@ -144,20 +144,21 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:
-    """Whether an input may be a parameter, or its view in a module, as FSDP1 has them. What an earlier graph made has a gradient in training alone."""
+    """Whether an input may be a parameter, or its view, as FSDP1 has them in modules. What an earlier graph made has a gradient in training alone."""
     if value is None or isinstance(value, nn.Parameter):
         return True
-    return isinstance(value, Tensor) and value.requires_grad and (value.is_leaf or source_name(source) != "")
+    return isinstance(value, Tensor) and (isinstance(value._base, nn.Parameter) or (value.requires_grad and (value.is_leaf or source_name(source) != "")))
 
 
 def _untrained(source: Node, value: Any) -> str:
-    """Why nobody can train an input. Of a function's own tensors nothing says it: `torch.func` is given detached parameters so."""
+    """Why nobody can train an input. Of what a dict or a list holds that a function is given nothing says it: `torch.func` is given detached parameters so."""
     if _is_buffer(source):
         return "its weight is a buffer, not a parameter"
     held = _held_by(source)
-    plain = type(value) is Tensor and not (value.requires_grad or isinstance(value._base, nn.Parameter))  # FSDP1 has views, of a frozen one as well
-    plain = plain and "_parameters" not in held and bool(held - {"_modules", "cell_contents"})
-    return "its weight is a plain tensor, not a parameter" if plain else ""
+    alone = _source_of(source) is not None and not source_name(source)  # an argument, or what a graph before a break has made
+    plain = type(value) is Tensor and "_parameters" not in held and (alone or bool(held - {"_modules", "cell_contents"}))
+    trained = _is_trainable_input(value, source)
+    return "its weight is a plain tensor, not a parameter" if plain and not trained else ""
 
 
 def _held_by(source: Node) -> set[str]:

@@ -118,6 +118,21 @@ def test_what_an_earlier_graph_has_made_is_no_parameter_in_training_either(train
     assert torch.equal(found, fxmask.apply(model, **OPTIONS)(x))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_argument_by_itself_is_no_weight_but_a_view_of_one(training):
+    """As what a layer has given before a graph break, or to a part of the model that is compiled alone."""
+
+    class Apart(Scores):
+        def forward(self, x):
+            q, k, view = self.q(x), self.k(x), self.w[:, :]
+            torch._dynamo.graph_break()
+            return F.linear(F.linear(q, k), view)
+
+    with torch.set_grad_enabled(training), pytest.warns(FxMaskWarning, match="linear stays dense: its weight is a plain tensor, not a parameter"):
+        _, text = graph_of(Apart(), torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+
+
 class Cast(nn.Linear):
     def forward(self, x):
         return F.linear(x, self.weight.to(x.dtype) * 1, self.bias)
