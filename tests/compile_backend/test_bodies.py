@@ -1,9 +1,10 @@
-"""Products with transposes that Dynamo computes in front of the bodies of checkpoints, conditions and regions."""
+"""Bodies of checkpoints, conditions and regions: transposes that Dynamo computes in front of them, and other weights that they are given."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, compiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -130,3 +131,58 @@ def test_a_region_that_is_given_one_layer_twice_is_masked():
         torch.testing.assert_close(compiled(model, **OPTIONS)(x), masked(x))
     report = fxmask.explain(model)
     assert [(row["name"], row["masked"]) for row in report.rows] == [("fc", True)]
+
+
+shared = torch.compiler.nested_compile_region(lambda w, x: F.linear(x, w))
+doubled = torch.compiler.nested_compile_region(lambda w, x: (lambda made: saved(lambda t: F.linear(t, made), x))(w * 2))
+
+
+class Given(nn.Module):
+    """Bodies that are given weights of layers, and weights that are made of them, or of a buffer."""
+
+    def __init__(self, forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.made = nn.Linear(32, 32), nn.Linear(32, 32), forward
+        self.register_buffer("c", torch.randn(32, 32))
+
+    def forward(self, x):
+        return self.made(self, x)
+
+
+ONE = {
+    "in front of a body": lambda m, x: (lambda w: saved(lambda t: F.linear(t, w), x))(m.a.weight * 2),
+    "in a region, in front of a body there": lambda m, x: doubled(m.a.weight, x) + doubled(m.a.weight, x + 1),
+}
+SEVERAL = {
+    "one, another, and the first again": lambda m, x: shared(m.a.weight, x * 2) + shared(m.b.weight, x + 1) + shared(m.a.weight, x * 3),
+    "one, and what another makes": lambda m, x: shared(m.a.weight, x * 2) + shared(m.b.weight * 2, x + 1),
+    "what one makes, and another": lambda m, x: shared(m.a.weight * 2, x * 2) + shared(m.b.weight, x + 1),
+    "what both make": lambda m, x: shared(m.a.weight * 2, x * 2) + shared(m.b.weight * 2, x + 1),
+    "what the region makes of both": lambda m, x: doubled(m.a.weight, x) + doubled(m.b.weight, x + 1),
+}
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("how", ONE)
+def test_a_weight_that_is_made_outside_of_the_body_that_multiplies_by_it_has_a_row(how):
+    model = Given(ONE[how])
+    compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {"a": True, "b": False}
+
+
+@pytest.mark.parametrize("how", SEVERAL)
+def test_a_region_that_is_given_weights_of_several_layers_stays_dense(how):
+    model, x = Given(SEVERAL[how]), torch.randn(4, 32)
+    with pytest.warns(FxMaskWarning, match="compiled once for several layers"):
+        y = compiled(model, **OPTIONS)(x)
+    torch.testing.assert_close(y, model(x))
+    assert not any(row["masked"] for row in fxmask.explain(model).rows)
+
+
+@torch.no_grad()
+def test_a_region_that_is_given_what_two_buffers_make_has_no_weight_there():
+    model = Given(lambda m, x: shared(m.c * 2, x * 2) + shared(m.c * 3, x + 1) + m.a(x))
+    with pytest.warns(FxMaskWarning, match="the graph makes its weight of no parameter"):
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {"a": True, "b": False}
