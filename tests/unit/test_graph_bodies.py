@@ -139,6 +139,17 @@ def test_a_body_of_two_layers_has_neither_name():
     assert rows_of(gm)[0][0] == "body.linear_default"
 
 
+@pytest.mark.parametrize("which", "ab")
+def test_a_body_that_one_call_gives_a_constant_and_the_other_a_parameter_has_a_weight(which):
+    gm = called_twice(lambda body, x, w: body.call_function(torch.ops.aten.linear.default, (x, w)))
+    table = gm.get_submodule(which)
+    value = table.weight.data
+    del table.weight
+    table.register_buffer("weight", value)
+    fxmask.apply(gm, **OPTIONS)  # warnings are errors here
+    assert ("body.linear_default", True, "selected") in rows_of(gm)
+
+
 class Tables(Layers):
     """A table, and one that is made of it, in a body each."""
 
