@@ -214,6 +214,13 @@ def test_a_product_of_two_layers_outputs_stays_dense_and_says_so(form):
     assert len(told) == 1
 
 
+def test_so_does_one_in_another_body_than_that_of_the_layer():
+    model, x = Scores(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning, match="linear(_1)? stays dense: a layer gives its weight for an input of the model"):
+        (text,) = graph_of(lambda z: (lambda w: checkpoint(lambda t: F.linear(t, w), z, use_reentrant=False))(checkpoint(model.k, z, use_reentrant=False)), x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
 def test_so_does_it_in_traces():
     model, x = Scores(), torch.randn(32, 32)
     with pytest.warns(FxMaskWarning, match=GIVEN):
@@ -351,7 +358,6 @@ def test_a_weight_that_a_layer_chooses_is_one():
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
     gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
     assert [r["masked"] for r in fxmask.explain(gm).rows] == [False, True]
-
 
 
 class Held(nn.Module):
