@@ -28,7 +28,9 @@ _HERE: set[Path] = set()  # folders that runs of this process hold, which the sy
 
 
 class InUse(Exception):
-    """Another process, or another run of this one, writes into the folder; the message says which."""
+    """Another process, or another run of this one, writes into the folder; the message says which, and `by`, where it is known."""
+
+    by = ""
 
 
 @contextmanager
@@ -77,7 +79,20 @@ def take(file: IO[str], folder: Path) -> None:
 def in_use(folder: Path, by: str) -> InUse:
     """The error, for whoever comes second."""
     what = f"expected a folder that no other run writes into, got one that is in use by {by}"
-    return InUse(f"{folder}: {what}.\n  fix: wait for it to end, or name another folder.")
+    error = InUse(f"{folder}: {what}.\n  fix: wait for it to end, or name another folder.")
+    error.by = by
+    return error
+
+
+def holder(folder: Path) -> str:
+    """Who holds the folder now; empty where nobody does, or none can be made."""
+    if (folder / NAME).is_file():
+        try:
+            with held(folder):
+                pass
+        except InUse as error:
+            return error.by
+    return ""
 
 
 def wait_until_free(folder: Path, every_s: float = 1.0, stopped: threading.Event | None = None) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import os
 import sys
 from pathlib import Path
 
@@ -100,7 +101,11 @@ class Table:
 
     def after(self, name: str, status: int) -> None:
         n = len(self.write())
-        how = "ended" if status == 0 else f"failed with exit status {status}, see {self.out / name / 'output.txt'}"
+        how, by = "ended", lock.holder(self.out / name) if status else ""
+        if by:  # a process that a killed sweep has left may take its next run before we do
+            how = f"not trained here, as it is in use by {by}, which trains on; the same command waits for it and counts it"
+        elif status:
+            how = f"failed with exit status {status}, see {self.out / name / 'output.txt'}"
         print(f"{name}: {how}; {n} of {len(self.sweep.jobs)} runs have ended", flush=True)
 
 
@@ -154,16 +159,20 @@ def main(argv: list[str] | None = None) -> int:
         if args.action == "list":
             done = {r.job.name for r in sweep_results.collect(sweep.jobs, out)}
             print("\n".join(f"{job.name}{'  ended' if job.name in done else ''}" for job in chosen(sweep.jobs, args.only)))
-            print(f"{len(done)} of {len(sweep.jobs)} runs have ended")
+            print(f"{len(done)} of {len(sweep.jobs)} runs have ended", flush=True)
             return 0
         if args.action != "run":
             out.mkdir(parents=True, exist_ok=True)
             report(sweep, out, args, args.action == "figures")  # a sweep may be running meanwhile
+            sys.stdout.flush()
             return 0
         with lock.held(out):
             return 1 if run(sweep, out, args) else 0
     except (SweepError, DataMissing, lock.InUse) as error:
         print(f"thesis/sweep.py: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever reads has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
         return 2
     except KeyboardInterrupt:
         print("thesis/sweep.py: stopped; the same command goes on", file=sys.stderr)

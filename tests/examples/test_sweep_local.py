@@ -1,12 +1,14 @@
 """Runs of a sweep by a process each, beside what a killed sweep has left, and in turns, of which some fail."""
 
 import os
+import shutil
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from thesis import lock, many, sweep_local, train
+from thesis import lock, many, sweep, sweep_local, train
 
 
 def test_a_run_that_a_killed_sweep_began_after_we_had_looked(tmp_path):
@@ -68,6 +70,34 @@ def test_a_run_that_is_waited_for_is_not_begun_after_an_interruption(tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         sweep_local.one_process_each(jobs, tmp_path, tmp_path, [dict(os.environ)] * 2, lambda _: False, lambda *_: None)
     assert began == [str(tmp_path / "a")]
+
+
+def test_a_run_that_another_process_took_first_is_said_to_be_its(tmp_path, monkeypatch, capsys):
+    """As what a killed sweep of several at once has left goes on to its next run: no failure of ours, and no output.txt that says why."""
+    table = sweep.Table(SimpleNamespace(jobs=("a", "b")), tmp_path)
+    monkeypatch.setattr(table, "write", list)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with lock.held(tmp_path / "a"):
+        table.after("a", 2)
+    table.after("b", 2)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"a: not trained here, as it is in use by process {os.getpid()} on ") and "the same command waits for it" in first
+    assert second == f"b: failed with exit status 2, see {tmp_path / 'b' / 'output.txt'}; 0 of 2 runs have ended"
+
+
+@pytest.mark.parametrize("action", ["list", "table"])
+def test_a_reader_that_has_gone(action, tmp_path, monkeypatch, capsys):
+    """As `head` does: no traceback, now or at the interpreter's end, and nothing said."""
+    file = tmp_path / "sweep.yaml"
+    shutil.copy(Path(sweep.__file__).parent / "sweeps" / "small.yaml", file)
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        assert sweep.main([action, str(file), "--out", str(tmp_path / "out")]) == 2
+        out.write("more")
+    assert capsys.readouterr().err == ""
 
 
 def test_whatever_one_run_dies_of_the_others_go_on(tmp_path, capsys):
