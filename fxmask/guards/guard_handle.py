@@ -126,6 +126,15 @@ class GuardHandle:
             what += ": expected a new guard, got none. Masked weights move, steps do not count."
             warn(message(what, first_of(bare), fix))
 
+    def _warn_of_broken_step(self) -> None:
+        """FxMaskWarning where the last step raised, so that no hook of ours came after it, unless weights were loaded since. Nothing is put back: whoever
+        caught the error may have written weights by now."""
+        broken = [g.name for g in self._guarded if g.copied and not g.site._fxmask_loaded]
+        if broken:
+            what = "the last optimizer.step() raised half-way: masked weights and momenta that it had moved by then were not put back."
+            fix = "go on from a saved state; fxmask.guard(optimizer, model, masked_step=True) makes steps that leave all of them as they were when they raise."
+            warn(message(what, first_of(broken), fix))
+
     def _look_for_replaced(self) -> None:
         """Once for each layer: those of a branch that does not always run have no gradient, either."""
         missing = [g for g in self._guarded if g.weight.grad is None and g.weight.requires_grad]  # all that a step sees of a layer that is gone
@@ -139,6 +148,7 @@ class GuardHandle:
             return None
         self._under_way, self._left = None, []  # what a step that raised has left
         self._let_go()
+        self._warn_of_broken_step()
         self._adopt(optimizer)
         if self._applied != times_applied():
             self._warn_of_new_masks(optimizer)

@@ -49,7 +49,7 @@ def guard(
             around it, differentiable=True, fully_shard or ZeroRedundancyOptimizer.
 
     A step that raises half-way (out of memory, Ctrl-C) leaves what it has moved, masked weights among it, unless `masked_step` made it: go on from a saved
-    state.
+    state, as the next step warns.
 
     Returns: a handle with `policies`, `masked_step` and `remove()`.
     Raises: ConfigError (unknown policy; the optimiser holds none of the masked weights; masked_step with decay or free), StateError (nothing masked, or

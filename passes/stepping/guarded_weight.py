@@ -65,6 +65,11 @@ class Guarded:
         self.momenta = {}
 
     @property
+    def copied(self) -> bool:
+        """Whether it holds what a step must not overwrite: the step is under way, or has raised."""
+        return self.before is not None or self.aside is not None or self.gathered is not None
+
+    @property
     def moved(self) -> bool:
         """After a step: whether it may have moved, by a gradient, which a closure makes inside and some steps take away, or without."""
         return not self.by_grad or self.had_gradient or self.weight.grad is not None
