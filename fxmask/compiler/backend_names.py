@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernels.errors import message, warn
@@ -47,6 +48,13 @@ def of_model() -> list[Candidate]:
     found = [] if root is None else find(root)
     surround(found, root)
     return found
+
+
+def split_by_ddp() -> Iterator[tuple[GraphModule, Sequence[Any]]]:
+    """(graph, inputs) of the graph that PyTorch's DDPOptimizer is compiling part by part, if it is."""
+    for frame in frames():
+        if frame.f_code.co_name == "compile_fn" and type(frame.f_locals.get("self")).__name__ == "DDPOptimizer":
+            yield frame.f_locals["gm"], frame.f_locals["example_inputs"]
 
 
 def _compiled_module() -> nn.Module | None:

@@ -232,6 +232,53 @@ def test_names_under_ddp_are_the_model_s(one_rank, splits):
         assert torch.equal(compiled(ddp, "aot_eager", **options)(x), plain)  # whose parts are called with fake inputs, too
 
 
+class Mixed(nn.Module):
+    """Parts of their own under DDP: convolutions, and each of two layers."""
+
+    def __init__(self, layer=nn.Linear):
+        super().__init__()
+        self.c, self.d, self.a, self.b = nn.Conv2d(64, 512, 3), nn.Conv2d(512, 64, 3), layer(64, 512), layer(512, 512)
+
+    def forward(self, x):
+        return self.b(self.a(self.d(self.c(x).relu()).mean((2, 3))).relu())
+
+
+NOTHING = "backend='fxmask' masked nothing in a graph: "
+SAID = {  # options: what is said of the parts, the first of which has no linear
+    "masks": ({}, []),
+    "require": (dict(require=True), []),
+    "a layer": (dict(require="b"), []),
+    "left out": (dict(exclude=["a", "b"]), [f"{NOTHING}a: in exclude.", f"{NOTHING}b: in exclude."]),
+    "half": (dict(exclude="a"), [f"{NOTHING}a: in exclude."]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+@pytest.mark.parametrize("case", SAID)
+def test_a_part_under_ddp_without_a_linear_says_nothing_where_others_have_some(case, one_rank):
+    options, said = SAID[case]
+    parts = []
+    with torch._dynamo.config.patch(optimize_ddp=True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FxMaskWarning)
+        model = compiled(nn.parallel.DistributedDataParallel(Mixed(), bucket_cap_mb=1), lambda gm, _: parts.append(gm) or gm.forward, ratio=0.5, **options)
+        model(torch.randn(2, 64, 6, 6))
+    assert len(parts) == 3 and [str(w.message).split("\n")[0] for w in caught if w.category is FxMaskWarning] == said
+
+
+def test_a_model_without_a_linear_is_told_of_under_ddp(one_rank):
+    model = nn.parallel.DistributedDataParallel(Mixed(lambda *_: nn.Identity()), bucket_cap_mb=1)
+    with torch._dynamo.config.patch(optimize_ddp=True), pytest.warns(FxMaskWarning, match=f"{NOTHING}it has no linear"):
+        compiled(model, ratio=0.5)(torch.randn(2, 64, 6, 6))
+
+
+@pytest.mark.parametrize(("linears", "require", "wanted"), [(False, True, "anything at all"), (False, "b", "'b'"), (True, "nobody", "'nobody'")])
+def test_what_no_part_under_ddp_has_is_missed(linears, require, wanted, one_rank):
+    model = Mixed() if linears else Mixed(lambda *_: nn.Identity())
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        error = failing(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1), torch.randn(2, 64, 6, 6), ratio=0.5, require=require)
+    assert f"require: expected {wanted} to be masked in this graph, got nothing" in str(error)
+
+
 class Early(nn.Module):
     """Computes its last layer's weight first."""
 
