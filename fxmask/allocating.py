@@ -99,6 +99,7 @@ def allocate(
 
 def allocated(model: nn.Module, decisions: list[Decision], overrides: Mapping[Any, Any] | None, ratio: float, method: str) -> list[Decision]:
     """What `apply(allocation=method)` does to its decisions."""
+    one_of("allocation method", method, METHODS)
     if method == "flop":
         fix = "found = fxmask.allocate(model, ratio, 'flop', inputs=x), then fxmask.apply(..., overrides=found.overrides)."
         raise ConfigError(message("apply(allocation='flop') has no inputs to count tokens with.", fix=fix))

@@ -25,6 +25,13 @@ def csv_text(rows: list[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
+def as_path(path: object, caller: str) -> Path:
+    """ConfigError for what is no path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"{caller}: expected a path, got {path!r}.")
+    return Path(path)
+
+
 def cannot_write(folder: Path, e: OSError) -> ConfigError:
     """What to raise where a folder takes no files."""
     what = f"the output folder cannot be written: {e.strerror or e}."

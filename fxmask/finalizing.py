@@ -57,7 +57,7 @@ def finalize(model: M, format: str = "dense") -> M:
     something else uses unmasked, ragged blocks or blocks that PyTorch cannot multiply for `bsr`, no 2:4 pattern or no device for it); then nothing has changed.
     Cost: one copy a weight.
     """
-    if format not in FORMATS:
+    if not isinstance(format, str) or format not in FORMATS:
         raise ConfigError(f"finalize: expected format {', '.join(FORMATS)}, got {format!r}.")
     expect_module(model, "fxmask.finalize")
     if any_nm(model):

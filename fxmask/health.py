@@ -174,7 +174,9 @@ class HealthLog:
     def heatmap(self, path: str | Path, names: str | Sequence[str] | None = None) -> Path:
         """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025); `names`: of some weights, or of one."""
         names = [names] if isinstance(names, str) else names
-        unknown = [n for n in names or [] if n not in self.activity]
+        if names is not None and not isinstance(names, (list, tuple)):
+            raise ConfigError(f"heatmap: expected a name of a weight, or a list of names, got {names!r}.")
+        unknown = [n for n in names or [] if not isinstance(n, str) or n not in self.activity]
         if unknown or not self.activity:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
         seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from .files import csv_text
+from .files import as_path, csv_text
 from .kernels.errors import ConfigError, message
 
 SUFFIX = {"csv": ".csv", "json": ".json", "markdown": ".md", "html": ".html", "latex": ".tex", "text": ".txt"}
@@ -26,8 +25,8 @@ def _text(value: Any) -> str:
 def _table(columns: list[str], rows: list[dict[str, Any]], tablefmt: str = "simple") -> str:
     from tabulate import TableFormat, tabulate, tabulate_formats  # here, so that kernels and benchmarks do without it
 
-    form = "github" if tablefmt == "markdown" else tablefmt
-    if not isinstance(form, TableFormat) and form not in tabulate_formats:  # tabulate takes an unknown one for `simple`
+    form = "github" if isinstance(tablefmt, str) and tablefmt == "markdown" else tablefmt
+    if not isinstance(form, TableFormat) and not (isinstance(form, str) and form in tabulate_formats):  # tabulate takes an unknown one for `simple`
         raise ConfigError(f"table: expected markdown or one of {', '.join(tabulate_formats)}, got {tablefmt!r}.")
     return tabulate([[_text(row.get(c)) for c in columns] for row in rows], headers=columns, tablefmt=form, disable_numparse=True)
 
@@ -80,9 +79,7 @@ class Report:
 
     def save(self, path: str | Path) -> Path:
         """Write the report; the suffix chooses the format, and a folder that is missing is made. Raises ConfigError for an unknown one, and where it cannot."""
-        if not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"Report.save: expected a path, got {path!r}.")
-        path = Path(path)
+        path = as_path(path, "Report.save")
         form = FORMATS.get(path.suffix)
         if form is None:
             raise ConfigError(f"Report.save: expected a path that ends in {', '.join(FORMATS)}, got {path.name!r}.")

@@ -49,7 +49,7 @@ def advice_of(
     if plan is None:
         best = max(holding(made, trials), key=lambda p: expected(p, trials), default=None)
         most = f"; the most is {expected(best, trials):.2f}, at {100 * best.ratio:g} %" if best else "" if trials else ": no layer is faster masked"
-        summary["advice"] = f"leave it dense: nothing reaches {target:g} times as fast{most}"
+        summary["advice"] = f"leave it dense: nothing reaches {float(target):g} times as fast{most}"
         if not any(t.cells for t in found) and any(t.left_out for t in found):
             summary["advice"] = "none: nothing was timed in that time"
     else:

@@ -107,7 +107,7 @@ def whole(layer: Layer, cell: Cell) -> bool:
 
 def check_cells(blocks: Sequence[Any], ratios: Sequence[Any]) -> list[Cell]:
     """Blocks and ratios as the caller gave them, as cells. ConfigError for what WeightMask refuses, and for a ratio of 0."""
-    if any(isinstance(s, str) or not isinstance(s, Iterable) or not list(s) for s in (blocks, ratios)):
+    if any(isinstance(s, str) or not isinstance(s, Iterable) or getattr(s, "ndim", 1) == 0 or not list(s) for s in (blocks, ratios)):
         raise ConfigError(f"advise: expected blocks and ratios as sequences with at least one each, got blocks={blocks!r}, ratios={ratios!r}.")
     pairs = [(n, n) if (n := plain_int(b)) is not None else tuple(b) if isinstance(b, list) else b for b in blocks]
     for b in pairs:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, UnsupportedError
-from ..files import cannot_write
+from ..files import as_path, cannot_write
 
 if TYPE_CHECKING:
     from .report import Analysis
@@ -70,7 +70,7 @@ def traffic(report: Analysis, path: str | Path) -> Path:
 
 def save(fig: Any, plt: Any, path: str | Path) -> Path:
     """Write a figure and close it; ConfigError where its file cannot be written, or has a suffix that matplotlib does not know."""
-    path = Path(path)
+    path = as_path(path, "a picture")
     try:
         fig.savefig(path, dpi=120)
     except OSError as e:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import csv_text, write_files
+from ..files import as_path, csv_text, write_files
 from ..report import FORMATS, SUFFIX, TABLEFMT, Report
 from .measured import attach
 
@@ -111,7 +111,7 @@ class Analysis(Report):
         A path with a suffix of `Report.save` is one file: json has everything, csv the nodes, others what is printed. Any other path is a folder that gets a
         file a table and format: csv, json, markdown, html, latex, text. ConfigError for an unknown format or a folder that cannot be written.
         """
-        path = Path(path)
+        path = as_path(path, "Analysis.save")
         if path.suffix in FORMATS:
             form = FORMATS[path.suffix]
             content = json.dumps(self.to_dict(), indent=1) if form == "json" else self._file("nodes" if form == "csv" else "modules", form)

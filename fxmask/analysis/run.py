@@ -132,9 +132,9 @@ def _phases(given: Any) -> tuple[str, ...]:
 
 
 def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None, progress: Any) -> None:
-    if memory_model not in MODELS:
+    if not isinstance(memory_model, str) or memory_model not in MODELS:
         raise ConfigError(f"memory_model: expected one of {', '.join(MODELS)}, got {memory_model!r}.")
-    if impl is not None and impl not in IMPLS:
+    if impl is not None and (not isinstance(impl, str) or impl not in IMPLS):
         raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype: expected a floating dtype, such as torch.bfloat16, or None, got {dtype!r}.")

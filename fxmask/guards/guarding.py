@@ -63,11 +63,11 @@ def guard(
     Not from a paper: the thesis (Bespalov 2025, listing 5.10) leaves masked weights to the optimiser.
     """
     for name, value, allowed in (("masked_weights", masked_weights, POLICIES), ("returning", returning, RETURNING)):
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"fxmask.guard: expected a torch.optim.Optimizer first and the model second, got {type(optimizer).__name__}.")
-    if type(masked_step) is not bool and masked_step != "elementwise":
+    if type(masked_step) is not bool and not (isinstance(masked_step, str) and masked_step == "elementwise"):
         raise ConfigError(f"masked_step: expected True, False or 'elementwise', got {masked_step!r}.")
     if masked_step and masked_weights not in ("auto", "freeze"):
         raise ConfigError(f"masked_step leaves masked weights as they are: expected masked_weights='freeze' or 'auto' with it, got {masked_weights!r}.")

@@ -30,7 +30,7 @@ def kinds_of(layers: Kinds, default: tuple[type[nn.Module], ...] = (nn.Linear,))
     if layers is None:
         return default
     given: Any = tuple(layers) if isinstance(layers, (tuple, list, set, frozenset)) else (layers,)
-    if not given or any(k not in KINDS for k in given):
+    if not given or any(not isinstance(k, type) or k not in KINDS for k in given):
         raise ConfigError(f"layers: expected torch.nn.Linear, torch.nn.Conv2d, or both in a tuple, got {layers!r}; include= selects among them by name.")
     return given
 

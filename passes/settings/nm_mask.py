@@ -85,7 +85,7 @@ class NMMask(Options):
         if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
             raise ConfigError(f"n, m: expected ints with 1 <= n < m <= {LARGEST}, n of m kept, got n={self.n!r}, m={self.m!r}.")
         for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):
-            if getattr(self, name) not in allowed:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:  # an array has no single truth
                 raise ConfigError(f"{name}: expected {', '.join(allowed)}, got {getattr(self, name)!r}.")
         one_of("impl", self.impl, ("auto", "reference", "triton"))
         check_available(self.impl)
@@ -99,7 +99,7 @@ class NMMask(Options):
             v = getattr(self, name)
             if not is_number(v) or v < 0 or (v == 0 and name == "tau"):
                 raise ConfigError(f"{name}: expected a finite number {least}, got {v!r}.")
-        if self.tau_from is not None or self.tau_steps != 0:
+        if self.tau_from is not None or type(self.tau_steps) is not int or self.tau_steps != 0:
             v = self.tau_from
             if not is_number(v) or v <= 0 or type(self.tau_steps) is not int or self.tau_steps < 1:
                 got = f"tau_from={v!r}, tau_steps={self.tau_steps!r}"

@@ -35,7 +35,7 @@ class Regrow:
     until: int | None = None
 
     def __post_init__(self) -> None:
-        if self.by not in GROWTH:
+        if not isinstance(self.by, str) or self.by not in GROWTH:
             raise ConfigError(f"unknown Regrow.by: expected one of {', '.join(GROWTH)}, got {self.by!r}.")
         if not is_number(self.fraction) or not 0 < self.fraction < 1:
             raise ConfigError(f"Regrow.fraction is the share of kept blocks that are exchanged: expected a number in (0, 1), got {self.fraction!r}.")

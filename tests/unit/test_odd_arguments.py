@@ -236,6 +236,43 @@ def test_what_others_call_it(case):
     assert all(type(m) is not type(fxmask.apply(mlp())[0]) for m in model)
 
 
+TWO = np.array(["dense", "bsr"])  # has no single truth
+ARRAYS = {
+    "format": (lambda: fxmask.finalize(fxmask.apply(mlp()), TWO), "finalize: expected format"),
+    "policy": (lambda: fxmask.guard(torch.optim.SGD(mlp().parameters()), mlp(), TWO), "unknown masked_weights"),
+    "returning": (lambda: fxmask.guard(torch.optim.SGD(mlp().parameters()), mlp(), returning=TWO), "unknown returning"),
+    "masked step": (lambda: fxmask.guard(torch.optim.SGD(mlp().parameters()), mlp(), masked_step=TWO), "masked_step: expected True, False or"),
+    "layers": (lambda: fxmask.apply(mlp(), layers=TWO), "layers: expected torch.nn.Linear"),
+    "allocation": (lambda: fxmask.apply(mlp(), ratio=0.5, allocation=TWO), "unknown allocation method"),
+    "mode": (lambda: fxmask.NMMask(mode=TWO), "mode: expected"),
+    "tau_steps": (lambda: fxmask.NMMask(mode="learned", tau_steps=np.array([1, 2])), "tau_from, tau_steps: expected"),
+    "regrow": (lambda: fxmask.Regrow(by=TWO), "unknown Regrow.by"),
+    "impl": (lambda: fxmask.analyze(mlp(), torch.randn(2, 64), impl=TWO), "impl: expected one of"),
+    "memory model": (lambda: fxmask.analyze(mlp(), torch.randn(2, 64), memory_model=TWO), "memory_model: expected one of"),
+    "table": (lambda: fxmask.explain(mlp()).table(TWO), "table: expected markdown or one of"),
+    "ratios": (lambda: fxmask.advise(mlp(), torch.randn(2, 64), ratios=torch.tensor(0.5)), "advise: expected blocks and ratios as sequences"),
+    "names": (lambda: fxmask.HealthLog(fxmask.apply(mlp())).heatmap("a.png", TWO), "heatmap: expected a name of a weight, or a list of names"),
+    "a number": (lambda: fxmask.HealthLog(fxmask.apply(mlp())).heatmap("a.png", 3), "heatmap: expected a name of a weight, or a list of names, got 3"),
+    "a path": (lambda: fxmask.analyze(mlp(), torch.randn(2, 64)).save(None), "Analysis.save: expected a path, got None"),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_an_array_or_a_number_where_a_word_is_wanted(case):
+    call, said = ARRAYS[case]
+    with pytest.raises(ConfigError, match=said):
+        call()
+
+
+def test_a_picture_without_a_path():
+    pytest.importorskip("matplotlib")
+    log = fxmask.HealthLog(fxmask.apply(mlp()))
+    log.update()
+    for call in (log.plot, log.heatmap):
+        with pytest.raises(ConfigError, match="a picture: expected a path, got None"):
+            call(None)
+
+
 def test_a_module_that_holds_linears():
     """A pattern that names what lies around the layers: the warning has the pattern that names them."""
     model = nn.ModuleDict({"enc": mlp(), "head": nn.Linear(64, 64)})
