@@ -52,6 +52,11 @@ def runs_triton(impl: str, device: torch.device) -> bool:
     return impl == "triton" and (device.type == "cuda" or triton_ops().interpreting())
 
 
+def uses_kernels(impl: str, device: torch.device) -> bool:
+    """Whether Triton kernels make masks and scores, and keep what is masked through a step: where `impl` asks for them, and under `auto` wherever they run."""
+    return kernels_run(device) if impl == "auto" else runs_triton(impl, device)
+
+
 def check_available(impl: str) -> None:
     """Raise UnsupportedError where no tensor of this process could use `impl`."""
     if impl == "triton" and not torch.cuda.is_available() and not triton_ops().interpreting():

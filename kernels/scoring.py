@@ -42,5 +42,4 @@ def take_in(scores: Tensor, new: Tensor, average: float, adds: bool, holds: bool
 
 def _kernels(t: Tensor, impl: str) -> Any:
     """The Triton kernels where they run and `impl` lets them; None elsewhere."""
-    runs = dispatch.runs_triton(impl, t.device) or (impl == "auto" and dispatch.kernels_run(t.device))
-    return dispatch.triton_ops() if runs and not isinstance(t, FakeTensor) else None
+    return dispatch.triton_ops() if dispatch.uses_kernels(impl, t.device) and not isinstance(t, FakeTensor) else None

@@ -98,14 +98,9 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
     """Masks and lists: in groups of one dtype, block and device, with scores or without, where the kernels build them, one by one elsewhere."""
     groups: dict[object, list[int]] = {}
     for i, (site, weight, *_) in enumerate(jobs):
-        c = site._fxmask_config
         site_mask.fits(site, weight)
-        kernels = dispatch.runs_triton(c.impl, weight.device)
-        if c.impl == "auto":
-            kernels = gpu_choice.kernels_run(weight.device) and gpu_choice.listable(site._fxmask_shape, c.block)
-        kernels = kernels and not (ranks.is_shard(weight) or isinstance(weight, FakeTensor)) and in_groups(c)
-        if kernels and dispatch.triton_ops().groups(weight, c.block, size_of(c), c.ties, c.cover, site._fxmask_score):
-            groups.setdefault((weight.dtype, weight.device, c.block, site._fxmask_score is None), []).append(i)
+        if _in_a_group(site, weight):
+            groups.setdefault((weight.dtype, weight.device, site._fxmask_config.block, site._fxmask_score is None), []).append(i)
     found: dict[int, tuple[Tensor, Tensor | None]] = {}
     for members in groups.values():
         weights = [as_matrix(jobs[i].weight.detach()) for i in members]
@@ -126,6 +121,16 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
                 mask = same.clone()
             found[i] = (mask, tensors.lists_of(site, mask))
     return [found[i] for i in range(len(jobs))]
+
+
+def _in_a_group(site: Site, weight: Tensor) -> bool:
+    """Whether kernels build the mask, together with those of other weights."""
+    c = site._fxmask_config
+    if not dispatch.uses_kernels(c.impl, weight.device) or (c.impl == "auto" and not gpu_choice.listable(site._fxmask_shape, c.block)):
+        return False
+    if ranks.is_shard(weight) or isinstance(weight, FakeTensor) or not in_groups(c):
+        return False
+    return bool(dispatch.triton_ops().groups(weight, c.block, size_of(c), c.ties, c.cover, site._fxmask_score))
 
 
 def after_load(site: Site, weight: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...kernels import dispatch, gpu_choice
+from ...kernels import dispatch
 from ...kernels.grid import expand_mask
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def _lies(t: Tensor) -> tuple[Any, ...]:
 
 def fits(g: Guarded, momenta: dict[str, Tensor]) -> bool:
     """Whether the kernel takes a weight and all of its momenta."""
-    c, w = g.site._fxmask_config, g.weight
+    w = g.weight
     if type(w) is not nn.Parameter or any(type(t) is not Tensor for t in momenta.values()):  # such as a shard
         return False
-    if not (dispatch.runs_triton(c.impl, w.device) or (c.impl == "auto" and gpu_choice.kernels_run(w.device))):
+    if not dispatch.uses_kernels(g.site._fxmask_config.impl, w.device):
         return False
     takes = dispatch.triton_ops().aside.takes
     return takes(w) and all(takes(t) and t.device == w.device for t in momenta.values())
