@@ -143,6 +143,14 @@ class GuardHandle:
         if suspects and (model := self._model()) is not None:
             replaced.warn_of_replaced(model, suspects)
 
+    def _look_at_gradients(self) -> None:
+        """Once for each layer, at its first step with masked blocks: these have a gradient where the weight is read past its mask."""
+        if len(self._looked_at) < len(self._guarded):
+            new = [g for g in self._guarded if id(g.site) not in self._looked_at and g.weight.grad is not None]
+            masked = [g for g in new if g.mask is not None and masks_any(g.site)]
+            self._looked_at.update(id(g.site) for g in masked)
+            warn_of_dense_gradients(masked)
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
             return None
@@ -173,11 +181,8 @@ class GuardHandle:
         else:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
-        if not closure and self._captures is None and len(self._looked_at) < len(self._guarded):
-            new = [g for g in self._guarded if id(g.site) not in self._looked_at and g.weight.grad is not None]
-            masked = [g for g in new if g.mask is not None and masks_any(g.site)]
-            self._looked_at.update(id(g.site) for g in masked)
-            warn_of_dense_gradients(masked)
+        if not closure and self._captures is None:
+            self._look_at_gradients()
         if self._under_way is not None:
             return (self._under_way.stand_in, *args[1:]), kwargs
         if not closure:

@@ -1,7 +1,8 @@
 """What an optimiser's step does to masked weights: nothing (freeze), decay alone (decay), or whatever it does (free); for any torch.optim.Optimizer.
 
 Two hooks around `optimizer.step`: the first keeps what the step may overwrite, the second writes the masked part back. So the optimiser's own arithmetic,
-plain, foreach, fused or capturable, is never touched, and what is kept is bit-identical.
+plain, foreach, fused or capturable, is never touched, and what is kept is bit-identical. There are three ways to keep it: under freeze what masked blocks
+hold, of all weights at once where kernels run (`set_aside`), gathered of a large weight on a CPU (`gathered`); of all others copies of whole tensors.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def before_step(optimizer: Optimizer, guarded: Iterable[Guarded], closure: bool 
         if g.policy == "free":
             continue
         found = momenta_of(optimizer, g.weight) if g.policy == "freeze" else {}
-        parts = g.policy == "freeze" and not g.clear  # what is masked alone will do
-        if parts and set_aside.fits(g, found):
+        masked_alone = g.policy == "freeze" and not g.clear
+        if masked_alone and set_aside.fits(g, found):
             taken.append((g, found))
-        elif parts and gathered.fits(g, found):
+        elif masked_alone and gathered.fits(g, found):
             gathered.gather(g, found)
         else:
             _clone(g, found)
@@ -119,18 +120,9 @@ def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[
 def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     """Write the masked part back: as it was, or decayed by the group's lr * weight_decay. State that the step created begins anew there."""
     guarded = list(guarded)
-    in_parts = [g for g in guarded if g.aside is not None or g.gathered is not None]
-    now = {id(g): momenta_of(optimizer, g.weight) for g in in_parts}
-    for group in {id(k): k for g in in_parts for k in g.aside or ()}.values():
-        group.put_back(now)
-    for g in in_parts:
-        if g.gathered is not None and g.moved:
-            g.gathered.put_back(g, now[id(g)])
-        for k, t in now[id(g)].items():
-            if g.mask is not None and k not in g.momenta and word(k) != STEP_SIZE:
-                start_anew(k, t, ~_elements(g.mask, g, g.block), g.weight.detach(), g.clear)  # the weight is as it was by now
+    _put_back(optimizer, [g for g in guarded if g.aside is not None or g.gathered is not None])
     for g in guarded:
-        if g.mask is not None and g.before is not None and g.moved:
+        if g.mask is not None and g.before is not None and g.moved:  # copies
             kept, old = _elements(g.mask, g, g.block), g.before
             if g.policy == "decay":
                 old = _decayed(optimizer, g, old)
@@ -139,6 +131,19 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
             g.into.copy_(torch.where(kept, ranks.part(g.weight), old))
             _show_gradient(g, ~kept)
         g.forget()
+
+
+def _put_back(optimizer: Optimizer, guarded: list[Guarded]) -> None:
+    """What masked blocks held, set aside or gathered."""
+    now = {id(g): momenta_of(optimizer, g.weight) for g in guarded}
+    for group in {id(k): k for g in guarded for k in g.aside or ()}.values():
+        group.put_back(now)
+    for g in guarded:
+        if g.gathered is not None and g.moved:
+            g.gathered.put_back(g, now[id(g)])
+        for k, t in now[id(g)].items():
+            if g.mask is not None and k not in g.momenta and word(k) != STEP_SIZE:
+                start_anew(k, t, ~_elements(g.mask, g, g.block), g.weight.detach(), g.clear)  # the weight is as it was by now
 
 
 def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
