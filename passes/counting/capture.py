@@ -106,14 +106,13 @@ def capture(
                 parameters.setdefault(name, t)
         inputs = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
-        masks = [m for m in root.modules() if isinstance(m, Site)]
-        recorder = _recorder(root, faked, parameters, buffers, inputs)
-        recorder.progress, recorder.computed, recorder.fakes = progress, computed, faked.made
-        recorder.cached = {storage_of(m._fxmask_mask): (m._fxmask_config.block, m._fxmask_shape) for m in masks if m._fxmask_mask is not None}
-        sites = _named_sites(root)
+        recorder, sites = _recorder(root, faked, parameters, buffers, inputs), _named_sites(root)
+        recorder.progress, recorder.computed = progress, computed
         recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
-        metadata = [t for m in masks if m._fxmask_mask is not None for t in (m._fxmask_mask, m._fxmask_lists) if t is not None]
-        before = {storage_of(t) for t in (*map(faked, inputs), *metadata)}
+        cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
+        recorder.cached = {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
+        lists = [m._fxmask_lists for m, _ in cached if m._fxmask_lists is not None]
+        before = {storage_of(t) for t in (*map(faked, inputs), *lists)} | {*recorder.cached}
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode, quiet():
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
@@ -156,7 +155,7 @@ def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buff
     weights = {storage_of(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
     names = {id(m): name for name, m in root.named_modules()}
     recorder = Recorder(names, weights, {storage_of(faked(b)) for b in buffers.values()})
-    recorder.values = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}
+    recorder.values, recorder.fakes = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}, faked.made
     return recorder
 
 
