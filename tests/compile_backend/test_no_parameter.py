@@ -1,5 +1,7 @@
 """What the backend leaves dense because nobody can train it: buffers, plain tensors of modules, and what graphs make of these and of inputs."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,8 +218,9 @@ def test_a_product_of_two_layers_outputs_stays_dense_and_says_so(form):
 
 def test_so_does_one_in_another_body_than_that_of_the_layer():
     model, x = Scores(), torch.randn(32, 32)
+    saved = functools.partial(checkpoint, use_reentrant=False)
     with pytest.warns(FxMaskWarning, match="linear(_1)? stays dense: a layer gives its weight for an input of the model"):
-        (text,) = graph_of(lambda z: (lambda w: checkpoint(lambda t: F.linear(t, w), z, use_reentrant=False))(checkpoint(model.k, z, use_reentrant=False)), x, **OPTIONS)
+        (text,) = graph_of(lambda z: (lambda w: saved(lambda t: F.linear(t, w), z))(saved(model.k, z)), x, **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
 
 
