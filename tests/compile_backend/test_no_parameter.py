@@ -1,6 +1,7 @@
 """What the backend leaves dense because nobody can train it: buffers, plain tensors of modules, and what graphs make of these and of inputs."""
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.testing import FileCheck
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
+from fxmask.compiler import backend
 from fxmask.errors import FxMaskWarning
 
 
@@ -149,6 +151,14 @@ def test_a_view_that_a_module_holds_in_a_parameters_place_is_one():
     FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
 
 
+def test_a_tensor_that_a_module_holds_in_a_parameters_place_is_one():
+    """As `torch.func.functional_call` puts detached ones there."""
+    model = Doubled()
+    model._parameters["w"] = model.w.detach().clone()
+    (text,) = graph_of(lambda x: F.linear(x, model.w), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_view_that_a_module_holds_as_an_attribute_is_one_frozen_or_not(frozen):
     """As FSDP1 has them while a forward runs."""
@@ -156,6 +166,15 @@ def test_a_view_that_a_module_holds_as_an_attribute_is_one_frozen_or_not(frozen)
     model[0].tables = flat.view(32, 32)
     (text,) = graph_of(model, torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.w * 2)
 
 
 class Fourier(nn.Module):
@@ -222,6 +241,14 @@ def test_so_does_one_in_another_body_than_that_of_the_layer():
     with pytest.warns(FxMaskWarning, match="linear(_1)? stays dense: a layer gives its weight for an input of the model"):
         (text,) = graph_of(lambda z: (lambda w: saved(lambda t: F.linear(t, w), z))(saved(model.k, z)), x, **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("given", [nn.Parameter(torch.randn(32, 32)), None])
+def test_what_a_layer_makes_of_a_parameter_that_a_call_is_given_or_of_a_buffer_is_a_weight(given):
+    model = OfNoParameter()
+    (text,) = graph_of(lambda x, p: F.linear(x, model.fc(model.table if p is None else p)), torch.randn(4, 32), given, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
 
 
 def test_so_does_it_in_traces():
@@ -378,3 +405,13 @@ class Held(nn.Module):
 def test_a_frozen_parameter_is_one_wherever_it_is_held():
     (text,) = graph_of(Held(), torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_parameter_that_the_graph_holds_itself_is_one():
+    """As Dynamo left them there once, and other tracers do."""
+    gm = torch.fx.symbolic_trace(Doubled())
+    (made,) = gm.graph.find_nodes(op="call_function", target=operator.mul)
+    made.meta["val"] = torch.empty(32, 32, device="meta")
+    backend.fxmask_backend(gm, [torch.randn(4, 32)], options={**OPTIONS, "inner": "eager"})
+    FileCheck().check_count("fxmask.masked_linear.default(", 1, exactly=True).run(gm.code)
