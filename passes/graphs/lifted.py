@@ -156,7 +156,7 @@ def _untrained(source: Node, value: Any) -> str:
         return "its weight is a buffer, not a parameter"
     held = _held_by(source)
     alone = _source_of(source) is not None and not source_name(source)  # an argument, or what a graph before a break has made
-    plain = type(value) is Tensor and "_parameters" not in held and (alone or bool(held - {"_modules", "cell_contents"}))
+    plain = type(value) is Tensor and "_parameters" not in held and (alone or bool(held - {"cell_contents"}))
     trained = _is_trainable_input(value, source)
     return "its weight is a plain tensor, not a parameter" if plain and not trained else ""
 

@@ -77,6 +77,33 @@ def test_a_tensor_that_is_no_parameter_stays_dense_and_one_that_is_trained_does_
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
 
 
+class Numbered(nn.Module):
+    """A tensor whose name is a number."""
+
+    def __init__(self):
+        super().__init__()
+        setattr(self, "0", torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(x, getattr(self, "0"))
+
+
+def test_a_tensor_that_a_module_holds_under_a_number_stays_dense_too():
+    with pytest.warns(FxMaskWarning, match="0 stays dense: its weight is a plain tensor, not a parameter"):
+        compiled(nn.Sequential(Numbered(), nn.Linear(32, 32)), **OPTIONS)(torch.randn(4, 32))
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_tensor_of_a_closure_is_masked():
+    """Nothing says that it is no parameter: a function may close over detached ones."""
+    def closing_over(w):
+        return lambda x: F.linear(x, w)
+
+    call = closing_over(torch.randn(32, 32))
+    (text,) = graph_of(lambda x: call(x) + 1, torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
 @pytest.mark.parametrize("detached", [False, True])
 def test_weights_that_a_function_is_given_are_masked(detached):
     """Plain tensors, too: nothing says that they are no parameters."""
