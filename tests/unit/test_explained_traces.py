@@ -31,6 +31,7 @@ def test_rows_are_those_of_the_masked_model(options):
     assert rows(gm) == rows(model) and len(rows(gm)) == 2
     assert {row["reason"] for row in report.rows} == {IN_TRACE} and report.summary["masked"] == 2
     assert report.summary == fxmask.explain(model).summary
+    assert {(row["impl"], row["why"]) for row in report.rows} == {("reference", "asked for") if "impl" in options else ("auto", "chosen when it runs")}
     if options.get("refresh") is None:  # a cached mask does not say for how many blocks it was made
         kept = [int(mask.sum()) for mask in fxmask.masks(model).values()]
         assert [round((1 - row["target_ratio"]) * row["blocks"]) for row in report.rows] == kept
