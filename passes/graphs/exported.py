@@ -59,7 +59,7 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                 given: Any
                 read = weight_arg(node)
                 made = next((n for n in behind(read) if n.target is BLOCK_INDEX), None)
-                if made is None and isinstance(read, Node) and read.target in ELEMENTWISE:
+                if made is None and read.target in ELEMENTWISE:
                     given, (w_at, mask_at) = read.args, ELEMENTWISE[read.target]
                     name, weight, unfit = _weight(model, prefix, gm, node, given[w_at], comes_in)
                     known = None if unfit or mask_at is None else _value(gm, given[mask_at])

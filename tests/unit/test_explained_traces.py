@@ -75,11 +75,11 @@ def test_weights_that_owners_read_and_convolutions():
         def forward(self, x):
             return self.attention(x, x, x, need_weights=False)[0]
 
-    model = fxmask.apply(Reader(), ratio=0.5)
+    model = fxmask.apply(Reader(), ratio=0.5, block=(32, 16))
     gm = nn.Sequential(traced(model, torch.randn(2, 4, 64)))
     found = {row["name"]: row for row in fxmask.explain(gm).rows}
     assert not found["0.attention.in_proj_weight"]["masked"] and found["0.attention.out_proj"]["reason"] == IN_TRACE and len(found) == 2
-    assert found["0.attention.out_proj"]["impl"] == "reference"
+    assert found["0.attention.out_proj"]["impl"] == "reference" and found["0.attention.out_proj"]["block"] == "32x16"
     model = fxmask.apply(nn.Sequential(nn.Conv2d(16, 32, 3)), ratio=0.5, layers=nn.Conv2d)
     columns = ("name", "shape", "blocks", "achieved_ratio")
     assert rows(traced(model, torch.randn(1, 16, 8, 8)), columns) == rows(model, columns)
@@ -166,6 +166,7 @@ def test_masks_of_single_elements_are_seen_in_a_trace(options, frozen):
     report = fxmask.explain(gm)
     columns = ("name", "masked", "reason", "block")
     assert rows(gm, columns) == [("0", True, IN_TRACE, "N:M"), ("2", True, IN_TRACE, "N:M")] and len(report.rows) == 2
+    assert {row["impl"] for row in report.rows} == {"masked_dense"}
     assert {row["achieved_ratio"] for row in report.rows} == {0.5 if frozen else None}  # ranks are many ops of the graph, a frozen mask is a constant
     assert report.summary["of them in kept blocks"] == (64 * 32 + 32 * 16) // 2 * frozen
     with pytest.raises(StateError, match="masks of this model are part of its trace"):
