@@ -100,7 +100,7 @@ def _value(gm: GraphModule, node: Any) -> Any:
     if node.target not in (BLOCK_INDEX, torch.ops.aten.reshape.default):
         return _constant(gm, node)
     args = [_value(gm, a) for a in node.args]
-    return None if any(isinstance(a, Node) and v is None for a, v in zip(node.args, args, strict=True)) or args[0].is_meta else node.target(*args)
+    return None if any(v is None for v in args) else node.target(*args)
 
 
 def _kept(gm: GraphModule, made: Node | None) -> int | None:

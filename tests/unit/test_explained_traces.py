@@ -100,6 +100,37 @@ def test_a_layer_in_a_body_and_one_whose_weight_is_computed():
     assert found["a"]["shape"] == "64x64" and found["a"]["achieved_ratio"] is None and found["b"]["shape"] is None
 
 
+def test_a_computed_weight_of_the_model_itself_goes_by_its_call():
+    layer = fxmask.apply(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), **OPTIONS)
+    (row,) = fxmask.explain(traced(layer, torch.randn(4, 64))).rows
+    assert row["name"].startswith("masked_linear") and row["reason"] == IN_TRACE
+
+
+class Kept(nn.Module):
+    """A mask of somebody's own, which a module gives that is none of fxmask's."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.keep = nn.Linear(64, 64), nn.Identity()
+        self.register_buffer("mask", torch.ones(4, 2, dtype=torch.bool))
+
+    def forward(self, x):
+        return torch.ops.fxmask.masked_linear.default(x, self.fc.weight, self.fc.bias, self.keep(self.mask), 16, 32, "masked")
+
+
+def test_a_mask_that_another_module_gives_has_a_row():
+    (row,) = fxmask.explain(torch.fx.symbolic_trace(Kept())).rows
+    assert (row["name"], row["block"], row["reason"]) == ("fc", "16x32", IN_TRACE)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_trace_on_the_meta_device_has_rows_without_masks(moved):
+    layer = nn.Conv2d(16, 32, 3, device=None if moved else "meta")
+    gm = traced(fxmask.apply(layer, **OPTIONS, layers=nn.Conv2d), torch.randn(1, 16, 8, 8, device=layer.weight.device)).to("meta")
+    (row,) = fxmask.explain(gm).rows
+    assert row["masked"] and row["achieved_ratio"] is None and row["target_ratio"] == (0.6 if moved else None)
+
+
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
