@@ -1,0 +1,203 @@
+"""What layers give for inputs is no weight in graphs, however it comes to a product; what they make of parameters, or choose among them, is one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compile_backend.helpers import OPTIONS, compiled, graph_of
+from torch import nn
+from torch.testing import FileCheck
+from torch.utils.checkpoint import checkpoint
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+
+
+class Scores(nn.Module):
+    """A product of what two layers give, as in attention; one by what a layer makes of a parameter, which is a weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.inner, self.w = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return F.linear(self.q(x), self.k(x).relu()) + F.linear(x, self.inner(self.w))
+
+
+GIVEN = r"^linear(_2)? stays dense: a layer gives its weight for an input of the model\.$"
+
+
+@pytest.mark.parametrize("form", ["training", "no_grad", "checkpoint"])
+def test_a_product_of_two_layers_outputs_stays_dense_and_says_so(form):
+    model = Scores()
+    called = (lambda x: checkpoint(model, x, use_reentrant=False)) if form == "checkpoint" else model
+    with torch.set_grad_enabled(form != "no_grad"), pytest.warns(FxMaskWarning, match=GIVEN) as told:
+        (text,) = graph_of(called, torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 4, exactly=True).run(text)
+    assert len(told) == 1
+
+
+def test_so_does_one_in_another_body_than_that_of_the_layer():
+    model = Scores()
+
+    def forward(x):
+        w = checkpoint(model.k, x, use_reentrant=False)
+        return checkpoint(lambda z: F.linear(z, w), x, use_reentrant=False)
+
+    with pytest.warns(FxMaskWarning, match="linear(_1)? stays dense: a layer gives its weight for an input of the model"):
+        (text,) = graph_of(forward, torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+def test_so_does_it_in_traces():
+    model, x = Scores(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning, match=GIVEN):
+        gm = fxmask.apply(torch.fx.symbolic_trace(model), **OPTIONS, exclude="linear_1")
+    assert torch.equal(gm(x), fxmask.apply(Scores(), **OPTIONS)(x))
+    with pytest.warns(FxMaskWarning, match=GIVEN):
+        gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert sorted(r["name"] for r in fxmask.explain(gm).rows if r["masked"]) == ["inner", "k", "linear_4", "q"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_argument_by_itself_is_no_weight_but_a_view_of_one(training):
+    """As what a layer has given before a graph break, or to a part of the model that is compiled alone."""
+
+    class Apart(Scores):
+        def forward(self, x):
+            q, k, view = self.q(x), self.k(x), self.w[:, :]
+            torch._dynamo.graph_break()
+            return F.linear(F.linear(q, k), view)
+
+    with torch.set_grad_enabled(training), pytest.warns(FxMaskWarning, match="linear stays dense: its weight is a plain tensor, not a parameter"):
+        _, text = graph_of(Apart(), torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+
+
+class Titles(Scores):
+    """Scores inputs by what a layer gives for tokens, which are numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 32)
+
+    def forward(self, x, tokens):
+        return F.linear(self.q(x), self.k(self.table(tokens))) + F.linear(x, self.table(tokens))
+
+
+def test_so_does_a_product_with_what_layers_give_for_tokens():
+    x = torch.randn(8, 32), torch.arange(32) % 9
+    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: a layer gives its weight for an input of the model") as told:
+        found = compiled(Titles(), **OPTIONS)(*x)
+    assert len(told) == 2 and torch.equal(found, fxmask.apply(Titles(), **OPTIONS)(*x))
+    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: a layer gives its weight for an input of the model") as told:
+        gm = fxmask.apply(torch.export.export(Titles(), x).module(), **OPTIONS)
+    assert len(told) == 2 and torch.equal(found, gm(*x))
+
+
+class Shared(Scores):
+    """A region that multiplies by what it is handed, which is a weight in some calls alone."""
+
+    def forward(self, x):
+        region = torch.compiler.nested_compile_region(lambda z, w: F.linear(z, w))
+        made, y = self.made(x), x * 2
+        for w in made:
+            y = region(y, w)
+        return y
+
+
+class WeightAndScores(Shared):
+    def made(self, x):
+        return [self.w * 2, self.w * 3, self.k(x)]
+
+
+class Weights(Shared):
+    def made(self, x):
+        return [self.w * 2, self.w * 3, self.q.weight * 4]
+
+
+@pytest.mark.parametrize(("cls", "masked", "reason"), [(WeightAndScores, 2, "a layer gives its weight"), (Weights, 1, "it stands in a region that")])
+def test_a_region_that_is_handed_other_weights_or_what_is_none_is_dense(cls, masked, reason):
+    with pytest.warns(FxMaskWarning, match=f"linear stays dense: {reason}"):
+        (text,) = graph_of(cls(), torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", masked, exactly=True).run(text)
+
+
+def test_a_weight_that_is_made_outside_of_the_body_that_it_is_masked_in_has_a_row():
+    class Made(Scores):
+        def forward(self, x):
+            made = self.w * 2
+            return checkpoint(lambda z: F.linear(z, made), x, use_reentrant=False)
+
+    model = Made()
+    compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert ("linear", True) in [(r["name"], r["masked"]) for r in fxmask.explain(model).rows]
+
+
+def test_a_product_that_is_made_a_linear_is_one_for_the_bodies_that_it_is_handed_to():
+    def forward(x, w):
+        k = x @ w.t()
+        return checkpoint(lambda z: F.linear(z, k), x, use_reentrant=False)
+
+    with pytest.warns(FxMaskWarning, match="linear stays dense: a layer gives its weight for an input"):
+        (text,) = graph_of(forward, torch.randn(32, 32), nn.Parameter(torch.randn(32, 32)), **OPTIONS, match="matmul")
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+
+
+class Chosen(Scores):
+    """A condition that is handed what a layer gives, and a weight that comes out of the graph around it."""
+
+    def forward(self, x):
+        def product(z, k, w):
+            return F.linear(z, k) + F.linear(z, w)
+
+        return torch.cond(x.sum() > 0, product, lambda z, k, w: product(-z, k, w), (x, self.k(x), self.w * 2))
+
+
+def test_what_a_layer_gives_to_a_body_of_a_trace_is_no_weight_there():
+    with pytest.warns(FxMaskWarning, match=r"^(true|false)_graph_0.linear_1 stays dense: a layer gives its weight for an input of the model\.$") as told:
+        gm = fxmask.apply(torch.export.export(Chosen(), (torch.randn(32, 32),)).module(), **OPTIONS)
+    assert len(told) == 2 and sum(r["masked"] for r in fxmask.explain(gm).rows) == 3
+
+
+ALIKE = {
+    "type_as": lambda w, h: w.type_as(h),
+    "to": lambda w, h: w.to(h),
+    "view_as": lambda w, h: w.view_as(h),
+    "ones_like": lambda w, h: w * torch.ones_like(h),
+    "new_ones": lambda w, h: w * h.new_ones(32, 1),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_weight_that_is_made_to_look_as_what_a_layer_gives_is_one(name):
+    class Looks(Scores):
+        def forward(self, x):
+            h = self.q(x)
+            return F.linear(h, ALIKE[name](self.w, h))
+
+    (text,) = graph_of(Looks(), torch.randn(32, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+    gm = fxmask.apply(torch.export.export(Looks(), (torch.randn(32, 32),)).module(), **OPTIONS)
+    assert gm.code.count("fxmask.masked_linear.default(") == 2
+
+
+class Routed(nn.Module):
+    """The matrix that a router chooses for an input: the layer gives its number, and none of its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.experts.index_select(0, self.router(x).mean(0).argmax(0, keepdim=True))[0])
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_weight_that_a_layer_chooses_is_one():
+    model, x = Routed(), torch.randn(8, 32)
+    (text,) = graph_of(model, x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+    gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert [r["masked"] for r in fxmask.explain(gm).rows] == [False, True]
