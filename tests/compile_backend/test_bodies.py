@@ -152,6 +152,7 @@ class Given(nn.Module):
 
 ONE = {
     "in front of a body": lambda m, x: (lambda w: saved(lambda t: F.linear(t, w), x))(m.a.weight * 2),
+    "by one region in two bodies": lambda m, x: saved(lambda t: shared(m.a.weight, t), x) + saved(lambda t: shared(m.a.weight, t), x + 1),
     "in a region, in front of a body there": lambda m, x: doubled(m.a.weight, x) + doubled(m.a.weight, x + 1),
 }
 SEVERAL = {
@@ -165,7 +166,7 @@ SEVERAL = {
 
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
 @pytest.mark.parametrize("how", ONE)
-def test_a_weight_that_is_made_outside_of_the_body_that_multiplies_by_it_has_a_row(how):
+def test_a_weight_of_one_layer_that_bodies_are_given_has_a_row(how):
     model = Given(ONE[how])
     compiled(model, **OPTIONS)(torch.randn(4, 32))
     assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {"a": True, "b": False}
