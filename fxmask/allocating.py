@@ -27,7 +27,7 @@ from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask
 from .passes.settings.phases import changes_any
 from .passes.state.tensors import has_values
-from .sites import expect_module
+from .sites import expect_module, refuse_scripted
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")
 BY_SCORES = ("global", "flop", "byte")
@@ -93,6 +93,7 @@ def allocate(
     Cost: one reading of the weights for `global`, `flop`, `byte`; for `flop` a forward on fake tensors, too.
     """
     expect_module(model, "fxmask.allocate")
+    refuse_scripted(model, "fxmask.allocate")
     decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides, model)
     return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)
 

@@ -18,7 +18,7 @@ from .nm.nm_layers import any_nm
 from .passes.finding.candidate import join
 from .passes.finding.weights import peek_weight
 from .passes.state.site import Site
-from .sites import any_masked, expect_module, values_of
+from .sites import any_masked, expect_module, refuse_scripted, values_of
 
 # the largest slope of each; GELU's is 1.1290, SiLU's 1.0999
 SLOPES: dict[type[nn.Module], float] = {
@@ -88,6 +88,7 @@ def chain_of(model: nn.Module) -> tuple[list[nn.Module], list[Link]]:
     Raises: UnsupportedError for a model that is no such chain, and for weights without values.
     """
     expect_module(model, CALLER)
+    refuse_scripted(model, CALLER)
     steps = list(_steps(model, ""))
     if steps and type(steps[-1][1]) in ENDS:
         name, end = steps.pop()

@@ -38,7 +38,7 @@ from .passes.state.site_mask import mask_outside
 from .passes.stepping.bypass import never_run, read_by_adapters
 from .pruning import pruned_layers
 from .report import Report
-from .sites import FINAL, REASONS, any_masked, expect_module, read_dense, required_sites, sites, values_of
+from .sites import FINAL, REASONS, any_masked, expect_module, read_dense, refuse_scripted, required_sites, sites, values_of
 
 NO_GRAPH = "no graph of backend='fxmask' that has run is known to mask it"
 _NOTES = [
@@ -90,6 +90,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     """
     expect_module(model, "fxmask.explain")
     assert isinstance(model, nn.Module)  # what torch.compile gives is one, though its type does not say so
+    refuse_scripted(model, "fxmask.explain")
     if not isinstance(health, (bool, HealthLog)):
         raise ConfigError(f"explain: health: expected True, False or a fxmask.HealthLog, got {health!r}.")
     if isinstance(health, HealthLog) and {id(m) for m in health.model.modules()}.isdisjoint(id(m) for m in model.modules()):

@@ -39,7 +39,7 @@ from .passes.settings.nm_mask import NMMask
 from .passes.state.rebuild import Job, rebuild, start_gain
 from .passes.state.site import Site
 from .pruning import Pruned, any_pruned, unprune
-from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, sites
+from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, refuse_scripted, sites
 from .swap import MaskedLayer, MaskedLinear, WeightReader, swap, unswap
 from .swapped import forget_asked, refuse_changed_class
 
@@ -164,6 +164,7 @@ def restore(model: M) -> M:
     inputs = any_pruned(model) or any_dropped(model)
     if not any_masked(model) and not inputs and not any_nm(model):
         _refuse_compiled(model)
+        refuse_scripted(model, "fxmask.restore")
         raise StateError(message("nothing is masked in this model: expected one that fxmask.apply has changed.", fix="call fxmask.apply(model, ...) first."))
     if any(site._fxmask_is_dense for site in model.modules() if isinstance(site, Site)):
         raise StateError(message("fxmask.restore inside fxmask.dense: expected masks in force.", fix="leave the with block first."))

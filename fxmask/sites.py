@@ -36,6 +36,14 @@ def expect_module(model: object, caller: str) -> None:
         raise ConfigError(message(f"{what}, the class itself." if fix else f"{what}.", fix=fix))
 
 
+def refuse_scripted(model: nn.Module, caller: str) -> None:
+    """UnsupportedError for a model that torch.jit has compiled, or a part of it: its layers are no Python modules any more, and masks are part of it."""
+    name = next((name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), "")
+    if name:
+        what = f"{caller} looks at Python modules: expected none that torch.jit has compiled."
+        raise UnsupportedError(message(what, name, "give it the model that was scripted or traced, or a graph of it by torch.export."))
+
+
 def sites(model: nn.Module) -> Iterator[tuple[str, Site, Tensor | None]]:
     """(parameter's name, mask's owner, dense weight) of every masked weight; the weight is None where a graph computes it, a DTensor under fully_shard."""
     ranks.at_rest(model)
@@ -75,6 +83,7 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         if next(exported_masks(model), None) is not None:
             what = f"{caller}: the masks of this model are part of its trace, which was made after fxmask.apply: {EXPECTED}."
             raise StateError(message(what, type(model).__name__, "use the model that was traced, or call fxmask.apply on the trace of a dense one."))
+        refuse_scripted(model, caller)
         if FINAL in model.__dict__:
             what = f"{caller}: nothing is masked in this model, whose masks fxmask.finalize has made permanent: {EXPECTED}."
             raise StateError(message(what, type(model).__name__, "do that before fxmask.finalize; fxmask.apply(model, ...) masks it anew."))

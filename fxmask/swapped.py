@@ -34,7 +34,7 @@ class Swapped(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_own_class(self):
             return super().__reduce_ex__(protocol)
-        attributes = self.__getstate__() if isinstance(self, Site) else self.__dict__.copy()
+        attributes = self.__getstate__() if isinstance(self, Site) else {k: v for k, v in self.__dict__.items() if k != "_compiled_call_impl"}
         return _rebuild_class, (self._fxmask_base, self._fxmask_mixin), copied(attributes)
 
 

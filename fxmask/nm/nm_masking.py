@@ -23,7 +23,7 @@ from ..passes.finding.weights import peek_weight
 from ..passes.settings.config import WeightMask
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state.tensors import has_values, is_taken
-from ..sites import FINAL, REASONS
+from ..sites import FINAL, REASONS, values_of
 from ..swapped import refuse_changed_class
 from .nm_attributes import advance, is_resized
 from .nm_layers import NMLayer, any_nm, element_mask, nm_layers, rebuild_nm, swap_nm, unswap_nm
@@ -115,6 +115,9 @@ def restore_nm(model: nn.Module) -> None:
 
 def refresh_nm(model: nn.Module) -> bool:
     """Build permuted masks anew; whether the model has N:M masks at all."""
+    for name, m in nm_layers(model):
+        if m._fxmask_nm.mode == "permuted" and not m._fxmask_nm_frozen:
+            values_of(name, peek_weight(m), "fxmask.refresh")
     for _, m in nm_layers(model):
         rebuild_nm(m)
     return any_nm(model)

@@ -119,6 +119,7 @@ class Site(nn.Module):
             raise StateError(message(what, self._fxmask_name, "copy it outside of the with block; fxmask.restore(copy) makes a dense one."))
         ends = {"_fxmask_in_place": False, "_fxmask_forward": ()}  # no graph reads a copy, and no step of it follows
         attributes = {**self.__dict__, **ends, "_fxmask_copied": True, "_fxmask_version": _version_in_copy(self)}
+        attributes.pop("_compiled_call_impl", None)  # as nn.Module does: what compile() has made calls this layer, with its weights
         if self._fxmask_guard is None:
             return attributes
         gone = {"_fxmask_policy": None, "_fxmask_guard": None, "_fxmask_announced": False}  # hooks of an optimiser do not follow a copy

@@ -1,6 +1,7 @@
 """torch.compile of a masked model: one graph, equal to eager, no recompile while masks and ratios move."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -175,3 +176,29 @@ def test_regions_compiled_once_keep_the_masks_of_their_own_layers(own):
     torch.testing.assert_close(y, expected)
     for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+
+
+COPIED = {
+    "masked": lambda: fxmask.apply(mlp(), ratio=0.5),
+    "read": lambda: fxmask.apply(mlp(), ratio=0.5, overrides={"0": dict(read="weight")}),
+    "N:M": lambda: fxmask.apply(mlp(), fxmask.NMMask(2, 4)),
+    "pruned": lambda: fxmask.apply(mlp(), fxmask.ActivationPruning(0.5, block=8)),
+    "dropped": lambda: fxmask.apply(mlp(), fxmask.BlockDropout(0.5, block=(2, 8))),
+}
+
+
+@pytest.mark.parametrize("by", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("what", ["the model", "a layer"])
+@pytest.mark.parametrize("kind", COPIED)
+def test_a_copy_of_what_was_compiled_in_place_computes_with_its_own_weights(kind, what, by):
+    """As an average of weights is: what `compile()` has made calls the module that it was made of."""
+    model, x = COPIED[kind]().eval(), torch.randn(4, 64)
+    (model if what == "the model" else model[0]).compile(backend="eager")
+    before, twin = model(x), by(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    plain = COPIED[kind]().eval()
+    plain.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(twin(x), plain(x))
+    assert torch.equal(model(x), before)

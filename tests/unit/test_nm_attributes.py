@@ -117,6 +117,12 @@ def test_masks_that_were_lost_come_back_by_a_refresh():
     assert keeps_two_of_four(model) and model(torch.randn(2, 4, 4, 4)).isfinite().all()
 
 
+def test_a_refresh_of_meta_weights_is_refused():
+    model = fxmask.apply(net(), NMMask(mode="permuted")).to("meta")
+    with pytest.raises(fxmask.FxMaskError, match=r"fxmask.refresh needs the weight's values: expected real memory, got a meta tensor(.|\n)*where: 0"):
+        fxmask.refresh(model)
+
+
 def test_masks_of_a_mode_that_needs_a_table_on_meta_weights():
     model = fxmask.apply(net().to("meta"), NMMask(transposable=True)).to_empty(device="cpu")
     model.load_state_dict(net().state_dict())

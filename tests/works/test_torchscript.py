@@ -48,3 +48,29 @@ def test_a_trace_follows_the_weight(kind):
         next(iter(model.parameters())).mul_(torch.randn(32, 32))
     assert any(not torch.equal(m, before[n]) for n, m in fxmask.masks(model).items())
     torch.testing.assert_close(traced(x), model(x))
+
+
+MADE = {
+    "scripted": lambda: torch.jit.script(mlp()),
+    "traced": lambda: torch.jit.trace(CHANGED["mask"](), torch.randn(4, 32)),
+    "inside": lambda: nn.Sequential(torch.jit.script(mlp()), nn.Linear(32, 32)),
+}
+CALLS = {
+    "explain": fxmask.explain,
+    "masks": fxmask.masks,
+    "step": fxmask.step,
+    "restore": fxmask.restore,
+    "finalize": fxmask.finalize,
+    "allocate": lambda m: fxmask.allocate(m, 0.5),
+    "stability": lambda m: fxmask.stability(m, torch.randn(4, 32)),
+    "guard": lambda m: fxmask.guard(torch.optim.SGD(m.parameters(), lr=0.1), m),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("made", MADE)
+def test_what_is_scripted_is_told_so(made, call):
+    """And not that nothing is masked: the masks are part of it."""
+    model = MADE[made]()
+    with pytest.raises(UnsupportedError, match=rf"fxmask\.{call} looks at Python modules: expected none that torch\.jit has[\s\S]*was scripted or traced"):
+        CALLS[call](model)
