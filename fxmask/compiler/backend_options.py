@@ -62,19 +62,22 @@ class Options:
 
 def parse(given: Mapping[str, Any] | None) -> Options:
     """Options from what torch.compile was given. Raises: ConfigError, UnsupportedError."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(message(f"options: expected a dict such as {{'ratio': 0.5, 'block': (64, 64)}}, got {given!r}.", WHERE))
     given = dict(given or {})
     stateful = sorted(set(given) & set(STATEFUL))
-    stateful += [f"{k}={given[k]}" for k, values in (("backward", ("rigl",)), ("criterion", LEARNED)) if given.get(k) in values]
+    words = {k: v for k, v in given.items() if isinstance(v, str)}  # an array has no single truth
+    stateful += [f"{k}={v}" for k, values in (("backward", ("rigl",)), ("criterion", LEARNED)) if (v := words.get(k, "")) in values]
     if stateful:
         what = f"the backend keeps no state between calls, and {', '.join(stateful)} {'counts' if len(stateful) == 1 else 'count'} optimiser steps."
         raise UnsupportedError(message(what, WHERE, APPLY))
-    if given.get("criterion") == GIVEN or "masks" in given or "scores" in given:
+    if words.get("criterion") == GIVEN or "masks" in given or "scores" in given:
         raise UnsupportedError(message("the backend makes its masks from weights: expected no masks or scores of your own.", WHERE, APPLY))
     unknown = sorted(set(given) - {*MASK, *OWN})
     if unknown:
         what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}{meant(unknown[0], (*MASK, *OWN)) or '.'}"
         raise ConfigError(message(what, WHERE, "options of Inductor go into options={'inductor': {...}}."))
-    if given.get("match", "linear") not in ("linear", "matmul"):
+    if "match" in given and words.get("match") not in ("linear", "matmul"):
         raise ConfigError(f"match: expected linear or matmul, got {given['match']!r}.")
     if not isinstance(given.get("inductor", {}), Mapping):
         raise ConfigError(f"inductor: expected a dict of Inductor's options, got {given['inductor']!r}.")

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -257,6 +258,18 @@ def test_whoever_asks_for_them_by_name_is_told(by):
         compiled(Attends(nn.MultiheadAttention(32, 4, batch_first=True)), **OPTIONS, **by)(torch.randn(2, 5, 32))
     with pytest.warns(FxMaskWarning, match=r"in_proj_weight stays dense: its in_proj is a Parameter"):
         fxmask.apply(nn.Sequential(nn.MultiheadAttention(32, 4)), **OPTIONS, **by)
+
+
+@pytest.mark.parametrize("wrong", [fxmask.WeightMask(0.5), 0.5, "ratio", ["ratio"]], ids=["config", "number", "word", "list"])
+def test_options_that_are_no_dict(wrong):
+    with pytest.raises(ConfigError, match=r"options: expected a dict such as \{'ratio': 0.5, 'block': \(64, 64\)\}, got "):
+        backend_options.parse(wrong)
+
+
+@pytest.mark.parametrize("option", ["backward", "criterion", "match"])
+def test_an_array_where_a_word_is_wanted(option):
+    with pytest.raises(ConfigError, match=f"{option}.*: expected "):
+        backend_options.parse({option: np.array(["linear", "matmul"])})
 
 
 def test_patterns_are_shown_their_shape():
