@@ -43,7 +43,7 @@ from .sites import FINAL, REASONS, any_masked, expect_module, read_dense, refuse
 NO_GRAPH = "no graph of backend='fxmask' that has run is known to mask it"
 _NOTES = [
     "masked_dense and reference multiply by the masked weight and save no time.",
-    "A GPU can skip next to nothing at 16x16 and 50 %; 64x64 from 70 % up pays.",
+    "A GPU can skip next to nothing at 16x16 and 50 %; in large layers 64x64 pays from 70 % up.",
 ]
 _NM_NOTES = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."]
 LEFT = "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
