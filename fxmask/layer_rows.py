@@ -16,6 +16,7 @@ from .health_signs import signs
 from .kernels import gpu_choice, ops
 from .kernels.cpu import deciding
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
+from .kernels.lists import LISTED, skips
 from .kernels.tune import Choice
 from .passes.finding.weights import is_wrapped
 from .passes.graphs.exported import Inside
@@ -69,7 +70,7 @@ def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, l
     if weight is None:
         return {"impl": c.impl, "why": "the graph computes its weight"}
     if c.impl not in ("auto", "cpu") or weight.device.type != "cpu":
-        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no kernels for its device" if c.impl == "auto" else "asked for"}
+        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no kernels for its device" if c.impl == "auto" else _asked_for(c, weight)}
     density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
     if density == 1:
         return {"impl": "masked_dense", "why": "no block is masked"}
@@ -79,6 +80,14 @@ def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, l
         return {"impl": c.impl, "why": "chosen when it first runs"}
     why = "; ".join(f"{op} {_reasons_of(choice)}" for op, f in ran.items() for choice in f.values())
     return {"impl": ", ".join(f"{op} {_names_of(f)}" for op, f in ran.items()), "why": why}
+
+
+def _asked_for(c: WeightMask, weight: Tensor) -> str:
+    """Of the kernels with the products in which they skip nothing, and multiply densely by W∘M."""
+    products = {"forward": "forward", "dX": "dx", "dW": "dw"} if c.impl == "triton" else {}
+    dense = [name for name, op in products.items() if not skips(op, matrix_shape(weight.shape), c.block)]
+    takes = f"kernels skip blocks with sides of {', '.join(map(str, LISTED))}, in even numbers of features"
+    return f"asked for; dense in {', '.join(dense)}: {takes}" if dense else "asked for"
 
 
 def _names_of(choices: dict[int, Choice]) -> str:

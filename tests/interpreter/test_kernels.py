@@ -340,6 +340,15 @@ def test_through_a_model():
     assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.parametrize(("features", "block", "dense"), [((64, 96), (16, 64), ""), ((64, 96), (48, 16), "forward, dX, dW"), ((64, 97), (16, 16), "dX, dW")])
+def test_explain_names_products_that_skip_nothing(features, block, dense):
+    import fxmask
+
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(*features)), ratio=0.5, block=block, impl="triton")
+    takes = "kernels skip blocks with sides of 16, 32, 64, 128, in even numbers of features"
+    assert fxmask.explain(model).rows[0]["why"] == (f"asked for; dense in {dense}: {takes}" if dense else "asked for")
+
+
 def test_opcheck_of_the_triton_form():
     x, w, b, _, mask = make((7, 40, 24), (16, 16), 0.5, torch.float32)
     torch.library.opcheck(ops.masked_linear, (x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), mask, 16, 16, "masked", None, "triton"))
