@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -74,20 +74,16 @@ def _unread(calls: list[Call], found: dict[int, list[Work]]) -> None:
     for c in (c for c in calls if not c.is_view):
         for p in c.inputs:
             readers.setdefault(p.storage, []).append(c)
-    standing: dict[int, bool] = {}  # by call: whether its results are read by an op that is not extra
-
-    def is_read(c: Call, through: Callable[[Call], bool]) -> bool:
-        known = {p.storage for p in c.outputs}
-        by = [r for storage in known for r in readers.get(storage, []) if r is not c]
-        return not by or any(not _all_extra(found[id(r)]) or through(r) for r in by)
-
+    standing: dict[int, bool] = {}  # by call: whether its results, or what extra ops make of them, are read by an op that is not extra
     for c in reversed(calls):
         group = found[id(c)]
-        standing[id(c)] = is_read(c, lambda r: _gives_value(r, found) and standing.get(id(r), True))
+        by = [r for storage in {p.storage for p in c.outputs} for r in readers.get(storage, []) if r is not c]
+        read = not by or any(not _all_extra(found[id(r)]) for r in by)
+        standing[id(c)] = read or any(_gives_value(r, found) and standing.get(id(r), True) for r in by)
         if c.is_view or _all_extra(group) or any(w.m for w in group) or (c.differentiates and c.inputs):
             continue
         between = not c.inputs or (makes_weight(c) and any(p.mask is not None for p in c.inputs))  # a 0 to mask with; what is masked again
-        if not (is_read(c, lambda r: False) if between else standing[id(c)]):
+        if not (read if between else standing[id(c)]):
             for w in group:
                 w.extra = True
 
