@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, compiled
 from torch import nn
+from torch._higher_order_ops.wrap import wrap, wrap_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
@@ -157,6 +158,7 @@ ONE = {
 }
 SEVERAL = {
     "one, another, and the first again": lambda m, x: shared(m.a.weight, x * 2) + shared(m.b.weight, x + 1) + shared(m.a.weight, x * 3),
+    "one, another, and the first again, for another input": lambda m, x: shared(m.a.weight, x) + shared(m.b.weight, x) + shared(m.a.weight, x * 3),
     "one, and what another makes": lambda m, x: shared(m.a.weight, x * 2) + shared(m.b.weight * 2, x + 1),
     "what one makes, and another": lambda m, x: shared(m.a.weight * 2, x * 2) + shared(m.b.weight, x + 1),
     "what both make": lambda m, x: shared(m.a.weight * 2, x * 2) + shared(m.b.weight * 2, x + 1),
@@ -170,6 +172,14 @@ def test_a_weight_of_one_layer_that_bodies_are_given_has_a_row(how):
     model = Given(ONE[how])
     compiled(model, **OPTIONS)(torch.randn(4, 32))
     assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {"a": True, "b": False}
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("call", [wrap, wrap_activation_checkpoint])
+def test_a_layer_in_a_body_that_calls_it_and_no_more_is_masked(call):
+    model, x = Given(lambda m, x: call(lambda t: m.a(t), x)), torch.randn(4, 32)
+    found = compiled(model, **OPTIONS)(x)
+    assert torch.equal(found, fxmask.apply(model.a, **OPTIONS)(x))
 
 
 @pytest.mark.parametrize("how", SEVERAL)
