@@ -71,6 +71,7 @@ def dropped_linear(
 def _(
     x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None
 ) -> Tensor:
+    operands.check_devices(x, weight=w, bias=bias, mask=keep, lists=lists)
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 

@@ -14,7 +14,7 @@ from . import reference
 from .dispatch import form
 from .errors import UnsupportedError
 from .inductor import register_fake
-from .operands import check_backward, check_bias, check_features, check_gradients, check_lists, check_mask, is_transformed, refuse_forward_ad
+from .operands import check_backward, check_bias, check_devices, check_features, check_gradients, check_lists, check_mask, is_transformed, refuse_forward_ad
 from .strides import empty_result
 
 
@@ -51,6 +51,7 @@ def _(
     dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     refuse_forward_ad()
+    check_devices(x, weight=w, bias=bias, mask=mask, dense=dense, lists=lists)
     check_mask(mask, w.shape, (block_rows, block_cols))
     check_features("x", x, w.shape[1])
     check_bias(bias, w.shape[0])

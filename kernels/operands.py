@@ -19,6 +19,14 @@ def check_mask(mask: Tensor, w_shape: tuple[int, ...] | torch.Size, block: tuple
         raise ShapeError(f"mask of a weight {tuple(w_shape)} in blocks {block}: expected bool {expected}, got {mask.dtype} {tuple(mask.shape)}.")
 
 
+def check_devices(x: Tensor, **others: Tensor | None) -> None:
+    """Raise ShapeError for operands of several devices. Fakes ask: they run where one of these is on the meta device, and would give memory that nobody has
+    written."""
+    for name, t in others.items():
+        if t is not None and t.device != x.device:
+            raise ShapeError(f"{name} is on {t.device} and the input on {x.device}: expected one device.")
+
+
 def check_bias(bias: Tensor | None, features: int) -> None:
     """Raise ShapeError for a bias that has not one element, or one for each row of the weight."""
     if bias is not None and (bias.dim() != 1 or bias.shape[0] not in (1, features)):

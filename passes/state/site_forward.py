@@ -105,6 +105,9 @@ def check_input(site: Site, x: Tensor, weight: Tensor) -> None:
         return
     if tuple(weight.shape) != site._fxmask_shape:
         refuse_size(site, weight)
+    if x.device != weight.device:
+        what = f"the input is on {x.device} and the weight on {weight.device}: expected one device."
+        raise ShapeError(message(what, site._fxmask_name, "move the input, or the model by model.to(device); a model on meta wants its weights loaded first."))
     if x.shape[-1:] != weight.shape[-1:]:
         what = f"last axis of x: expected {weight.shape[-1]}, got shape {tuple(x.shape)}."
         raise ShapeError(message(what, site._fxmask_name, "give the layer what it took before it was masked, (..., in_features)."))
