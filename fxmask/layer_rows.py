@@ -70,7 +70,8 @@ def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, l
     if weight is None:
         return {"impl": c.impl, "why": "the graph computes its weight"}
     if c.impl not in ("auto", "cpu") or weight.device.type != "cpu":
-        return {"impl": "reference" if c.impl == "auto" else c.impl, "why": "no kernels for its device" if c.impl == "auto" else _asked_for(c, weight)}
+        auto = {"impl": "reference", "why": "no kernels for its device"}
+        return auto if c.impl == "auto" else {"impl": c.impl, "why": _asked_for(c.impl, c.block, weight)}
     density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
     if density == 1:
         return {"impl": "masked_dense", "why": "no block is masked"}
@@ -82,10 +83,10 @@ def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, l
     return {"impl": ", ".join(f"{op} {_names_of(f)}" for op, f in ran.items()), "why": why}
 
 
-def _asked_for(c: WeightMask, weight: Tensor) -> str:
+def _asked_for(impl: str, block: tuple[int, int], weight: Tensor) -> str:
     """Of the kernels with the products in which they skip nothing, and multiply densely by W∘M."""
-    products = {"forward": "forward", "dX": "dx", "dW": "dw"} if c.impl == "triton" else {}
-    dense = [name for name, op in products.items() if not skips(op, matrix_shape(weight.shape), c.block)]
+    products = {"forward": "forward", "dX": "dx", "dW": "dw"} if impl == "triton" else {}
+    dense = [name for name, op in products.items() if not skips(op, matrix_shape(weight.shape), block)]
     takes = f"kernels skip blocks with sides of {', '.join(map(str, LISTED))}, in even numbers of features"
     return f"asked for; dense in {', '.join(dense)}: {takes}" if dense else "asked for"
 
@@ -175,7 +176,11 @@ def exported_row(i: Inside) -> dict[str, Any]:
     nb, kb = grid_shape(matrix_shape(i.weight.shape), i.block) if known and i.block else (0, 0)
     row.update(masked=True, shape=row["shape"] if known else None, block="x".join(map(str, i.block)) if i.block else "N:M", blocks=nb * kb or None)
     row.update(backward=i.backward, masked_weights="left to the optimiser (no guard)")
-    row.update(impl=i.impl, why="the graph multiplies by W∘M" if i.backward is None else "chosen when it runs" if i.impl == "auto" else "asked for")
+    if i.backward is None:
+        why = "the graph multiplies by W∘M"
+    else:
+        why = "chosen when it runs" if i.impl == "auto" else _asked_for(i.impl, i.block, i.weight) if known and i.block else "asked for"
+    row.update(impl=i.impl, why=why)
     if known and i.kept is not None and nb * kb:
         row["target_ratio"] = row["final_ratio"] = 1 - i.kept / (nb * kb)
     kept = None

@@ -346,7 +346,9 @@ def test_explain_names_products_that_skip_nothing(features, block, dense):
 
     model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(*features)), ratio=0.5, block=block, impl="triton")
     takes = "kernels skip blocks with sides of 16, 32, 64, 128, in even numbers of features"
-    assert fxmask.explain(model).rows[0]["why"] == (f"asked for; dense in {dense}: {takes}" if dense else "asked for")
+    exported = torch.export.export(model, (torch.randn(8, features[0]),)).module()
+    for m in (model, exported):
+        assert fxmask.explain(m).rows[0]["why"] == (f"asked for; dense in {dense}: {takes}" if dense else "asked for")
 
 
 def test_opcheck_of_the_triton_form():
