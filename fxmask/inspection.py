@@ -30,7 +30,7 @@ from .passes.finding.outside import outside
 from .passes.finding.outside import words as words_of
 from .passes.finding.products import find_products
 from .passes.finding.weights import peek_weight
-from .passes.graphs.exported import exported_masks
+from .passes.graphs.exported import Inside, exported_masks
 from .passes.state import ranks
 from .passes.state.pruning_schedule import words
 from .passes.state.site import Site
@@ -102,16 +102,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     masked = {name: (site, weight) for name, site, weight in sites(model)}
     known = _Known(masked, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health is not False, history)
     found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
-    told = [(_layer_row(c, known), c.weight) for c in found]
-    held = (*model.named_parameters(), *model.named_buffers())
-    others = [(name, p, done) for name, p in held if (done := seen(p)) and not any(p is c.weight for c in found)]
-    told += [(unapplied_row(name, p, known.unseen, health is not False), p) for name, p, done in others if not done.product]  # of calls such as F.linear
-    for (name, _), done in by_graphs.items():  # what no layer has taken
-        weight = torch.empty(done.shape, device="meta")
-        told.append((graph_made_row(name, weight, done, known.unseen, made_there=True), weight))
-    told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
-    products = [dense_row(c.name, c.weight, _reason(c, reasons)) for c in find_products(model) if c.name in reasons]
-    products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
+    told, products = _rows(model, found, traced, known)
     dropped = _name_inputs(model, [row for row, _ in told], products)
     total, kept, unknown = _elements(told)
     rows, layers = [row for row, _ in told], "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
@@ -135,6 +126,21 @@ class _Known(NamedTuple):
     unseen: str
     health: bool
     history: dict[int, dict[str, Any]] | None  # by the mask; None where no log is asked
+
+
+def _rows(model: nn.Module, found: list[Candidate], traced: list[Inside], known: _Known) -> tuple[list[tuple[dict[str, Any], Tensor]], list[dict[str, Any]]]:
+    """The rows of linears and convolutions with their weights, and those of products with parameters."""
+    told = [(_layer_row(c, known), c.weight) for c in found]
+    held = (*model.named_parameters(), *model.named_buffers())
+    others = [(name, p, done) for name, p in held if (done := seen(p)) and not any(p is c.weight for c in found)]
+    told += [(unapplied_row(name, p, known.unseen, known.health), p) for name, p, done in others if not done.product]  # of calls such as F.linear
+    for (name, _), done in known.by_graphs.items():  # what no layer has taken
+        weight = torch.empty(done.shape, device="meta")
+        told.append((graph_made_row(name, weight, done, known.unseen, made_there=True), weight))
+    told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
+    products = [dense_row(c.name, c.weight, _reason(c, known.reasons)) for c in find_products(model) if c.name in known.reasons]
+    products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
+    return told, products
 
 
 def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
