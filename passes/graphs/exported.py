@@ -21,7 +21,8 @@ from .regions import attribute, incoming
 
 ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
 CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
-ELEMENTWISE = {torch.ops.aten.where.ScalarOther: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
+WHERE = torch.ops.aten.where.ScalarOther
+ELEMENTWISE = {WHERE: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
 # W∘M of N:M masks: where the weight and the mask stand among the arguments
 
 
@@ -59,7 +60,7 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                 given: Any
                 read = weight_arg(node)
                 made = next((n for n in behind(read) if n.target is BLOCK_INDEX), None)
-                if made is None and read.target in ELEMENTWISE:
+                if made is None and read.target in ELEMENTWISE and (read.target is not WHERE or _in_nm_layer(node)):
                     given, (w_at, mask_at) = read.args, ELEMENTWISE[read.target]
                     name, weight, unfit = _weight(model, prefix, gm, node, given[w_at], comes_in)
                     known = None if unfit or mask_at is None else _value(gm, given[mask_at])
@@ -75,6 +76,12 @@ def _of_a_site(gm: GraphModule, mask: Node) -> bool:
     """Whether the mask is that of a `GraphSite`, alone or among what its call gives."""
     call = mask.args[0] if mask.target is operator.getitem else mask
     return isinstance(call, Node) and call.op == "call_module" and isinstance(gm.get_submodule(str(call.target)), GraphSite)
+
+
+def _in_nm_layer(node: Node) -> bool:
+    """Whether a call was traced in a layer with an N:M mask, by what the trace calls its class: anybody may multiply by `torch.where(mask, w, 0)`."""
+    _, cls = next(reversed(node.meta.get("nn_module_stack", {}).values()), ("", ""))
+    return (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__name__}").startswith("fxmask.swapped.NM")
 
 
 def _weight(model: nn.Module, prefix: str, gm: GraphModule, node: Node, w: Node, comes_in: dict[Node, str]) -> tuple[str, Tensor, str]:

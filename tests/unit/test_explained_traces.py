@@ -231,3 +231,18 @@ def test_weights_that_were_freed_or_resized_since_have_a_row(change, why, option
     assert all(why in row["reason"] and row["achieved_ratio"] is None for row in found)
     with pytest.raises(StateError, match="masks of this model are part of its trace"):
         fxmask.masks(gm)
+
+
+class Pruned(nn.Module):
+    """A mask of somebody's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.kept = nn.Linear(64, 64), nn.Buffer(torch.rand(64, 64) > 0.5)
+
+    def forward(self, x):
+        return nn.functional.linear(x, torch.where(self.kept, self.fc.weight, 0))
+
+
+def test_masks_of_single_elements_that_are_none_of_ours_are_not_told_as_such():
+    assert [(r["name"], r["masked"]) for r in fxmask.explain(traced(Pruned(), torch.randn(4, 64))).rows] == [("linear", False)]
