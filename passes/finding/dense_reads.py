@@ -20,7 +20,7 @@ from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
 
-ACTIVATION = "a layer gives its weight for an input of the model"
+ACTIVATION = "its weight is computed from an input of the model"
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d")
 FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
@@ -31,6 +31,7 @@ PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "
 
 
 Made = tuple[tuple[Any, ...], bool]  # the weights that something is made of, and no input, and whether its axes may be in another order
+Given = Mapping[Node, Sequence[Node]]  # by input of a body: what calls give for it, see `regions.given_to`
 
 
 class Read(NamedTuple):
@@ -73,14 +74,22 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
     return last_name(node) in ("linear", "masked_linear", "embedding")
 
 
-def values_behind(value: Any, given: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert. `given`: to bodies."""
+def values_behind(value: Any, given: Given) -> list[Node]:
+    """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
     return behind(value, lambda node: [n for n in given.get(node) or _values_from(node) if not _is_index(n)])
 
 
-def given_for(layer: Node, given: Mapping[Node, Sequence[Node]]) -> list[Node]:
-    """What a layer gives its output for: the numbers among what it is computed from, too, such as those of tokens."""
-    return behind(layer, lambda node: given.get(node) or _values_from(node))
+def inputs_in(weight: Any, given: Given) -> list[Node]:
+    """The inputs of a model, among others, that make a weight an activation: matrices that take part in it, where vectors and numbers would only scale it."""
+    found = behind(weight, lambda node: [n for n in given.get(node) or _values_from(node) if not (_is_index(n) or _is_small(n))])
+    return [n for n in found if n.op == "placeholder" and n not in given]
+
+
+def inputs_of_layers(weight: Any, given: Given) -> list[Node]:
+    """The inputs for which layers give a weight, or a part of it: the numbers among these, too, such as those of tokens."""
+    layers = [n for n in values_behind(weight, given) if n.graph.owning_module is not None and is_layer(n.graph.owning_module, n)]
+    found = (n for layer in layers for n in behind(layer, lambda node: given.get(node) or _values_from(node)))
+    return [n for n in found if n.op == "placeholder" and n not in given]
 
 
 def _values_from(node: Node) -> list[Node]:
@@ -92,6 +101,11 @@ def _values_from(node: Node) -> list[Node]:
 def _is_index(node: Node) -> bool:
     value = recorded_value(node)
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+def _is_small(node: Node) -> bool:
+    value = recorded_value(node)
+    return isinstance(value, torch.Tensor) and value.dim() < 2
 
 
 def _is_fact(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, TypeGuard
 
@@ -15,11 +15,10 @@ from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import bodies_of, found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, Made, Read, dense_reads, given_for, is_layer, joined, made_of_weights, values_behind
+from .dense_reads import ACTIVATION, Given, Made, Read, dense_reads, inputs_in, inputs_of_layers, joined, made_of_weights
 from .weights import peek_weight
 
 CONSTANT = "its weight is a constant, not a parameter"
-Given = Mapping[Node, Sequence[Node]]
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 
 
@@ -94,7 +93,7 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
         new.call = "" if lifted else join(prefix, node.name)
         if arg in constants:
             new.skip, new.sized = CONSTANT, isinstance(value, Tensor)
-        elif _is_given(arg, given):
+        elif inputs_in(arg, given) or inputs_of_layers(arg, given):
             new.skip, new.sized = ACTIVATION, isinstance(value, Tensor)
         elif isinstance(value, Tensor):
             new.problem = weight_problem(value)
@@ -106,12 +105,6 @@ def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict
     elif not new.problem and new.sized:
         new.stand_in()
     return key, new
-
-
-def _is_given(weight: Any, given: Given) -> bool:
-    """Whether a layer gives a weight, or a part of it, for an input of the graph."""
-    layers = [n for n in values_behind(weight, given) if n.graph.owning_module is not None and is_layer(n.graph.owning_module, n)]
-    return any(n.op == "placeholder" and n not in given for layer in layers for n in given_for(layer, given))
 
 
 def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, Made]:

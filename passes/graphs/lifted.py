@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import ACTIVATION, dense_reads, given_for, is_layer, made_of_weights, values_behind
+from ..finding.dense_reads import ACTIVATION, dense_reads, inputs_in, inputs_of_layers, made_of_weights, values_behind
 from ..infra import recorded_value
 from .bodies import Body
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
@@ -128,7 +128,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
 
 
 def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:
-    """Why nobody trains what a linear multiplies by: it is a buffer, or made of buffers and inputs alone, or a layer gives it for an input; else empty.
+    """Why nobody trains what a linear multiplies by: it is a buffer, or made of buffers and inputs alone, or a matrix of an input; else empty.
 
     Empty for a `layer`'s own, too: `apply` masks it, whatever it is.
     """
@@ -139,15 +139,17 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
     placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
     if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    asked = (n for gm, layer in placed if is_layer(gm, layer) for n in given_for(layer, body.given) if n.op == "placeholder" and n not in body.given)
-    return ACTIVATION if any(not isinstance(real.get(n), nn.Parameter) and not _held_by(n) for n in asked) else ""
+    called_with = [n for n in inputs_in(w, body.given) if not _is_trainable_input(real.get(n), n)]
+    called_with += [n for n in inputs_of_layers(w, body.given) if not isinstance(real.get(n), nn.Parameter)]
+    return ACTIVATION if any(not _held_by(n) for n in called_with) else ""
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:
     """Whether an input may be a parameter, or its view, as FSDP1 has them in modules. What an earlier graph made has a gradient in training alone."""
-    if value is None or isinstance(value, nn.Parameter):
-        return True
-    return isinstance(value, Tensor) and (isinstance(value._base, nn.Parameter) or (value.requires_grad and (value.is_leaf or source_name(source) != "")))
+    if not isinstance(value, Tensor):
+        return value is None
+    whole = value if value._base is None else value._base
+    return isinstance(whole, nn.Parameter) or (whole.requires_grad and (whole.is_leaf or source_name(source) != ""))
 
 
 def _untrained(source: Node, value: Any) -> str:

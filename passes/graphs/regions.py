@@ -25,11 +25,21 @@ def bodies_of(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, dict[Node, N
 
 
 def given_to(graphs: Iterable[GraphModule]) -> dict[Node, list[Node]]:
-    """{input of a body: what calls give for it}, of the calls in these graphs."""
+    """{input of a body, or of a part that a graph was split into: what calls give for it}, of the calls in these graphs."""
     found: dict[Node, list[Node]] = {}
-    for inner, outer in (pair for gm in graphs for _, _, operands in bodies_of(gm) for pair in operands.items()):
-        found.setdefault(inner, []).append(outer)
+    for gm in graphs:
+        for operands in (*(given for _, _, given in bodies_of(gm)), *_given_to_parts(gm)):
+            for inner, outer in operands.items():
+                found.setdefault(inner, []).append(outer)
     return found
+
+
+def _given_to_parts(gm: GraphModule) -> Iterator[dict[Node, Node]]:
+    for node in gm.graph.find_nodes(op="call_module"):
+        part = gm.get_submodule(str(node.target))
+        if isinstance(part, GraphModule):
+            pairs = zip(part.graph.find_nodes(op="placeholder"), node.args, strict=False)
+            yield {inner: outer for inner, outer in pairs if isinstance(outer, Node)}
 
 
 def attribute(gm: nn.Module, node: Node) -> Any:

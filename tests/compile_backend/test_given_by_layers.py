@@ -24,7 +24,7 @@ class Scores(nn.Module):
         return F.linear(self.q(x), self.k(x).relu()) + F.linear(x, self.inner(self.w))
 
 
-GIVEN = r"^linear(_2)? stays dense: a layer gives its weight for an input of the model\.$"
+GIVEN = r"^linear(_2)? stays dense: its weight is computed from an input of the model\.$"
 
 
 @pytest.mark.parametrize("form", ["training", "no_grad", "checkpoint"])
@@ -44,7 +44,7 @@ def test_so_does_one_in_another_body_than_that_of_the_layer():
         w = checkpoint(model.k, x, use_reentrant=False)
         return checkpoint(lambda z: F.linear(z, w), x, use_reentrant=False)
 
-    with pytest.warns(FxMaskWarning, match="linear(_1)? stays dense: a layer gives its weight for an input of the model"):
+    with pytest.warns(FxMaskWarning, match="linear(_1)? stays dense: its weight is computed from an input of the model"):
         (text,) = graph_of(forward, torch.randn(32, 32), **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
 
@@ -87,10 +87,10 @@ class Titles(Scores):
 
 def test_so_does_a_product_with_what_layers_give_for_tokens():
     x = torch.randn(8, 32), torch.arange(32) % 9
-    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: a layer gives its weight for an input of the model") as told:
+    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: its weight is computed from an input of the model") as told:
         found = compiled(Titles(), **OPTIONS)(*x)
     assert len(told) == 2 and torch.equal(found, fxmask.apply(Titles(), **OPTIONS)(*x))
-    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: a layer gives its weight for an input of the model") as told:
+    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: its weight is computed from an input of the model") as told:
         gm = fxmask.apply(torch.export.export(Titles(), x).module(), **OPTIONS)
     assert len(told) == 2 and torch.equal(found, gm(*x))
 
@@ -116,7 +116,7 @@ class Weights(Shared):
         return [self.w * 2, self.w * 3, self.q.weight * 4]
 
 
-@pytest.mark.parametrize(("cls", "masked", "reason"), [(WeightAndScores, 2, "a layer gives its weight"), (Weights, 1, "it stands in a region that")])
+@pytest.mark.parametrize(("cls", "masked", "reason"), [(WeightAndScores, 2, "its weight is computed"), (Weights, 1, "it stands in a region that")])
 def test_a_region_that_is_handed_other_weights_or_what_is_none_is_dense(cls, masked, reason):
     with pytest.warns(FxMaskWarning, match=f"linear stays dense: {reason}"):
         (text,) = graph_of(cls(), torch.randn(32, 32), **OPTIONS)
@@ -139,7 +139,7 @@ def test_a_product_that_is_made_a_linear_is_one_for_the_bodies_that_it_is_handed
         k = x @ w.t()
         return checkpoint(lambda z: F.linear(z, k), x, use_reentrant=False)
 
-    with pytest.warns(FxMaskWarning, match="linear stays dense: a layer gives its weight for an input"):
+    with pytest.warns(FxMaskWarning, match="linear stays dense: its weight is computed from an input"):
         (text,) = graph_of(forward, torch.randn(32, 32), nn.Parameter(torch.randn(32, 32)), **OPTIONS, match="matmul")
     FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
 
@@ -155,9 +155,30 @@ class Chosen(Scores):
 
 
 def test_what_a_layer_gives_to_a_body_of_a_trace_is_no_weight_there():
-    with pytest.warns(FxMaskWarning, match=r"^(true|false)_graph_0.linear_1 stays dense: a layer gives its weight for an input of the model\.$") as told:
+    with pytest.warns(FxMaskWarning, match=r"^(true|false)_graph_0.linear_1 stays dense: its weight is computed from an input of the model\.$") as told:
         gm = fxmask.apply(torch.export.export(Chosen(), (torch.randn(32, 32),)).module(), **OPTIONS)
     assert len(told) == 2 and sum(r["masked"] for r in fxmask.explain(gm).rows) == 3
+
+
+class Features(Scores):
+    """What no Linear gives: of a convolution, and of an input that is scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.scale = nn.Conv1d(1, 32, 3), nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return F.linear(x, self.conv(x[:, None]).mean(2)) + F.linear(x, x * self.scale) + F.linear(x, self.w * x.mean())
+
+
+def test_a_matrix_of_an_input_is_no_weight_whatever_has_made_it_but_a_number_scales_one():
+    model, x = Features(), torch.randn(32, 32)
+    with pytest.warns(FxMaskWarning, match=r"^linear(_1)? stays dense: its weight is computed from an input of the model\.$") as told:
+        (text,) = graph_of(model, x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+    with pytest.warns(FxMaskWarning, match=r"^linear(_1)? stays dense: its weight is computed from an input of the model\.$") as also:
+        gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
+    assert len(told) == len(also) == 2 and [r["masked"] for r in fxmask.explain(gm).rows] == [False, False, True]
 
 
 ALIKE = {

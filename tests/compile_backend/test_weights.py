@@ -75,6 +75,6 @@ def test_a_size_that_moves_is_not_asked_whether_a_weight_is_small():
     """It would compile anew for small ones."""
     q, k, graphs = nn.Linear(64, 64), nn.Linear(64, 64), []
     call = compiled(lambda x: F.linear(q(x), k(x)), lambda gm, inputs: graphs.append(gm) or gm.forward, ratio=0.5)
-    with pytest.warns(FxMaskWarning, match="a layer gives its weight"):
+    with pytest.warns(FxMaskWarning, match="its weight is computed from an input"):
         [call(torch.randn(n, 64)) for n in (32, 40, 20, 8)]
     assert len(graphs) == 2
