@@ -277,6 +277,15 @@ def test_load_state_dict_rewrites_cached_masks_of_a_graph():
     assert all(torch.equal(a, b) for a, b in zip(fxmask.masks(gm).values(), fxmask.masks(new).values(), strict=True))
 
 
+def test_so_it_does_in_a_copy_of_one_that_holds_its_weights_itself():
+    """Pickling loses hooks of a graph module; whatever looks at its masks brings them back."""
+    gm = pickle.loads(pickle.dumps(fxmask.apply(fx.symbolic_trace(TwoUses()), include="w", ratio=0.5, block=(4, 4), refresh=0)))
+    (before,) = fxmask.masks(gm).values()
+    gm.load_state_dict({**gm.state_dict(), "w": torch.randn(32, 32)})
+    (after,) = fxmask.masks(gm).values()
+    assert not torch.equal(before, after)
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_frozen_randomness_is_said(train):
     class Functional(nn.Module):

@@ -138,6 +138,8 @@ def test_sparse_weights_are_refused_with_a_way_out():
         model[0].weight = nn.Parameter(mlp()[0].weight.detach().to_sparse_bsr((16, 16)))
         with pytest.raises(fxmask.errors.UnsupportedError, match=r"has become a torch.sparse_bsr tensor: expected a plain one"):
             model(torch.randn(2, 64))
+        with pytest.raises(fxmask.errors.UnsupportedError, match=r"has become a torch.sparse_bsr tensor: expected a plain one"):
+            fxmask.finalize(model)
     model = fxmask.apply(mlp(), ratio=0.5, refresh=0)
     state = {name: t.to_sparse_bsr((16, 16)) if name == "2.weight" else t for name, t in mlp().state_dict().items()}
     with pytest.raises(fxmask.errors.UnsupportedError, match=r"(?s)has become a torch.sparse_bsr.*where: 2.weight.*to_dense"):

@@ -40,6 +40,7 @@ WRONG = {
     "a name": ("resnet18", "str."),
     "a state_dict": (nn.Linear(2, 2).state_dict(), "OrderedDict."),
     "a class": (Net, "Net, the class itself."),
+    "another class": (dict, "dict."),
 }
 
 

@@ -48,6 +48,13 @@ def test_a_guarded_step_leaves_masked_shards_as_they_are(mesh):
         assert not optimizer.state[weight]["exp_avg"].full_tensor()[~kept].any()
 
 
+def test_a_guard_finds_the_shards_behind_whole_weights_that_a_forward_has_left(mesh):
+    model = fully_shard(fxmask.apply(mlp(), ratio=0.6), mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 64))
+    assert len(fxmask.guard(optimizer, model).policies) == 2
+
+
 def test_a_momentum_that_lies_elsewhere_is_refused(mesh):
     model = sharded(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
