@@ -16,6 +16,7 @@ from .passes.finding.choose import Decision, reasons_of
 from .passes.finding.graph_linears import graph_modules, weight_reads
 from .passes.finding.outside import elements, unsaid, words
 from .passes.finding.patterns import Patterns, as_patterns, matches_other
+from .passes.graphs.exported import exported_masks
 from .passes.graphs.graph_calls import resolve
 from .passes.graphs.trace_check import frozen_randomness
 from .passes.settings.phases import in_turn
@@ -80,11 +81,13 @@ def warn_of_regions(model: nn.Module, chosen: Iterable[Decision]) -> None:
                 dense.setdefault(place, full)
 
 
-def warn_if_dense(decisions: list[Decision]) -> None:
+def warn_if_dense(model: nn.Module, decisions: list[Decision]) -> None:
     """Whatever stays dense though a ratio was asked for is named."""
     selected = [d for d in decisions if d.config is not None]
     if not selected:
-        warn(f"fxmask.apply masked nothing: {reasons_of(decisions)}.")
+        traced = next(exported_masks(model), None) is not None
+        none = "its linears were masked before it was traced, and their masks are part of the graph" if traced else "it has no linear"
+        warn(f"fxmask.apply masked nothing: {reasons_of(decisions, none)}.")
     whole, uncovered, fixed = [], [], []
     for d in selected:
         assert d.config is not None

@@ -6,7 +6,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask.errors import StateError
+from fxmask.errors import FxMaskWarning, StateError
 
 OPTIONS = dict(ratio=0.6, block=(16, 32))
 SAME = ("name", "masked", "shape", "block", "blocks", "achieved_ratio", "backward")
@@ -38,6 +38,12 @@ def test_rows_are_those_of_the_masked_model(options):
     assert any("part of a trace" in note for note in report.notes)
     with pytest.raises(StateError, match=r"(?s)masks of this model are part of its trace.*use the model that was traced"):
         fxmask.masks(gm)
+
+
+def test_apply_says_that_a_trace_is_masked():
+    gm = traced(fxmask.apply(nn.Sequential(nn.Linear(64, 64)), **OPTIONS), torch.randn(4, 64))
+    with pytest.warns(FxMaskWarning, match="fxmask.apply masked nothing: its linears were masked before it was traced"):
+        fxmask.apply(gm, **OPTIONS)
 
 
 def test_the_masks_are_those_of_the_weights_as_they_are():
