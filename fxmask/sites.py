@@ -32,8 +32,10 @@ def expect_module(model: object, caller: str) -> None:
     """ConfigError for what is no model, before anything asks it for its modules."""
     if not isinstance(model, nn.Module):
         what = f"{caller}: expected an nn.Module, got {model.__name__ if isinstance(model, type) else type(model).__name__}"
-        fix = "make an instance of the class first." if isinstance(model, type) and issubclass(model, nn.Module) else ""
-        raise ConfigError(message(f"{what}, the class itself." if fix else f"{what}.", fix=fix))
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            raise ConfigError(message(f"{what}, the class itself.", fix="make an instance of the class first."))
+        exported = isinstance(model, torch.export.ExportedProgram)
+        raise ConfigError(message(f"{what}.", fix="give it the program's module, by its method module()." if exported else ""))
 
 
 def refuse_scripted(model: nn.Module, caller: str) -> None:

@@ -53,6 +53,13 @@ def test_it_says_what_it_expected(name: str, wrong: str) -> None:
     assert str(raised.value).startswith(f"fxmask.{name}: expected an nn.Module, got {got}")
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exported_program_has_a_module(name: str) -> None:
+    program = torch.export.export(nn.Linear(32, 32), (torch.zeros(2, 32),))
+    with pytest.raises(fxmask.FxMaskError, match=rf"fxmask\.{name}: expected an nn\.Module, got ExportedProgram\.\n  fix: give it the program's module"):
+        CALLS[name](program)
+
+
 @pytest.mark.parametrize("wrong", ["None", "a name", "a class"])
 def test_analyze_takes_more_and_says_so(wrong: str) -> None:
     with pytest.raises(fxmask.FxMaskError, match=r"analyze takes an nn\.Module, .* got (NoneType|str|type)"):
