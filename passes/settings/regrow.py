@@ -19,7 +19,7 @@ class Regrow:
     Of k kept blocks floor(f k) are put up for exchange, and may come back at once, where they win against those that were masked: f = fraction / 2 (1 +
     cos(pi t / until)) at t steps after `start`, none from `until` on (Evci et al. 2020, arXiv:1911.11134, sec. 3). They come back with weights and momenta
     of zero, as there (momenta under `fxmask.guard`; `fxmask.step` knows no optimiser). Nothing else exchanges blocks under `regrow`. Where the ratio falls,
-    masked blocks come back beside the exchange, by their scores and with the weights that they have.
+    masked blocks come back beside the exchange, by their scores and with the weights that they have. A weight that rests (requires_grad=False) exchanges none.
 
     Args:
         by: `gradient`: those with the largest norm of the dense gradient of the last step that had one, and none while there was none since the last exchange

@@ -203,3 +203,13 @@ def test_between_exchanges_a_ratio_that_rises_empties_no_row():
         fxmask.step(model)
         assert mask_of(model).any(0).all() and mask_of(model).any(1).all(), step
     assert mask_of(model)[0].sum() == 1
+
+
+def test_a_weight_that_rests_exchanges_nothing_until_it_learns():
+    model = layer(refresh=2, regrow=fxmask.Regrow("random", 0.3))
+    old, before = mask_of(model), model.requires_grad_(False)[0].weight.clone()
+    fxmask.step(model, 8)
+    assert torch.equal(mask_of(model), old) and torch.equal(model[0].weight, before)
+    model.requires_grad_(True)
+    fxmask.step(model, 2)
+    assert not torch.equal(mask_of(model), old)
