@@ -36,12 +36,14 @@ class HealthLog:
     never_kept (share of blocks that no update has seen kept); kept_norm_fraction (||W∘M||^2 / ||W||^2); dead_rows and dead_cols (shares of output and input
     features without a kept block).
 
-    Where a phase changes a layer's blocks, its ages, activity and never_kept begin anew with the next update, which counts no flips; flips_total goes on.
+    Where a phase changes a layer's blocks, or a layer of another shape takes its place, its ages, activity and never_kept begin anew with the next update,
+    which counts no flips; flips_total goes on.
 
     Args:
         model: one that `fxmask.apply` has changed. path: a csv that every update appends to, or None; a file that is there is taken up by `load_state_dict`
             alone, which drops the rows of later updates.
-        still: updates without a flip, at a constant ratio, after which a warning says once that a mask that could move has stopped.
+        still: updates without a flip, at a constant ratio, after which a warning says once that a mask that could move has stopped; of a cached mask those
+            since which it was built anew, of a weight that rests (requires_grad=False) none.
 
     `activity`: {name: int64 [NB, KB]}, how many updates saw each block kept: figure 6.6 of Bespalov 2025 when called after every step. `report()`: the latest
     rows. `plot(path)` and `heatmap(path, name)` need matplotlib. `state_dict()` and `load_state_dict()` carry it over a resume.
@@ -71,10 +73,11 @@ class HealthLog:
         for name, site, weight in sites_in_force(self.model, "HealthLog.update"):
             w = values_of(name, weight, "HealthLog.update").detach()
             if w.numel():
-                found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True)))  # a cached one may be rewritten in place
+                rests = isinstance(weight, nn.Parameter) and not weight.requires_grad
+                found.append((name, site, w, mask_outside(site, w).to("cpu", copy=True), rests))  # a cached one may be rewritten in place
         with nullcontext() if self.path is None else appended(self.path) as file:
             self.updates += 1
-            looked = [self._row(name, site, ranks.whole(w), mask) for name, site, w, mask in found]  # whole weights one at a time
+            looked = [self._row(name, site, ranks.whole(w), mask, rests) for name, site, w, mask, rests in found]  # whole weights one at a time
             rows = [row for row, _ in looked]
             self.rows += rows
             if file is not None:
@@ -83,7 +86,7 @@ class HealthLog:
             self._warn(row["name"], *norms)
         return self.report()
 
-    def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor) -> tuple[dict[str, Any], tuple[bool, int, float, float]]:
+    def _row(self, name: str, site: state.Site, w: Tensor, mask: Tensor, rests: bool) -> tuple[dict[str, Any], tuple[bool, int, float, float]]:
         """A row, and what `_warn` asks of it."""
         last = self._since_blocks(name, mask, site._fxmask_config.block)
         changed = mask != last["mask"]
@@ -95,8 +98,9 @@ class HealthLog:
         config, block = site._fxmask_config, site._fxmask_config.block
         now, held, total = signs(w, mask, block)
         constant = int(mask.sum()) == int(last["mask"].sum())
-        last["quiet"] = last["quiet"] + 1 if constant and not flips and self.updates > last["since"] else 0
-        last["mask"] = mask
+        anew = not config.cached or site._fxmask_built != last.get("built")  # one that nothing has built since cannot have moved
+        last["quiet"] = last["quiet"] + anew if constant and not flips and self.updates > last["since"] else 0
+        last["mask"], last["built"] = mask, site._fxmask_built
         row = {
             "update": self.updates,
             "step": site._fxmask_step,
@@ -112,13 +116,13 @@ class HealthLog:
             "never_kept": float((active == 0).double().mean()),
             **now,
         }
-        moves = config.refresh != 0 and config.criterion != GIVEN and row["kept"] < row["blocks"]
+        moves = config.refresh != 0 and config.criterion != GIVEN and row["kept"] < row["blocks"] and not rests
         return row, (moves, last["quiet"], held, total)
 
     def _since_blocks(self, name: str, mask: Tensor, block: tuple[int, int]) -> dict[str, Any]:
-        """What is known of a layer since it has these blocks: nothing at its first update, and at the first one in other blocks."""
+        """What is known of a layer since it has these blocks: nothing at its first update, and at the first one in others or of another size."""
         last = self._last.get(name)
-        if last is None or tuple(last["block"]) != block:
+        if last is None or tuple(last["block"]) != block or last["mask"].shape != mask.shape:
             zeros, flips = torch.zeros_like(mask, dtype=torch.int64), 0 if last is None else last["flips"]
             last = self._last[name] = {"mask": mask, "age": zeros, "flips": flips, "quiet": 0, "block": list(block), "since": self.updates}
             self.activity[name] = zeros.clone()

@@ -85,6 +85,23 @@ def test_no_warning_where_nothing_should_move(options):
         log.update()
 
 
+def test_no_warning_of_a_weight_that_rests():
+    log = fxmask.HealthLog(model().requires_grad_(False), still=1)
+    for _ in range(3):
+        log.update()
+
+
+def test_a_cached_mask_stands_still_where_it_was_built_anew():
+    m = model(refresh=3)
+    log = fxmask.HealthLog(m, still=2)
+    fxmask.step(m, 0)
+    for _ in range(6):  # any warning is an error here
+        log.update()
+        fxmask.step(m)
+    with pytest.warns(FxMaskWarning, match="no block changed place in 2 updates"):
+        log.update()
+
+
 def test_no_warning_while_the_ratio_moves():
     m = model(schedule=fxmask.Schedule("linear", steps=6))
     fxmask.step(m, 0)
@@ -142,6 +159,15 @@ def test_a_file_goes_on_where_the_loaded_log_stopped(tmp_path):
     assert [r["update"] for r in csv.DictReader(path.read_text().splitlines())] == list("112233")
 
 
+def test_a_head_of_another_size_begins_anew():
+    m = model()
+    log = fxmask.HealthLog(m)
+    log.update()
+    m[2] = nn.Linear(12, 20)
+    fxmask.apply(m, ratio=0.5, block=BLOCK, include="2")
+    assert [(r["blocks"], r["flips"], r["age_max"]) for r in log.update().rows] == [(12, 0, 1), (15, 0, 0)]
+
+
 def test_a_log_of_an_earlier_version_goes_on():
     m = model()
     log = fxmask.HealthLog(m)
@@ -149,8 +175,8 @@ def test_a_log_of_an_earlier_version_goes_on():
         put(m[0], mask)
         log.update()
     saved, again = log.state_dict(), fxmask.HealthLog(m)
-    for entry in saved["last"].values():  # which knew of no change of blocks
-        del entry["block"], entry["since"]
+    for entry in saved["last"].values():  # which knew of no change of blocks, nor when a mask was built
+        del entry["block"], entry["since"], entry["built"]
     again.load_state_dict(saved)
     put(m[0], A)
     assert again.update().rows == log.update().rows
