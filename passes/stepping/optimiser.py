@@ -69,10 +69,10 @@ def _clone(g: Guarded, found: dict[str, Tensor]) -> None:
     """Copies of the whole weight and its momenta."""
     if g.mask is not None and g.site._fxmask_in_place:
         g.mask = g.mask.clone()  # a closure, or another hook, may rewrite it
-    g.before = ranks.part(g.weight.detach()).clone()
+    g.before = ranks.part(g.weight).clone()
     if g.clear and g.policy == "freeze":
         _hide_masked(g, found)
-    g.momenta = {k: t.detach().clone() for k, t in found.items() if not g.clears(k)}
+    g.momenta = {k: t.clone() for k, t in found.items() if not g.clears(k)}
 
 
 def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
@@ -81,7 +81,7 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     out = ~_elements(g.mask, g, g.block)
     for k, t in state.items():
         if g.clears(k):
-            start_anew(k, t, out, ranks.part(g.weight.detach()), g.clear)
+            start_anew(k, t, out, ranks.part(g.weight), g.clear)
     _hide_gradient(g, out)
 
 
@@ -96,12 +96,12 @@ def _show_gradient(g: Guarded, out: Tensor) -> None:
     """Make a gradient whole again, unless it was written into since, as by a step that ends with zeros in it."""
     if g.gradient is not None and g.weight.grad is not None:
         grad = ranks.part(g.weight.grad)
-        grad.copy_(torch.where(out & ((grad == g.gradient) | out).all(), g.gradient, grad))
+        grad.copy_(torch.where(((grad == g.gradient) | out).all(), g.gradient, grad))
 
 
 def hiding(closure: Callable[..., Any], guarded: Iterable[Guarded]) -> Callable[..., Any]:
     """A step's closure that hides what it has given of masked blocks, as `before_step` has hidden what was there; it begins with whole gradients."""
-    found = [(g, ~_elements(g.mask, g, g.block)) for g in guarded if g.mask is not None and g.before is not None and g.clear and g.policy == "freeze"]
+    found = [(g, ~_elements(g.mask, g, g.block)) for g in guarded if g.mask is not None and g.clear and g.policy == "freeze"]
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():

@@ -316,15 +316,16 @@ def test_the_gradient_that_a_closure_makes_is_there_after_the_step():
 
 
 @pytest.mark.filterwarnings("ignore:masked blocks of:fxmask.errors.FxMaskWarning")
+@pytest.mark.parametrize("policy", ["freeze", "decay"])
 @pytest.mark.parametrize("kind", ["clears", "zeroes", "adds", "has made", "by name"])
-def test_a_step_with_a_closure_that_gives_masked_blocks_gradients_is_the_step_without(kind):
+def test_a_step_with_a_closure_that_gives_masked_blocks_gradients_is_the_step_without(kind, policy):
     """As Lightning takes its steps."""
     found = {}
     for way in ("with", "without"):
         torch.manual_seed(0)
         model = fxmask.apply(mlp(), ratio=0.6, block=(16, 16), refresh=0)
         optimiser, found[way] = optim.Muon(matrices(model), **MUON), []
-        fxmask.guard(optimiser, model)
+        fxmask.guard(optimiser, model, masked_weights=policy)
 
         def closure(x, model=model, optimiser=optimiser):
             if kind != "adds":
@@ -338,6 +339,7 @@ def test_a_step_with_a_closure_that_gives_masked_blocks_gradients_is_the_step_wi
             if way == "without" or kind == "has made":
                 loss = make()
                 make = None if way == "without" else lambda loss=loss: loss
-            optimiser.step(closure=make) if kind == "by name" else optimiser.step(make)
+            given = optimiser.step(closure=make) if kind == "by name" else optimiser.step(make)
+            assert (given is None) is (make is None)
             found[way] += [t.detach().clone() for w in matrices(model) for t in (w, w.grad)]
     assert all(torch.equal(a, b) for a, b in zip(found["with"], found["without"], strict=True))

@@ -1,0 +1,75 @@
+"""fxmask.guard around a step that makes its gradients inside, by a closure."""
+
+import pytest
+import torch
+from sample_models import mlp
+from torch import nn, optim
+
+import fxmask
+from fxmask.kernels.grid import expand_mask
+
+OPTIONS = dict(ratio=0.6, block=(16, 16))
+
+
+class Clips(optim.SGD):
+    """One that looks at whole gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        super().step()
+        return loss
+
+
+def penalised(model, x):
+    """A loss by which masked blocks have gradients, too."""
+    model.zero_grad()
+    loss = model(x).square().mean() + model[0].weight.square().sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:masked blocks of:fxmask.errors.FxMaskWarning")
+def test_an_optimiser_whose_momenta_lie_apart_is_given_whole_gradients():
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = fxmask.apply(mlp(), **OPTIONS, refresh=0)
+        optimiser = Clips(model.parameters(), lr=0.1, momentum=0.9)
+        fxmask.guard(optimiser, model)
+        for _ in range(3):
+            x = torch.randn(8, 64)
+            optimiser.step(lambda x=x, model=model: penalised(model, x)) if inside else (penalised(model, x), optimiser.step())
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:masked blocks of:fxmask.errors.FxMaskWarning")
+def test_a_mask_that_a_closure_writes_anew_is_that_of_the_next_step():
+    """As the graphs of `fxmask.graphed` do, where it lies: the step is one of the mask that its weights were guarded under."""
+    model = fxmask.apply(mlp(), **OPTIONS, refresh=0)
+    optimiser, w = optim.SGD(model.parameters(), lr=0.1), model[0].weight
+    fxmask.guard(optimiser, model)
+    model[0]._fxmask_in_place = True
+    kept, before = expand_mask(fxmask.masks(model)["0.weight"].clone(), w.shape, (16, 16)), w.detach().clone()
+
+    def closure():
+        loss = penalised(model, torch.randn(8, 64))
+        model[0]._fxmask_mask.logical_not_()
+        return loss
+
+    optimiser.step(closure)
+    assert torch.equal(w[~kept], before[~kept]) and not torch.equal(w[kept], before[kept])
+
+
+def test_a_muon_under_a_soft_mask_takes_its_steps():
+    """Whose masked blocks compute and learn, so that nothing is held."""
+    model = fxmask.apply(mlp(), **OPTIONS, soft=True, schedule=fxmask.Schedule("linear", steps=9))
+    optimiser, w = optim.Muon([model[0].weight, model[2].weight]), model[0].weight
+    fxmask.guard(optimiser, model)
+    before = w.detach().clone()
+    for _ in range(2):
+        optimiser.step(lambda: penalised(model, torch.randn(8, 64)))
+    assert (w != before).all()
