@@ -5,7 +5,7 @@ And what graphs make of weights and constants alone, by which these are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
 from ..graphs.graph_site import graph_weights
-from ..graphs.regions import attribute, bodies_of, is_trainable
+from ..graphs.regions import attribute, bodies_of, given_to, is_trainable
 from ..graphs.writes import last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
@@ -134,13 +134,26 @@ def constants_of(graphs: Iterable[GraphModule]) -> set[Node]:
     return found
 
 
-def dense_reads(gm: GraphModule, made: Mapping[Node, Made]) -> Iterator[Read]:
-    """The products that multiply something by what is made of weights alone, for each of these.
+def reads_in(graphs: Sequence[tuple[GraphModule, Mapping[Node, Made]]]) -> Iterator[tuple[GraphModule, Read]]:
+    """The products of graphs, each before its bodies and with its own weights, that multiply something by what is made of weights alone, for each of these."""
+    comes_in: dict[Node, Made] = {}
+    given = given_to(gm for gm, _ in graphs)
+    linears = [w for gm, _ in graphs for w in _linear_weights(gm)]
+    parts = {n for w in linears for n in behind(w, lambda n: given.get(n) or n.all_input_nodes)}
+    for gm, own in graphs:
+        made = made_of_weights(gm, {**own, **comes_in})
+        for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):
+            if outer in made:  # in one call of a body, and in others something else may be
+                comes_in[inner] = joined([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
+        yield from ((gm, read) for read in _reads(gm, made, parts))
 
-    None of weights with each other, and of weights and constants none that make a linear's weight or a vector.
-    """
-    linears = (*(weight_arg(n) for n in gm.graph.nodes if n.target in LINEARS), *(w for w, _ in graph_weights(gm)))
-    parts = {n for w in linears for n in behind(w)}
+
+def _linear_weights(gm: GraphModule) -> list[Any]:
+    return [*(weight_arg(n) for n in gm.graph.nodes if n.target in LINEARS), *(w for w, _ in graph_weights(gm))]
+
+
+def _reads(gm: GraphModule, made: Mapping[Node, Made], parts: Collection[Node]) -> Iterator[Read]:
+    """None of weights with each other, and of weights and constants none that make a vector, or are among the `parts` of a linear's weight."""
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
             added, left = _roles(node, name)

@@ -12,10 +12,10 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
-from ..graphs.regions import bodies_of, found_at
+from ..graphs.regions import found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, Given, Made, Read, dense_reads, inputs_in, inputs_of_layers, joined, made_of_weights
+from .dense_reads import ACTIVATION, Given, Made, Read, inputs_in, inputs_of_layers, made_of_weights, reads_in
 from .weights import peek_weight
 
 CONSTANT = "its weight is a constant, not a parameter"
@@ -115,14 +115,8 @@ def _own_weights(model: nn.Module, prefix: str, gm: GraphModule) -> dict[Node, M
 
 def weight_reads(model: nn.Module) -> Iterator[tuple[Tensor, GraphModule, Read]]:
     """The products of a model's graphs, bodies of regions among them, that read the weight of a layer, by its name, and are no linear calls."""
-    comes_in: dict[Node, Made] = {}
-    for prefix, gm in graph_modules(model):  # a graph before its bodies
-        made = made_of_weights(gm, {**_own_weights(model, prefix, gm), **comes_in})
-        for inner, outer in (pair for _, _, given in bodies_of(gm) for pair in given.items()):
-            if outer in made:  # in one call of a body, and in others something else may be
-                comes_in[inner] = joined([comes_in[inner], made[outer]]) if inner in comes_in else made[outer]
-        for read in dense_reads(gm, made):
-            yield resolve(model, read.weight), gm, read
+    graphs = [(gm, _own_weights(model, prefix, gm)) for prefix, gm in graph_modules(model)]  # a graph before its bodies
+    yield from ((resolve(model, read.weight), gm, read) for gm, read in reads_in(graphs))
 
 
 def in_products(model: nn.Module, found: Iterable[Candidate]) -> list[Candidate]:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import ACTIVATION, dense_reads, inputs_in, inputs_of_layers, made_of_weights, values_behind
+from ..finding.dense_reads import ACTIVATION, inputs_in, inputs_of_layers, reads_in, values_behind
 from ..infra import recorded_value
 from .bodies import Body
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
@@ -42,8 +42,7 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
     for body in bodies:
         for node in body.graph.graph.nodes:
             _add_call(found, body, node, real)
-    for body in bodies:  # which may read what another masks
-        _add_dense_reads(found, body, real)
+    _add_dense_reads(found, bodies, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
@@ -68,19 +67,20 @@ def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping
             _looked_up[table] = True
 
 
-def _add_dense_reads(found: dict[Any, Candidate], body: Body, real: Mapping[Node, Any]) -> None:
+def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: Mapping[Node, Any]) -> None:
     """Products that read a layer's weight and are no linear calls: those that may be linears in other words, and those that read what is masked elsewhere."""
 
-    def is_weight(node: Node) -> bool:
-        source = body.origin.get(node, node)
-        value = real.get(source)
-        return isinstance(value, nn.Parameter) and value.dim() == 2 and source_name(source).endswith(".weight")
+    def own(body: Body) -> dict[Node, Any]:
+        weights = {n: source for n, source in body.origin.items() if isinstance(w := real.get(source), nn.Parameter) and w.dim() == 2}
+        named = {n: ((source,), False) for n, source in weights.items() if source_name(source).endswith(".weight")}
+        return {**{n: ((), False) for n, source in body.origin.items() if _is_buffer(source)}, **named}
 
     called = {id(c.weight) for c in found.values() if not c.skip}
-    weights = {n: ((n,) if is_weight(n) else (), False) for n in body.graph.graph.nodes if is_weight(n) or _is_buffer(body.origin.get(n))}
-    for read in dense_reads(body.graph, made_of_weights(body.graph, weights)):
-        if read.as_linear or id(real[body.origin[read.weight]]) in called:
-            _add(found, body, read.node, read.weight, "", real, f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()")
+    hosts = {body.graph: body for body in bodies}
+    for gm, read in reads_in([(body.graph, own(body)) for body in bodies]):
+        if read.as_linear or id(real[read.weight]) in called:
+            words = f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()"
+            _add(found, hosts[gm], read.node, read.weight, "", real, words)
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
@@ -99,7 +99,7 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     if key in found:
         found[key].nodes.append(node)
         return
-    source = body.origin.get(w)
+    source = body.origin.get(w, w if w in real else None)  # in a body that is given what is made of it
     value = None if source is None else real.get(source)
     if not isinstance(value, Tensor):
         value = recorded_value(w)

@@ -197,3 +197,35 @@ def test_a_region_that_is_given_what_two_buffers_make_has_no_weight_there():
     with pytest.warns(FxMaskWarning, match="the graph makes its weight of no parameter"):
         compiled(model, **OPTIONS)(torch.randn(4, 32))
     assert {row["name"]: row["masked"] for row in fxmask.explain(model).rows} == {"a": True, "b": False}
+
+
+class Handed(nn.Module):
+    """A body is handed what is made of a layer's weight; `make` makes it, and the body multiplies by it as `product` does."""
+
+    def __init__(self, make, product):
+        super().__init__()
+        self.fc, self.turn, self.made, self.product = nn.Linear(32, 32), nn.Buffer(torch.eye(32).flip(0)), make, product
+
+    def forward(self, x):
+        w = self.made(self.fc.weight, self.turn)
+        return saved(lambda t: self.product(t, w), x)
+
+
+def test_a_product_in_a_body_by_what_is_made_of_a_weight_outside_is_told_of():
+    model = nn.Sequential(Handed(lambda w, turn: w.t().contiguous(), torch.matmul), nn.Linear(32, 32))
+    with pytest.warns(FxMaskWarning, match=r"0.fc stays dense: matmul\(\) reads it, which is no linear call"):
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert [(row["name"], row["masked"]) for row in fxmask.explain(model).rows] == [("0.fc", False), ("1", True)]
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_product_outside_of_a_body_that_makes_the_weight_of_a_linear_in_it_is_not():
+    model, x = Handed(torch.matmul, torch.nn.functional.linear), torch.randn(4, 32)
+    compiled(model, **OPTIONS, require=True)(x)
+
+    class Either(Handed):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda t, w: self.product(t, w), lambda t, w: self.product(-t, w), (x, self.made(self.fc.weight, self.turn)))
+
+    gm = fxmask.apply(torch.export.export(Either(torch.matmul, torch.nn.functional.linear), (x,)).module(), **OPTIONS)
+    assert [row["masked"] for row in fxmask.explain(gm).rows] == [True, True]
