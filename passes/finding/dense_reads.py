@@ -71,7 +71,7 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
         return any(is_layer(body, n) for body in bodies for n in body.graph.nodes)
     if node.op == "call_module":
         return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or str(node.target).partition(".")[0] in (PRUNED, DROPPED)
-    return last_name(node) in ("linear", "masked_linear", "embedding")
+    return last_name(node) in ("linear", "masked_linear", "embedding", "embedding_bag")
 
 
 def values_behind(value: Any, given: Given) -> list[Node]:

@@ -79,20 +79,20 @@ class Titles(Scores):
 
     def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(9, 32)
+        self.table, self.bag = nn.Embedding(9, 32), nn.EmbeddingBag(9, 32)
 
     def forward(self, x, tokens):
-        return F.linear(self.q(x), self.k(self.table(tokens))) + F.linear(x, self.table(tokens))
+        return F.linear(self.q(x), self.k(self.table(tokens))) + F.linear(x, self.table(tokens)) + F.linear(x, self.bag(tokens[:, None]))
 
 
 def test_so_does_a_product_with_what_layers_give_for_tokens():
     x = torch.randn(8, 32), torch.arange(32) % 9
-    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: its weight is computed from an input of the model") as told:
+    with pytest.warns(FxMaskWarning, match=r"linear_[234] stays dense: its weight is computed from an input of the model") as told:
         found = compiled(Titles(), **OPTIONS)(*x)
-    assert len(told) == 2 and torch.equal(found, fxmask.apply(Titles(), **OPTIONS)(*x))
-    with pytest.warns(FxMaskWarning, match=r"linear_[23] stays dense: its weight is computed from an input of the model") as told:
+    assert len(told) == 3 and torch.equal(found, fxmask.apply(Titles(), **OPTIONS)(*x))
+    with pytest.warns(FxMaskWarning, match=r"linear_[234] stays dense: its weight is computed from an input of the model") as told:
         gm = fxmask.apply(torch.export.export(Titles(), x).module(), **OPTIONS)
-    assert len(told) == 2 and torch.equal(found, gm(*x))
+    assert len(told) == 3 and torch.equal(found, gm(*x))
 
 
 class Shared(Scores):
