@@ -32,3 +32,9 @@ def test_a_part_that_is_masked_after_finalize(again):
     assert fxmask.masks(model) == {}
     fxmask.apply(model[2], again)
     assert list(fxmask.masks(model)) == ["2.weight"] and fxmask.stability(model, x).rows[1]["change"] > 0
+
+
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.5, (16, 16))])
+def test_masks_of_a_model_whose_inputs_alone_are_pruned_or_dropped(config):
+    with pytest.raises(StateError, match=r"(?s)expected weight masks, got inputs that are pruned or dropped.*give fxmask.apply a WeightMask"):
+        fxmask.refresh(fxmask.apply(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), config))

@@ -211,6 +211,34 @@ def test_a_reader_that_apply_was_not_given_is_told():
     assert not any("Read dense" in note for note in fxmask.explain(model).notes)
 
 
+def told_of(model):
+    return [note for note in fxmask.explain(model).notes if "Read dense by a module" in note]
+
+
+def test_so_is_an_attention_alone_and_one_that_shares_what_another_reads():
+    alone, a, b = attention(), attention(), attention()
+    fxmask.apply(alone.out_proj, ratio=0.75)
+    b.out_proj = a.out_proj
+    fxmask.apply(a, ratio=0.75)
+    assert told_of(alone) and told_of(nn.ModuleList([a, b])) and not told_of(a)
+
+
+def test_an_adapter_around_a_masked_layer_is_not():
+    """It reads the weight in a merge alone, and a step that it trains in tells of it."""
+
+    class Adapter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.merged = nn.Linear(32, 32), False
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.base.weight * 2) if self.merged else self.base(x)
+
+    model = Adapter()
+    fxmask.apply(model.base, ratio=0.75)
+    assert not told_of(model)
+
+
 class Reads(nn.Module):
     def __init__(self):
         super().__init__()
