@@ -92,7 +92,7 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         raise StateError(message(what, type(model).__name__, "call fxmask.apply(model, ...) first."))
     flattened = any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
     for name, site, weight in found:
-        if weight is not None and not flattened and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape:
+        if weight is not None and weight.dim() > 1 and matrix_shape(weight.shape) != site._fxmask_shape:
             refuse_size(site, weight)
         if weight is not None and (flattened or is_taken(weight)):
             raise _taken(name, weight, caller, f"one of {site._fxmask_grid} blocks")

@@ -185,8 +185,6 @@ def source_name(node: Node) -> str:
     if source is None:
         return ""
     _, _, rest = source.name.partition("]")  # L['self'], or another local or global
-    if not rest:
-        return ""
     parts = ["".join(found) for found in PARTS.findall(rest)]
     if "cell_contents" in parts:  # of a closure
         parts = parts[parts.index("cell_contents") + 1 :]

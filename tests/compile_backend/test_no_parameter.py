@@ -115,6 +115,12 @@ def test_weights_that_a_function_is_given_are_masked(detached):
     FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
 
 
+def test_weights_that_a_function_is_given_in_a_dict_go_by_their_names_there():
+    given = {f"{n}.weight": nn.Parameter(torch.randn(32, 32)) for n in "ab"}
+    (text,) = graph_of(lambda p, z: F.linear(F.linear(z, p["a.weight"]), p["b.weight"]), given, torch.randn(4, 32), **OPTIONS, exclude="a")
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
 class Rotated(nn.Linear):
     def __init__(self):
         super().__init__(32, 32)
@@ -246,6 +252,12 @@ class Held(nn.Module):
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
 def test_a_frozen_parameter_is_one_wherever_it_is_held():
     (text,) = graph_of(Held(), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_what_a_frozen_parameter_makes_is_a_weight():
+    (text,) = graph_of(Doubled().requires_grad_(False), torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
 
 

@@ -221,6 +221,10 @@ def test_so_is_an_attention_alone_and_one_that_shares_what_another_reads():
     b.out_proj = a.out_proj
     fxmask.apply(a, ratio=0.75)
     assert told_of(alone) and told_of(nn.ModuleList([a, b])) and not told_of(a)
+    model = layer()
+    fxmask.apply(model.linear2, ratio=0.75)
+    fxmask.apply(model, ratio=0.75, include="linear1")
+    assert told_of(model)
 
 
 def test_an_adapter_around_a_masked_layer_is_not():

@@ -58,6 +58,14 @@ def test_the_older_fsdp_then_apply_raises(one_process):
         fxmask.apply(model, ratio=0.75)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("original", [True, False])
+def test_apply_then_the_older_fsdp_is_refused_by_what_needs_weights(one_process, original):
+    model = FullyShardedDataParallel(fxmask.apply(mlp(), ratio=0.75), device_id=torch.device("cpu"), use_orig_params=original)
+    with pytest.raises(UnsupportedError, match=r"flattened or freed this weight(.|\n)*fully_shard or DistributedDataParallel"):
+        fxmask.guard(torch.optim.SGD(model.parameters()), model)
+
+
 def test_apply_then_fully_shard_is_right(one_process):
     masked, twin, kept = pair(mlp())
     for layer in (masked[0], masked[2]):
