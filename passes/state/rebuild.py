@@ -151,7 +151,7 @@ def after_load(site: Site, weight: Tensor) -> None:
             site._fxmask_lost = site._fxmask_mask is not None and (weight.is_meta or site._fxmask_step >= site._fxmask_config.start)
     if weight.is_meta:
         return
-    site._fxmask_loaded = True
+    site._fxmask_loaded = site._fxmask_gone_back = True
     if stays:
         site_mask.fits(site, weight)
         for s in users:
@@ -209,7 +209,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callab
         rebuild(jobs, compute)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
         for site, _ in found if n else ():
-            site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False)
+            site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False, _fxmask_gone_back=False)
     except BaseException:  # a step that failed may be told again
         for site, told, remembered in past:
             phase_change.take_back(site, remembered)
