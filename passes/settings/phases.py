@@ -109,6 +109,11 @@ def changes_any(config: WeightMask, fields: tuple[str, ...]) -> list[str]:
     return [f for f in fields if len(values(config, f)) > 1]
 
 
+def to_come(config: WeightMask, step: int, fields: tuple[str, ...]) -> bool:
+    """Whether a phase that begins after an optimiser step changes some of these fields."""
+    return any(name in fields for _, new in _tuples(config)[begun(config, step) :] for name, _ in new)
+
+
 def plain(phases: Any) -> dict[int, dict[str, Any]] | None:
     """Phases as a state is saved with them: dicts and lists."""
     return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in new.items()} for s, new in _pairs(phases)} or None

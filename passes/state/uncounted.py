@@ -49,7 +49,7 @@ def warn_of_steps(site: Site) -> None:
         return
     c, given = site._fxmask_config, site._fxmask_given
     now = c.ratio_at(site._fxmask_step)
-    if phases.changes_any(given, ("block", "criterion", "ties", "cover")):
+    if phases.to_come(given, site._fxmask_step, ("block", "criterion", "ties", "cover")):
         what = f"a masked model with phases is evaluated in its phase of step {site._fxmask_step}, in blocks of {c.block}: phases count steps, none was told"
         warn(f"{what} (fxmask.step).")
     if now != given.final_ratio:

@@ -1,11 +1,12 @@
 """Phases asked for in vain: wrong options, nobody who counts, layers and backends that cannot follow."""
 
+import copy
 import re
 
 import pytest
 import torch
 from sample_models import mlp
-from unit.phased_runs import PHASES, config, run, train
+from unit.phased_runs import LAST, PHASES, config, run, train
 
 import fxmask
 from fxmask.compiler import backend
@@ -57,6 +58,12 @@ def test_whatever_makes_a_later_mask_another_one_is_told(options):
     model = fxmask.apply(mlp(), fxmask.WeightMask(ratio=0.6, block=(8, 8), phases={3: options})).eval()
     with pytest.warns(FxMaskWarning, match=r"evaluated in its phase of step 0, in blocks of \(8, 8\): phases count steps, none was told"):
         model(torch.randn(2, 64))
+
+
+def test_a_copy_that_is_evaluated_after_the_last_phase_says_nothing():
+    model, optimiser = run(config())
+    train(model, optimiser, 0, LAST)
+    copy.deepcopy(model).eval()(torch.randn(2, 64))
 
 
 def test_steps_that_are_counted_inside_a_cuda_graph(monkeypatch):
