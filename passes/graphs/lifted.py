@@ -52,7 +52,7 @@ def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping
     """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
     if node.target in LINEARS:
         _add(found, body, node, weight_arg(node), "", real)
-    given = _arguments(node) if node.target in READERS else {}
+    given = _arguments(node)
     read = [(w, layer) for key, layer in READERS.get(node.target, {}).items() if isinstance(w := given.get(key), Node)]
     read = [(w, layer) for w, layer in read if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
     for w, layer in read:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from compile_backend.helpers import OPTIONS, Wrap, compiled, graph_of, train
+from compile_backend.helpers import OPTIONS, Wrap, compiled, failing, graph_of, train
 from sample_models import Residual, Twice, mlp
 from torch import nn
 from torch._higher_order_ops.map import map as over_rows
@@ -137,6 +137,16 @@ def test_rows_of_weights_that_are_given_by_keyword():
     compiled(model, **OPTIONS)(torch.randn(6, 2, 32))
     rows = {row["name"]: row["reason"] for row in fxmask.explain(model).rows if row["masked"]}
     assert rows == dict.fromkeys(["q_proj", "k_proj", "v_proj", "c_proj.out"], "selected in graphs of backend='fxmask' alone")
+
+
+def test_a_projection_that_the_graph_makes_is_no_layers_weight_there():
+    model, x = Keywords(), torch.randn(6, 2, 32)
+    model.q_proj = nn.utils.parametrizations.weight_norm(model.q_proj)
+    compiled(model, **OPTIONS)(x)
+    row = fxmask.explain(model).rows[0]
+    assert row["name"] == "q_proj" and row["reason"].startswith("the graph packs it from other weights for its attention")
+    torch._dynamo.reset()
+    assert "expected in_proj to be masked" in str(failing(model, x, **OPTIONS, require=True))
 
 
 class Named(nn.Module):
