@@ -2,6 +2,7 @@
 
 import operator
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.testing import FileCheck
 
 import fxmask
 from fxmask.passes import infra
+from fxmask.passes.frames import frames
 from fxmask.passes.graphs.canonical import Canonicalise
 from fxmask.passes.infra import CleanUp, Pass, run_passes
 
@@ -206,3 +208,11 @@ def test_restore_leaves_a_masked_linear_that_the_model_calls_itself():
     assert not torch.equal(gm(x), want)
     fxmask.restore(gm)
     assert torch.equal(gm(x), want) and "masked_linear" in gm.code and gm.code == code
+
+
+def test_frames_begin_with_whoever_asks_and_go_outwards():
+    def inner():
+        return next(frames()), [f.f_code.co_name for f in frames()]
+
+    first, names = inner()
+    assert first.f_code is inner.__code__ and sys._getframe().f_code.co_name in names
