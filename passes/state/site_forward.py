@@ -40,9 +40,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
         return current_mask(site, weight)
     _refuse_ensemble(site, weight)
-    if type(weight) is nn.Parameter and weight.dim() > 1 and is_taken(weight):  # before a kernel reads there
-        what = "this weight's memory was freed, as a wrapper does between its forwards: expected its values in a forward."
-        raise UnsupportedError(message(what, site._fxmask_name, "run the forward of the wrapper that freed it; or give it memory and values again."))
+    if type(weight) is nn.Parameter and weight.layout is torch.strided and weight.untyped_storage().size() == 0:
+        _refuse_freed(site, weight)
     if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
         check_agreed(site, weight)
     site._fxmask_called, site._fxmask_seen = True, weight.dtype
@@ -140,6 +139,13 @@ def _likeness(site: Site) -> object:
 def traced_alike(site: Site) -> torch.dtype | None:
     """The dtype of the weight in a layer like this one that was compiled or exported, by which this one may run, too; None where there was none."""
     return _TRACED.get(_likeness(site))
+
+
+def _refuse_freed(site: Site, weight: Tensor) -> None:
+    """UnsupportedError before a kernel reads memory that is gone. Of a weight without elements there is none."""
+    if weight.dim() > 1 and is_taken(weight):
+        what = "this weight's memory was freed, as a wrapper does between its forwards: expected its values in a forward."
+        raise UnsupportedError(message(what, site._fxmask_name, "run the forward of the wrapper that freed it; or give it memory and values again."))
 
 
 def _refuse_shard(site: Site, weight: Tensor) -> None:

@@ -55,7 +55,7 @@ def fits(site: Site, weight: Tensor) -> None:
 
 
 def _has_its_form(site: Site, weight: Tensor) -> None:
-    if weight.dim() < 2 or matrix_shape(weight.shape) != site._fxmask_shape:
+    if weight.shape != site._fxmask_shape and (weight.dim() < 2 or matrix_shape(weight.shape) != site._fxmask_shape):
         refuse_size(site, weight)
     if weight.layout is not torch.strided:
         refuse_layout(site._fxmask_name, weight)
