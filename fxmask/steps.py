@@ -76,8 +76,9 @@ def _observe(found: list[tuple[str, Site, torch.Tensor | None]], n: int) -> None
 
     Of several steps at once the last one's gradient is all that there may be.
     """
-    blind = [name for name, site, w in found if site._fxmask_config.needs_grad and (w is None or w.grad is None)]
-    if n == 1 and blind and len(blind) == sum(site._fxmask_config.needs_grad for _, site, _ in found):
+    asked = [(name, w) for name, site, w in found if site._fxmask_config.needs_grad and (w is None or w.requires_grad)]  # what rests has none
+    blind = [name for name, w in asked if w is None or w.grad is None]
+    if n == 1 and blind and len(blind) == len(asked):
         what = "criteria of gradients and regrow by gradient read .grad of the weights: expected it to be there still, got none."
         raise StateError(message(what, ", ".join(blind[:3]), "call fxmask.step(model) before optimizer.zero_grad(), or use fxmask.guard."))
     for name, site, _ in found:

@@ -151,6 +151,12 @@ def test_step_instead_of_a_guard():
         fxmask.step(model)
 
 
+def test_told_steps_ask_no_gradient_of_weights_that_rest():
+    model = fxmask.apply(mlp(), ratio=0.5, criterion="gradient", backward="ste").requires_grad_(False)
+    fxmask.step(model)
+    assert fxmask.explain(model).rows[0]["step"] == 1
+
+
 def test_momentum_without_a_guard_and_without_momentum():
     model = layer(criterion="momentum")
     fxmask.step(model, 0)
