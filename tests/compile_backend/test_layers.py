@@ -149,6 +149,23 @@ def test_a_projection_that_the_graph_makes_is_no_layers_weight_there():
     assert "expected in_proj to be masked" in str(failing(model, x, **OPTIONS, require=True))
 
 
+class Attends(nn.Module):
+    """Whose last projection the graph makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2)
+        nn.utils.parametrizations.weight_norm(self.attention.out_proj)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def test_a_last_projection_that_the_graph_makes_goes_by_the_layers_name():
+    with pytest.warns(FxMaskWarning, match=r"masked nothing in a graph: attention\.out_proj: in exclude"):
+        compiled(Attends(), **OPTIONS, exclude="attention.out_proj")(torch.randn(6, 2, 32))
+
+
 class Named(nn.Module):
     def __init__(self):
         super().__init__()
