@@ -134,6 +134,8 @@ class GuardHandle:
             what = "the last optimizer.step() raised half-way: masked weights and momenta that it had moved by then were not put back."
             fix = "go on from a saved state; fxmask.guard(optimizer, model, masked_step=True) makes steps that leave all of them as they were when they raise."
             warn(message(what, first_of(broken), fix))
+        for g in self._guarded:
+            g.site.__dict__["_fxmask_gone_back"] = False
 
     def _look_for_replaced(self) -> None:
         """Once for each layer: those of a branch that does not always run have no gradient, either."""

@@ -209,7 +209,7 @@ def advance(found: Sequence[tuple[Site, Tensor | None]], n: int, compute: Callab
         rebuild(jobs, compute)
         looks.look([(site, weight, site._fxmask_step - n) for site, weight in found])
         for site, _ in found if n else ():
-            site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False, _fxmask_gone_back=False)
+            site.__dict__.update(_fxmask_restored=None, _fxmask_loaded=False)
     except BaseException:  # a step that failed may be told again
         for site, told, remembered in past:
             phase_change.take_back(site, remembered)
