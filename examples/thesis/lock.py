@@ -85,7 +85,7 @@ def in_use(folder: Path, by: str) -> InUse:
 
 
 def holder(folder: Path) -> str:
-    """Who holds the folder now; empty where nobody does, or none can be made."""
+    """Who holds the folder now; empty where nobody does, and where there is no folder."""
     if (folder / NAME).is_file():
         try:
             with held(folder):

@@ -58,7 +58,7 @@ class WeightMask(Options):
             backward are no phases: UnsupportedError.
 
     `gradient` and its like, average, hysteresis, regrow and gain keep the mask between steps whatever `refresh` says, and so need `fxmask.guard` or
-    `fxmask.step`. They rank between steps, on [NB, KB] scores: where kernels run by these, but hysteresis and regrow in plain PyTorch.
+    `fxmask.step`. They rank between steps, on [NB, KB] scores: by kernels where these run, under hysteresis and regrow in plain PyTorch.
 
     Raises: ConfigError, UnsupportedError.
     """
