@@ -94,6 +94,7 @@ def allocate(
     """
     expect_module(model, "fxmask.allocate")
     refuse_scripted(model, "fxmask.allocate")
+    one_of("allocation method", method, METHODS)
     decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides, model)
     return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)
 
@@ -121,7 +122,6 @@ def allocation_of(
     model: nn.Module, decisions: list[Decision], overrides: Mapping[Any, Any] | None, ratio: float, method: str, inputs: Any = None, kwargs: Any = None
 ) -> Allocation:
     """The allocation over what was chosen; see `allocate`."""
-    one_of("allocation method", method, METHODS)
     changes = list((overrides or {}).items())[::-1]
     groups: dict[int, list[Decision]] = {}
     for d in decisions:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .dropping import any_dropped
 from .inspection import masks
-from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of, message, warn
+from .kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from .kernels.reference import masked
 from .masking import restore
 from .nm.nm_finalizing import finalize_nm
@@ -24,6 +24,7 @@ from .passes.finding.find import find
 from .passes.finding.graph_linears import graph_modules
 from .passes.graphs.graph_calls import MASKED_LINEAR, resolve
 from .passes.graphs.graph_site import refuse_split
+from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask
 from .passes.state.site import Site
 from .passes.state.site_forward import refuse_lost
@@ -57,8 +58,7 @@ def finalize(model: M, format: str = "dense") -> M:
     something else uses unmasked, ragged blocks or blocks that PyTorch cannot multiply for `bsr`, no 2:4 pattern or no device for it); then nothing has changed.
     Cost: one copy a weight.
     """
-    if not isinstance(format, str) or format not in FORMATS:
-        raise ConfigError(f"finalize: expected format {', '.join(FORMATS)}, got {format!r}.")
+    one_of("format of finalize", format, FORMATS)
     expect_module(model, "fxmask.finalize")
     if any_nm(model):
         finalize_nm(model, format)

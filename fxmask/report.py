@@ -25,9 +25,10 @@ def _text(value: Any) -> str:
 def _table(columns: list[str], rows: list[dict[str, Any]], tablefmt: str = "simple") -> str:
     from tabulate import TableFormat, tabulate, tabulate_formats  # here, so that kernels and benchmarks do without it
 
-    form = "github" if isinstance(tablefmt, str) and tablefmt == "markdown" else tablefmt
-    if not isinstance(form, TableFormat) and not (isinstance(form, str) and form in tabulate_formats):  # tabulate takes an unknown one for `simple`
+    known = tablefmt in ("markdown", *tabulate_formats) if isinstance(tablefmt, str) else isinstance(tablefmt, TableFormat)
+    if not known:  # tabulate takes an unknown one for `simple`
         raise ConfigError(f"table: expected markdown or one of {', '.join(tabulate_formats)}, got {tablefmt!r}.")
+    form = "github" if tablefmt == "markdown" else tablefmt
     return tabulate([[_text(row.get(c)) for c in columns] for row in rows], headers=columns, tablefmt=form, disable_numparse=True)
 
 

@@ -20,6 +20,7 @@ from ..passes.counting.dense_step import mark
 from ..passes.counting.moves import work_of
 from ..passes.counting.traced import arguments
 from ..passes.counting.work import Target, Work, makes_weight
+from ..passes.settings.checks import one_of
 from . import devices, footprint, optimiser, tables, thesis_table
 from . import summary as totals
 from .dynamics import cut_off, said_of
@@ -132,8 +133,7 @@ def _phases(given: Any) -> tuple[str, ...]:
 
 
 def _check(impl: str | None, memory_model: str, dtype: torch.dtype | None, steps: int | None, progress: Any) -> None:
-    if not isinstance(memory_model, str) or memory_model not in MODELS:
-        raise ConfigError(f"memory_model: expected one of {', '.join(MODELS)}, got {memory_model!r}.")
+    one_of("memory_model", memory_model, MODELS)
     if impl is not None and (not isinstance(impl, str) or impl not in IMPLS):
         raise ConfigError(f"impl: expected one of {', '.join(IMPLS)} or None, got {impl!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kernels.errors import ConfigError, ShapeError, message
 from ..kernels.grid import RATIO_UNIT, check_block, grid_shape, keep_count, kept_elements, ratio_units
+from ..passes.settings.checks import one_of
 from .model_shapes import LinearShape, ModelShapes, positive
 
 LINE = 128  # bytes of a cache line of the A30 that [T] trains on
@@ -146,8 +147,7 @@ def movement(
         >>> round(moved.dense_gib(391 * 200), 2), round(moved.gib(391 * 200), 2)
         (318.29, 278.01)
     """
-    if memory_model not in MODELS:
-        raise ConfigError(f"memory_model: expected one of {', '.join(MODELS)}, got {memory_model!r}.")
+    one_of("memory_model", memory_model, MODELS)
     positive(batch, "batch", ConfigError)
     positive(itemsize, "itemsize", ConfigError)
     masks = _masks(model, ratio, masks)

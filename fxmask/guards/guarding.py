@@ -13,6 +13,7 @@ from ..kernels.errors import ConfigError, UnsupportedError, first_of, message, w
 from ..passes.finding.graph_linears import graph_modules
 from ..passes.graphs.graph_calls import behind, resolve
 from ..passes.settings import phases
+from ..passes.settings.checks import one_of
 from ..passes.state import ranks
 from ..passes.state.site import Site
 from ..passes.stepping import elementwise
@@ -62,9 +63,8 @@ def guard(
     `block_index` a layer without a cached mask; under fully_shard that gathers its weight.
     Not from a paper: the thesis (Bespalov 2025, listing 5.10) leaves masked weights to the optimiser.
     """
-    for name, value, allowed in (("masked_weights", masked_weights, POLICIES), ("returning", returning, RETURNING)):
-        if not isinstance(value, str) or value not in allowed:
-            raise ConfigError(f"unknown {name}: expected one of {', '.join(allowed)}, got {value!r}.")
+    one_of("masked_weights", masked_weights, POLICIES)
+    one_of("returning", returning, RETURNING)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"fxmask.guard: expected a torch.optim.Optimizer first and the model second, got {type(optimizer).__name__}.")
     if type(masked_step) is not bool and not (isinstance(masked_step, str) and masked_step == "elementwise"):

@@ -84,9 +84,9 @@ class NMMask(Options):
                 object.__setattr__(self, name, float(value))
         if type(self.n) is not int or type(self.m) is not int or not 1 <= self.n < self.m <= LARGEST:
             raise ConfigError(f"n, m: expected ints with 1 <= n < m <= {LARGEST}, n of m kept, got n={self.n!r}, m={self.m!r}.")
-        for name, allowed in (("mode", MODES), ("init", ("glorot", "magnitude")), ("final", ("argmax", "sample"))):
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in allowed:  # an array has no single truth
-                raise ConfigError(f"{name}: expected {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        one_of("mode", self.mode, MODES)
+        one_of("init", self.init, ("glorot", "magnitude"))
+        one_of("final", self.final, ("argmax", "sample"))
         one_of("impl", self.impl, ("auto", "reference", "triton"))
         check_available(self.impl)
         if self.impl == "triton" and (self.mode not in ("magnitude", "sr-ste") or self.transposable or self.m not in nm.PAIRED):

@@ -7,7 +7,7 @@ import math
 
 from ...kernels.errors import ConfigError
 from ...kernels.grid import plain_int
-from .checks import is_number
+from .checks import is_number, one_of
 
 GROWTH = ("gradient", "random")
 
@@ -35,8 +35,7 @@ class Regrow:
     until: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.by, str) or self.by not in GROWTH:
-            raise ConfigError(f"unknown Regrow.by: expected one of {', '.join(GROWTH)}, got {self.by!r}.")
+        one_of("Regrow.by", self.by, GROWTH)
         if not is_number(self.fraction) or not 0 < self.fraction < 1:
             raise ConfigError(f"Regrow.fraction is the share of kept blocks that are exchanged: expected a number in (0, 1), got {self.fraction!r}.")
         object.__setattr__(self, "fraction", float(self.fraction))

@@ -237,7 +237,8 @@ def test_bsr_of_a_dtype_that_pytorch_does_not_multiply():
 
 
 def test_an_unknown_format():
-    refused(fxmask.apply(mlp(), ratio=0.75), ConfigError, re.escape("finalize: expected format dense, bsr, 2:4, got 'csr'."), "csr")
+    said = "unknown format of finalize: expected one of dense, bsr, 2:4, got 'csr'; did you mean 'bsr'?"
+    refused(fxmask.apply(mlp(), ratio=0.75), ConfigError, re.escape(said), "csr")
 
 
 def test_nothing_masked():

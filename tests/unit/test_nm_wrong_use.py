@@ -18,7 +18,7 @@ def net() -> nn.Sequential:
 WRONG = {
     "n": (lambda: NMMask(4, 4), "1 <= n < m <= 32"),
     "m": (lambda: NMMask(2, 64), "got n=2, m=64"),
-    "mode": (lambda: NMMask(mode="best"), "mode: expected magnitude, permuted"),
+    "mode": (lambda: NMMask(mode="best"), "unknown mode: expected one of magnitude, permuted"),
     "tau": (lambda: NMMask(mode="learned", tau=0), "tau: expected a finite number above 0"),
     "tau_from": (lambda: NMMask(mode="learned", tau_from=0.0, tau_steps=9), "expected a finite number above 0 and an int of at least 1, or neither"),
     "tau_from alone": (lambda: NMMask(mode="learned", tau_from=1.0), "got tau_from=1.0, tau_steps=0"),
@@ -28,7 +28,7 @@ WRONG = {
     "nobody counts": (lambda: fxmask.apply(net(), NMMask(mode="learned", tau_from=1.0, tau_steps=9))(torch.randn(2, 4, 8, 8)), "nobody tells them"),
     "decay": (lambda: NMMask(mode="sr-ste", decay=-1), "decay: expected"),
     "passes": (lambda: NMMask(mode="permuted", passes=0), "passes: expected"),
-    "init": (lambda: NMMask(mode="learned", init="zero"), "init: expected glorot, magnitude"),
+    "init": (lambda: NMMask(mode="learned", init="zero"), "unknown init: expected one of glorot, magnitude"),
     "soft": (lambda: NMMask(mode="learned", soft=1), "soft: expected True or False"),
     "permute": (lambda: NMMask(mode="learned", permute=1), "permute: expected True or False"),
     "permute of another mode": (lambda: NMMask(permute=True), "permute is an option of mode='learned'"),

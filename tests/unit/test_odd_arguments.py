@@ -238,7 +238,7 @@ def test_what_others_call_it(case):
 
 TWO = np.array(["dense", "bsr"])  # has no single truth
 ARRAYS = {
-    "format": (lambda: fxmask.finalize(fxmask.apply(mlp()), TWO), "finalize: expected format"),
+    "format": (lambda: fxmask.finalize(fxmask.apply(mlp()), TWO), "unknown format of finalize: expected one of dense"),
     "policy": (lambda: fxmask.guard(torch.optim.SGD(mlp().parameters()), mlp(), TWO), "unknown masked_weights"),
     "returning": (lambda: fxmask.guard(torch.optim.SGD(mlp().parameters()), mlp(), returning=TWO), "unknown returning"),
     "masked step": (lambda: fxmask.guard(torch.optim.SGD(mlp().parameters()), mlp(), masked_step=TWO), "masked_step: expected True, False or"),
