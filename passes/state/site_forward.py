@@ -40,7 +40,8 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
         return current_mask(site, weight)
     _refuse_ensemble(site, weight)
-    if type(weight) is nn.Parameter and weight.layout is torch.strided and weight.untyped_storage().size() == 0:
+    plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not is_functorch_wrapped_tensor(weight))
+    if plain and weight.layout is torch.strided and weight.untyped_storage().size() == 0:
         _refuse_freed(site, weight)
     if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
         check_agreed(site, weight)

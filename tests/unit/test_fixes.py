@@ -155,11 +155,16 @@ def test_a_weight_that_lost_its_axes_is_named(trace, options):
 
 @pytest.mark.parametrize("layers", [nn.Linear, nn.Conv2d])
 @pytest.mark.parametrize("refresh", [0, 1])
-def test_a_forward_on_freed_memory_is_named(refresh, layers):
+@pytest.mark.parametrize("view", [False, True])  # in the Parameter's place, as the older FSDP has them
+def test_a_forward_on_freed_memory_is_named(view, refresh, layers):
     """With a cached mask a kernel would read there, and the process would die."""
     made = net() if layers is nn.Linear else nn.Sequential(nn.Conv2d(32, 32, 1))
     model = fxmask.apply(made, ratio=0.5, refresh=refresh, layers=layers)
-    model[0].weight.untyped_storage().resize_(0)
+    weight = model[0].weight
+    if view:
+        del model[0].weight
+        model[0].weight = weight.view(weight.shape)
+    weight.untyped_storage().resize_(0)
     x = torch.randn(2, 32) if layers is nn.Linear else torch.randn(2, 32, 4, 4)
     with pytest.raises(fxmask.FxMaskError, match=r"this weight's memory was freed(.|\n)*where: 0.weight\n(.|\n)*fix: run the forward of the wrapper"):
         model(x)
