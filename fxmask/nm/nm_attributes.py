@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..kernels.errors import StateError, UnsupportedError, message, warn
 from ..passes.finding.weights import is_ensemble
 from ..passes.state import ranks
+from ..passes.state.tensors import refuse_freed
 
 if TYPE_CHECKING:
     from .nm_layers import NMLayer
@@ -66,6 +67,8 @@ def move(m: NMLayer, device: torch.device) -> None:
 def check(m: NMLayer, weight: Tensor) -> None:
     """Raise StateError or UnsupportedError before a forward that would not do what it was asked for."""
     refuse_lost(m)
+    if not torch.compiler.is_compiling():
+        refuse_freed(type(m).__name__, weight)
     logits, held = m._parameters.get(LOGITS), m.nm_patterns if m.nm_mask is None else m.nm_mask
     if held is not None and held.device != weight.device:
         what = f"the N:M mask's tensors are on {held.device} and the weight on {weight.device}: expected one device."

@@ -16,7 +16,7 @@ from ..kernels.conv import in_format_of
 from ..kernels.errors import StateError, UnsupportedError, message
 from ..kernels.nm_ops import by_kernel, learned, sr_ste
 from ..loads import unhook
-from ..passes.finding.weights import peek_weight, raw_weight, refuse_wrapped
+from ..passes.finding.weights import lacks_weight, peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
 from ..sites import expect_module, values_of
@@ -77,9 +77,11 @@ class NMLayer(Swapped):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        here, weight = self._fxmask_nm_device, peek_weight(self)
-        brought = here.type == "meta" and not weight.is_meta  # by a load that assigns
-        move(self, weight.device if brought else fn(torch.empty(0, device=here)).device)
+        here, weight = self._fxmask_nm_device, None if lacks_weight(self) else peek_weight(self)
+        if weight is not None and here.type == "meta" and not weight.is_meta:  # brought by a load that assigns
+            move(self, weight.device)
+        else:
+            move(self, fn(torch.empty(0, device=here)).device)
         return result
 
 
@@ -190,7 +192,7 @@ def rebuild_nm(m: NMLayer) -> None:
 
 
 def _after_load(m: nn.Module, incompatible: object) -> None:
-    if isinstance(m, NMLayer) and not (weight := peek_weight(m)).is_meta:
+    if isinstance(m, NMLayer) and not lacks_weight(m) and not (weight := peek_weight(m)).is_meta:
         move(m, weight.device)  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         rebuild_nm(m)
 

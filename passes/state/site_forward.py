@@ -17,7 +17,7 @@ from ..finding.weights import is_ensemble, is_wrapped, refuse_wrapped
 from . import noted, ranks
 from .site import Site, version
 from .site_mask import check_agreed, current_mask, fits, mask_outside, refuse_layout, refuse_size
-from .tensors import capturing, has_values, is_taken
+from .tensors import capturing, has_values, refuse_freed
 from .uncounted import nobody_counts, uncounted, warn_of_steps
 
 
@@ -40,9 +40,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
         torch._dynamo.comptime.comptime(_note_traced, lambda: _note_exported(site, weight))
         return current_mask(site, weight)
     _refuse_ensemble(site, weight)
-    plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not is_functorch_wrapped_tensor(weight))
-    if plain and weight.layout is torch.strided and weight.untyped_storage().size() == 0:
-        _refuse_freed(site, weight)
+    refuse_freed(site._fxmask_name, weight)
     if site.training and not site._fxmask_called and not getattr(site, "_is_fsdp_managed_module", False):  # FSDP may gather in another dtype
         check_agreed(site, weight)
     site._fxmask_called, site._fxmask_seen = True, weight.dtype
@@ -140,13 +138,6 @@ def _likeness(site: Site) -> object:
 def traced_alike(site: Site) -> torch.dtype | None:
     """The dtype of the weight in a layer like this one that was compiled or exported, by which this one may run, too; None where there was none."""
     return _TRACED.get(_likeness(site))
-
-
-def _refuse_freed(site: Site, weight: Tensor) -> None:
-    """UnsupportedError before a kernel reads memory that is gone. Of a weight without elements there is none."""
-    if weight.dim() > 1 and is_taken(weight):
-        what = "this weight's memory was freed, as a wrapper does between its forwards: expected its values in a forward."
-        raise UnsupportedError(message(what, site._fxmask_name, "run the forward of the wrapper that freed it; or give it memory and values again."))
 
 
 def _refuse_shard(site: Site, weight: Tensor) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 
 from ...kernels import ops
 from ...kernels.dispatch import runs_triton
+from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import keep_count
 from . import gpu_site, ranks
 
@@ -114,6 +116,14 @@ def is_taken(weight: Tensor) -> bool:
     """Whether a wrapper has flattened a weight, or freed its memory, between forwards."""
     plain = weight.layout is torch.strided and not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
     return weight.dim() < 2 or (plain and weight.untyped_storage().size() == 0)
+
+
+def refuse_freed(name: str, weight: Tensor) -> None:
+    """UnsupportedError before a forward reads memory that is gone, by which the process would end. Of a weight without elements there is none."""
+    plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not is_functorch_wrapped_tensor(weight))
+    if plain and weight.layout is torch.strided and weight.untyped_storage().size() == 0 and weight.dim() > 1 and is_taken(weight):
+        what = "this weight's memory was freed, as a wrapper does between its forwards: expected its values in a forward."
+        raise UnsupportedError(message(what, name, "run the forward of the wrapper that freed it; or give it memory and values again."))
 
 
 def capturing(t: Tensor) -> bool:

@@ -79,11 +79,17 @@ def test_calls_on_masks_of_single_elements_name_the_layer(kind, end):
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("kind", ["modules", "cached"])
+@pytest.mark.parametrize("kind", ["modules", "cached", "read", "N:M", "permuted"])
 def test_weights_load_into_the_other_layers(kind, end):
     model, weights = broken(kind, end), mlp().state_dict()
     model.load_state_dict({name: t for name, t in weights.items() if name != "0.weight"})
     assert torch.equal(model.get_submodule("2").weight, weights["2.weight"])
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kind", MAKE)
+def test_the_model_moves_as_a_dense_one_does(kind, end):
+    assert all(p.dtype == torch.float64 for p in broken(kind, end).double().parameters())
 
 
 @pytest.mark.parametrize("kind", ["modules", "conv"])

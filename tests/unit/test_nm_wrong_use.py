@@ -28,6 +28,7 @@ WRONG = {
     "nobody counts": (lambda: fxmask.apply(net(), NMMask(mode="learned", tau_from=1.0, tau_steps=9))(torch.randn(2, 4, 8, 8)), "nobody tells them"),
     "decay": (lambda: NMMask(mode="sr-ste", decay=-1), "decay: expected"),
     "passes": (lambda: NMMask(mode="permuted", passes=0), "passes: expected"),
+    "final": (lambda: NMMask(mode="learned", final="best"), "unknown final: expected one of argmax, sample"),
     "init": (lambda: NMMask(mode="learned", init="zero"), "unknown init: expected one of glorot, magnitude"),
     "soft": (lambda: NMMask(mode="learned", soft=1), "soft: expected True or False"),
     "permute": (lambda: NMMask(mode="learned", permute=1), "permute: expected True or False"),
@@ -110,6 +111,15 @@ def test_a_linear_with_a_forward_of_its_own_stays_dense_and_is_not_told_to_read(
         model = fxmask.apply(nn.Sequential(nn.Linear(32, 32), Own(32, 32)), NMMask())
     assert list(fxmask.masks(model)) == ["0.weight"] and "read=" not in str(told[0].message)
     assert fxmask.explain(model).rows[1]["reason"] == "Own has a forward of its own, which a mask would not reach"
+
+
+@pytest.mark.parametrize("mode", ["magnitude", "permuted", "learned", "sr-ste"])
+def test_a_forward_on_freed_memory_is_refused(mode):
+    """PyTorch would read there, and the process would die."""
+    model = fxmask.apply(nn.Sequential(nn.Linear(32, 64)), NMMask(2, 4, mode=mode))
+    model[0].weight.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match=r"this weight's memory was freed(.|\n)*fix: run the forward of the wrapper"):
+        model(torch.randn(2, 32))
 
 
 @pytest.mark.parametrize("taken", ["flat", "freed", "empty"])
