@@ -110,8 +110,9 @@ def changes_any(config: WeightMask, fields: tuple[str, ...]) -> list[str]:
 
 
 def to_come(config: WeightMask, step: int, fields: tuple[str, ...]) -> bool:
-    """Whether a phase that begins after an optimiser step changes some of these fields."""
-    return any(name in fields for _, new in _tuples(config)[begun(config, step) :] for name, _ in new)
+    """Whether a phase that begins after an optimiser step gives some of these fields another value than they have at that step."""
+    now, later = in_force(config, step), _tuples(config)[begun(config, step) :]
+    return any(name in fields and value != getattr(now, name) for _, new in later for name, value in new)
 
 
 def plain(phases: Any) -> dict[int, dict[str, Any]] | None:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_a_copy_that_is_evaluated_after_the_last_phase_says_nothing():
     model, optimiser = run(config())
     train(model, optimiser, 0, LAST)
     copy.deepcopy(model).eval()(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize(("step", "told"), [(0, True), (3, True), (5, False)])
+def test_a_phase_that_names_what_is_in_force_already_is_no_change(step, told):
+    phases = {2: dict(block=(16, 16)), 4: dict(block=(8, 8)), 6: dict(block=(8, 8), refresh=4)}
+    model = fxmask.apply(mlp(), fxmask.WeightMask(ratio=0.6, block=(8, 8), phases=phases))
+    fxmask.step(model, step)
+    with pytest.warns(FxMaskWarning, match="evaluated in its phase of step") if told else nullcontext():  # warnings are errors here
+        copy.deepcopy(model).eval()(torch.randn(2, 64))
 
 
 def test_steps_that_are_counted_inside_a_cuda_graph(monkeypatch):
