@@ -76,19 +76,19 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 def values_behind(value: Any, given: Given) -> list[Node]:
     """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
-    return behind(value, lambda node: [n for n in given.get(node) or _values_from(node) if not _is_index(n)])
+    return behind(value, inputs=lambda node: [n for n in given.get(node) or _values_from(node) if not _is_index(n)])
 
 
 def inputs_in(weight: Any, given: Given) -> list[Node]:
     """The inputs of a model, among others, that make a weight an activation: matrices that take part in it, where vectors and numbers would only scale it."""
-    found = behind(weight, lambda node: [n for n in given.get(node) or _values_from(node) if not (_is_index(n) or _is_small(n))])
+    found = behind(weight, inputs=lambda node: [n for n in given.get(node) or _values_from(node) if not (_is_index(n) or _is_small(n))])
     return [n for n in found if n.op == "placeholder" and n not in given]
 
 
 def inputs_of_layers(weight: Any, given: Given) -> list[Node]:
     """The inputs for which layers give a weight, or a part of it: the numbers among these, too, such as those of tokens."""
     layers = [n for n in values_behind(weight, given) if n.graph.owning_module is not None and is_layer(n.graph.owning_module, n)]
-    found = (n for layer in layers for n in behind(layer, lambda node: given.get(node) or _values_from(node)))
+    found = behind(*layers, inputs=lambda node: given.get(node) or _values_from(node))
     return [n for n in found if n.op == "placeholder" and n not in given]
 
 
@@ -139,7 +139,7 @@ def reads_in(graphs: Sequence[tuple[GraphModule, Mapping[Node, Made]]]) -> Itera
     comes_in: dict[Node, Made] = {}
     given = given_to(gm for gm, _ in graphs)
     linears = [w for gm, _ in graphs for w in _linear_weights(gm)]
-    parts = {n for w in linears for n in behind(w, lambda n: given.get(n) or n.all_input_nodes)}
+    parts = set(behind(*linears, inputs=lambda n: given.get(n) or n.all_input_nodes))
     for gm, own in graphs:
         made = made_of_weights(gm, {**own, **comes_in})
         for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):

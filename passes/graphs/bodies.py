@@ -28,7 +28,7 @@ class Body(NamedTuple):
 
     def behind(self, w: Node) -> list[Node]:
         """What a node is computed from, in the graphs around this one, too."""
-        return behind(w, lambda n: self.given.get(n) or n.all_input_nodes)
+        return behind(w, inputs=lambda n: self.given.get(n) or n.all_input_nodes)
 
     def closed_to(self, w: Node) -> str:
         """What keeps a linear with this weight dense: a body of several layers can have one mask only."""

@@ -80,14 +80,14 @@ def resolve(gm: nn.Module, path: str) -> Any:
     return getattr(gm.get_submodule(owner), leaf)
 
 
-def behind(value: Any, inputs: Callable[[Node], Sequence[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
-    """What a value of a graph is computed from, itself included, the nearest first; nothing for a constant. `inputs`: which of a node's are followed."""
-    found = dict.fromkeys([value] if isinstance(value, Node) else [])
+def behind(*values: Any, inputs: Callable[[Node], Sequence[Node]] = lambda n: n.all_input_nodes) -> list[Node]:
+    """What values of a graph are computed from, themselves included, the nearest first; nothing for a constant. `inputs`: which of a node's are followed."""
+    found = dict.fromkeys(v for v in values if isinstance(v, Node))
     left = list(found)
     for node in left:
-        new = [n for n in inputs(node) if n not in found]
+        new = dict.fromkeys(n for n in inputs(node) if n not in found)
         left += new
-        found |= dict.fromkeys(new)
+        found |= new
     return left
 
 

@@ -139,9 +139,9 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
     placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
     if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    called_with = [n for n in inputs_in(w, body.given) if not _is_trainable_input(real.get(n), n)]
-    called_with += [n for n in inputs_of_layers(w, body.given) if not isinstance(real.get(n), nn.Parameter)]
-    return ACTIVATION if any(not _held_by(n) for n in called_with) else ""
+    if any(not (_held_by(n) or _is_trainable_input(real.get(n), n)) for n in inputs_in(w, body.given)):
+        return ACTIVATION
+    return ACTIVATION if any(not (_held_by(n) or isinstance(real.get(n), nn.Parameter)) for n in inputs_of_layers(w, body.given)) else ""
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:

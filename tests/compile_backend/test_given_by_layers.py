@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask.errors import FxMaskWarning
+from fxmask.passes.finding import dense_reads
 
 
 class Scores(nn.Module):
@@ -221,3 +222,13 @@ def test_a_weight_that_a_layer_chooses_is_one():
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
     gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
     assert [r["masked"] for r in fxmask.explain(gm).rows] == [False, True]
+
+
+def test_what_many_layers_are_given_is_walked_once(monkeypatch):
+    """Each layer's own inputs again would be a quadratic walk for one weight, minutes for a deep model."""
+    gm = torch.fx.symbolic_trace(nn.Sequential(nn.Embedding(9, 32), *(nn.Linear(32, 32) for _ in range(50))))
+    walked, values_from = [], dense_reads._values_from
+    monkeypatch.setattr(dense_reads, "_values_from", lambda node: walked.append(node) or values_from(node))
+    *_, last, _ = gm.graph.nodes
+    assert [n.op for n in dense_reads.inputs_of_layers(last, {})] == ["placeholder"]
+    assert len(walked) <= 2 * len(gm.graph.nodes)
