@@ -16,7 +16,6 @@ from ..graphs.regions import found_at
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
 from .dense_reads import ACTIVATION, Given, Made, Read, inputs_in, inputs_of_layers, made_of_weights, reads_in
-from .weights import peek_weight
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -42,7 +41,7 @@ def name_now(site: Any, path: str, graphs: Iterable[tuple[str, GraphModule]]) ->
 def is_plain(m: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether replacing the call of a Linear by an op loses nothing: no hooks, no subclass, no parametrisation, no forward of its own."""
     hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return type(m) is nn.Linear and not any(hooks) and "weight" in m._parameters and "forward" not in m.__dict__
+    return type(m) is nn.Linear and not any(hooks) and m._parameters.get("weight") is not None and "forward" not in m.__dict__
 
 
 def used_outside(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
@@ -60,9 +59,9 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             m, target = gm.get_submodule(str(node.target)), str(node.target)
             if not is_plain(m) or id(m) in outside:
                 continue  # its class is swapped, which keeps hooks and parametrisations
-            path, weight = f"{target}.weight", peek_weight(m)
-            problem = weight_problem(weight)
-            new = Candidate(join(prefix, target), join(prefix, path), weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
+            path = f"{target}.weight"
+            problem = weight_problem(m.weight)
+            new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = target
         elif node.op == "call_function" and node.target in LINEARS:
             key, new = _function_candidate(prefix, gm, node, comes_in, constants, given)

@@ -104,6 +104,17 @@ def test_apply_names_the_layer_and_goes_on_without_it(kind, end):
         assert list(fxmask.masks(model)) == ["2.weight"]
 
 
+@pytest.mark.parametrize("end", ENDS)
+def test_so_it_does_in_a_trace(end):
+    model = torch.fx.symbolic_trace(mlp())
+    ENDS[end](model.get_submodule("0"))
+    assert fxmask.explain(model).rows[0]["name"] == "0"
+    with pytest.raises(UnsupportedError, match="cannot mask '0': it has no weight"):
+        fxmask.apply(model, ratio=0.5)
+    fxmask.apply(model, ratio=0.5, exclude="0")
+    assert list(fxmask.masks(model)) == ["2.weight"]
+
+
 class Packed(nn.Linear):
     """As layers of quantisation libraries do it."""
 
