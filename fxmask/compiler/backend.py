@@ -188,11 +188,10 @@ def _has_masks(bodies: Sequence[Body]) -> bool:
 
 def _in_parts() -> list[Candidate]:
     """The linears of the graph that DDP is splitting, whose parts it gives to the backend one by one; none where it splits nothing."""
-    for gm, inputs in split_by_ddp():
-        found = find_lifted(graphs_of(gm), _real(gm, inputs))
-        surround(found, None)
-        return found
-    return []
+    whole = split_by_ddp()
+    found = [] if whole is None else find_lifted(graphs_of(whole[0]), _real(*whole))
+    surround(found, None)
+    return found
 
 
 def _report(decisions: list[Decision], masked: list[Decision], o: Options, parts: Sequence[Candidate]) -> None:

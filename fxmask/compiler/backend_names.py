@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,12 @@ def of_model() -> list[Candidate]:
     return found
 
 
-def split_by_ddp() -> Iterator[tuple[GraphModule, Sequence[Any]]]:
-    """(graph, inputs) of the graph that PyTorch's DDPOptimizer is compiling part by part, if it is."""
+def split_by_ddp() -> tuple[GraphModule, Sequence[Any]] | None:
+    """The graph that PyTorch's DDPOptimizer is compiling part by part, and its inputs; None where it is not."""
     for frame in frames():
         if frame.f_code.co_name == "compile_fn" and type(frame.f_locals.get("self")).__name__ == "DDPOptimizer":
-            yield frame.f_locals["gm"], frame.f_locals["example_inputs"]
+            return frame.f_locals["gm"], frame.f_locals["example_inputs"]
+    return None
 
 
 def _compiled_module() -> nn.Module | None:
