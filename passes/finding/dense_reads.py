@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
 from ..graphs.graph_site import graph_weights
 from ..graphs.regions import attribute, bodies_of, given_to, is_trainable
-from ..graphs.writes import last_name
+from ..graphs.writes import is_filled, last_name
 from ..infra import is_transpose, recorded_value
 from .said import FACTS
 
@@ -93,9 +93,14 @@ def inputs_of_layers(weight: Any, given: Given) -> list[Node]:
 
 
 def _values_from(node: Node) -> list[Node]:
-    """The inputs that a node takes values of: not those by whose shape, type or place it makes another tensor, as `zeros_like` and `type_as` do."""
-    name, inputs = last_name(node), [n for n in node.all_input_nodes if not _is_fact(n)]
-    return inputs[1:] if name in LIKE else inputs[:1] if name in ALIKE else inputs
+    """The inputs that a node takes values of: not those by whose shape, type or place it makes another tensor, as `zeros_like` and `type_as` do.
+
+    Into what was made so others may write, as `w` in `torch.zeros_like(w).copy_(w)`: that is taken to be of what it is like.
+    """
+    name, inputs, gm = last_name(node), [n for n in node.all_input_nodes if not _is_fact(n)], node.graph.owning_module
+    if name in LIKE:
+        return inputs if gm is None or is_filled(gm, node) else inputs[1:]
+    return inputs[:1] if name in ALIKE else inputs
 
 
 def _is_index(node: Node) -> bool:

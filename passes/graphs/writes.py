@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..infra import recorded_value
+from .graph_calls import behind
 from .regions import attribute
 
 IN_PLACE = (
@@ -109,6 +110,12 @@ def written(gm: GraphModule, node: Node) -> Iterator[Key]:
             yield from _first(node)
     elif node.op == "call_function":
         yield from _by_function(node)
+
+
+def is_filled(gm: GraphModule, made: Node) -> bool:
+    """Whether something is written into what a node makes, or into what may be a part of it."""
+    parts = behind(made, inputs=lambda n: [user for user in n.users if not _is_new(gm, user)])  # followed forwards
+    return any(n in written(gm, user) for n in parts for user in n.users)
 
 
 def _by_function(node: Node) -> Iterator[Node]:

@@ -204,6 +204,28 @@ def test_a_weight_that_is_made_to_look_as_what_a_layer_gives_is_one(name):
     assert gm.code.count("fxmask.masked_linear.default(") == 2
 
 
+FILLED = {
+    "rows": lambda w, z: z.__setitem__(slice(16), w[:16]),
+    "a view": lambda w, z: z[:16].copy_(w[:16] * 2),
+    "all": lambda w, z: z.copy_(w),
+}
+
+
+@pytest.mark.parametrize("fill", FILLED)
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_a_weight_that_is_written_into_what_looks_like_it_is_one(fill):
+    class Fills(Scores):
+        def forward(self, x):
+            z = torch.zeros_like(self.w)
+            FILLED[fill](self.w, z)
+            return F.linear(self.q(x), z)
+
+    (text,) = graph_of(Fills(), torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default", 2, exactly=True).run(text)
+    gm = fxmask.apply(torch.export.export(Fills(), (torch.randn(4, 32),)).module(), **OPTIONS)
+    assert gm.code.count("fxmask.masked_linear.default(") == 2
+
+
 class Routed(nn.Module):
     """The matrix that a router chooses for an input: the layer gives its number, and none of its values."""
 
