@@ -51,10 +51,11 @@ def fits(site: Site, weight: Tensor) -> None:
     if site._fxmask_keep.device != weight.device and not borrowed:
         what = f"the mask's state is on {site._fxmask_keep.device} and the weight on {weight.device}: expected one device."
         raise StateError(message(what, site._fxmask_name, "move the whole model by model.to(device), or load its weights by model.load_state_dict."))
-    _has_its_form(site, weight)
+    _check_form(site, weight)
 
 
-def _has_its_form(site: Site, weight: Tensor) -> None:
+def _check_form(site: Site, weight: Tensor) -> None:
+    """Raise where a weight has another size, or is sparse. Every forward asks, so that shapes are compared as they are first."""
     if weight.shape != site._fxmask_shape and (weight.dim() < 2 or matrix_shape(weight.shape) != site._fxmask_shape):
         refuse_size(site, weight)
     if weight.layout is not torch.strided:
@@ -78,7 +79,7 @@ def current_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask of the next forward, cached or not: bool (NB, KB)."""
     if site._fxmask_mask is None:
         return build(site, weight)
-    _has_its_form(site, weight)
+    _check_form(site, weight)
     return site._fxmask_mask
 
 
