@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -175,13 +175,12 @@ class HealthLog:
         """Flip rate, kept share of the norm, and dead rows of every layer over the updates of this process."""
         return curves(self.rows, path)
 
-    def heatmap(self, path: str | Path, names: str | Iterable[str] | None = None) -> Path:
+    def heatmap(self, path: str | Path, names: str | Sequence[str] | None = None) -> Path:
         """How often each block was kept, one picture a layer (figure 6.6 of Bespalov 2025); `names`: of some weights, or of one."""
         names = [names] if isinstance(names, str) else names
-        if names is not None and not isinstance(names, Iterable):
+        if names is not None and not isinstance(names, (list, tuple)):
             raise ConfigError(f"heatmap: expected a name of a weight, or a list of names, got {names!r}.")
-        names = list(names or [])
-        unknown = [n for n in names if not isinstance(n, str) or n not in self.activity]
+        unknown = [n for n in names or [] if not isinstance(n, str) or n not in self.activity]
         if unknown or not self.activity:
             raise ConfigError(f"heatmap: expected names among {', '.join(self.activity) or '(no update yet)'}, got {unknown or 'a log without updates'}.")
         seen = {n: 1 + self.updates - self._last[n]["since"] for n in names or self.activity}
