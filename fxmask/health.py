@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, StateError
-from .health_file import appended, as_path, keep_until, rows_of, write
+from .health_file import appended, keep_until, log_path, rows_of, write
 from .health_plots import curves, heatmaps
 from .health_signs import signs
 from .kernels.errors import message, warn
@@ -61,7 +61,7 @@ class HealthLog:
         self._last: dict[str, dict[str, Any]] = {}
         self._said: set[tuple[str, str]] = set()
         required_sites(model, "fxmask.HealthLog")
-        self.path = as_path(path)
+        self.path = log_path(path)
 
     @torch.no_grad()
     def update(self) -> Report:

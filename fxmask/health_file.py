@@ -20,7 +20,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def as_path(given: Any) -> Path | None:
+def log_path(given: Any) -> Path | None:
     """The path, None without one. Raises ConfigError for what is none, and where no file can be: now, and not after the first epoch."""
     if given is None:
         return None

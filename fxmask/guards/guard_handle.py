@@ -129,13 +129,13 @@ class GuardHandle:
     def _warn_of_broken_step(self) -> None:
         """FxMaskWarning where the last step raised, so that no hook of ours came after it, unless weights were loaded since. Nothing is put back: whoever
         caught the error may have written weights by now."""
-        broken = [g.name for g in self._guarded if g.copied and not g.site._fxmask_gone_back]
+        broken = [g.name for g in self._guarded if g.copied and not g.site._fxmask_loaded_since_step]
         if broken:
             what = "the last optimizer.step() raised half-way: masked weights and momenta that it had moved by then were not put back."
             fix = "go on from a saved state; fxmask.guard(optimizer, model, masked_step=True) makes steps that leave all of them as they were when they raise."
             warn(message(what, first_of(broken), fix))
         for g in self._guarded:
-            g.site.__dict__["_fxmask_gone_back"] = False
+            g.site.__dict__["_fxmask_loaded_since_step"] = False
 
     def _look_for_replaced(self) -> None:
         """Once for each layer: those of a branch that does not always run have no gradient, either."""

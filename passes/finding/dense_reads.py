@@ -25,8 +25,8 @@ SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d")
 FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
 CHAINS = ("linalg_multi_dot", "chain_matmul")
-LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
-ALIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their second argument says what the first is to look like
+NEW_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+CAST_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their second argument says what the first is to look like
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
 
 
@@ -98,9 +98,9 @@ def _values_from(node: Node) -> list[Node]:
     Into what was made so others may write, as `w` in `torch.zeros_like(w).copy_(w)`: that is taken to be of what it is like.
     """
     name, inputs, gm = last_name(node), [n for n in node.all_input_nodes if not _is_fact(n)], node.graph.owning_module
-    if name in LIKE:
+    if name in NEW_LIKE:
         return inputs if gm is None or is_filled(gm, node) else inputs[1:]
-    return inputs[:1] if name in ALIKE else inputs
+    return inputs[:1] if name in CAST_LIKE else inputs
 
 
 def _is_index(node: Node) -> bool:

@@ -151,7 +151,7 @@ def after_load(site: Site, weight: Tensor) -> None:
             site._fxmask_lost = site._fxmask_mask is not None and (weight.is_meta or site._fxmask_step >= site._fxmask_config.start)
     if weight.is_meta:
         return
-    site._fxmask_loaded = site._fxmask_gone_back = True
+    site._fxmask_loaded = site._fxmask_loaded_since_step = True
     if stays:
         site_mask.fits(site, weight)
         for s in users:

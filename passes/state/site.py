@@ -65,7 +65,7 @@ class Site(nn.Module):
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
-    _fxmask_gone_back: bool = False  # weights were loaded since a guarded step last began, whatever masks came then
+    _fxmask_loaded_since_step: bool = False  # weights were loaded since a guarded step last began, whatever masks came then
     _fxmask_tied: Ties | None  # where several masks are of one weight: they share it
 
     # inside fxmask.dense

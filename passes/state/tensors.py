@@ -114,14 +114,17 @@ def has_values(t: Tensor) -> bool:
 
 def is_taken(weight: Tensor) -> bool:
     """Whether a wrapper has flattened a weight, or freed its memory, between forwards."""
-    plain = weight.layout is torch.strided and not (weight.is_meta or ranks.is_shard(weight)) and weight.numel() > 0
-    return weight.dim() < 2 or (plain and weight.untyped_storage().size() == 0)
+    return weight.dim() < 2 or (weight.layout is torch.strided and not ranks.is_shard(weight) and _is_freed(weight))
+
+
+def _is_freed(weight: Tensor) -> bool:
+    return weight.untyped_storage().size() == 0 and weight.numel() > 0 and not weight.is_meta
 
 
 def refuse_freed(name: str, weight: Tensor) -> None:
-    """UnsupportedError before a forward reads memory that is gone, by which the process would end. Of a weight without elements there is none."""
+    """UnsupportedError before a forward reads memory that is gone, by which the process would end."""
     plain = type(weight) is nn.Parameter or (type(weight) is Tensor and not is_functorch_wrapped_tensor(weight))
-    if plain and weight.layout is torch.strided and weight.untyped_storage().size() == 0 and weight.dim() > 1 and is_taken(weight):
+    if plain and weight.layout is torch.strided and _is_freed(weight):
         what = "this weight's memory was freed, as a wrapper does between its forwards: expected its values in a forward."
         raise UnsupportedError(message(what, name, "run the forward of the wrapper that freed it; or give it memory and values again."))
 
