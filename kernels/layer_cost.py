@@ -155,14 +155,16 @@ def pruned_dw(
     entries: int, tokens: int, shape: tuple[int, int], features: int, dtype: torch.dtype, mask: Tensor | None = None, block: tuple[int, int] = (1, 1), *,
     given: bool = False, index_itemsize: int = 4, tf32: bool = False,
 ) -> Cost:  # fmt: skip
-    """dW of `impl="triton"` from `entries` kept blocks of `features` of an input of `tokens` rows, as many in each strip; their list made by plain PyTorch.
+    """dW of `impl="triton"` from `entries` kept blocks of `features` of an input of `tokens` rows, as many in each strip, but in a ragged one, of lower norms,
+    as few as there can be; their list made by plain PyTorch.
 
     given: the mask's lists are, and are used where their strips are as wide as the input's blocks; others are made.
     """
     (n, k), item = shape, dtype.itemsize
     gathered = mask if mask is not None and listed(block) else None
-    strips = -(-k // features)
-    even = [entries // strips + (s < entries % strips) for s in range(strips)]
+    strips, whole = -(-k // features), k // features
+    first = min(entries, tokens * whole)
+    even = [first // whole + (s < first % whole) for s in range(whole)] + [entries - first] * (strips - whole)
     tiles = pruned_tiles(n, features, None if gathered is None else (gathered.shape[0], gathered.shape[1]), block)
     splits = splits_of(entries // strips, tiles * strips)
     lists = None if gathered is None else lists_of(gathered, shape, block, True, features)

@@ -14,6 +14,8 @@ and `index` (B, nnz), the kept blocks' flat numbers in a sample, ascending.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,6 +76,13 @@ def sample_shape(shape: tuple[int, ...] | torch.Size, turned: bool) -> tuple[int
 def block_count(rows: int, features: int, block: int) -> int:
     """Blocks of a sample."""
     return rows * -(-features // block)
+
+
+def kept_elements(values: Sequence[int], shape: Sequence[int], turned: bool) -> int:
+    """Elements of the input among kept blocks `values` (B, nnz, b), at most: of those at a ragged edge, whose norms are lower, as few as there can be."""
+    (n, kept, block), (_, rows, features) = values, sample_shape(tuple(shape), turned)
+    whole = rows * (features // block)
+    return n * (min(kept, whole) * block + max(0, kept - whole) * (features % block))
 
 
 def index_dtype(n_blocks: int) -> torch.dtype:

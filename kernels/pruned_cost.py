@@ -19,7 +19,7 @@ def pruned_matmul(
     `lists`: of a mask of W, transposed, in strips of b; `kept`: elements of W that it keeps in each strip. A strip has t_s tiles: ⌈N / BN⌉, or, of its list of
     c_s entries of U out_features each, f_s of which exist, ⌈c_s / Q⌉ with Q = BN / U; T tiles are launched a strip.
 
-    Useful FLOP   2 N b Σ E_s, a ragged block counted whole; with a mask 2 Σ E_s kept_s
+    Useful FLOP   2 N Σ E_s b_s, b_s features of strip s that exist; with a mask 2 Σ E_s kept_s
     Issued FLOP   2 BN b BT Σ t_s ⌈E_s / BT⌉
     Requested B   gy       i N Σ E_s, i bytes an element; with a mask i Σ E_s f_s
                   values   i b Σ t_s E_s
@@ -31,10 +31,11 @@ def pruned_matmul(
                   and 4 Σ c_s and 4 S; out the same
     The zeros outside of a mask are `zero_fill`, the sum of the splits `sum_splits`.
     """
-    (n, k), strips, total = shape, len(entries), sum(entries)
+    (n, k), strips = shape, len(entries)
     if lists is None:
         launched = cdiv(n, TILE_FEATURES)
-        tiles, features, flop, written = [launched] * strips, [n] * strips, 2 * n * block * total, n * k
+        flop = 2 * n * sum(e * min(block, k - s * block) for s, e in enumerate(entries))
+        tiles, features, written = [launched] * strips, [n] * strips, n * k
     else:
         q = TILE_FEATURES // lists.layout.unit
         launched = cdiv(lists.layout.units * lists.layout.unit, TILE_FEATURES)
@@ -75,16 +76,17 @@ def compress(x: int, saved: int) -> Cost:
     return stream({"x": x}, {"saved": saved})
 
 
-def plain_dw(shape: tuple[int, int], values: int, itemsize: int, wanted: int, *, gy: int, saved: int) -> Cost:
-    """dW (N, K) without the kernel, from `values` kept elements of the input; gy, saved: bytes of dY, of values and index; `wanted`: elements of it.
+def plain_dw(shape: tuple[int, int], values: int, kept: int, itemsize: int, wanted: int, *, gy: int, saved: int) -> Cost:
+    """dW (N, K) without the kernel, from `values` kept elements of the input, `kept` without the zeros that fill ragged blocks; gy, saved: bytes of dY, of
+    values and index; `wanted`: elements of dW.
 
-    Useful FLOP   2 N values, a ragged block counted whole; with a mask its share of that: wanted / (N K)
+    Useful FLOP   2 N kept; with a mask its share of that: wanted / (N K)
     Issued FLOP   2 N values
     Compulsory and requested B: dY, values and index read, i N K written, i bytes an element
     """
     n, k = shape
-    flop, moved = 2 * n * values, stream({"dy": gy, "saved": saved}, {"dw": n * k * itemsize})
-    return Cost(flop * wanted // max(1, n * k), flop, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
+    moved = stream({"dy": gy, "saved": saved}, {"dw": n * k * itemsize})
+    return Cost(2 * n * kept * wanted // max(1, n * k), 2 * n * values, moved.reads, moved.writes, moved.reads_min, moved.writes_min)
 
 
 def strip_rows(blocks: int, entries: int, index_itemsize: int) -> Cost:

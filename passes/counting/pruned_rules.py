@@ -8,6 +8,7 @@ from ...kernels import dense_cost, layer_cost, pruned_cost
 from ...kernels.cost import Cost
 from ...kernels.grid import kept_elements
 from ...kernels.lists import LISTED
+from ...kernels.prune import kept_elements as kept_of_input
 from .calls import Call, Place
 from .masked_rules import ROLES, implementation, lists_of, mask_of, masked_work, weight_of_forward
 from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
@@ -39,11 +40,12 @@ def _packing(call: Call, phase: str, x: Place, weight: str) -> Work:
 
 @rule("fxmask.pruned_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
-    """FLOP of the kept blocks, those of a ragged last one as if it were whole; under a mask of W the share of them that it wants is useful.
+    """FLOP of the kept blocks, at most: whole ones first (`kernels.prune.kept_elements`); under a mask of W the share of them that it wants is useful.
 
     Bytes: of the kernel where it would run, else of dY, what was saved and dW.
 
-    How many of the kept blocks each strip has is known to a run alone: they are counted as evenly spread, on which no byte but those of a weight mask depends.
+    How many of the kept blocks each strip has is known to a run alone: they are counted as evenly spread over whole ones, on which no byte but those of
+    a weight mask depends.
     """
     a = call.named
     gy, values, index, mask = a["gy"], a["values"], a["index"], a["mask"]
@@ -58,7 +60,8 @@ def _dw(call: Call, t: Target) -> list[Work]:
         cost = cost.renamed({"gy": "dy", "values": "saved", "out": "dw"})
     else:
         wanted = n * k if known is None else int(kept_elements(known, (n, k), block))
-        cost = pruned_cost.plain_dw((n, k), values.numel, item, wanted, gy=gy.bytes, saved=values.bytes + index.bytes)
+        elements = kept_of_input(values.shape, a["shape"], a["turned"])
+        cost = pruned_cost.plain_dw((n, k), values.numel, elements, item, wanted, gy=gy.bytes, saved=values.bytes + index.bytes)
     plain = layer_cost.dense("dw", gy.tokens, (n, k), item, t.tile)
     plain = plain.renamed(ROLES["dw"])
     weight, impl = weight_of_forward(call, "w"), "triton" if triton else ""

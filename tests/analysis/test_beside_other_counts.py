@@ -198,6 +198,19 @@ def test_the_dense_step_of_convolutions_and_their_weights_gradient(config, paddi
     assert found == [0, 0], "the input needs no gradient: what is masked is that of the weight"
 
 
+@pytest.mark.parametrize("impl", [None, "reference"])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.9])
+def test_blocks_at_a_ragged_edge_have_as_few_elements_as_they_have(ratio, impl):
+    """196 features in blocks of 64: the fourth has 4, a low norm, and is the first to go; what a real input keeps, element by element."""
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(196, 100)), fxmask.ActivationPruning(ratio, 64)), torch.randn(8, 7, 196)
+    _, index = torch.ops.fxmask.compress(x, 64, 28 - round(28 * ratio), False)
+    flop = 2 * 100 * int(torch.where(index % 4 == 3, 4, 64).sum())
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}["fxmask.pruned_dw"]
+    assert analyze(model, x, impl=impl).summary["flop"]["bwd_dw"] == counted == flop < 2 * 56 * 196 * 100
+
+
 def test_lists_of_a_mask_are_made_beside_pruning_too():
     ops = []
     for more in ((), (fxmask.ActivationPruning(0.5, 16),)):
