@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 where all went well, 1 where a result was wrong, 2 for a request that cannot be served."""
+    """Run a command; 0 where all went well, 1 where a result was wrong, 2 for a request that cannot be served, 130 where it was interrupted."""
     a = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a formula has signs that not every encoding has
@@ -63,4 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
     except OSError as e:
         print(f"fxmask: cannot read or write: {e}", file=sys.stderr)
+    except KeyboardInterrupt:
+        kept = "; the csv has every row that was measured, and the same command goes on behind it" if a.command == "bench" else ""
+        print(f"fxmask: interrupted{kept}.", file=sys.stderr)
+        return 130
     return 2

@@ -64,7 +64,9 @@ class Table:
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, names: Sequence[str] = WHAT) -> None:
         self.path, self.columns, self.names = path, tuple(columns), tuple(names)
-        self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()  # where nothing can be written, nothing need be measured first
+        self.rows = read(path, self.columns) if path.stat().st_size else []
         self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
 
     def __contains__(self, row: Row) -> bool:

@@ -219,6 +219,26 @@ def test_another_csv_is_refused(tmp_path):
         interleaved.run([], tmp_path, 0.0, None, interleaved.CONTENDERS)
 
 
+@pytest.mark.parametrize("taken", ["out", "out/cpu.csv"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, taken):
+    """A file where the folder belongs, a folder where the csv does."""
+    out, wrong = tmp_path / "out", tmp_path / taken
+    wrong.parent.mkdir(exist_ok=True)
+    wrong.touch() if wrong == out else wrong.mkdir()
+    monkeypatch.setattr(interleaved, "measure", lambda *a, **k: pytest.fail("measured"))
+    assert main(["bench", "--device", "cpu", "--quick", "--out", str(out)]) == 2
+    assert "cannot read or write" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_what_is_kept(tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interleaved, "measure", interrupt)
+    assert main(["bench", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "fxmask: interrupted; the csv has every row that was measured, and the same command goes on behind it.\n"
+
+
 def test_the_floor_counts_cells_and_names_those_below_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(floor, "GRID", (((48, 32), (300,), ("interleaved", "token_mixing")), ((48, 32), (20,), ("interleaved",))))
     monkeypatch.setattr(floor, "BLOCKS", (16, 64))  # 64 is larger than the weight, and left out
