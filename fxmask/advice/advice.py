@@ -44,8 +44,7 @@ def advice_of(
     at = provenance(device)
     linears = sum(1 + len(layer.others) for layer in layers)
     summary: dict[str, Any] = {"dense step": f"{1e3 * dense:.4g} ms"}
-    timed = {ratio for t in found for _, ratio in t.cells}
-    summary |= {f"at {100 * p.ratio:g} %": p.words(linears) if p.ratio in timed or not _left(found) else "not timed" for p in made}
+    summary |= {f"at {100 * p.ratio:g} %": _words(p, found, cells, linears) for p in made}
     if plan is None:
         best = max(holding(made, trials), key=lambda p: expected(p, trials), default=None)
         most = f"; the most is {expected(best, trials):.2f}, at {100 * best.ratio:g} %" if best else "" if trials else ": no layer is faster masked"
@@ -78,6 +77,14 @@ def advice_of(
 
 def _left(found: list[Timed]) -> int:
     return sum(t.left_out for t in found)
+
+
+def _words(plan: Plan, found: list[Timed], cells: list[Cell], linears: int) -> str:
+    """A plan in a line; with how many linears the time did not reach at its ratio, of which nothing is known."""
+    missed = sum(1 + len(layer.others) for t in found if t.missed(plan.ratio, cells) for layer in t.layers)
+    if missed and all(ratio != plan.ratio for t in found for _, ratio in t.cells):
+        return "not timed"
+    return plan.words(linears) + (f"; {missed} of {linears} linears were not timed" if missed else "")
 
 
 def _row(layer: Layer, timed: Timed | None, ratios: list[float], dense: float) -> dict[str, Any]:

@@ -62,6 +62,12 @@ class Timed:
         (b, r) = cell
         return any(o[0] >= b[0] and o[1] >= b[1] and q >= r and (self.gain((o, q)) or 1.0) < LOSES for o, q in self.cells)
 
+    def missed(self, ratio: float, cells: Iterable[Cell]) -> bool:
+        """Whether the time reached no cell of this ratio, though one could be faster than dense."""
+        own = [c for c in cells if c[1] == ratio]
+        untimed = self.left_out > 0 and not any(c in self.cells for c in own)
+        return untimed and any(not self.settled(c) and not whole(self.layers[0], c) for c in own)
+
 
 def order_of(blocks: Iterable[tuple[int, int]], ratios: Iterable[float]) -> list[Cell]:
     """The largest block first, the highest ratio first within it."""

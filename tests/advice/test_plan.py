@@ -71,6 +71,20 @@ def test_shares_add_up_to_no_more_than_the_step(step):
     assert len(said) == (step == 0.4) and all("took 2.00 times as long" in n and "of dense_ms times 0.50" in n for n in said)
 
 
+def test_a_ratio_says_which_layers_the_time_did_not_reach():
+    """One that loses at 80 % needs no time at 50 %; of one that the time did not reach nothing is known."""
+    cells = [(B64, 0.8), (B64, 0.5), (B64, 0.3)]
+    known = timed([layer("a")], 0.3, {(B64, 0.8): 0.1, (B64, 0.5): 0.4})
+    open_, lost = timed([layer("b", others=("c",))], 0.2, {(B64, 0.8): 0.1}), timed([layer("d")], 0.2, {(B64, 0.8): 0.3})
+    known.left_out, open_.left_out = 1, 2
+    found, options = [known, open_, lost], {"backward": "masked", "impl": "auto"}
+    made, layers = plans(found, [0.3, 0.5, 0.8], 1.0), [x for t in found for x in t.layers]
+    report = advice_of(nn.Identity(), layers, found, made, None, 1.0, 1.05, 10, options, torch.device("cpu"), (None, None), cells, [], 1.0, False, True, {})
+    said = {at: words.partition("linears")[2] or words for at, words in report.summary.items() if at.startswith("at ")}
+    assert report.summary["at 50 %"] == "no layer pays; 2 of 4 linears were not timed"
+    assert said["at 30 %"] == "not timed" and "timed" not in said["at 80 %"]
+
+
 def test_a_printed_call_names_no_more_than_four_layers_and_its_arguments_name_all():
     layers = [layer(name) for name in "abcdefghijk"]
     found = [timed(layers[:6], 0.1, {(B64, 0.8): 0.05}), timed(layers[6:], 0.1, {(B32, 0.8): 0.05})]
