@@ -96,7 +96,7 @@ def _of_masked(masked: list[Work], works: list[Work], device: Device, tf32: bool
     weights = sum(_weight_bytes(roofline.dense_of(w)) for w in masked)
     added = [w for w in works if w.extra and w.launches and w.phase != "opt"]  # the guard's own masks are in the masked step's rows
     said = [_left_out(1 - flop / dense if dense else 0, plain, low, added)]
-    if plain and weights / plain < 0.5:
+    if plain and weights / plain < 0.5 and any(w.kept is not None for w in masked):  # pruning and block dropout are of activations
         said.append(
             f"Activations dominate: of the dense layers' bytes {1 - weights / plain:.1%} are activations and their gradients, which a weight mask does not "
             "shrink; fewer tokens a step, or wider layers, make weights count."

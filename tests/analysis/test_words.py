@@ -277,3 +277,11 @@ def test_a_schedule_on_its_way():
     assert said(report, "a ratio of 0.4") and "at its end it is 0.8" in said(report, "Masks are as they are now")
     fxmask.step(model, 10)
     assert not said(fxmask.analyze(model, torch.empty(4, 64), device=H100), "Masks are as they are now")
+
+
+@pytest.mark.parametrize("config", [fxmask.WeightMask(0.5), fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.5, (16, 16))])
+def test_only_a_weight_mask_is_said_to_shrink_no_activation(config):
+    """What the other two leave out are activations."""
+    model = fxmask.apply(mlp(64, 128)(), config, include="*")
+    report = fxmask.analyze(model, torch.empty(4096, 64), device=H100)
+    assert bool(said(report, "Activations dominate")) == isinstance(config, fxmask.WeightMask)
