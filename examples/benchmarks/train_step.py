@@ -135,7 +135,7 @@ def run(a: argparse.Namespace) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 2 for a use that cannot be measured."""
+    """0, or 2 for a use that cannot be measured, or a csv that cannot be read or written."""
     a = arguments(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which is asked for memory, says when it starts and stops
     try:
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             print(train_step_plot.plot(a.plot))
         else:
             run(a)
-    except FxMaskError as e:
+    except (FxMaskError, OSError) as e:
         print(f"train_step.py: {e}", file=sys.stderr)
         return 2
     return 0

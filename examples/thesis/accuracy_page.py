@@ -134,7 +134,10 @@ def tables(rows: list[Row], times: list[Row]) -> dict[str, str]:
 
 
 def filled(page: str, known: dict[str, str]) -> str:
-    """The page with its tables written anew. Raises: KeyError for a table that there isn't."""
+    """The page with its tables written anew. Raises: KeyError for a table that there isn't, ValueError for one without rows."""
+    empty = [found[2] for found in TABLE.finditer(page) if not known[found[2]].strip()]
+    if empty:
+        raise ValueError(f"no rows of the tables {', '.join(empty)}")
     return TABLE.sub(lambda found: found[1] + known[found[2]] + found[3], page)
 
 
@@ -144,9 +147,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=RESULTS)
     p.add_argument("--times", type=Path, default=isoflop.TIMES)
     args = p.parse_args(argv)
-    known = tables(read(args.csv), read(args.times))
-    for page in args.pages:
-        page.write_text(filled(page.read_text(), known))
+    try:
+        known = tables(read(args.csv), read(args.times))
+        texts = {page: filled(page.read_text(), known) for page in args.pages}
+    except (KeyError, ValueError) as error:
+        what = f"expected the csv of accuracy.py with rows for every table of the pages, got {args.csv}: {type(error).__name__} {error}"
+        print(f"accuracy_page.py: {what}.\n  fix: name another --csv; the pages are as they were.", file=sys.stderr)
+        return 2
+    for page, text in texts.items():
+        page.write_text(text)
         print(page)
     return 0
 

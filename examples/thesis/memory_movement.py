@@ -101,13 +101,15 @@ def accuracies(path: Path) -> dict[str, dict[tuple[str, str], float]]:
                 found.setdefault(mode, {}).setdefault((r["block"], f"{float(r['ratio']):.0%}"), []).append(float(r["top1"]))
     except (OSError, KeyError, ValueError) as error:
         sys.exit(f"--accuracy: expected a csv with columns block, ratio, mode and top1, got {path}: {type(error).__name__} {error}.")
+    if not found:
+        sys.exit(f"--accuracy: expected rows of runs that have a block, got none in {path}.")
     return {mode: {cell: fmean(values) for cell, values in cells.items()} for mode, cells in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, ("--accuracy", dict(type=Path, metavar="CSV", help="measured top-1: columns block, ratio, mode, top1")))
-    rows, text = cells(), text_cells()
     modes = accuracies(args.accuracy) if args.accuracy else {}
+    rows, text = cells(), text_cells()
     for mode, top1 in (modes or {"": None}).items():
         print(f"Figures 6.1 and 6.2{': ' + mode if mode else ''}, GiB, ours, variant A, 391 batches, derived\n\n{grid(rows, 'ours', top1)}\n")
         save(args.out, f"memory_movement_{mode}" if mode else "memory_movement", rows, lambda top1=top1: draw(rows, top1))  # type: ignore[misc]

@@ -33,10 +33,10 @@ def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[
 
 
 def exit_code(script: str, run: Callable[[], object]) -> int:
-    """What a script ends with: 0, or 2 where fxmask refuses what was asked for, which is then said."""
+    """What a script ends with: 0, or 2 where fxmask refuses what was asked for, or a file cannot be read or written, which is then said."""
     try:
         run()
-    except FxMaskError as error:
+    except (FxMaskError, OSError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         return 2
     return 0

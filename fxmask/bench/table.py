@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import os
 from collections.abc import Iterable, Sequence
@@ -64,9 +65,10 @@ class Table:
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, names: Sequence[str] = WHAT) -> None:
         self.path, self.columns, self.names = path, tuple(columns), tuple(names)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()  # where nothing can be written, nothing need be measured first
-        self.rows = read(path, self.columns) if path.stat().st_size else []
+        path.parent.mkdir(parents=True, exist_ok=True)  # where nothing can be written, nothing is measured first
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
         self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
 
     def __contains__(self, row: Row) -> bool:

@@ -57,3 +57,15 @@ def test_prices_of_no_runs_are_an_error(tmp_path, capsys):
     (tmp_path / "other.csv").write_text("phase,run\nisoflop,dense-d64\n")
     assert gaps.main(["--csv", str(tmp_path / "none.csv")]) == 2 == gaps.main(["--csv", str(tmp_path / "other.csv")])
     assert "expected rows of phase final" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [None, "", "a,b\n1,2\n", "phase,run,seed,epochs\nfinal,dense-muon,0,20\n"], ids=["missing", "empty", "another's", "cut short"])
+def test_a_csv_without_the_runs_leaves_the_pages_as_they_are(tmp_path, capsys, text):
+    pages, table = [tmp_path / page.name for page in accuracy_page.PAGES], tmp_path / "runs.csv"
+    for page, own in zip(pages, accuracy_page.PAGES, strict=True):
+        page.write_text(own.read_text())
+    if text is not None:
+        table.write_text(text)
+    assert accuracy_page.main([*map(str, pages), "--csv", str(table)]) == 2
+    assert "the pages are as they were" in capsys.readouterr().err
+    assert [page.read_text() for page in pages] == [page.read_text() for page in accuracy_page.PAGES]

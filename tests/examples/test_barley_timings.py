@@ -138,6 +138,14 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert barley_figure_10.largest_batch(a, "dense") == 0
 
 
+@pytest.mark.parametrize(("script", "options"), [(barley_figures_4_5, OPERATOR), (barley_figure_10, EPOCH)], ids=["4 and 5", "10"])
+def test_a_folder_that_cannot_be_made_is_said_first(tmp_path, capsys, script, options):
+    (tmp_path / "taken").touch()
+    assert script.main([*options, "--out", str(tmp_path / "taken" / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "[Errno " in err and "taken" in err
+
+
 def test_rows_that_need_not_be_measured_again(tmp_path):
     table = Table(tmp_path / "t.csv", ("block", "ms", "busy", "verdict", "device"), ("block",))
     table.extend([{"block": "8", "ms": "1", "busy": "1", "verdict": "busy", "device": "a"}, {"block": "16", "ms": "2", "busy": "0", "device": "a"}])

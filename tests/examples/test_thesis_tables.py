@@ -150,6 +150,10 @@ def test_accuracy_needs_its_columns(tmp_path):
     for path in (tmp_path / "a.csv", tmp_path / "none.csv"):
         with pytest.raises(SystemExit, match=r"--accuracy: expected a csv with columns block, ratio, mode and top1, got .*csv"):
             memory_movement.accuracies(path)
+    for text in ("", "block,ratio,mode,top1\n", "block,ratio,mode,top1\n,,masked,80\n"):  # no run has ended, or dense ones alone
+        (tmp_path / "a.csv").write_text(text)
+        with pytest.raises(SystemExit, match=r"--accuracy: expected rows of runs that have a block, got none in .*a\.csv"):
+            memory_movement.accuracies(tmp_path / "a.csv")
 
 
 def test_masked_elements():

@@ -262,6 +262,9 @@ def test_wrong_use(tmp_path, capsys):
         assert train_step.main([*TINY, *EAGER, "--csv", str(tmp_path / "a.csv"), *options]) == 2
         assert text in capsys.readouterr().err
     assert not (tmp_path / "a.csv").exists()
+    (tmp_path / "taken").touch()
+    assert train_step.main([*TINY, *EAGER, "--csv", str(tmp_path / "taken" / "a.csv")]) == 2
+    assert capsys.readouterr().err.startswith("train_step.py: [Errno ")
     with pytest.raises(ConfigError, match=r"Sequential: expected an nn.Linear whose name matches 'blocks\.\*', got a model without linears"):
         step_models.check_maskable(nn.Sequential(nn.Conv2d(3, 8, 3)), "blocks.*")
     with pytest.raises(ConfigError, match="inputs: expected tensors on cpu, where the model's weights are, got one on meta"):
