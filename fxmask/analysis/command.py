@@ -100,6 +100,8 @@ def main(a: argparse.Namespace) -> int:
         raise ConfigError(f"--explain prints text: expected no --format without -o, got {', '.join(a.format)}.\n  fix: leave it out, or give -o DIR, too.")
     if len(asked := [f"--{name}" for name in ("explain", "table", "compare") if getattr(a, name)]) > 1:
         raise ConfigError(f"each of --explain, --table and --compare prints something else: expected one of them, got {' and '.join(asked)}.")
+    if "thesis" in (a.table or ()) and a.memory_model != "thesis":
+        raise ConfigError("--table thesis: expected --memory-model thesis, which makes it, got none.\n  fix: add it.")
     check_formats(a.format, out, bool(a.table))
     check_mask_options(a, ("compare",))
     dtype = getattr(torch, a.dtype, None) if a.dtype else None

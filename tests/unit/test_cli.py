@@ -86,10 +86,11 @@ def test_an_encoding_without_some_signs(monkeypatch):
         (("explain", SPEC, "--ratio", "0.5", "-o", ".csv"), "-o: expected a path, got '.csv'."),
         (("analyze", SPEC, "--input", "99999999999999999999x64"), "input: expected fewer than 2^63 elements, got '99999999999999999999x64'."),
         (("analyze", SPEC, "--input", "8x64:quint8"), "input: expected a dtype that is not quantized, such as int8, got '8x64:quint8'."),
+        (("analyze", SPEC, "--input", "8x64", "--table", "thesis"), "--table thesis: expected --memory-model thesis, which makes it, got none."),
         (("advise", SPEC, "--input", "8x64:float8_e4m3fn", "--seconds", "1"), "the model cannot run on these inputs: RuntimeError: "),
         (("bench", "--device", "cpu", "--seed", "9" * 20, "--list"), f"--seed {'9' * 20}: expected a number nearer to 0 than 2^53."),
     ],
-    ids=["out is a file", "dispatch", "tf32", "block", "out", "a suffix alone", "size", "quantized", "8 bits", "seed"],
+    ids=["out is a file", "dispatch", "tf32", "block", "out", "a suffix alone", "size", "quantized", "no such table", "8 bits", "seed"],
 )
 def test_requests_that_cannot_be_meant(args, said, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
