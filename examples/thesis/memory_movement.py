@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EPOCHS, BATCHES = 200, (391, 390.625)
+MOVED = "GiB moved in 200 epochs, capped at the dense model's"
 TEXT = {"dense": "318", "32x32": "277"}  # the source's "approximately 318" and "approx. 277"
 
 
@@ -87,7 +88,7 @@ def draw(rows: list[Row], accuracy: dict[tuple[str, str], float] | None = None) 
     axes.set_yticks(range(len(blocks)), blocks)
     axes.set_xlabel("ratio")
     axes.set_ylabel("block")
-    figure.colorbar(image, label="GiB moved in 200 epochs" if accuracy is None else "top-1 accuracy (%); numbers: GiB moved in 200 epochs")
+    figure.colorbar(image, label=MOVED if accuracy is None else f"top-1 accuracy (%); numbers: {MOVED}")
     return figure
 
 
@@ -111,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     modes = accuracies(args.accuracy) if args.accuracy else {}
     rows, text = cells(), text_cells()
     for mode, top1 in (modes or {"": None}).items():
-        print(f"Figures 6.1 and 6.2{': ' + mode if mode else ''}, GiB, ours, variant A, 391 batches, derived\n\n{grid(rows, 'ours', top1)}\n")
+        name = f"Figures 6.1 and 6.2{': ' + mode if mode else ''}"
+        print(f"{name}, GiB capped at the dense model's, ours, variant A, 391 batches, derived\n\n{grid(rows, 'ours', top1)}\n")
         save(args.out, f"memory_movement_{mode}" if mode else "memory_movement", rows, lambda top1=top1: draw(rows, top1))  # type: ignore[misc]
     print(f"The same with 390.625 batches\n\n{grid(rows, 'at_390.625_batches')}\n")
     masked = [r for r in text if r["published"] == TEXT["32x32"]]

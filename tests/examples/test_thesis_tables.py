@@ -132,7 +132,7 @@ def test_memory_movement(tmp_path, capsys):
     measured.write_text("block,ratio,mode,top1\n32x32,0.8,masked,75.19\n")
     assert memory_movement.main(["--out", str(tmp_path), "--accuracy", str(measured)]) == 0
     out = capsys.readouterr().out
-    assert "75.2% 278.01" in out and "277.75" in out
+    assert "75.2% 278.01" in out and "277.75" in out and "masked, GiB capped at the dense model's, ours" in out
     assert "0 of 8 candidates give 277; the nearest is 277.75" in out
     assert out.rstrip().split("\n")[-1].startswith("1 of 2 published figures agree with a candidate")
     assert {p.name for p in tmp_path.iterdir()} == {measured.name, "memory_movement_masked.csv", "memory_movement_masked.png", "memory_movement_text.csv"}
