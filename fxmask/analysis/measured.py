@@ -66,6 +66,6 @@ def _row(name: str, got: dict[str, Any], group: list[dict[str, Any]], traffic: l
     dram = [got[k] for k in ("dram_read_bytes", "dram_write_bytes") if got.get(k) is not None]
     if len(dram) == 2:
         row["bytes_meas"] = sum(dram)
-        row["dram_est"] = sum(r["bytes_dram_est"] for r in moved)
+        row["bytes_dram_est"] = sum(r["bytes_dram_est"] for r in moved)
     copied = ("l2_bytes", "l1_hit_rate", "l2_hit_rate", "gbps_meas", "launches")
     return row | {k: got[k] for k in copied if got.get(k) is not None}

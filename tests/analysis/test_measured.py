@@ -97,4 +97,4 @@ def test_a_name_means_its_own_rows(name):
 def test_measured_bytes_stand_beside_the_estimate_of_the_same_rows(report, csv):
     report.attach_measurements(ncu_csv=csv(("fc2", 5000)))
     (row,) = report.tables["measured"]
-    assert (row["bytes_meas"], row["dram_est"]) == (2000, sum(r["bytes_dram_est"] for r in report.tables["traffic"] if r["module"] == "fc2"))
+    assert (row["bytes_meas"], row["bytes_dram_est"]) == (2000, sum(r["bytes_dram_est"] for r in report.tables["traffic"] if r["module"] == "fc2"))
