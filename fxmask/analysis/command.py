@@ -148,7 +148,7 @@ def _said(a: argparse.Namespace, report: Analysis, plain: Analysis | None) -> st
         return "\n\n".join(report.printed(t, form) for t in a.table)
     if a.compare and plain is not None and plain is not report:
         both = plain.compare(report)
-        both.notes += report.notes
+        both.notes += [n for n in report.notes if n not in both.notes]
         return formatted(both, a.format[0]) if a.format and a.out is None else str(both)
     if a.format and a.out is None:
         return report.printed("all", a.format[0])

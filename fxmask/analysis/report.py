@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..files import as_path, csv_text, write_files
 from ..report import FORMATS, SUFFIX, TABLEFMT, Report
 from .measured import attach
+from .summary import LOWER_BOUNDS
 
 SCHEMA = "fxmask.analysis/1"
 TABLES = ("summary", "modules", "nodes", "traffic", "roofline", "footprint", "coverage", "thesis")
@@ -92,7 +93,8 @@ class Analysis(Report):
                 row |= {f"{c}_a": x, f"{c}_b": y, f"{c}_ratio": y / x if x and y is not None else None}
             rows.append(row)
         totals = {n: f"{self.summary[n]['total']} -> {other.summary[n]['total']}" for n in ("flop", "flop_executed", "bytes_min", "bytes_req")}
-        return Report(f"a: {self.title}\nb: {other.title}", rows, ["A FLOP ratio is not a speed-up."], totals)
+        less = [n for n in dict.fromkeys((*self.notes, *other.notes)) if n.startswith(LOWER_BOUNDS)]
+        return Report(f"a: {self.title}\nb: {other.title}", rows, ["A FLOP ratio is not a speed-up.", *less], totals)
 
     def attach_measurements(
         self, *, ncu_csv: str | Path | None = None, timings: dict[str, float] | None = None, energy: dict[str, Any] | None = None

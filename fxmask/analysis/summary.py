@@ -18,6 +18,7 @@ CPU_STRIPS = (
     "fxmask.advise times a dense model's layers here."
 )
 CPU_DENSE = "No bound of the speed-up is stated for a CPU, whose caches least times leave out; fxmask.advise times a dense model's layers here."
+LOWER_BOUNDS = "Totals are lower bounds"
 NAMES = {"fwd": "fwd", "recompute": "recompute", "dX": "bwd_dx", "dW": "bwd_dw", "db": "bwd_db", "opt": "opt"}
 
 
@@ -82,7 +83,7 @@ def words(works: list[Work], device: Device, tf32: bool, covered: dict[str, floa
     said = [f"A FLOP ratio is not a speed-up; t_min is a lower bound{of_what}; L1 hits and bank conflicts are not modelled."]
     if min(covered.values()) < 100:
         parts = ", ".join(f"{v:.1f} % of {n.removesuffix('_pct')}" for n, v in covered.items())
-        said.append(f"Totals are lower bounds (>=): covered are {parts}; table coverage names the ops, register_cost adds one.")
+        said.append(f"{LOWER_BOUNDS} (>=): covered are {parts}; table coverage names the ops, register_cost adds one.")
     if masked:
         return said + _of_masked(masked, works, device, tf32)
     if any(w.extra for w in works):

@@ -1,5 +1,6 @@
 """Costs of ops that nobody knows: told of, registered, put right, refused."""
 
+import copy
 import functools
 import inspect
 
@@ -60,6 +61,13 @@ def registries():
     for table, before in ((RULES, rules), (flop_registry, formulas)):
         table.clear()
         table.update(before)
+
+
+def test_a_comparison_says_that_its_totals_are_lower_bounds():
+    model, _, _ = custom_op()
+    plain, masked = (analyze(m, X) for m in (model, fxmask.apply(copy.deepcopy(model), ratio=0.5, block=(8, 8))))
+    assert [n for n in plain.compare(masked).notes if n.startswith("Totals are lower bounds (>=)")]
+    assert plain.compare(analyze(nn.Linear(16, 8), X)).notes[1:] == [n for n in plain.notes if n.startswith("Totals")]
 
 
 def test_an_unknown_op_and_its_cost(registries):
