@@ -36,7 +36,7 @@ class Plan:
         if not self.blocks:
             return "no layer pays"
         what = ", ".join(f"{b[0]}x{b[1]} in {n}" for b, n in Counter(self.blocks.values()).most_common())
-        return f"{what} of {linears} linears: {1e3 * self.step:.3g} ms a step, {self.gain:.2f} times as fast as dense"
+        return f"{what} of {linears} linears: {1e3 * self.step:.3g} ms a step predicted, {self.gain:.2f} times as fast as dense"
 
 
 def best_block(timed: Timed, ratio: float) -> tuple[tuple[int, int] | None, float | None]:

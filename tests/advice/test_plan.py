@@ -127,7 +127,7 @@ def test_arguments_mask_what_the_plan_says_with_its_blocks():
         timed([layer("c")], 0.1, {(B64, 0.8): 0.2}),
     ]
     (plan,) = plans(found, [0.8], 1.0)
-    assert plan.block == B64 and plan.words(4).startswith("64x64 in 2, 32x32 in 1 of 4 linears")
+    assert plan.block == B64 and plan.words(4).startswith("64x64 in 2, 32x32 in 1 of 4 linears: ") and " predicted, " in plan.words(4)
     rows = {r["name"]: r for r in fxmask.explain(fxmask.apply(model, **plan.arguments(10, {"backward": "ste"}))).rows}
     assert {n: rows[n]["block"] for n in "abd"} == {"a": "64x64", "b": "32x32", "d": "64x64"} and not rows["c"]["masked"]
     assert all(rows[n]["backward"] == "ste" and rows[n]["target_ratio"] == 0.8 for n in "abd")
