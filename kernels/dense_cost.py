@@ -37,17 +37,25 @@ def matmul(
     return Cost(flop, 2 * batch * tiles_m * bm * tiles_n * bn * k, reads, out, reads_min, dict(out))
 
 
+def products_of(op: str, pixels: int, c_out: int, c_in: int, kernel: tuple[int, ...], groups: int) -> tuple[int, int, int]:
+    """(m, n, k) of each group's product in a convolution's forward, dx or dw, of as many multiplications all three."""
+    n, k, taps = c_out // groups, c_in // groups, prod(kernel)
+    return {"dx": (pixels, k, n * taps), "dw": (n, k * taps, pixels)}.get(op, (pixels, n, k * taps))
+
+
 def convolution(
     pixels: int, c_out: int, c_in: int, kernel: tuple[int, ...], itemsize: int, tile: Tile, *, groups: int = 1, x: int, w: int, y: int,
-    names: tuple[str, str, str] = ("x", "w", "y"), bias: int = 0,
+    names: tuple[str, str, str] = ("x", "w", "y"), bias: int = 0, op: str = "forward",
 ) -> Cost:  # fmt: skip
-    """A convolution as the matmul that it is: `pixels` (batch x spatial positions of the output) by c_out by c_in * kernel, in `groups`.
+    """A convolution as the matmul that it is, in `groups`, with `pixels` (batch x spatial positions of the output) and a kernel of `taps` positions.
 
-    x, w, y: bytes of the tensors, each moved once at least. dX and dW have the same products, with other `names`. Requested bytes count an unfolded input.
+    Forward       (pixels, c_in taps) @ (c_in taps, c_out)
+    dX            (pixels, c_out taps) @ (c_out taps, c_in)
+    dW            (c_out, pixels) @ (pixels, c_in taps)
+    x, w, y: bytes of the operands by their place in the product, each moved once at least. Requested bytes count what slides over the kernel unfolded.
     """
-    k = c_in // groups * prod(kernel)
     a, b, c = names
-    found = matmul(pixels, c_out // groups, k, itemsize, tile, batch=groups, names=names, bias=bias)
+    found = matmul(*products_of(op, pixels, c_out, c_in, kernel, groups), itemsize, tile, batch=groups, names=names, bias=bias)
     moved = {a: x, b: w}
     reads = {n: max(v, moved.get(n, v)) for n, v in found.reads.items()}
     return Cost(found.flop_useful, found.flop_issued, reads, {c: y}, found.reads_min | moved, {c: y})

@@ -114,18 +114,19 @@ def _convolution(call: Call, t: Target) -> list[Work]:
 
 
 def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, transposed: bool, groups: int, bias: bool) -> Work:
-    """Forward, dX and dW of a convolution have the same products: x, w, y are the forward's tensors, or their gradients."""
+    """Forward, dX and dW of a convolution have as many multiplications: x, w, y are the forward's tensors, or their gradients."""
     c_out, c_in = (w.shape[1] * groups, w.shape[0]) if transposed else (w.shape[0], w.shape[1] * groups)
     kernel = w.shape[2:]
     spatial = (x if transposed else y).shape[2:]
     pixels = y.shape[0] * prod(spatial)
     names = {"dX": ("dy", "w", "dx"), "dW": ("dy", "x", "dw")}.get(phase, ("x", "w", "y"))
-    moved = {"dX": (y, w, x), "dW": (y, x, w)}.get(phase, (x, w, y))
+    moved, op = {"dX": (y, w, x), "dW": (y, x, w)}.get(phase, (x, w, y)), phase.lower()
     cost = dense_cost.convolution(
         pixels, c_out, c_in, kernel, x.dtype.itemsize, t.tile, groups=groups, x=moved[0].bytes, w=moved[1].bytes, y=moved[2].bytes, names=names,
-        bias=c_out if bias else 0,
+        bias=c_out if bias else 0, op=op,
     )  # fmt: skip
-    work = Work(call, phase, EXACT, cost, pixels, c_out // groups, c_in // groups * prod(kernel), groups, x.dtype, weight=w.weight, elements=w.numel)
+    m, n, k = dense_cost.products_of(op, pixels, c_out, c_in, kernel, groups)
+    work = Work(call, phase, EXACT, cost, m, n, k, groups, x.dtype, weight=w.weight, elements=w.numel)
     if w.mask is not None and groups == 1 and not transposed and not (phase == "dW" and w.mask.whole_dw):  # W∘M of a masked convolution
         leave_out(work, w)
     return work

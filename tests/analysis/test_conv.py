@@ -1,6 +1,7 @@
 """FLOP and bytes of masked convolutions: kept elements times output positions, by hand and by PyTorch's counter of the dense model."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from analysis.counted import pytorch_count
 from torch import nn
 
 import fxmask
+from fxmask.analysis import devices
 from fxmask.kernels import dense_cost
 from fxmask.kernels.grid import expand_mask
 from fxmask.passes.counting.calls import Call, Place
@@ -135,3 +137,19 @@ def test_every_op_of_a_convolution_has_its_own_order_of_arguments(op, groups, bi
         2 * 8 * 8, 32, 16, (3, 3), 4, (128, 128), groups=groups, x=x.bytes, w=w.bytes, y=y.bytes, bias=32 if biased else 0
     )
     assert work.cost.flop_useful == 2 * work.m * work.n * work.k * groups and ("bias" in work.cost.reads) == biased
+
+
+@pytest.mark.parametrize(("c_in", "c_out", "groups"), [(64, 256, 1), (256, 64, 1), (64, 256, 4)])
+def test_products_of_a_backward_are_those_of_their_gemms(c_in, c_out, groups):
+    """By hand, tiles of 128x128 of outputs that are larger: what is read again, and whose kernel slides, differ from the forward's."""
+    model, x = nn.Conv2d(c_in, c_out, 3, padding=1, groups=groups, bias=False), torch.empty(4, c_in, 32, 32, requires_grad=True)
+    report, m, g, f = fxmask.analyze(model, x, device=dataclasses.replace(devices.device("a30"), dense_tile=(128, 128))), 4 * 32 * 32, groups, 4
+    i, o = c_in // g, c_out // g
+    rows = {r["phase"]: r for r in report.tables["nodes"] if r["flop"]}
+    assert {p: (r["m"], r["n"], r["k"], r["batch"]) for p, r in rows.items()} == {"fwd": (m, o, 9 * i, g), "dX": (m, i, 9 * o, g), "dW": (o, 9 * i, m, g)}
+    assert len({r["flop"] for r in rows.values()}) == 1
+    asked = {(r["phase"], r["operand"]): r["bytes_req"] for r in report.tables["traffic"] if r["direction"] == "read"}
+    tiles = lambda n: -(-n // 128)  # noqa: E731
+    assert asked["fwd", "x"] == f * g * m * 9 * i * tiles(o) and asked["fwd", "w"] == f * g * 9 * i * o * tiles(m)
+    assert asked["dX", "dy"] == f * g * m * 9 * o * tiles(i) and asked["dX", "w"] == f * g * 9 * i * o * tiles(m)
+    assert asked["dW", "dy"] == f * g * m * o * tiles(9 * i) and asked["dW", "x"] == f * g * m * 9 * i * tiles(o)
