@@ -52,7 +52,7 @@ def roofline(report: Analysis, path: str | Path) -> Path:
 
 
 def traffic(report: Analysis, path: str | Path) -> Path:
-    """Bytes of a step by phase: compulsory, requested, in sectors, in lines."""
+    """Bytes of a step by phase: compulsory, the estimate for DRAM, requested, in sectors, in lines."""
     plt = available()
     rows = report.tables["traffic"]
     phases = list(dict.fromkeys(r["phase"] for r in rows))
