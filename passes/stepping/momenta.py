@@ -14,6 +14,8 @@ from .held import states_of
 
 STEP_SIZE, AVERAGE = "step_size", "ax"  # of Rprop, which begins at the lr, and of ASGD, at the weight
 NO_MOMENTA = (STEP_SIZE, AVERAGE)
+# averages of gradients, by PyTorch's names; with a coupled decay alone they come near the weight: SGD's to weight_decay / (1 - momentum) of it
+OF_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta"})
 
 
 def momenta_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
@@ -43,16 +45,18 @@ def word(key: Any) -> Any:
 
 
 def is_copy(key: Any, t: Tensor, w: Tensor) -> Tensor:
-    """Whether a state is a copy of the weight (an average, slow weights, Schedule-Free's z), 0-d bool: ASGD's by its name, others by their values."""
+    """Whether a state is a copy of the weight (an average, slow weights, Schedule-Free's z), 0-d bool: ASGD's and momenta by name, others by their values."""
+    if word(key) in OF_GRADIENTS:
+        return torch.zeros((), dtype=torch.bool, device=t.device)
     return ((t - w).norm() < 0.5 * w.norm()) | (word(key) == AVERAGE)
 
 
 def start_anew(key: Any, t: Tensor, where: Tensor, weight: Tensor, clear: str) -> None:
     """Let elements of a state begin: at zero; at the weight where the state is a copy of it.
 
-    No momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. What `clear` names is known to be one.
+    No other momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. What `clear` names is known to be one.
     """
-    if word(key) == clear:
+    if word(key) == clear or word(key) in OF_GRADIENTS:
         t.masked_fill_(where, 0)
         return
     w = weight.to(t)

@@ -193,3 +193,34 @@ def test_states_may_have_keys_that_are_no_words():
         assert not state.any()
     out = ~expand_mask(fxmask.masks(model)["0.weight"], before.shape, (16, 16))
     assert torch.equal(before[out], model[0].weight[out]) and optimiser.state[model[0].weight][0].any()
+
+
+def test_a_momentum_that_decay_has_brought_near_the_weight_is_none():
+    """A coupled decay of 0.1 under a momentum of 0.9 makes the momentum of a weight without gradients the weight itself."""
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), ratio=0.5, block=(16, 32))
+    optimiser = optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    fxmask.guard(optimiser, model, masked_weights="decay", returning="zero")
+    w = model[0].weight
+    with torch.no_grad():
+        w.fill_(1.0)[:16] = 2.0  # kept, and falls faster
+    for _ in range(200):
+        near = optimiser.state[w]["momentum_buffer"][16:].clone() if optimiser.state else None
+        model(torch.zeros(2, 32)).sum().backward()
+        optimiser.step()
+        if fxmask.masks(model)["0.weight"].tolist() == [[False], [True]]:
+            break
+    assert near is not None and torch.allclose(near, w[16:], rtol=0.1)
+    assert not optimiser.state[w]["momentum_buffer"][16:].any()
+
+
+@pytest.mark.parametrize("options", [{}, dict(masked_step=True)], ids=["copies", "masked_step"])
+def test_a_first_momentum_that_is_like_the_weight_is_none(options):
+    """The gradient of half the squared weight is the weight."""
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), ratio=0.5, block=(16, 16))
+    optimiser = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    fxmask.guard(optimiser, model, **options)
+    kept = expand_mask(fxmask.masks(model)["0.weight"], (32, 32), (16, 16))
+    (model(torch.eye(32)).square().sum() / 2).backward()
+    optimiser.step()
+    momentum = optimiser.state[model[0].weight]["momentum_buffer"]
+    assert not momentum[~kept].any() and momentum[kept].all()
