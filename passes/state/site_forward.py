@@ -25,12 +25,12 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     """The mask, for a forward. StateError where training counts steps and nobody does; a warning where that leaves an evaluation dense."""
     if isinstance(weight, Proxy) or (is_fx_symbolic_tracing() and get_proxy_mode() is None):
         refuse_tracing(site)
+    refuse_lost(site, weight)  # first, as it has nothing to be stale
     if uncounted(site):
         nobody_counts(site, weight)
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
-    refuse_lost(site, weight)
     _refuse_shard(site, weight)
     if is_wrapped(weight):  # PyTorch 2.11 guards on what a call is given: names would part layers that are alike
         refuse_wrapped(site._fxmask_name, weight)

@@ -195,6 +195,12 @@ def test_a_mask_that_was_lost_on_meta_is_not_used(refresh):
     model(X)
 
 
+def test_a_mask_that_was_lost_on_meta_is_not_said_to_be_stale():
+    model = fxmask.apply(mlp(), ratio=0.75, refresh=2).to("meta").to_empty(device="cpu").eval()
+    with pytest.raises(StateError, match="a cached mask was lost on the meta device"):  # and no warning, which would be an error here
+        model(X)
+
+
 def test_a_change_of_dtype_leaves_the_masks_alone():
     model = fxmask.apply(mlp(), refresh=2).type(torch.float64)
     fxmask.step(model, 0)
