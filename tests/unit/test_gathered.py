@@ -52,12 +52,12 @@ def count(monkeypatch):
     return found
 
 
-def train(optimiser, closure=False, steps=6, **mask):
+def train(optimiser, closure=False, steps=6, policy="auto", **mask):
     torch.manual_seed(0)
     model = Several()
     fxmask.apply(model, **{"ratio": 0.5, "block": (16, 16), "layers": (nn.Linear, nn.Conv2d), **mask})
     optimiser = OPTIMISERS[optimiser](model.parameters())
-    fxmask.guard(optimiser, model)
+    fxmask.guard(optimiser, model, policy)
     before = copy.deepcopy([p.detach() for p in model.parameters()])
     for _ in range(steps):
         x = torch.randn(8, 50)
@@ -117,6 +117,15 @@ def test_masked_elements_stay_and_others_move(count):
             kept = expand_mask(mask, p.flatten(1).shape, (16, 16))
             moved = (p.detach() != old).flatten(1)
             assert moved[kept].all() and not moved[~kept].any()
+
+
+def test_masked_elements_decay_where_that_was_asked_for(count):
+    model, _, before = train("adamw", refresh=0, policy="decay")
+    for name, p, old in zip(dict(model.named_parameters()), model.parameters(), before, strict=True):
+        if (mask := fxmask.masks(model).get(name)) is not None:
+            out = ~expand_mask(mask, p.flatten(1).shape, (16, 16))
+            torch.testing.assert_close(p.detach().flatten(1)[out], old.flatten(1)[out] * (1 - 0.01 * 0.1) ** 6)
+    assert not count
 
 
 def test_large_weights_alone_are_gathered_in_blocks_that_are_not_narrow():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxmask
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.stepping import gathered
 
 MUON = dict(lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 
@@ -125,7 +126,9 @@ def in_plain_pytorch(optimiser_of, seen):
     return [w.detach() for w in weights]
 
 
-def test_muon_steps_as_if_masked_blocks_had_never_been():
+@pytest.mark.parametrize("large", [gathered.LARGE, 0])
+def test_muon_steps_as_if_masked_blocks_had_never_been(large, monkeypatch):
+    monkeypatch.setattr(gathered, "LARGE", large)  # of weights that other optimisers' steps gather
     weights, seen, optimiser = ramped(lambda params: optim.Muon(params, **MUON))
     assert any((a[0] & ~b[0]).any() for a, b in zip(seen[2], seen[-1], strict=True)), "no block has left since its first momentum: nothing is tested"
     for got, expected in zip(weights, in_plain_pytorch(lambda params: optim.Muon(params, **MUON), seen), strict=True):

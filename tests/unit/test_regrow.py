@@ -144,6 +144,25 @@ def test_zero_momenta_on_return_where_the_step_has_no_gradient(refresh):
     assert came
 
 
+def test_a_step_that_raised_leaves_no_mask_to_the_next_one():
+    """Other weights are loaded, whose kept blocks have momenta, and the next step has no gradient: no block has come back."""
+    model = layer()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fxmask.guard(optimizer, model, returning="zero")
+    next(train(model, optimizer, 1))
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    hook.remove()
+    old, other = mask_of(model), {name: p.flip(0) for name, p in model.state_dict().items()}
+    model.load_state_dict(other)
+    assert not torch.equal(mask_of(model), old)
+    optimizer.state[model[0].weight]["momentum_buffer"].fill_(1)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["momentum_buffer"].all()
+
+
 def test_told_steps_leave_the_optimiser_alone():
     model = layer(refresh=4, regrow=fxmask.Regrow("random", 0.3))
     fxmask.step(model, 0)
