@@ -149,10 +149,8 @@ def _put_back(optimizer: Optimizer, guarded: list[Guarded]) -> None:
 def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
     group = group_of(optimizer, g.weight) or {}
     decayed = old * (1 - group.get("lr", 0.0) * group.get("weight_decay", 0.0))
-    if not g.by_grad and not g.had_gradient and g.weight.grad is None:  # only the weight can tell whether it was stepped
-        decayed = torch.where((ranks.part(g.weight) != old).any(), decayed, old)
-    skipped = getattr(optimizer, "found_inf", None)  # GradScaler lets a fused step run, and it moves nothing
-    return decayed if skipped is None else torch.where(skipped.to(old.device) != 0, old, decayed)
+    stepped = (ranks.part(g.weight) != old).any()  # nothing else tells of all steps that are skipped, as under a GradScaler
+    return torch.where(stepped, decayed, old)
 
 
 def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> None:

@@ -130,6 +130,7 @@ def test_a_momentum_that_a_step_without_grad_makes_begins_anew():
 def test_decay_is_of_weights_that_were_stepped():
     """Of a layer that had no gradient it cannot be told but by its weight."""
     model, optimiser = build(MainGrad)
+    model[0].weight.data[:, 0] = 0  # what is zero does not move where it is masked
     fxmask.guard(optimiser, model, masked_weights="decay")
     before, whole = masked_parts(model, lambda w: w), model[2].weight.detach().clone()
     model(torch.randn(4, 64)).square().mean().backward()
@@ -139,6 +140,23 @@ def test_decay_is_of_weights_that_were_stepped():
     now = masked_parts(model, lambda w: w)
     torch.testing.assert_close(now["0.weight"], before["0.weight"] * (1 - 0.01 * 0.1), rtol=1e-6, atol=0)
     assert torch.equal(model[2].weight, whole) and not torch.equal(now["0.weight"], before["0.weight"])
+
+
+class Skips(optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure) if all(p.grad.isfinite().all() for p in self.param_groups[0]["params"]) else None
+
+
+@pytest.mark.parametrize(("make", "scaled"), [(Skips, False), (optim.AdamW, True)])
+def test_a_step_that_is_skipped_decays_nothing(make, scaled):
+    model = fxmask.apply(mlp(), ratio=0.5, block=BLOCK)
+    optimiser = make(model.parameters(), lr=0.01, weight_decay=0.1, fused=scaled)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    fxmask.guard(optimiser, model, masked_weights="decay")
+    before = copy.deepcopy(model.state_dict())
+    scaler.scale(model(torch.randn(4, 64)).square().mean() * float("inf")).backward()
+    scaler.step(optimiser)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_a_step_on_kept_blocks_leaves_the_others_too():

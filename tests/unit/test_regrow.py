@@ -144,6 +144,18 @@ def test_zero_momenta_on_return_where_the_step_has_no_gradient(refresh):
     assert came
 
 
+def test_masked_blocks_that_learn_keep_their_momenta():
+    model = layer(**SOFT)
+    optimizer, last, came = optim.SGD(model.parameters(), lr=20, momentum=0.9), mask_of(model), 0
+    fxmask.guard(optimizer, model, returning="zero")
+    for _ in train(model, optimizer, 12):
+        back = elements(mask_of(model) & ~last)
+        came += int(back.sum())
+        assert optimizer.state[model[0].weight]["momentum_buffer"][back].all()
+        last = mask_of(model)
+    assert came
+
+
 def test_a_step_that_raised_leaves_no_mask_to_the_next_one():
     """Other weights are loaded, whose kept blocks have momenta, and the next step has no gradient: no block has come back."""
     model = layer()
