@@ -144,6 +144,18 @@ def test_zero_momenta_on_return_where_the_step_has_no_gradient(refresh):
     assert came
 
 
+@pytest.mark.parametrize(("block", "other"), [((8, 8), (16, 4)), ((SIDE, 33), (SIDE, 40))])
+def test_elements_that_come_back_with_other_blocks_have_no_momenta(block, other):
+    model = layer(block=block, phases={1: {"block": other}})
+    old = expand_mask(mask_of(model), (SIDE, SIDE), block)
+    optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    fxmask.guard(optimizer, model, returning="zero")
+    optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(SIDE, SIDE)
+    next(train(model, optimizer, 1))
+    back = expand_mask(mask_of(model), (SIDE, SIDE), other) & ~old
+    assert back.any() and torch.equal(optimizer.state[model[0].weight]["momentum_buffer"] == 0, back)
+
+
 def test_masked_blocks_that_learn_keep_their_momenta():
     model = layer(**SOFT)
     optimizer, last, came = optim.SGD(model.parameters(), lr=20, momentum=0.9), mask_of(model), 0
