@@ -71,8 +71,8 @@ class Guarded:
 
     @property
     def moved(self) -> bool:
-        """After a step: whether it may have moved, by a gradient, which a closure makes inside and some steps take away, or without."""
-        return not self.by_grad or self.had_gradient or self.weight.grad is not None
+        """After a step: whether it may have moved, by the gradient that it has by now, which a closure makes inside, or by whatever some optimisers use."""
+        return not self.by_grad or self.weight.grad is not None
 
     @property
     def into(self) -> Tensor:
