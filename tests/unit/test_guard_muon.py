@@ -137,6 +137,17 @@ def test_muon_steps_as_if_masked_blocks_had_never_been(large, monkeypatch):
         assert not optimiser.state[p]["momentum_buffer"][~kept].any()
 
 
+def test_a_momentum_that_looks_like_a_copy_of_its_weight_is_cleared():
+    model = fxmask.apply(mlp(), ratio=0.6, block=(16, 16))
+    optimiser, w = optim.Muon(matrices(model), **MUON), model[0].weight
+    fxmask.guard(optimiser, model)
+    optimiser.state[w]["momentum_buffer"] = w.detach().clone()
+    model(torch.randn(8, 64)).square().mean().backward()
+    out = ~expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16))
+    optimiser.step()
+    assert out.any() and not optimiser.state[w]["momentum_buffer"][out].any()
+
+
 def test_dense_gradients_are_for_regrowth_alone():
     """RigL's dense steps: Muon moves kept elements as the kept part of the gradient says, and the gradient is whole again after the step."""
     torch.manual_seed(0)
