@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels.grid import matrix_shape
@@ -30,7 +29,7 @@ def fits(g: Guarded, momenta: Mapping[str, Tensor]) -> bool:
     if w.numel() < LARGE or g.site._fxmask_in_place or min(g.block[1], matrix_shape(w.shape)[1]) < HELD:
         return False
     plain = type(w) is nn.Parameter and all(type(t) is Tensor for t in momenta.values())  # no shard
-    return plain and all(t.device.type == "cpu" and t.layout is torch.strided for t in (w, *momenta.values()))
+    return plain and all(t.device.type == "cpu" for t in (w, *momenta.values()))
 
 
 @dataclass

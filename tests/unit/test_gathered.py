@@ -128,6 +128,26 @@ def test_masked_elements_decay_where_that_was_asked_for(count):
     assert not count
 
 
+def test_a_step_on_kept_blocks_gathers_the_others_where_there_is_no_gradient(count):
+    class Decays(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.9)
+
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), ratio=0.5, block=(16, 16), refresh=0)
+    optimiser, w = Decays(model.parameters(), lr=0.1), model[0].weight
+    fxmask.guard(optimiser, model, masked_step="elementwise")
+    out, before = ~expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16)), w.detach().clone()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimiser.step()
+    between = w.detach().clone()
+    optimiser.zero_grad()
+    optimiser.step()
+    assert torch.equal(w[out], before[out]) and torch.equal(w[~out], between[~out] * 0.9) and count
+
+
 def test_large_weights_alone_are_gathered_in_blocks_that_are_not_narrow():
     found, sizes = {}, {"small": (256, 256), "large": (512, 512), "narrow": (512, 512)}
     model = nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
