@@ -73,3 +73,23 @@ def test_a_muon_under_a_soft_mask_takes_its_steps():
     for _ in range(2):
         optimiser.step(lambda: penalised(model, torch.randn(8, 64)))
     assert (w != before).all()
+
+
+def test_masked_weights_stay_where_a_history_moves_a_layer_without_a_gradient():
+    """LBFGS steps along directions of before, when more blocks were kept."""
+    torch.manual_seed(0)
+    model = fxmask.apply(mlp(), **OPTIONS, schedule=fxmask.Schedule("linear", steps=3))
+    optimiser, w, x = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model[2].weight, torch.randn(8, 64)
+    fxmask.guard(optimiser, model)
+
+    def closure(whole=True):
+        optimiser.zero_grad()
+        loss = (model if whole else model[0])(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    optimiser.step(closure)
+    out, before = ~expand_mask(fxmask.masks(model)["2.weight"], w.shape, (16, 16)), w.detach().clone()
+    optimiser.step(lambda: closure(whole=False))
+    assert w.grad is None and torch.equal(w[out], before[out]) and not torch.equal(w[~out], before[~out])
