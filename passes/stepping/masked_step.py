@@ -90,10 +90,7 @@ def begin(optimizer: Optimizer, guarded: Iterable[Guarded], vouched: bool) -> St
 def _stand_in(optimizer: Optimizer, weights: list[StandIn]) -> Optimizer:
     """An object of the optimiser's class with the small Parameters in the weights' places; the rest is the optimiser's own."""
     small = {id(s.guarded.weight): s.small for s in weights}
-    groups = []
-    for group in optimizer.param_groups:
-        params = [small.get(id(p), p) for p in group["params"]]
-        groups.append(group if all(p is q for p, q in zip(params, group["params"], strict=True)) else {**group, "params": params})
+    groups = [{**group, "params": [small.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups]
     found: defaultdict[Any, Any] = defaultdict(dict, optimizer.state)
     for s in weights:
         weight, old = s.guarded.weight, found.pop(s.guarded.weight, None)

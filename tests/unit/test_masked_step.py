@@ -302,6 +302,11 @@ def test_the_host_knows_how_many_blocks_are_kept(config):
     train(model, optimiser, each=check)
 
 
+@pytest.mark.parametrize("config", [dict(ties="keep"), dict(schedule=fxmask.Feedback("loss", every=1))], ids=str)
+def test_or_says_that_the_mask_alone_does(config):
+    assert kept_on_host(build(optim.SGD, dict(lr=0.1), **config)[0][0]) is None
+
+
 def test_a_feedback_says_nothing_of_a_mask_that_it_has_not_built():
     """The ratio falls to keeping every block, and the mask in force is still the one that was built at a higher ratio."""
     model, optimiser = build(optim.AdamW, ADAMW, refresh=100, schedule=fxmask.Feedback("loss", every=1, change=0.35))

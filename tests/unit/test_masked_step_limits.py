@@ -292,14 +292,14 @@ def test_gradients_that_are_no_plain_tensors():
         optimiser.step()
 
 
-class Wrapped(Own):
-    """Its groups are somebody else's."""
+def elsewhere(name):
+    """A class whose groups, or state, are somebody else's."""
+    return type("Wrapped", (Own,), {name: property(lambda self: self.held, lambda self, value: setattr(self, "held", value))})
 
-    param_groups = property(lambda self: self.held, lambda self, groups: setattr(self, "held", groups))
 
-
-def test_an_optimiser_that_keeps_its_groups_elsewhere():
-    model, optimiser = build(Wrapped, {}, schedule=None)
+@pytest.mark.parametrize("name", ["param_groups", "state"])
+def test_an_optimiser_that_keeps_its_groups_or_its_state_elsewhere(name):
+    model, optimiser = build(elsewhere(name), {}, schedule=None)
     fxmask.guard(optimiser, model, masked_step="elementwise")
     gradients(model, optimiser)
     before = model[0].weight.detach().clone()
