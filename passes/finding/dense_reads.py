@@ -80,9 +80,15 @@ def values_behind(value: Any, given: Given) -> list[Node]:
 
 
 def inputs_in(weight: Any, given: Given) -> list[Node]:
-    """The inputs of a model, among others, that make a weight an activation: matrices that take part in it, where vectors and numbers would only scale it."""
-    found = behind(weight, inputs=lambda node: [n for n in given.get(node) or _values_from(node) if not (_is_index(n) or _is_small(n))])
+    """The inputs of a model, among others, that make a weight an activation: what its values come from, where vectors and numbers would only scale it."""
+    found = behind(weight, inputs=lambda node: _makers(node, given.get(node) or _values_from(node)))
     return [n for n in found if n.op == "placeholder" and n not in given]
+
+
+def _makers(node: Node, inputs: Sequence[Node]) -> Sequence[Node]:
+    """Which of a node's inputs make what it gives: of a matrix the matrices, but without one vectors, as `outer` makes one; indices alone, as `one_hot`."""
+    values = [n for n in inputs if not _is_index(n)] or inputs
+    return (not _is_small(node) and [n for n in values if not _is_small(n)]) or values
 
 
 def inputs_of_layers(weight: Any, given: Given) -> list[Node]:
@@ -109,8 +115,9 @@ def _is_index(node: Node) -> bool:
 
 
 def _is_small(node: Node) -> bool:
+    """Whether a node is a number or a vector, which may lie in several axes."""
     value = recorded_value(node)
-    return isinstance(value, torch.Tensor) and value.dim() < 2
+    return isinstance(value, torch.Tensor) and sum(n != 1 if isinstance(n, int) else True for n in value.shape) < 2
 
 
 def _is_fact(node: Node) -> bool:

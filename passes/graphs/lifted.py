@@ -139,9 +139,9 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
     placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
     if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    if any(not (_held_by(n) or _is_trainable_input(real.get(n), n)) for n in inputs_in(w, body.given)):
+    if any(not (_is_held(n) or _is_trainable_input(real.get(n), n)) for n in inputs_in(w, body.given)):
         return ACTIVATION
-    return ACTIVATION if any(not (_held_by(n) or isinstance(real.get(n), nn.Parameter)) for n in inputs_of_layers(w, body.given)) else ""
+    return ACTIVATION if any(not (_is_held(n) or isinstance(real.get(n), nn.Parameter)) for n in inputs_of_layers(w, body.given)) else ""
 
 
 def _is_trainable_input(value: Any, source: Node) -> bool:
@@ -149,7 +149,7 @@ def _is_trainable_input(value: Any, source: Node) -> bool:
     if not isinstance(value, Tensor):
         return value is None
     whole = value if value._base is None else value._base
-    return isinstance(whole, nn.Parameter) or (whole.requires_grad and (whole.is_leaf or source_name(source) != ""))
+    return isinstance(whole, nn.Parameter) or (whole.requires_grad and (whole.is_leaf or (source_name(source) != "" and not _is_of_an_object(source))))
 
 
 def _untrained(source: Node, value: Any) -> str:
@@ -167,6 +167,18 @@ def _held_by(source: Node) -> set[str]:
     """The attributes by which an input is held; none of what a call is given."""
     found = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", ""))}
     return {attribute for attribute in found if attribute and not attribute.startswith("__")}
+
+
+def _is_held(source: Node) -> bool:
+    """Whether a module or a closure holds an input, and no call is given it."""
+    return bool(_held_by(source)) and not _is_of_an_object(source)
+
+
+def _is_of_an_object(source: Node) -> bool:
+    """Whether an input is an attribute of an object that is no module, as of a named tuple or a dataclass that a call is given."""
+    where = getattr(_source_of(source), "guard_source", None)
+    where = where() if callable(where) else where
+    return bool(_held_by(source) - {"cell_contents"}) and "MODULE" not in getattr(where, "name", "MODULE")
 
 
 def _is_buffer(source: Node | None) -> bool:

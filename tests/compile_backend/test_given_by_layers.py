@@ -1,5 +1,8 @@
 """What layers give for inputs is no weight in graphs, however it comes to a product; what they make of parameters, or choose among them, is one."""
 
+import dataclasses
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,6 +247,71 @@ def test_a_weight_that_a_layer_chooses_is_one():
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
     gm = fxmask.apply(torch.export.export(model, (x,)).module(), **OPTIONS)
     assert [r["masked"] for r in fxmask.explain(gm).rows] == [False, True]
+
+
+class OfVectors(Scores):
+    """Matrices of vectors, and of bits and whole numbers that choose nothing; a vector that scales a weight, whatever its axes, makes none."""
+
+    def forward(self, x, numbers):
+        made = self.w + torch.outer(x[0], x[1]), torch.stack([row * self.w[0] for row in x]), (x.mean(0) @ self.w.repeat(1, 32)).view(32, 32)
+        made += (x > 0).to(x.dtype) * self.w[0], F.one_hot(numbers, 32).to(x.dtype) * self.w[0], (9 * x).to(torch.int8).to(x.dtype) * self.w[0]
+        y = F.linear(x, self.w * x.mean(0)) + F.linear(x, self.w * x.mean(0, keepdim=True))
+        for w in made:
+            y = y + F.linear(x, w)
+        return y
+
+
+def test_a_matrix_that_is_made_of_an_inputs_vectors_or_whole_numbers_is_no_weight():
+    model, x = OfVectors(), (torch.randn(32, 32), torch.arange(32))
+    with pytest.warns(FxMaskWarning, match=r"^linear_[2-7] stays dense: its weight is computed from an input of the model\.$") as told:
+        (text,) = graph_of(model, *x, **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 2, exactly=True).run(text)
+    with pytest.warns(FxMaskWarning, match=r"^linear_[2-7] stays dense: its weight is computed from an input of the model\.$") as also:
+        gm = fxmask.apply(torch.export.export(model, x).module(), **OPTIONS)
+    assert len(told) == len(also) == 6 and sum(r["masked"] for r in fxmask.explain(gm).rows) == 2
+
+
+def test_whole_numbers_and_bits_that_a_call_is_given_are_no_weight_of_a_trace():
+    class Edges(Scores):
+        def forward(self, x, edges):
+            return F.linear(self.q(x), edges.to(x.dtype)) + F.linear(x, (edges > 0).to(x.dtype))
+
+    with pytest.warns(FxMaskWarning, match=r"^linear_[12] stays dense: its weight is computed from an input of the model\.$") as told:
+        fxmask.apply(torch.export.export(Edges(), (torch.randn(32, 32), torch.ones(32, 32, dtype=torch.long))).module(), **OPTIONS)
+    assert len(told) == 2
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Batch, Record])
+def test_what_an_object_holds_that_a_call_is_given_is_an_input(kind):
+    class OfBatch(Scores):
+        def forward(self, batch):
+            return F.linear(self.q(batch.x), self.k(batch.x)) + F.linear(batch.x, batch.x * self.w[0])
+
+    with pytest.warns(FxMaskWarning, match=r"^linear_[23] stays dense: its weight is computed from an input of the model\.$") as told:
+        (text,) = graph_of(OfBatch(), kind(torch.randn(32, 32)), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 2, exactly=True).run(text)
+    assert len(told) == 2
+
+
+def test_what_an_earlier_graph_has_left_in_an_object_is_no_weight():
+    class Leaves(Scores):
+        def forward(self, record):
+            record.x = self.k(record.x)
+            torch._dynamo.graph_break()
+            return F.linear(self.q(record.x), record.x)
+
+    with pytest.warns(FxMaskWarning, match="^x stays dense: its weight is a plain tensor, not a parameter"):
+        _, text = graph_of(Leaves(), Record(torch.randn(32, 32)), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
 
 
 def test_what_many_layers_are_given_is_walked_once(monkeypatch):
