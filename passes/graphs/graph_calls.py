@@ -19,8 +19,9 @@ MASKED_LINEAR = torch.ops.fxmask.masked_linear.default
 BLOCK_INDEX = torch.ops.fxmask.block_index.default
 LINEARS = {F.linear, torch.ops.aten.linear.default, torch.ops.aten.linear}  # F.linear is torch._C._nn.linear; the last one is written by hand alone
 EMBEDDINGS = {F.embedding, F.embedding_bag, torch.ops.aten.embedding.default, torch.ops.aten.embedding_bag.padding_idx}
-# what Dynamo calls the module that it was given, or finds; or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on
-ROOT = re.compile(r"^([LG]\['\w+'\](\.__self__)?|L__self__[._]*)")
+# what Dynamo calls the module that it was given, or finds; or one whose bound method it was given, as `compile()` of a container is from PyTorch 2.14 on;
+# or one that a decorator around its forward hands on, `def wrapper(*args, **kwargs)`
+ROOT = re.compile(r"^(L\['args'\]\[\d+\]|L\['kwargs'\]\['\w+'\]|[LG]\['\w+'\](\.__self__)?|L__self__[._]*)")
 INDEX = re.compile(r"""(?:\._modules)?\[(?:'([^']*)'|"([^"]*)"|(\d+))\]""")  # of a list or a dict, and of a key that is no name
 PRUNED, DROPPED = "fxmask_pruned", "fxmask_dropped"  # containers of a graph module, for inputs
 S = TypeVar("S", bound=nn.Module)

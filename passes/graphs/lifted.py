@@ -17,7 +17,7 @@ from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_prob
 from ..finding.dense_reads import ACTIVATION, inputs_in, inputs_of_layers, reads_in, values_behind
 from ..infra import recorded_value
 from .bodies import Body
-from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
+from .graph_calls import EMBEDDINGS, LINEARS, ROOT, call_stack, layer_name, weight_arg
 from .regions import is_trainable
 
 PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
@@ -196,7 +196,7 @@ def source_name(node: Node) -> str:
     source = _source_of(node)
     if source is None:
         return ""
-    _, _, rest = source.name.partition("]")  # L['self'], or another local or global
+    _, _, rest = ROOT.sub("]", source.name).partition("]")  # L['self'], or another local or global
     parts = ["".join(found) for found in PARTS.findall(rest)]
     if "cell_contents" in parts:  # of a closure
         parts = parts[parts.index("cell_contents") + 1 :]

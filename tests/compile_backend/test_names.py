@@ -1,11 +1,13 @@
 """Names behind a graph break are those of the submodule where the graph begins: whatever goes by names says so."""
 
 import copy
+import functools
 import re
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, Wrap, compiled, failing
 from sample_models import mlp
 from torch import nn
@@ -328,3 +330,34 @@ def test_a_layer_does_not_go_by_the_name_of_its_call():
     model = compiled(Named(), "aot_eager", **OPTIONS, include="linear")
     model(torch.randn(2, 64))
     assert [row["name"] for row in fxmask.explain(model).rows if row["masked"]] == ["linear"]
+
+
+def handed_on(forward):
+    """As decorators around a forward do it, those of transformers among them."""
+
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.made = nn.Linear(64, 64), nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+
+    @handed_on
+    def forward(self, x, q, k):
+        return self.made(self.fc(x)) + F.linear(q, k)
+
+
+@pytest.mark.parametrize("call", [compiled, in_place])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_names_behind_a_decorator_are_the_model_s_and_what_it_hands_on_are_inputs(by_name, call):
+    model, x, q, k = Decorated(), *(torch.randn(64, 64) for _ in range(3))
+    placed, named = ((x,), {"q": q, "k": k}) if by_name else ((x, q, k), {})
+    masked = call(model, **OPTIONS, overrides={"fc": False, "made": dict(ratio=0.5)})
+    with pytest.warns(FxMaskWarning, match=r"^linear(_\d)? stays dense: its weight is a plain tensor, not a parameter\.$") as told:
+        masked(*placed, **named)
+    assert len(told) == 1 and [(r["name"], r["masked"]) for r in fxmask.explain(model).rows] == [("fc", False), ("made", True)]
