@@ -13,7 +13,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, is_mask, weight_arg
 from ..graphs.graph_site import graph_weights
 from ..graphs.regions import attribute, bodies_of, given_to, is_trainable
 from ..graphs.writes import is_filled, last_name
@@ -53,6 +53,8 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
         inputs = _values_from(node)
         if node in given:
             made[node] = given[node]
+        elif is_mask(node):  # what multiplies by W∘M is not dense
+            continue
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
         elif (node.all_input_nodes or node.op == "call_function") and all(n in made for n in inputs):

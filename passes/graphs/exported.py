@@ -12,15 +12,18 @@ from torch.fx import GraphModule, Node
 
 from ...kernels import nm_ops  # noqa: F401  (registers the two N:M ops)
 from ..finding.candidate import join
+from ..finding.dense_reads import PRODUCTS, made_of_weights
 from ..finding.graph_linears import graph_modules
 from ..infra import recorded_value
 from ..state.tensors import is_taken
-from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
+from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, is_mask, layer_name, resolve, weight_arg
 from .graph_site import GraphSite
 from .regions import attribute, incoming
+from .writes import last_name
 
 ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
 CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
+EXPAND = torch.ops.aten.expand.default
 WHERE = torch.ops.aten.where.ScalarOther
 ELEMENTWISE = {WHERE: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
 # W∘M of N:M masks: where the weight and the mask stand among the arguments
@@ -48,28 +51,52 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
     graphs = list(graph_modules(model))
     comes_in = incoming(graphs)
     for prefix, gm in graphs:
+        readers = _readers(gm, comes_in)
         for node in gm.graph.nodes:
             if node.target is MASKED_LINEAR:
                 call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
                 w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
                 if not _of_a_site(gm, mask):
                     name, weight, unfit = _weight(model, prefix, gm, node, w, comes_in)
-                    made = mask if mask.target is BLOCK_INDEX else None
-                    yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(gm, mask), _kept(gm, made), unfit)
-            elif node.target in LINEARS or node.target in CONVOLUTIONS:  # multiplies by W∘M, which the graph computes
-                given: Any
-                read = weight_arg(node)
-                made = next((n for n in behind(read) if n.target is BLOCK_INDEX), None)
-                if made is None and read.target in ELEMENTWISE and (read.target is not WHERE or _in_nm_layer(node)):
-                    given, (w_at, mask_at) = read.args, ELEMENTWISE[read.target]
-                    name, weight, unfit = _weight(model, prefix, gm, node, given[w_at], comes_in)
-                    known = None if unfit or mask_at is None else _value(gm, given[mask_at])
+                    yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(gm, mask), _kept(gm, mask), unfit)
+            elif node in readers:
+                made, w, block = readers[node]
+                name, weight, unfit = _weight(model, prefix, gm, node, w, comes_in)
+                yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(gm, made), _kept(gm, made), unfit)
+            elif node.target in LINEARS or node.target in CONVOLUTIONS:
+                read: Any = weight_arg(node)
+                if read.target in ELEMENTWISE and (read.target is not WHERE or _in_nm_layer(node)):
+                    w_at, mask_at = ELEMENTWISE[read.target]
+                    name, weight, unfit = _weight(model, prefix, gm, node, read.args[w_at], comes_in)
+                    known = None if unfit or mask_at is None else _value(gm, read.args[mask_at])
                     yield Inside(name, node, weight, None, None, "masked_dense", known, None, unfit)
-                elif made is not None:
-                    given = made.args
-                    name, weight, unfit = _weight(model, prefix, gm, node, given[0], comes_in)
-                    known = None if unfit else _value(gm, made)
-                    yield Inside(name, node, weight, (given[3], given[4]), None, "reference", known, _kept(gm, made), unfit)
+
+
+def _readers(gm: GraphModule, comes_in: dict[Node, str]) -> dict[Node, tuple[Node, Node, tuple[int, int]]]:
+    """What multiplies by W∘M that the graph computes, as for an owner that reads a weight: the mask, the weight that it is put on, and its block."""
+    parameters = {n for n in gm.graph.nodes if n in comes_in or isinstance(_constant(gm, n), nn.Parameter)}
+    weights = made_of_weights(gm, {n: ((n,), False) for n in parameters})
+    found: dict[Node, tuple[Node, Node, tuple[int, int]]] = {}
+    masked: dict[Node, Node] = {}  # what is made of a mask and weights alone: the mask
+    put_on: dict[Node, Node] = {}
+    blocks: dict[Node, tuple[int, int]] = {}
+    for node in gm.graph.nodes:
+        args: Any = node.args
+        of = [n for n in node.all_input_nodes if n in masked]
+        if is_mask(node):
+            masked[node] = node
+            if node.target is BLOCK_INDEX:
+                put_on[node], blocks[node] = args[0], (args[3], args[4])
+        elif of and (node.target in LINEARS or node.target in CONVOLUTIONS or last_name(node) in PRODUCTS):
+            made = masked[of[0]]
+            if made in put_on and made in blocks and (last_name(node) in PRODUCTS or weight_arg(node) in of):
+                found[node] = made, put_on[made], blocks[made]
+        elif of and node.target is not MASKED_LINEAR and all(n in masked or n in weights for n in node.all_input_nodes):
+            masked[node] = made = masked[of[0]]
+            if node.target is EXPAND and len(args[1]) == 4:  # each of its bits to a block
+                blocks.setdefault(made, (args[1][1], args[1][3]))
+            put_on.update((made, n) for n in node.all_input_nodes if made not in put_on and n in weights and weights[n][0])
+    return found
 
 
 def _of_a_site(gm: GraphModule, mask: Node) -> bool:
@@ -110,7 +137,7 @@ def _value(gm: GraphModule, node: Any) -> Any:
     return None if any(v is None for v in args) else node.target(*args)
 
 
-def _kept(gm: GraphModule, made: Node | None) -> int | None:
+def _kept(gm: GraphModule, mask: Node) -> int | None:
     """How many blocks a graph keeps, by the constant that it was traced with."""
-    keep = None if made is None else _value(gm, made.args[1])
+    keep = _value(gm, mask.args[1]) if mask.target is BLOCK_INDEX else None
     return None if keep is None or keep.is_meta else int(keep)

@@ -37,6 +37,11 @@ def bias_arg(node: Node) -> Any:
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
 
 
+def is_mask(node: Node) -> bool:
+    """Whether a node is a block mask of a model that was masked before it was traced: made in each forward, or cached."""
+    return node.target is BLOCK_INDEX or (node.op == "get_attr" and str(node.target).rpartition(".")[2] == "_fxmask_mask")
+
+
 def input_arg(node: Node) -> Any:
     """The input of a linear call, or of the call of a Linear module."""
     return node.args[0] if node.args else node.kwargs["input"]

@@ -91,6 +91,32 @@ def test_weights_that_owners_read_and_convolutions():
     assert rows(traced(model, torch.randn(1, 16, 8, 8)), columns) == rows(model, columns) and len(rows(model)) == 2
 
 
+class Multiplies(nn.Module):
+    """Reads weights, as owners of layers do, in products of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.conv = nn.Linear(64, 64), nn.Linear(64, 64), nn.Conv2d(16, 32, 2)
+
+    def forward(self, x):
+        y = nn.functional.linear(x @ self.a.weight.T, self.b.weight.to(x.dtype), self.b.bias)
+        return self.conv(y.view(-1, 16, 2, 2))
+
+
+@pytest.mark.parametrize("options", [{}, dict(refresh=5), dict(refresh=5, backward="ste"), dict(refresh=5, impl="reference")])
+def test_products_with_masked_weights_that_the_graph_computes(options):
+    torch.manual_seed(0)
+    model, x = fxmask.apply(Multiplies(), ratio=0.5, block=(32, 16), layers=(nn.Linear, nn.Conv2d), **options), torch.randn(4, 64)
+    fxmask.step(model, 0)
+    gm = traced(model, x)
+    columns = ("name", "shape", "block", "blocks", "achieved_ratio")
+    assert rows(gm, columns) == rows(model, columns) and len(fxmask.explain(gm).rows) == 3
+    y = gm(x)
+    with pytest.warns(FxMaskWarning) as told:
+        fxmask.apply(gm, **OPTIONS)
+    assert len(told) == 1 and "were masked before it was traced" in str(told[0].message) and torch.equal(gm(x), y)
+
+
 def test_a_layer_in_a_body_and_one_whose_weight_is_computed():
     class Cond(nn.Module):
         def __init__(self):
