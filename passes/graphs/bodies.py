@@ -17,14 +17,14 @@ TRANSPARENT = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap"
 class Body(NamedTuple):
     """A graph, where its inputs come from (placeholder -> placeholder of the outermost graph), and what keeps its linears dense, if anything does.
 
-    `given` and `several` are of all bodies: what calls give for their inputs, and inputs that come from other places in other calls of the same body.
+    `given` and `places` are of all bodies: what calls give for their inputs, and where these come from outside of all bodies, in one call or in another.
     """
 
     graph: GraphModule
     origin: dict[Node, Node]
     closed: str
     given: Mapping[Node, Sequence[Node]]
-    several: frozenset[Node]
+    places: Mapping[Node, Sequence[Node]]
 
     def behind(self, w: Node) -> list[Node]:
         """What a node is computed from, in the graphs around this one, too."""
@@ -32,20 +32,20 @@ class Body(NamedTuple):
 
     def closed_to(self, w: Node) -> str:
         """What keeps a linear with this weight dense: a body of several layers can have one mask only."""
-        return self.closed or ("a region that is compiled once for several layers" if self.several.intersection(self.behind(w)) else "")
+        several = any(len(self.places.get(n, ())) > 1 for n in self.behind(w))
+        return self.closed or ("a region that is compiled once for several layers" if several else "")
 
 
 def graphs_of(gm: GraphModule) -> list[Body]:
     """The graph and the bodies inside it, each once."""
     found = _graphs(gm, "", {})
     given = given_to(found)
-    roots = {n: list(_roots(n, given)) for n in given}
-    several = frozenset(n for n, places in roots.items() if len(places) > 1)
+    places = {n: list(_roots(n, given)) for n in given}
     bodies = []
     for graph, closed in found.items():
-        first = {n: roots[n][0] if n in roots else n for n in graph.graph.find_nodes(op="placeholder")}
+        first = {n: places[n][0] if n in places else n for n in graph.graph.find_nodes(op="placeholder")}
         origin = {n: root for n, root in first.items() if root.graph is gm.graph and root.op == "placeholder"}
-        bodies.append(Body(graph, origin, closed, given, several))
+        bodies.append(Body(graph, origin, closed, given, places))
     return bodies
 
 

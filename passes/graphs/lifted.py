@@ -51,7 +51,11 @@ def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candid
 def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:
     """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
     if node.target in LINEARS:
-        _add(found, body, node, weight_arg(node), "", real)
+        w = weight_arg(node)
+        _add(found, body, node, w, "", real)
+        for other in body.places.get(w, ())[1:]:  # the weight of another call of the same body
+            if isinstance(real.get(other), nn.Parameter):
+                _add(found, body, node, other, "", real, _closed(body.closed_to(w)))
     given = _arguments(node)
     read = [(w, layer) for key, layer in READERS.get(node.target, {}).items() if isinstance(w := given.get(key), Node)]
     read = [(w, layer) for w, layer in read if layer[0] not in "qkv" or source_name(body.origin.get(w, w)).endswith(".weight")]
@@ -122,9 +126,13 @@ def _add(found: dict[Any, Candidate], body: Body, node: Node, w: Node, layer: st
     elif not c.sized:
         c.skip = f"its weight has the shape {tuple(value.shape)}"
     elif closed := body.closed_to(w):
-        c.skip = f"it stands in {closed}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
+        c.skip = _closed(closed)
     else:
         c.stand_in()
+
+
+def _closed(by: str) -> str:
+    return f"it stands in {by}, and masks there would be of another layer or miss a gradient; use fxmask.apply on the model"
 
 
 def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -> str:

@@ -1,11 +1,12 @@
 """Bodies of checkpoints, conditions and regions: transposes that Dynamo computes in front of them, and other weights that they are given."""
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compile_backend.helpers import OPTIONS, compiled
+from compile_backend.helpers import OPTIONS, compiled, failing
 from torch import nn
 from torch._higher_order_ops.wrap import wrap, wrap_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
@@ -189,6 +190,18 @@ def test_a_region_that_is_given_weights_of_several_layers_stays_dense(how):
         y = compiled(model, **OPTIONS)(x)
     torch.testing.assert_close(y, model(x))
     assert not any(row["masked"] for row in fxmask.explain(model).rows)
+
+
+def test_each_layer_of_a_region_that_is_compiled_once_for_several_is_told_of():
+    model = Given(SEVERAL["one, another, and the first again"])
+    reason = r"it stands in a region that is compiled once for several layers, and masks there.*use fxmask\.apply on the model"
+    with pytest.warns(FxMaskWarning, match=f"stays dense: {reason}|masked nothing") as told:
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert [str(w.message)[0] for w in told if "stays dense" in str(w.message)][:2] == ["a", "b"]
+    assert all(re.match(reason, row["reason"]) for row in fxmask.explain(model).rows[:2])
+    torch._dynamo.reset()
+    with pytest.warns(FxMaskWarning, match="stays dense"):
+        assert "expected b to be masked" in str(failing(model, torch.randn(4, 32), **OPTIONS, require="b")).replace("'", "")
 
 
 @torch.no_grad()
