@@ -18,7 +18,7 @@ from ..infra import recorded_value
 from ..state.tensors import is_taken
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, is_mask, layer_name, resolve, weight_arg
 from .graph_site import GraphSite
-from .regions import attribute, incoming
+from .regions import attribute, given_to, incoming
 from .writes import last_name
 
 ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
@@ -49,9 +49,10 @@ class Inside(NamedTuple):
 def exported_masks(model: nn.Module) -> Iterator[Inside]:
     """The masked layers of graphs which no `GraphSite` masks: those of a model that was masked before it was traced."""
     graphs = list(graph_modules(model))
-    comes_in = incoming(graphs)
+    comes_in, given = incoming(graphs), given_to(gm for _, gm in graphs)
+    masks = {n for n, outer in given.items() if any(map(is_mask, outer))} | {n for _, gm in graphs for n in gm.graph.nodes if is_mask(n)}
     for prefix, gm in graphs:
-        readers = _readers(gm, comes_in)
+        readers = _readers(gm, masks, comes_in)
         for node in gm.graph.nodes:
             if node.target is MASKED_LINEAR:
                 call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
@@ -72,30 +73,29 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
                     yield Inside(name, node, weight, None, None, "masked_dense", known, None, unfit)
 
 
-def _readers(gm: GraphModule, comes_in: dict[Node, str]) -> dict[Node, tuple[Node, Node, tuple[int, int]]]:
+def _readers(gm: GraphModule, masks: set[Node], comes_in: dict[Node, str]) -> dict[Node, tuple[Node, Node, tuple[int, int]]]:
     """What multiplies by W∘M that the graph computes, as for an owner that reads a weight: the mask, the weight that it is put on, and its block."""
     parameters = {n for n in gm.graph.nodes if n in comes_in or isinstance(_constant(gm, n), nn.Parameter)}
     weights = made_of_weights(gm, {n: ((n,), False) for n in parameters})
-    found: dict[Node, tuple[Node, Node, tuple[int, int]]] = {}
     masked: dict[Node, Node] = {}  # what is made of a mask and weights alone: the mask
-    put_on: dict[Node, Node] = {}
     blocks: dict[Node, tuple[int, int]] = {}
+    put_on: dict[Node, Node] = {}
+    found: dict[Node, tuple[Node, Node, tuple[int, int]]] = {}
     for node in gm.graph.nodes:
         args: Any = node.args
-        of = [n for n in node.all_input_nodes if n in masked]
-        if is_mask(node):
-            masked[node] = node
+        made = node if node in masks else next((masked[n] for n in node.all_input_nodes if n in masked), None)
+        if made is None:
+            continue
+        if node.target in LINEARS or last_name(node) in PRODUCTS:
+            found[node] = made, put_on[made], blocks[made]
+        elif made is node or all(n in masked or n in weights for n in node.all_input_nodes):
+            masked[node] = made
             if node.target is BLOCK_INDEX:
-                put_on[node], blocks[node] = args[0], (args[3], args[4])
-        elif of and (node.target in LINEARS or node.target in CONVOLUTIONS or last_name(node) in PRODUCTS):
-            made = masked[of[0]]
-            if made in put_on and made in blocks and (last_name(node) in PRODUCTS or weight_arg(node) in of):
-                found[node] = made, put_on[made], blocks[made]
-        elif of and node.target is not MASKED_LINEAR and all(n in masked or n in weights for n in node.all_input_nodes):
-            masked[node] = made = masked[of[0]]
-            if node.target is EXPAND and len(args[1]) == 4:  # each of its bits to a block
-                blocks.setdefault(made, (args[1][1], args[1][3]))
-            put_on.update((made, n) for n in node.all_input_nodes if made not in put_on and n in weights and weights[n][0])
+                blocks[made] = args[3], args[4]
+            elif node.target is EXPAND and made not in blocks:  # a cached mask, each of its bits to a block
+                blocks[made] = args[1][1], args[1][3]
+            for w in (n for n in node.all_input_nodes if n in weights and weights[n][0]):
+                put_on.setdefault(made, w)
     return found
 
 

@@ -117,6 +117,29 @@ def test_products_with_masked_weights_that_the_graph_computes(options):
     assert len(told) == 1 and "were masked before it was traced" in str(told[0].message) and torch.equal(gm(x), y)
 
 
+class Reads(nn.Module):
+    """Reads one weight in a body, and scales and repeats another one; a third takes part in no product, and what it makes of an input is no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
+        self.scale, self.w = nn.Parameter(torch.ones(64, 1)), nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        y = torch.cond(x.sum() > 0, lambda z: nn.functional.linear(z, self.a.weight), lambda z: z + 1, (x,))
+        y = torch.bmm(y[:, None], (self.b.weight * self.scale).T.expand(4, -1, -1))[:, 0]
+        return nn.functional.linear(y + self.c.weight.norm(), self.w)
+
+
+@pytest.mark.parametrize("refresh", [1, 5])
+def test_what_else_is_made_of_masked_weights(refresh):
+    model = fxmask.apply(Reads(), ratio=0.5, block=(32, 128), refresh=refresh)
+    fxmask.step(model, 0)
+    found = [(row["name"], row["masked"], row["block"]) for row in fxmask.explain(traced(model, torch.randn(4, 64))).rows]
+    block = "32x128" if refresh == 1 else "32x64"  # of a cached one the graph has the part alone that the weight fills
+    assert sorted(found) == [("a", True, block), ("b", True, block), ("w", False, None)]
+
+
 def test_a_layer_in_a_body_and_one_whose_weight_is_computed():
     class Cond(nn.Module):
         def __init__(self):
@@ -172,7 +195,8 @@ class Gated(nn.Module):
         return w * self.gate
 
 
-def test_a_buffer_beside_a_parameter_names_no_layer_in_a_body():
+@pytest.mark.parametrize("body", [False, True])
+def test_a_buffer_beside_a_parameter_names_no_layer(body):
     layer = nn.utils.parametrize.register_parametrization(nn.Linear(64, 64), "weight", Gated())
 
     class Cond(nn.Module):
@@ -181,7 +205,7 @@ def test_a_buffer_beside_a_parameter_names_no_layer_in_a_body():
             self.a = layer
 
         def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda z: self.a(z), lambda z: z + 1, (x,))
+            return torch.cond(x.sum() > 0, lambda z: self.a(z), lambda z: z + 1, (x,)) if body else self.a(x)
 
     (row,) = fxmask.explain(traced(fxmask.apply(Cond(), **OPTIONS), torch.randn(4, 64))).rows
     assert (row["name"], row["shape"], row["reason"]) == ("a.parametrizations.weight.original", "64x64", IN_TRACE)
@@ -263,6 +287,15 @@ def test_weights_that_were_freed_or_resized_since_have_a_row(change, why, option
     assert all(why in row["reason"] and row["achieved_ratio"] is None for row in found)
     with pytest.raises(StateError, match="masks of this model are part of its trace"):
         fxmask.masks(gm)
+
+
+def test_a_frozen_mask_of_single_elements_of_a_weight_that_was_resized_is_not_known():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), fxmask.NMMask(2, 4))
+    fxmask.freeze(model)
+    gm = traced(model, torch.randn(4, 64))
+    resize(gm.get_parameter("0.weight"))
+    (row,) = fxmask.explain(gm).rows
+    assert "replaced by one of another size" in row["reason"] and row["achieved_ratio"] is None
 
 
 class Pruned(nn.Module):
