@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, compiled, failing
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch._higher_order_ops.wrap import wrap, wrap_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
@@ -181,6 +182,17 @@ def test_a_layer_in_a_body_that_calls_it_and_no_more_is_masked(call):
     model, x = Given(lambda m, x: call(lambda t: m.a(t), x)), torch.randn(4, 32)
     found = compiled(model, **OPTIONS)(x)
     assert torch.equal(found, fxmask.apply(model.a, **OPTIONS)(x))
+
+
+@torch.no_grad()
+def test_a_body_in_one_where_no_mask_may_stand_is_as_closed():
+    def step(m):
+        return lambda i, x: (i + 1, torch.cond(x.sum() > 0, m.a, lambda t: t + 1, (x,)))
+
+    model = Given(lambda m, x: while_loop(lambda i, x: i < 2, step(m), (torch.tensor(0), m.b(x)))[1])
+    with pytest.warns(FxMaskWarning, match="^a stays dense: it stands in the body of while_loop"):
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert [row["masked"] for row in fxmask.explain(model).rows] == [False, True]
 
 
 @pytest.mark.parametrize("how", SEVERAL)
