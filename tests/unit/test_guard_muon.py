@@ -257,7 +257,7 @@ def test_a_second_state_of_a_muon_keeps_what_it_has():
 
 
 def test_a_gradient_past_the_mask_turns_no_kept_block():
-    """A penalty on weights has one for all blocks; it is whole again after the step."""
+    """A term that reads the weight has one for all blocks, here below zero; it is whole again after the step."""
     torch.manual_seed(0)
     model = fxmask.apply(nn.Sequential(nn.Linear(64, 32, bias=False)), ratio=0.6, block=(16, 16), refresh=0)
     w = model[0].weight
@@ -266,7 +266,7 @@ def test_a_gradient_past_the_mask_turns_no_kept_block():
     kept = expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16))
     for turn in range(2):
         optimiser.zero_grad()
-        (model(torch.randn(8, 64)).square().mean() + w.square().sum()).backward()
+        (model(torch.randn(8, 64)).square().mean() - w.sum()).backward()
         alone, whole = nn.Parameter(w.detach().clone()), w.grad.clone()
         other = optim.Muon([alone], **MUON)
         alone.grad = w.grad * kept
