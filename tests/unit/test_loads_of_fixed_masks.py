@@ -235,6 +235,19 @@ def test_steps_that_are_told_before_any_forward_are_none_under_it():
     assert same(fxmask.masks(model), fxmask.masks(fxmask.apply(other, ratio=0.6, block=block)))
 
 
+@pytest.mark.parametrize("steps", [0, 5])
+def test_what_was_refreshed_since_its_masks_were_brought_is_none_that_a_state_brought(steps):
+    """Its masks are those of the weights by then: other weights build them anew, and no warning, an error here, says that masks are lost."""
+    block = (20, 12)  # as in the test before
+    model, run = (fxmask.apply(mlp(seed=seed), ratio=0.6, refresh=0, block=block) for seed in range(2))
+    fxmask.load_state_dict(model, fxmask.state_dict(run))
+    fxmask.refresh(model)
+    fxmask.step(model, steps)
+    other = mlp(seed=5)
+    model.load_state_dict(other.state_dict())
+    assert same(fxmask.masks(model), fxmask.masks(fxmask.apply(other, ratio=0.6, block=block)))
+
+
 def test_layers_that_share_a_weight_stay_together():
     model = fxmask.apply(tied(), ratio=0.6, refresh=0)
     model(torch.randn(2, 64))
