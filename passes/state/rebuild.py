@@ -115,7 +115,7 @@ def _build(jobs: Sequence[Job]) -> list[tuple[Tensor, Tensor | None]]:
             key = (id(weight), site_mask.mask_key(site))
             same = None if site._fxmask_config.remembers else tied.get(key)
             if same is None:
-                grow = step and not first and weight.requires_grad  # one that rests would keep the zeros that its blocks come back with
+                grow = step and weight.requires_grad  # one that rests would keep the zeros that its blocks come back with
                 mask = site_mask.build(site, ranks.whole(weight.detach()), grow, first or anew)  # gathered one at a time
                 tied[key] = mask
             else:

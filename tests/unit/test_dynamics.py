@@ -95,11 +95,11 @@ def test_a_dense_gradient_is_good_for_one_exchange():
 
 
 def test_the_rebuilds_of_users_leave_regrown_blocks_alone():
-    model = layer(128, 128, refresh=1, regrow=fxmask.Regrow("random", 0.5))
-    list(train(model, sgd(model, 0.1), 4))
-    before = mask_of(model)
+    model = layer(128, 128, refresh=2, regrow=fxmask.Regrow("random", 0.5))
+    list(train(model, sgd(model, 0.1), 5))  # in the same step as an exchange the same blocks would come in again
+    before, weight = mask_of(model), model[0].weight.detach().clone()
     fxmask.refresh(model)
-    assert torch.equal(mask_of(model), before)
+    assert torch.equal(mask_of(model), before) and torch.equal(model[0].weight, weight)
 
 
 def test_blocks_that_return_have_no_momentum():
