@@ -235,6 +235,15 @@ def test_steps_that_are_told_before_any_forward_are_none_under_it():
     assert same(fxmask.masks(model), fxmask.masks(fxmask.apply(other, ratio=0.6, block=block)))
 
 
+def test_a_mask_that_a_state_brought_stays_where_its_weights_come_second():
+    run, _ = trained(block=(20, 12))
+    model = fxmask.apply(mlp(seed=1), ratio=0.6, refresh=0, block=(20, 12))
+    fxmask.load_state_dict(model, fxmask.state_dict(run))
+    model.load_state_dict(run.state_dict())
+    assert same(fxmask.masks(run), fxmask.masks(model))
+    assert not same(fxmask.masks(run), fxmask.masks(fxmask.apply(mlp_of(run), ratio=0.6, block=(20, 12))))  # or this test could not fail
+
+
 @pytest.mark.parametrize("steps", [0, 5])
 def test_what_was_refreshed_since_its_masks_were_brought_is_none_that_a_state_brought(steps):
     """Its masks are those of the weights by then: other weights build them anew, and no warning, an error here, says that masks are lost."""
