@@ -99,6 +99,49 @@ def test_so_does_a_product_with_what_layers_give_for_tokens():
     assert len(told) == 3 and torch.equal(found, gm(*x))
 
 
+def test_so_does_one_inside_of_a_body_that_is_given_the_tokens_or_what_an_input_is_scaled_to():
+    model = Titles()
+
+    def forward(x, tokens):
+        scaled = x * model.w[0]
+        return checkpoint(lambda z, t: F.linear(z, model.table(t)), x, tokens, use_reentrant=False) + checkpoint(lambda z: F.linear(z, scaled) @ z, x)
+
+    with pytest.warns(FxMaskWarning, match=r"its weight is computed from an input of the model|masked nothing") as told:
+        compiled(forward, **OPTIONS)(torch.randn(32, 32), torch.arange(32) % 9)
+    assert sum("stays dense" in str(w.message) for w in told) == 2
+
+
+def test_so_does_one_with_what_a_body_looks_up():
+    model = Titles()
+    with pytest.warns(FxMaskWarning, match="its weight is computed from an input of the model|masked nothing") as told:
+        compiled(lambda x, t: F.linear(x, checkpoint(model.table, t, use_reentrant=False)), **OPTIONS)(torch.randn(32, 32), torch.arange(32) % 9)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("config", [fxmask.WeightMask(0.5, (8, 16)), fxmask.ActivationPruning(0.5, 8)])
+def test_what_a_layer_makes_of_a_weight_is_none_of_that_layer_s_afterwards_either(config):
+    class Made(Scores):
+        def forward(self, x):
+            return x @ self.k(self.q.weight).T + self.inner(x)
+
+    gm = fxmask.apply(torch.export.export(Made(), (torch.randn(4, 32),)).module(), config)
+    assert sorted(row["name"] for row in fxmask.explain(gm).rows) == ["inner", "k"]
+
+
+def test_what_a_linear_makes_of_constants_is_one():
+    class Tables(Scores):
+        def __init__(self):
+            super().__init__()
+            self.turn = nn.Buffer(torch.eye(32))
+
+        def forward(self, x):
+            return self.q(x) + F.linear(x, F.linear(self.turn, self.turn * 2))
+
+    with pytest.warns(FxMaskWarning, match="^linear_[12] stays dense: its weight is a constant, not a parameter") as told:
+        fxmask.apply(torch.export.export(Tables(), (torch.randn(4, 32),)).module(), **OPTIONS)
+    assert len(told) == 2
+
+
 class Shared(Scores):
     """A region that multiplies by what it is handed, which is a weight in some calls alone."""
 

@@ -121,6 +121,19 @@ def test_weights_that_a_function_is_given_in_a_dict_go_by_their_names_there():
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
 
 
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_what_a_dict_has_of_trained_weights_after_a_step_or_a_closure_of_tables_makes_weights():
+    """As learners that learn to learn hand their weights on: with a gradient, and no leaves."""
+    made, table = {"w": nn.Parameter(torch.randn(32, 32)) * 2}, torch.randn(32, 32)
+
+    def closing_over(table):
+        return lambda x, w: F.linear(x, w * table)
+
+    call = closing_over(table)
+    (text,) = graph_of(lambda p, x: call(F.linear(x, p["w"] * 2), p["w"]), made, torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 2, exactly=True).run(text)
+
+
 class Rotated(nn.Linear):
     def __init__(self):
         super().__init__(32, 32)
