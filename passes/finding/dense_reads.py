@@ -107,7 +107,7 @@ def _values_from(node: Node) -> list[Node]:
     """
     name, inputs, gm = last_name(node), [n for n in node.all_input_nodes if not _is_fact(n)], node.graph.owning_module
     if name in NEW_LIKE:
-        return inputs if gm is None or is_filled(gm, node) else inputs[1:]
+        return inputs if gm is None or is_filled(gm, node) else []
     return inputs[:1] if name in CAST_LIKE else inputs
 
 

@@ -233,6 +233,7 @@ ALIKE = {
     "view_as": lambda w, h: w.view_as(h),
     "ones_like": lambda w, h: w * torch.ones_like(h),
     "new_ones": lambda w, h: w * h.new_ones(32, 1),
+    "its own, by way of complex numbers": lambda w, h: torch.fft.irfft(torch.fft.rfft(w)),
 }
 
 
