@@ -184,6 +184,15 @@ def test_a_layer_in_a_body_that_calls_it_and_no_more_is_masked(call):
     assert torch.equal(found, fxmask.apply(model.a, **OPTIONS)(x))
 
 
+def test_a_table_that_is_looked_up_in_a_body_is_one_outside_of_it():
+    table, made = nn.Embedding(32, 32), nn.Linear(32, 32)
+    model = Given(lambda m, x: torch.nn.functional.linear(m.made_of(saved(lambda t: m.table(t), torch.arange(4))), m.table.weight))
+    model.table, model.made_of = table, made
+    compiled(model, **OPTIONS)(torch.randn(4, 32))
+    found = {row["name"]: (row["masked"], row["reason"]) for row in fxmask.explain(model).rows}
+    assert found["made_of"][0] and found["table.weight"] == (False, "default exclusion: weight tied to an Embedding (backend='fxmask')")
+
+
 @torch.no_grad()
 def test_a_body_in_one_where_no_mask_may_stand_is_as_closed():
     def step(m):

@@ -134,6 +134,19 @@ def test_what_a_dict_has_of_trained_weights_after_a_step_or_a_closure_of_tables_
     FileCheck().check_count("masked_linear.default(", 2, exactly=True).run(text)
 
 
+@pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
+def test_of_a_dict_in_a_closure_and_of_another_tracers_inputs_nothing_says_that_they_are_no_parameters():
+    def closing_over(tables):
+        return lambda x: F.linear(x, tables["w"])
+
+    call = closing_over({"w": torch.randn(32, 32)})
+    (text,) = graph_of(lambda x: call(x) + 1, torch.randn(4, 32), **OPTIONS)
+    FileCheck().check_count("masked_linear.default(", 1, exactly=True).run(text)
+    gm = torch.fx.symbolic_trace(lambda x, w: F.linear(x, w))
+    backend.fxmask_backend(gm, [torch.randn(4, 32), torch.randn(32, 32)], options={**OPTIONS, "inner": "eager"})
+    FileCheck().check_count("fxmask.masked_linear.default(", 1, exactly=True).run(gm.code)
+
+
 class Rotated(nn.Linear):
     def __init__(self):
         super().__init__(32, 32)
@@ -272,6 +285,14 @@ def test_a_frozen_parameter_is_one_wherever_it_is_held():
 def test_what_a_frozen_parameter_makes_is_a_weight():
     (text,) = graph_of(Doubled().requires_grad_(False), torch.randn(4, 32), **OPTIONS)
     FileCheck().check_count("masked_linear.default", 1, exactly=True).run(text)
+
+
+def test_a_weight_whose_size_moves_with_the_input_stays_dense():
+    model = Doubled()
+    call = torch.compile(lambda x: F.linear(x, model.w.repeat(x.shape[0], 1)), backend="fxmask", dynamic=True, options={**OPTIONS, "inner": "eager"})
+    with pytest.warns(FxMaskWarning, match=r"linear stays dense: its weight has the shape \(.*s\d+.*, 32\)|masked nothing") as told:
+        call(torch.randn(4, 32))
+    assert len(told) == 2
 
 
 @pytest.mark.filterwarnings("error::fxmask.errors.FxMaskWarning")
