@@ -169,7 +169,7 @@ def _linear_weights(gm: GraphModule) -> list[Any]:
 def _reads(gm: GraphModule, made: Mapping[Node, Made], parts: Collection[Node]) -> Iterator[Read]:
     """None of weights with each other, and of weights and constants none that make a vector, or are among the `parts` of a linear's weight."""
     for node in gm.graph.nodes:
-        if node.op in ("call_function", "call_method") and (name := last_name(node)) in PRODUCTS:
+        if (name := last_name(node)) in PRODUCTS:
             added, left = _roles(node, name)
             factors = {n: made.get(n, ((), False)) for n in node.all_input_nodes if n is not added}
             if node in made and (node in parts or _is_vector(node, name) or all(weights for weights, _ in factors.values())):

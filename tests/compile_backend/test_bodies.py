@@ -193,6 +193,14 @@ def test_a_table_that_is_looked_up_in_a_body_is_one_outside_of_it():
     assert found["made_of"][0] and found["table.weight"] == (False, "default exclusion: weight tied to an Embedding (backend='fxmask')")
 
 
+def test_each_layer_that_a_region_multiplies_by_in_no_linear_call_is_told_of():
+    region = torch.compiler.nested_compile_region(lambda w, x: x @ w.t())
+    model = Given(lambda m, x: region(m.a.weight, x * 2) + region(m.b.weight, x + 1))
+    with pytest.warns(FxMaskWarning, match=r"^[ab] stays dense: matmul\(\) reads it|masked nothing") as told:
+        compiled(model, **OPTIONS)(torch.randn(4, 32))
+    assert [str(w.message)[0] for w in told if "stays dense" in str(w.message)] == ["a", "b"]
+
+
 @torch.no_grad()
 def test_a_body_in_one_where_no_mask_may_stand_is_as_closed():
     def step(m):
