@@ -22,7 +22,7 @@ from .said import FACTS
 
 ACTIVATION = "its weight is computed from an input of the model"
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
-KERNELS = ("conv1d", "conv2d", "conv3d")
+KERNELS = ("conv1d", "conv2d", "conv3d", "convolution")  # the last one is what decompositions make of the others
 FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
 CHAINS = ("linalg_multi_dot", "chain_matmul")
 NEW_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
@@ -74,6 +74,10 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
     if node.op == "call_module":
         return isinstance(gm.get_submodule(str(node.target)), nn.Linear) or str(node.target).partition(".")[0] in (PRUNED, DROPPED)
     return last_name(node) in ("linear", "masked_linear", "embedding", "embedding_bag")
+
+
+def is_product(node: Node) -> bool:
+    return node.target in LINEARS or last_name(node) in PRODUCTS
 
 
 def values_behind(value: Any, given: Given) -> list[Node]:

@@ -13,10 +13,9 @@ from torch.fx import GraphModule, Node
 from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, is_mask, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import found_at
-from ..graphs.writes import last_name
 from ..infra import recorded_value
 from .candidate import Candidate, join, weight_problem
-from .dense_reads import ACTIVATION, PRODUCTS, Given, Made, Read, inputs_in, inputs_of_layers, made_of_weights, reads_in
+from .dense_reads import ACTIVATION, Given, Made, Read, inputs_in, inputs_of_layers, is_product, made_of_weights, reads_in
 
 CONSTANT = "its weight is a constant, not a parameter"
 INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
@@ -64,7 +63,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             problem = weight_problem(m.weight)
             new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = target
-        elif node.op == "call_function" and node.target in LINEARS and not _is_masked(weight_arg(node)):
+        elif node.op == "call_function" and node.target in LINEARS and not _is_masked(weight_arg(node), given):
             key, new = _function_candidate(prefix, gm, node, comes_in, constants, given)
         else:
             continue
@@ -73,9 +72,9 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
     return [*by_key.values(), *_inside_calls(prefix, gm, known)]
 
 
-def _is_masked(weight: Any) -> bool:
+def _is_masked(weight: Any, given: Given) -> bool:
     """Whether a weight is W∘M of a model that was masked before it was traced."""
-    made_of = behind(weight, inputs=lambda n: [] if n.target in LINEARS or last_name(n) in PRODUCTS else n.all_input_nodes)
+    made_of = behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes))
     return any(is_mask(n) for n in made_of)
 
 

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ...kernels import nm_ops  # noqa: F401  (registers the two N:M ops)
 from ..finding.candidate import join
-from ..finding.dense_reads import PRODUCTS, made_of_weights
+from ..finding.dense_reads import Made, is_product, joined, made_of_weights
 from ..finding.graph_linears import graph_modules
 from ..infra import recorded_value
 from ..state.tensors import is_taken
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, is_mask, layer_name, resolve, weight_arg
 from .graph_site import GraphSite
-from .regions import attribute, given_to, incoming
-from .writes import last_name
+from .regions import attribute, given_to, incoming, is_trainable
 
 ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
 CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
 EXPAND = torch.ops.aten.expand.default
+RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)  # a decomposition makes the second of the first
 WHERE = torch.ops.aten.where.ScalarOther
 ELEMENTWISE = {WHERE: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
 # W∘M of N:M masks: where the weight and the mask stand among the arguments
+
+
+Places = Mapping[Graph, tuple[str, GraphModule]]  # where graphs lie in the model, and whose they are
 
 
 class Inside(NamedTuple):
@@ -49,60 +52,66 @@ class Inside(NamedTuple):
 def exported_masks(model: nn.Module) -> Iterator[Inside]:
     """The masked layers of graphs which no `GraphSite` masks: those of a model that was masked before it was traced."""
     graphs = list(graph_modules(model))
-    comes_in, given = incoming(graphs), given_to(gm for _, gm in graphs)
-    masks = {n for n, outer in given.items() if any(map(is_mask, outer))} | {n for _, gm in graphs for n in gm.graph.nodes if is_mask(n)}
-    for prefix, gm in graphs:
-        readers = _readers(gm, masks, comes_in)
+    places = {gm.graph: (prefix, gm) for prefix, gm in graphs}
+    comes_in = incoming(graphs)
+    made = _made_of_masks([gm for _, gm in graphs])
+    for node in (n for _, gm in graphs for n in gm.graph.nodes):
+        put = next((made[n] for n in node.all_input_nodes if n in made), None) if is_product(node) else None
+        if node.target is MASKED_LINEAR:
+            call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
+            w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
+            if not _of_a_site(places, mask):
+                name, weight, unfit = _weight(model, node, w, places, comes_in)
+                yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(places, mask), _kept(places, mask), unfit)
+        elif put is not None and (block := _block(put, made)) is not None:
+            name, weight, unfit = _weight(model, node, _put_on(put, made), places, comes_in)
+            yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, put), _kept(places, put), unfit)
+        elif node.target in LINEARS or node.target in CONVOLUTIONS:
+            read: Any = weight_arg(node)
+            if read.target in ELEMENTWISE and (read.target is not WHERE or _in_nm_layer(node)):
+                w_at, mask_at = ELEMENTWISE[read.target]
+                name, weight, unfit = _weight(model, node, read.args[w_at], places, comes_in)
+                known = None if unfit or mask_at is None else _value(places, read.args[mask_at])
+                yield Inside(name, node, weight, None, None, "masked_dense", known, None, unfit)
+
+
+def _made_of_masks(graphs: Sequence[GraphModule]) -> dict[Node, Node]:
+    """What graphs, each before its bodies, make of a block mask and of weights and constants alone, W∘M among it, up to a product: the mask."""
+    given = given_to(graphs)
+    found: dict[Node, Node] = {}
+    constants: dict[Node, Made] = {}
+    for gm in graphs:
+        weights: dict[Node, Made] = {n: ((n,), False) for n in gm.graph.find_nodes(op="get_attr") if is_trainable(gm, n)}
+        handed = [n for n in gm.graph.find_nodes(op="placeholder") if n in given and all(outer in constants for outer in given[n])]
+        constants |= made_of_weights(gm, {**weights, **{n: joined(constants[outer] for outer in given[n]) for n in handed}})
         for node in gm.graph.nodes:
-            if node.target is MASKED_LINEAR:
-                call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
-                w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
-                if not _of_a_site(gm, mask):
-                    name, weight, unfit = _weight(model, prefix, gm, node, w, comes_in)
-                    yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(gm, mask), _kept(gm, mask), unfit)
-            elif node in readers:
-                made, w, block = readers[node]
-                name, weight, unfit = _weight(model, prefix, gm, node, w, comes_in)
-                yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(gm, made), _kept(gm, made), unfit)
-            elif node.target in LINEARS or node.target in CONVOLUTIONS:
-                read: Any = weight_arg(node)
-                if read.target in ELEMENTWISE and (read.target is not WHERE or _in_nm_layer(node)):
-                    w_at, mask_at = ELEMENTWISE[read.target]
-                    name, weight, unfit = _weight(model, prefix, gm, node, read.args[w_at], comes_in)
-                    known = None if unfit or mask_at is None else _value(gm, read.args[mask_at])
-                    yield Inside(name, node, weight, None, None, "masked_dense", known, None, unfit)
-
-
-def _readers(gm: GraphModule, masks: set[Node], comes_in: dict[Node, str]) -> dict[Node, tuple[Node, Node, tuple[int, int]]]:
-    """What multiplies by W∘M that the graph computes, as for an owner that reads a weight: the mask, the weight that it is put on, and its block."""
-    parameters = {n for n in gm.graph.nodes if n in comes_in or isinstance(_constant(gm, n), nn.Parameter)}
-    weights = made_of_weights(gm, {n: ((n,), False) for n in parameters})
-    masked: dict[Node, Node] = {}  # what is made of a mask and weights alone: the mask
-    blocks: dict[Node, tuple[int, int]] = {}
-    put_on: dict[Node, Node] = {}
-    found: dict[Node, tuple[Node, Node, tuple[int, int]]] = {}
-    for node in gm.graph.nodes:
-        args: Any = node.args
-        made = node if node in masks else next((masked[n] for n in node.all_input_nodes if n in masked), None)
-        if made is None:
-            continue
-        if node.target in LINEARS or last_name(node) in PRODUCTS:
-            found[node] = made, put_on[made], blocks[made]
-        elif made is node or all(n in masked or n in weights for n in node.all_input_nodes):
-            masked[node] = made
-            if node.target is BLOCK_INDEX:
-                blocks[made] = args[3], args[4]
-            elif node.target is EXPAND and made not in blocks:  # a cached mask, each of its bits to a block
-                blocks[made] = args[1][1], args[1][3]
-            for w in (n for n in node.all_input_nodes if n in weights and weights[n][0]):
-                put_on.setdefault(made, w)
+            masks = [found[n] for n in given.get(node, node.all_input_nodes) if n in found]
+            if is_mask(node):
+                found[node] = node
+            elif masks and not is_product(node) and all(n in found or n in constants for n in node.all_input_nodes):
+                found[node] = masks[0]
     return found
 
 
-def _of_a_site(gm: GraphModule, mask: Node) -> bool:
+def _block(mask: Node, made: dict[Node, Node]) -> tuple[int, int] | None:
+    """The block of a mask, or what the weight fills of it; None where nothing gives each of its bits to a block of a weight."""
+    args: Any = mask.args
+    if mask.target is BLOCK_INDEX:
+        return args[3], args[4]
+    sizes: Any = next((node.args[1] for node, m in made.items() if m is mask and node.target is EXPAND), None)
+    return None if sizes is None else (sizes[1], sizes[3])
+
+
+def _put_on(mask: Node, made: dict[Node, Node]) -> Any:
+    """The weight that a mask is put on: of a cached one, what the mask meets first."""
+    met = (n for node, m in made.items() if m is mask for n in node.all_input_nodes if n not in made)
+    return mask.args[0] if mask.target is BLOCK_INDEX else next(met, None)
+
+
+def _of_a_site(places: Places, mask: Node) -> bool:
     """Whether the mask is that of a `GraphSite`, alone or among what its call gives."""
     call = mask.args[0] if mask.target is operator.getitem else mask
-    return isinstance(call, Node) and call.op == "call_module" and isinstance(gm.get_submodule(str(call.target)), GraphSite)
+    return isinstance(call, Node) and call.op == "call_module" and isinstance(places[call.graph][1].get_submodule(str(call.target)), GraphSite)
 
 
 def _in_nm_layer(node: Node) -> bool:
@@ -111,33 +120,34 @@ def _in_nm_layer(node: Node) -> bool:
     return (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__name__}").startswith("fxmask.swapped.NM")
 
 
-def _weight(model: nn.Module, prefix: str, gm: GraphModule, node: Node, w: Node, comes_in: dict[Node, str]) -> tuple[str, Tensor, str]:
+def _weight(model: nn.Module, node: Node, w: Node | None, places: Places, comes_in: dict[Node, str]) -> tuple[str, Tensor, str]:
     """A layer's name and its weight, by the parameter behind it; by the call where there is none, or several. And `Inside.unfit`."""
-    paths = {comes_in.get(n) or (join(prefix, str(n.target)) if isinstance(_constant(gm, n), nn.Parameter) else ""): n for n in behind(w)}
+    own = {n: join(places[n.graph][0], str(n.target)) for n in behind(w) if isinstance(_constant(places, n), nn.Parameter)}
+    paths = {comes_in.get(n) or own.get(n, ""): n for n in behind(w)}
     paths.pop("", None)
     if len(paths) == 1:
         ((path, read),) = paths.items()
         weight, traced = resolve(model, path), recorded_value(read)
         resized = isinstance(traced, Tensor) and traced.shape != weight.shape
         return layer_name(path), weight, "taken" if is_taken(weight) else "resized" if resized else ""
-    return join(prefix, call_stack(node)[0] or node.name), torch.empty(0, device="meta"), ""
+    return join(places[node.graph][0], call_stack(node)[0] or node.name), torch.empty(0, device="meta"), ""
 
 
-def _constant(gm: GraphModule, node: Node) -> Any:
-    return attribute(gm, node) if node.op == "get_attr" else None
+def _constant(places: Places, node: Node) -> Any:
+    return attribute(places[node.graph][1], node) if node.op == "get_attr" else None
 
 
-def _value(gm: GraphModule, node: Any) -> Any:
+def _value(places: Places, node: Any) -> Any:
     """What a graph's mask is now, where it is a constant or made of the weight alone; None otherwise."""
     if not isinstance(node, Node):
         return node
-    if node.target not in (BLOCK_INDEX, torch.ops.aten.reshape.default):
-        return _constant(gm, node)
-    args = [_value(gm, a) for a in node.args]
+    if node.target not in (BLOCK_INDEX, *RESHAPES):
+        return _constant(places, node)
+    args = [_value(places, a) for a in node.args]
     return None if any(v is None for v in args) else node.target(*args)
 
 
-def _kept(gm: GraphModule, mask: Node) -> int | None:
+def _kept(places: Places, mask: Node) -> int | None:
     """How many blocks a graph keeps, by the constant that it was traced with."""
-    keep = _value(gm, mask.args[1]) if mask.target is BLOCK_INDEX else None
+    keep = _value(places, mask.args[1]) if mask.target is BLOCK_INDEX else None
     return None if keep is None or keep.is_meta else int(keep)
