@@ -121,6 +121,8 @@ def _conv_work(call: Call, t: Target, phase: str, x: Place, w: Place, y: Place, 
     pixels = y.shape[0] * prod(spatial)
     names = {"dX": ("dy", "w", "dx"), "dW": ("dy", "x", "dw")}.get(phase, ("x", "w", "y"))
     moved, op = {"dX": (y, w, x), "dW": (y, x, w)}.get(phase, (x, w, y)), phase.lower()
+    if transposed and phase == "dW":  # its output's gradient slides over the kernel, and its input does not
+        names, moved, (c_out, c_in) = ("x", "dy", "dw"), (x, y, w), (c_in, c_out)
     cost = dense_cost.convolution(
         pixels, c_out, c_in, kernel, x.dtype.itemsize, t.tile, groups=groups, x=moved[0].bytes, w=moved[1].bytes, y=moved[2].bytes, names=names,
         bias=c_out if bias else 0, op=op,

@@ -153,3 +153,14 @@ def test_products_of_a_backward_are_those_of_their_gemms(c_in, c_out, groups):
     assert asked["fwd", "x"] == f * g * m * 9 * i * tiles(o) and asked["fwd", "w"] == f * g * 9 * i * o * tiles(m)
     assert asked["dX", "dy"] == f * g * m * 9 * o * tiles(i) and asked["dX", "w"] == f * g * 9 * i * o * tiles(m)
     assert asked["dW", "dy"] == f * g * m * o * tiles(9 * i) and asked["dW", "x"] == f * g * m * 9 * i * tiles(o)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_weights_gradient_of_a_transposed_convolution_slides_over_the_outputs(groups):
+    model, x = nn.ConvTranspose2d(64, 256, 3, padding=1, groups=groups, bias=False), torch.empty(4, 64, 16, 16)
+    report = fxmask.analyze(model, x, device=dataclasses.replace(devices.device("a30"), dense_tile=(128, 128)))
+    m, i, o, tiles = 4 * 16 * 16, 64 // groups, 9 * 256 // groups, lambda n: -(-n // 128)
+    (row,) = (r for r in report.tables["nodes"] if r["phase"] == "dW")
+    assert (row["m"], row["n"], row["k"], row["batch"]) == (i, o, m, groups)
+    asked = {r["operand"]: r["bytes_req"] for r in report.tables["traffic"] if (r["phase"], r["direction"]) == ("dW", "read")}
+    assert asked == {"x": 4 * groups * m * i * tiles(o), "dy": 4 * groups * m * o * tiles(i)}
