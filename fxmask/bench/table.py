@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from ..errors import ConfigError
@@ -66,8 +66,8 @@ class Table:
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, names: Sequence[str] = WHAT) -> None:
         self.path, self.columns, self.names = path, tuple(columns), tuple(names)
         path.parent.mkdir(parents=True, exist_ok=True)  # where nothing can be written, nothing is measured first
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        with path.open("ab") if path.exists() else TemporaryFile(dir=path.parent):
+            pass
         self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
         self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
 

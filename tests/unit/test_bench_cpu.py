@@ -219,15 +219,16 @@ def test_another_csv_is_refused(tmp_path):
         interleaved.run([], tmp_path, 0.0, None, interleaved.CONTENDERS)
 
 
-@pytest.mark.parametrize("taken", ["out", "out/cpu.csv"])
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, taken):
+@pytest.mark.parametrize(("taken", "why"), [("out", "File exists"), ("out/cpu.csv", "Is a directory")])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, taken, why):
     """A file where the folder belongs, a folder where the csv does."""
     out, wrong = tmp_path / "out", tmp_path / taken
     wrong.parent.mkdir(exist_ok=True)
     wrong.touch() if wrong == out else wrong.mkdir()
     monkeypatch.setattr(interleaved, "measure", lambda *a, **k: pytest.fail("measured"))
     assert main(["bench", "--device", "cpu", "--quick", "--out", str(out)]) == 2
-    assert "cannot read or write" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "cannot read or write" in err and why in err
 
 
 def test_an_interrupted_run_says_what_is_kept(tmp_path, monkeypatch, capsys):
