@@ -24,6 +24,7 @@ from ..passes.stepping import masked_step as kept_alone
 from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of, has_closure, ids_of, moves_by_grad, state_of
+from ..passes.stepping.momenta import averages_of
 from ..passes.stepping.optimiser import after_step, before_step, hiding, note_masks, reset_returned
 from ..pruning import scheduled_layers
 from ..sites import sites
@@ -76,6 +77,7 @@ class GuardHandle:
     def _take(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed]) -> None:
         for g in guarded:
             g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
+            g.averages = averages_of(optimizer)
         for site, _ in followed:
             site._fxmask_guard = self._token
         rebuild.advance(followed, 0)

@@ -151,4 +151,4 @@ def _beginning(optimizer: Optimizer, s: StandIn, key: str, made: Tensor) -> Tens
     weight = s.guarded.weight.detach().to(made)
     if key == STEP_SIZE:
         return torch.zeros_like(weight).add_((group_of(optimizer, s.guarded.weight) or {}).get("lr", 0.0))
-    return torch.where(is_copy(key, made, s.small.detach().to(made)), weight, 0)
+    return torch.where(is_copy(key, made, s.small.detach().to(made), s.guarded.averages), weight, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
 from ..state import ranks
-from .held import states_of
+from .held import states_of, with_wrapped
+
+if TYPE_CHECKING:
+    from .guarded_weight import Guarded
 
 STEP_SIZE, AVERAGE = "step_size", "ax"  # of Rprop, which begins at the lr, and of ASGD, at the weight
 NO_MOMENTA = (STEP_SIZE, AVERAGE)
@@ -39,26 +43,32 @@ def momenta_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
     return parts
 
 
+def averages_of(optimizer: Optimizer) -> frozenset[str]:
+    """What the averages of gradients among its states are called; AccSGD calls a copy of the weight so."""
+    classes = [c.__name__ for o in with_wrapped(optimizer) for c in type(o).__mro__]
+    return OF_GRADIENTS - {"momentum_buffer"} if "AccSGD" in classes else OF_GRADIENTS
+
+
 def word(key: Any) -> Any:
     """What the optimiser that has a state calls it."""
     return key.rpartition(":")[2] if isinstance(key, str) else key  # some number their states
 
 
-def is_copy(key: Any, t: Tensor, w: Tensor) -> Tensor:
-    """Whether a state is a copy of the weight (an average, slow weights, Schedule-Free's z), 0-d bool: ASGD's and momenta by name, others by their values."""
-    if word(key) in OF_GRADIENTS:
+def is_copy(key: Any, t: Tensor, w: Tensor, averages: Collection[str]) -> Tensor:
+    """Whether a state is a copy of the weight (slow weights, Schedule-Free's z), 0-d bool: not `averages` of gradients, ASGD's by name, others by values."""
+    if word(key) in averages:
         return torch.zeros((), dtype=torch.bool, device=t.device)
     return ((t - w).norm() < 0.5 * w.norm()) | (word(key) == AVERAGE)
 
 
-def start_anew(key: Any, t: Tensor, where: Tensor, weight: Tensor, clear: str) -> None:
+def start_anew(g: Guarded, key: Any, t: Tensor, where: Tensor, weight: Tensor) -> None:
     """Let elements of a state begin: at zero; at the weight where the state is a copy of it.
 
-    No other momentum of such elements is near the weight: their gradient was zero, a decay is a small part of it. What `clear` names is known to be one.
+    No momentum of another name is near the weight there: the gradient was zero, a decay is a small part of it. What `g.clear` names is known to be one.
     """
-    if word(key) == clear or word(key) in OF_GRADIENTS:
+    if word(key) == g.clear or word(key) in g.averages:
         t.masked_fill_(where, 0)
         return
     w = weight.to(t)
-    copies = is_copy(key, torch.where(where, t, 0), torch.where(where, w, 0))
+    copies = is_copy(key, torch.where(where, t, 0), torch.where(where, w, 0), g.averages)
     t.copy_(torch.where(where, torch.where(copies, w, 0), t))

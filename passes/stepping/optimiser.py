@@ -81,7 +81,7 @@ def _hide_masked(g: Guarded, state: dict[str, Tensor]) -> None:
     out = ~_elements(g.mask, g, g.block)
     for k, t in state.items():
         if g.clears(k):
-            start_anew(k, t, out, ranks.part(g.weight), g.clear)
+            start_anew(g, k, t, out, ranks.part(g.weight))
     _hide_gradient(g, out)
 
 
@@ -143,7 +143,7 @@ def _put_back(optimizer: Optimizer, guarded: list[Guarded]) -> None:
             g.gathered.put_back(g, now[id(g)])
         for k, t in now[id(g)].items():
             if g.mask is not None and k not in g.momenta and word(k) != STEP_SIZE:
-                start_anew(k, t, ~_elements(g.mask, g, g.block), g.weight.detach(), g.clear)  # the weight is as it was by now
+                start_anew(g, k, t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
 
 
 def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -
         if was is not None:
             t.copy_(torch.where(kept, t, was.to(t.device)))
         elif word(k) != STEP_SIZE:
-            start_anew(k, t, ~kept, old, g.clear)
+            start_anew(g, k, t, ~kept, old)
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ def reset_returned(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
         elements = _elements(now, g, blocks) & ~_elements(old, g, block)  # in elements: a phase may have brought other blocks
         for k, t in momenta_of(optimizer, g.weight).items():
             if word(k) not in NO_MOMENTA:
-                start_anew(k, t, elements, ranks.part(g.weight.detach()), g.clear)
+                start_anew(g, k, t, elements, ranks.part(g.weight.detach()))
 
 
 def _known_alike(old: Tensor, now: Tensor) -> bool:

@@ -224,3 +224,24 @@ def test_a_first_momentum_that_is_like_the_weight_is_none(options):
     optimiser.step()
     momentum = optimiser.state[model[0].weight]["momentum_buffer"]
     assert not momentum[~kept].any() and momentum[kept].all()
+
+
+class AccSGD(optim.Optimizer):
+    """Accelerated SGD (Kidambi et al., 2018): what it calls its momentum is a second copy of the weight."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            other = self.state[p].setdefault("momentum_buffer", p.clone())
+            other.lerp_(p, 0.3).sub_(p.grad, alpha=0.1)
+            p.sub_(p.grad, alpha=0.01).lerp_(other, 0.2)
+
+
+@pytest.mark.parametrize("options", [{}, dict(masked_step="elementwise"), dict(returning="zero")], ids=["copies", "masked_step", "zero"])
+def test_a_copy_of_the_weight_that_is_called_a_momentum(options):
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    optimiser = AccSGD(model.parameters(), {})
+    fxmask.guard(optimiser, model, **options)
+    train(model, optimiser, 2)
+    for weight, state in masked_parts(model, optimiser, "momentum_buffer"):
+        assert torch.equal(weight, state) and weight.any()
