@@ -55,6 +55,9 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
     places = {gm.graph: (prefix, gm) for prefix, gm in graphs}
     comes_in = incoming(graphs)
     made = _made_of_masks([gm for _, gm in graphs])
+    of_mask: dict[Node, list[Node]] = {}
+    for made_node, mask in made.items():
+        of_mask.setdefault(mask, []).append(made_node)
     for node in (n for _, gm in graphs for n in gm.graph.nodes):
         put = next((made[n] for n in node.all_input_nodes if n in made), None) if is_product(node) else None
         if node.target is MASKED_LINEAR:
@@ -63,8 +66,8 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
             if not _of_a_site(places, mask):
                 name, weight, unfit = _weight(model, node, w, places, comes_in)
                 yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(places, mask), _kept(places, mask), unfit)
-        elif put is not None and (block := _block(put, made)) is not None:
-            name, weight, unfit = _weight(model, node, _put_on(put, made), places, comes_in)
+        elif put is not None and (block := _block(put, of_mask[put])) is not None:
+            name, weight, unfit = _weight(model, node, _put_on(put, of_mask[put]), places, comes_in)
             yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, put), _kept(places, put), unfit)
         elif node.target in LINEARS or node.target in CONVOLUTIONS:
             read: Any = weight_arg(node)
@@ -93,18 +96,18 @@ def _made_of_masks(graphs: Sequence[GraphModule]) -> dict[Node, Node]:
     return found
 
 
-def _block(mask: Node, made: dict[Node, Node]) -> tuple[int, int] | None:
+def _block(mask: Node, made: list[Node]) -> tuple[int, int] | None:
     """The block of a mask, or what the weight fills of it; None where nothing gives each of its bits to a block of a weight."""
     args: Any = mask.args
     if mask.target is BLOCK_INDEX:
         return args[3], args[4]
-    sizes: Any = next((node.args[1] for node, m in made.items() if m is mask and node.target is EXPAND), None)
+    sizes: Any = next((node.args[1] for node in made if node.target is EXPAND), None)
     return None if sizes is None else (sizes[1], sizes[3])
 
 
-def _put_on(mask: Node, made: dict[Node, Node]) -> Any:
+def _put_on(mask: Node, made: list[Node]) -> Any:
     """The weight that a mask is put on: of a cached one, what the mask meets first."""
-    met = (n for node, m in made.items() if m is mask for n in node.all_input_nodes if n not in made)
+    met = (n for node in made for n in node.all_input_nodes if n not in made)
     return mask.args[0] if mask.target is BLOCK_INDEX else next(met, None)
 
 
