@@ -94,7 +94,8 @@ def inputs_in(weight: Any, given: Given) -> list[Node]:
 def _makers(node: Node, inputs: Sequence[Node]) -> Sequence[Node]:
     """Which of a node's inputs make what it gives: of a matrix the matrices, but without one vectors, as `outer` makes one; indices alone, as `one_hot`."""
     values = [n for n in inputs if not _is_index(n)] or inputs
-    return (not _is_small(node) and [n for n in values if not _is_small(n)]) or values
+    matrices = [] if _is_small(node) else [n for n in values if not _is_small(n)]
+    return matrices or values
 
 
 def inputs_of_layers(weight: Any, given: Given) -> list[Node]:

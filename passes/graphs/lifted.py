@@ -157,7 +157,8 @@ def _is_trainable_input(value: Any, source: Node) -> bool:
     if not isinstance(value, Tensor):
         return value is None
     whole = value if value._base is None else value._base
-    return isinstance(whole, nn.Parameter) or (whole.requires_grad and (whole.is_leaf or (source_name(source) != "" and not _is_of_an_object(source))))
+    of_a_module = source_name(source) != "" and not _is_of_an_object(source)
+    return isinstance(whole, nn.Parameter) or (whole.requires_grad and (whole.is_leaf or of_a_module))
 
 
 def _untrained(source: Node, value: Any) -> str:
@@ -185,7 +186,7 @@ def _is_held(source: Node) -> bool:
 def _is_of_an_object(source: Node) -> bool:
     """Whether an input is an attribute of an object that is no module, as of a named tuple or a dataclass that a call is given."""
     where = getattr(_source_of(source), "guard_source", None)
-    where = where() if callable(where) else where
+    where = where() if callable(where) else where  # a method or an attribute, as PyTorch's version has it
     return bool(_held_by(source) - {"cell_contents"}) and "MODULE" not in getattr(where, "name", "MODULE")
 
 
