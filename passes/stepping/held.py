@@ -37,7 +37,7 @@ def find_wrapped(optimizer: Optimizer) -> list[Optimizer]:
     """
     found = [ranks.stepping(optimizer)]
     for outer in found:  # grows
-        for value in () if _is_torchs(outer) else vars(outer).values():
+        for value in () if is_torchs(outer) else vars(outer).values():
             kind = type(value)
             several = value if kind in (list, tuple) else value.values() if kind is dict else (value,)
             new = [o for o in several if issubclass(type(o), Optimizer) and not any(o is f for f in found)]
@@ -54,7 +54,7 @@ def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
 
 def states_of(optimizer: Optimizer, weight: Tensor) -> list[Mapping[str, Any]]:
     """What an optimiser, and each of those that it wraps, keeps for a weight, in the same order while nobody looks anew. What they share is listed once."""
-    if _is_torchs(optimizer):  # wraps none
+    if is_torchs(optimizer):  # wraps none
         return [optimizer.state.get(weight, {})]
     found: list[Mapping[str, Any]] = []
     for o in with_wrapped(optimizer):
@@ -74,8 +74,8 @@ def moves_by_grad(optimizer: Optimizer) -> bool:
     Others may keep gradients elsewhere (Megatron's main_grad), need none (zeroth order), decay every weight, or take gradients away at their end (SAM).
     """
     inner = ranks.stepping(optimizer)
-    return _is_torchs(inner) and not isinstance(inner, LBFGS)
+    return is_torchs(inner) and not isinstance(inner, LBFGS)
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def is_torchs(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")

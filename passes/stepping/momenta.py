@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...kernels.errors import UnsupportedError, message
 from ..state import ranks
-from .held import states_of, with_wrapped
+from .held import is_torchs, states_of
 
 if TYPE_CHECKING:
     from .guarded_weight import Guarded
@@ -44,9 +44,8 @@ def momenta_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:
 
 
 def averages_of(optimizer: Optimizer) -> frozenset[str]:
-    """What the averages of gradients among its states are called; AccSGD calls a copy of the weight so."""
-    classes = [c.__name__ for o in with_wrapped(optimizer) for c in type(o).__mro__]
-    return OF_GRADIENTS - {"momentum_buffer"} if "AccSGD" in classes else OF_GRADIENTS
+    """What the averages of gradients among its states are called, where PyTorch named them: AccSGD, of others, calls a copy of the weight so."""
+    return OF_GRADIENTS if is_torchs(ranks.stepping(optimizer)) else frozenset()
 
 
 def word(key: Any) -> Any:
