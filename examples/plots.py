@@ -6,10 +6,13 @@ training steps each block of the weight had been active so far; a mask that neve
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from thesis.csv_files import read as read_csv
+
+from fxmask.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,22 +22,24 @@ MAX_COLUMNS = 4  # snapshots over the run in figure 6.6
 
 
 def plot_run(out: Path) -> list[Path]:
-    """Draw `out/log.csv` and, of a masked run, `out/active_blocks.csv`; returns the files written, none if matplotlib is not installed."""
+    """Draw `out/log.csv` and, of a masked run, `out/active_blocks.csv`; returns the files written, none if matplotlib is not installed.
+
+    Raises:
+        ConfigError: one of the two is not what a training has written, or no epoch has ended.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         print("no figures: matplotlib is not installed (pip install matplotlib)")
         return []
-    written = [save(accuracy_figure(read_csv(out / "log.csv")), out / "accuracy.png")]
-    if (out / "active_blocks.csv").exists():
-        written.append(save(active_blocks_figure(read_csv(out / "active_blocks.csv")), out / "active_blocks.png"))
+    epochs = read_csv(out / "log.csv", ("epoch", "top1", "train_loss"))
+    blocks = read_csv(out / "active_blocks.csv", ("epoch", "layer", "block_row", "block_col", "active_steps"))
+    if not epochs:
+        raise ConfigError(f"{out / 'log.csv'}: expected a row for each epoch, got none.\n  fix: train for an epoch at least.")
+    written = [save(accuracy_figure(epochs), out / "accuracy.png")]
+    if blocks:  # none of a dense run
+        written.append(save(active_blocks_figure(blocks), out / "active_blocks.png"))
     return written
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a csv file with a header."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -102,5 +107,10 @@ if __name__ == "__main__":
     if not (Path(sys.argv[1]) / "log.csv").is_file():
         print(f"plots.py: expected a folder that examples/train.py has written, with a log.csv, got {sys.argv[1]}.", file=sys.stderr)
         sys.exit(2)
-    for file in plot_run(Path(sys.argv[1])):
+    try:
+        files = plot_run(Path(sys.argv[1]))
+    except ConfigError as error:
+        print(f"plots.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    for file in files:
         print(file)

@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     checked.at_least_one(p, args, "threads")
     checked.masks(p, args.block, args.ratio)
     torch.set_num_threads(args.threads)
-    known = read_csv(args.csv) if args.csv.exists() else []
+    with checked.refused_by(p):
+        known = read_csv(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
     rows = []
     for name in args.model:
         for ratio in args.ratio:

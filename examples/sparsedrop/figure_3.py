@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plots import new_figure, read_csv, save
 
+from fxmask.errors import ConfigError
+
 SETTING = ("device", "threads", "dtype", "tokens", "features", "block")
 PARTS = (("ms", "ms"), ("gflops_dense_equivalent", "GFLOP/s of the dense product"))
 
@@ -47,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     if not a.csv.exists():
         p.error(f"{a.csv}: expected the csv of examples/benchmarks/block_dropout.py, got no file")
-    rows = read_csv(a.csv)
+    try:
+        rows = read_csv(a.csv)
+    except ConfigError as error:
+        p.error(str(error))
     lacking = [c for c in (*SETTING, "p", "contender", *(value for value, _ in PARTS)) if not rows or c not in rows[0]]
     if lacking:
         p.error(f"{a.csv}: expected rows of examples/benchmarks/block_dropout.py, got {'none' if not rows else 'no column ' + ', '.join(lacking)}")

@@ -11,7 +11,6 @@ the GPT by loss. The source trains in blocks of 128 by 128; `--size small` takes
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,7 @@ COLUMNS = (*KEY, "val_accuracy", "val_loss", "best_step", "steps", "ended", "tra
 
 def read(path: Path) -> list[dict[str, str]]:
     """Runs that have ended; a last line that was cut off is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if all(row[c] is not None for c in COLUMNS)]
+    return csv_files.read_own(path, COLUMNS, cut_off=True)
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -100,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
     try:
         check(a)
+        read(a.csv)  # before anything is trained for it
     except ConfigError as error:
         p.exit(2, f"table_1.py: {error}\n")
     loaded: dict[str, Loaded] = {}

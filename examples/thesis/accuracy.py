@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checked_arguments import check_numbers
 
+from fxmask.errors import ConfigError
 from thesis import run_folder, sweep_local, train
-from thesis.accuracy_table import DATA_NAMES, PHASES, RESULTS, RUNS, row_of, settings, write
+from thesis.accuracy_table import DATA_NAMES, PHASES, RESULTS, RUNS, own, row_of, settings, write
 from thesis.recipes import COMMON, arguments_of
 from thesis.sweep_checks import SweepError
 
@@ -76,6 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     check_numbers(p, args)
     if args.phase == "table" and not args.runs.is_dir():
         p.error(f"--runs: expected a folder of runs, got {args.runs}, which is none")
+    try:
+        own(args.csv)  # before anything is trained for it
+    except ConfigError as error:
+        print(f"thesis/accuracy.py: {error}", file=sys.stderr)
+        return 2
     if args.phase != "table":
         if args.root is not None and not args.root.is_dir():
             p.error(f"--root: expected a folder of images, got {args.root}, which is none")

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tabulate import tabulate
 
+from fxmask.errors import ConfigError
 from thesis import gaps, isoflop
 from thesis.accuracy_table import RESULTS
 from thesis.csv_files import read
@@ -148,8 +149,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--times", type=Path, default=isoflop.TIMES)
     args = p.parse_args(argv)
     try:
-        known = tables(read(args.csv), read(args.times))
+        known = tables(read(args.csv, (*isoflop.NEEDED, "seed", "epochs", "ratio_achieved", *COLUMNS.values())), read(args.times, ("run", "step_ms")))
         texts = {page: filled(page.read_text(), known) for page in args.pages}
+    except (ConfigError, OSError) as error:
+        print(f"accuracy_page.py: {error}\n  the pages are as they were.", file=sys.stderr)
+        return 2
     except (KeyError, ValueError) as error:
         what = f"expected the csv of accuracy.py with rows for every table of the pages, got {args.csv}: {type(error).__name__} {error}"
         print(f"accuracy_page.py: {what}.\n  fix: name another --csv; the pages are as they were.", file=sys.stderr)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from thesis import csv_files, lock, run_folder, train
-from thesis.csv_files import read
 from thesis.recipes import COMMON, FINAL, ISOFLOP, SEARCH, THESIS, arguments_of
 from thesis.sweep_checks import text
 from thesis.sweep_file import defaults_of_train, options_of
@@ -21,6 +20,7 @@ COLUMNS = (
     "phase", "run", "block", "target_ratio", "ratio_achieved", "epochs", "seed", "held_top1", "test_top1", "test_top5", "train_acc", "train_loss", "flips",
     "train_tflop", "loaded_weights_g", "train_seconds", "device", "threads", "torch", "data", "holdout", "command",
 )  # fmt: skip
+YOUNGER = ("device", "data", "holdout", "command")  # that tables of before lack
 PHASES = {"search": (SEARCH, 6, (0,)), "final": (FINAL, 20, (0, 1)), "isoflop": (ISOFLOP, 8, (0, 1)), "thesis": (THESIS, 200, (0, 1, 2))}
 DATA_NAMES = {"folder": "CIFAR-10 as JPEG, quality 75", "cifar10": "CIFAR-10", "digits": "digits"}
 
@@ -107,10 +107,15 @@ def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
     return phases.index(phase) if phase in phases else len(phases), names.index(name) if name in names else len(names), name, int(seed), rest
 
 
+def own(path: Path) -> list[dict[str, str]]:
+    """The table's rows so far. Raises: ConfigError where it is another's."""
+    return csv_files.read_own(path, COLUMNS, YOUNGER)
+
+
 def write(runs: Path, path: Path) -> int:
     """The table of all runs that have ended; returns how many. Rows whose run lies in another folder, or on another machine, stay in it."""
     with lock.alone(path):  # from before it is read: rows that others add meanwhile would be lost
-        rows = {key_of(row): {"device": "cpu", **row, "holdout": setting_of(row)[-1]} for row in read(path)}
+        rows = {key_of(row): {"device": "cpu", **row, "holdout": setting_of(row)[-1]} for row in own(path)}
         for phase, (recipes, _, _) in PHASES.items():
             for name in recipes:
                 for out in runs.glob(f"{phase}/{name}-seed*"):

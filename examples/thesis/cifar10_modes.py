@@ -21,6 +21,7 @@ from thesis import csv_files, lock, run_folder
 from thesis.accuracy_table import DATA_NAMES
 from thesis.recipes import COMMON as SHORT
 from thesis.recipes import LR
+from thesis.side_by_side import exit_code
 
 HERE = Path(__file__).resolve().parent
 MASKED, STE, UNMASKED = ("--backward", "masked"), ("--backward", "ste"), ("--backward", "unmasked")
@@ -85,11 +86,11 @@ def write(runs: Path, path: Path) -> None:
     """The table of all runs in the folder that have come to their end. Rows whose run lies in another folder, or on another machine, stay in it."""
     with lock.alone(path):  # from before it is read: rows that others add meanwhile would be lost
         ended = [row for row in (row_of(name, runs / name) for name in RUNS) if row]
-        rows = {key_of(row): row for row in [*csv_files.read(path), *ended]}
+        rows = {key_of(row): row for row in [*csv_files.read_own(path, COLUMNS), *ended]}
         csv_files.write(path, COLUMNS, sorted(rows.values(), key=lambda row: [*RUNS, row["run"]].index(row["run"])))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--data", choices=("cifar10", "folder"), default="cifar10")
     p.add_argument("--root", type=Path, required=True)
@@ -99,7 +100,13 @@ def main() -> int:
     p.add_argument("--runs", type=Path, default=Path("runs/cifar10_modes"), help="where checkpoints and logs lie")
     p.add_argument("--csv", type=Path, default=HERE.parent / "results" / "cifar10_modes.csv")
     p.add_argument("--only", nargs="+", choices=tuple(RUNS), default=list(RUNS))
-    args = p.parse_args()
+    args = p.parse_args(argv)
+    return exit_code("cifar10_modes.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """One run after another; 1 where one fails."""
+    csv_files.read_own(args.csv, COLUMNS)  # before anything is trained for it
     for name in args.only:
         out = args.runs / name
         command = [sys.executable, str(HERE / "train.py"), "--data", args.data, "--root", str(args.root), "--epochs", str(args.epochs), *COMMON]

@@ -46,7 +46,7 @@ def accuracies(path: Path, wanted: tuple[str | None, ...] = (None, None, None)) 
     Raises: ValueError where that leaves runs that cannot be compared.
     """
     found, settings = dict[str, list[tuple[str, float]]](), set[tuple[str, str, str]]()
-    for row in csv_files.read(path):
+    for row in csv_files.read(path, ("phase", "run", "test_top1")):
         setting = setting_of(row)
         if row["phase"] == "final" and row["test_top1"] and row["run"] in RUNS and all(w in (None, s) for w, s in zip(wanted, setting, strict=True)):
             settings.add(setting)

@@ -10,13 +10,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fxmask.errors import ConfigError
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a csv, none where there is no file."""
+
+def read(path: Path, columns: Sequence[str] = (), cut_off: bool = False) -> list[dict[str, str]]:
+    """The rows of a csv, none where there is no file, or an empty one. `cut_off`: a row that lacks a value is left out, and no error.
+
+    Raises:
+        ConfigError: it is no csv, lacks one of the `columns`, or has a row without a value for one of them.
+    """
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    try:
+        with path.open(newline="") as file:
+            table = csv.DictReader(file)
+            rows, header = list(table), table.fieldnames or ()
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: expected a csv, got {type(error).__name__}: {error}.\n  fix: name another file.") from None
+    missing = [column for column in columns if column not in header]
+    if rows and missing:
+        what = f"expected a csv with the columns {', '.join(columns)}, got none of {', '.join(missing)}"
+        raise ConfigError(f"{path}: {what}.\n  fix: name another file.")
+    if cut_off:
+        return [row for row in rows if all(row[column] is not None for column in columns)]
+    for number, row in enumerate(rows, 1):
+        if any(row[column] is None for column in columns):
+            what = f"expected values for {', '.join(columns)} in each row, got fewer in row {number}"
+            raise ConfigError(f"{path}: {what}.\n  fix: restore that row, or remove it.")
+    return rows
+
+
+def read_own(path: Path, columns: Sequence[str], younger: Sequence[str] = (), cut_off: bool = False) -> list[dict[str, str]]:
+    """The rows of a table that is to be written anew with these `columns`, asked for before anything is measured. Older files may lack the `younger`.
+
+    Raises:
+        ConfigError: it is another table, which rewriting would destroy, or its folder cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: its folder cannot be made: {error.strerror}.\n  fix: name another file.") from None
+    rows = read(path, [column for column in columns if column not in younger], cut_off)
+    more = sorted({column or "a value without a column" for row in rows for column in row} - {*columns})
+    if more:
+        raise ConfigError(f"{path}: expected a csv with no columns but {', '.join(columns)}, got {', '.join(more)}, too.\n  fix: name another file.")
+    return rows
 
 
 @contextmanager

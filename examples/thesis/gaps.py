@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from thesis.accuracy_table import RESULTS, setting_of
 from thesis.csv_files import read
+from thesis.side_by_side import exit_code
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
 # terms, masked run, dense run; "@34", "@60", "@100": of so many epochs, where the others are of 20
@@ -91,9 +92,14 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--csv", type=Path, default=RESULTS)
     args = p.parse_args(argv)
-    rows = [r for r in read(args.csv) if r["phase"] == "final"]
+    return exit_code("gaps.py", lambda: show(args.csv))
+
+
+def show(path: Path) -> int:
+    """Both tables of one csv."""
+    rows = [r for r in read(path, ("phase", "run", "seed", "epochs", "test_top1", "held_top1", "train_tflop")) if r["phase"] == "final"]
     if not rows:
-        print(f"gaps.py: expected rows of phase final in {args.csv}, got none.\n  fix: run accuracy.py final first.", file=sys.stderr)
+        print(f"gaps.py: expected rows of phase final in {path}, got none.\n  fix: run accuracy.py final first.", file=sys.stderr)
         return 2
     for title, pairs in (("both sides get the same", EQUAL), ("they do not", OTHER)):
         print(f"\n{title}: points of top-1, mask minus dense\n" + tabulate(differences(rows, pairs), headers="keys", disable_numparse=True))

@@ -31,6 +31,7 @@ from train import flushed_denormals
 from thesis import csv_files, lock
 from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
 from thesis.recipes import COMMON, ISOFLOP, arguments_of
+from thesis.side_by_side import exit_code
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ACCURACY, TIMES = RESULTS / "cifar10_accuracy.csv", RESULTS / "cifar10_isoflop_time.csv"
 TIME_COLUMNS = ("run", "step_ms", "step_ms_low", "step_ms_high", "turns", "threads", "load", "torch")
+NEEDED = ("phase", "run", "target_ratio", "train_tflop")  # of the csv of accuracy.py, besides the accuracies
 
 
 def is_width(row: dict[str, str]) -> bool:
@@ -150,15 +152,22 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("turns", "batch"):
         if getattr(args, name) < 1:
             p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    return exit_code("isoflop.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times, or table and figure."""
     if args.what == "time":
+        csv_files.read_own(args.times, TIME_COLUMNS)  # before it is measured for minutes
         rows = measure(args.turns, args.batch, args.only)
         with lock.alone(args.times):
-            times = {r["run"]: r for r in [*csv_files.read(args.times), *rows]}  # what --only leaves out keeps its row
+            times = {r["run"]: r for r in [*csv_files.read_own(args.times, TIME_COLUMNS), *rows]}  # what --only leaves out keeps its row
             csv_files.write(args.times, TIME_COLUMNS, times.values(), "\n")
         print(tabulate(rows, headers="keys"))
         return 0
     wanted = DATA_NAMES.get(args.data), args.epochs, args.holdout
-    found = [p for p in points(csv_files.read(args.csv), args.column) if all(w in (None, s) for w, s in zip(wanted, setting_of(p), strict=True))]
+    rows = csv_files.read(args.csv, (*NEEDED, args.column))
+    found = [p for p in points(rows, args.column) if all(w in (None, s) for w, s in zip(wanted, setting_of(p), strict=True))]
     if not found:
         print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
         return 2
@@ -167,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         what = f"expected runs of one data set, one length and one holdout in {args.csv}, got {words_for(settings)}"
         print(f"isoflop.py: {what}.\n  fix: --data, --epochs, --holdout.", file=sys.stderr)
         return 2
-    times = {r["run"]: float(r["step_ms"]) for r in csv_files.read(args.times)}
+    times = {r["run"]: float(r["step_ms"]) for r in csv_files.read(args.times, ("run", "step_ms"))}
     for point in found:
         if point["run"] in times:
             point["step_ms"] = times[point["run"]]

@@ -96,6 +96,8 @@ def accuracies(path: Path) -> dict[str, dict[tuple[str, str], float]]:
     """Top-1 by mode, then by (block, ratio)."""
     found: dict[str, dict[tuple[str, str], list[float]]] = {}
     try:
+        if not path.exists():
+            raise FileNotFoundError("there is no such file")
         for r in read_csv(path):
             mode = r["backward"] if "backward" in r else r["mode"]
             if r["block"]:  # a sweep's runs without a cell, such as dense ones

@@ -33,13 +33,13 @@ def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[
 
 
 def exit_code(script: str, run: Callable[[], object]) -> int:
-    """What a script ends with: 0, or 2 where fxmask refuses what was asked for, or a file cannot be read or written, which is then said."""
+    """What a script ends with: the status that `run` gives, else 0; 2 where what was asked for is refused, or a file cannot be read or written: it says so."""
     try:
-        run()
+        code = run()
     except (FxMaskError, OSError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def published(name: str) -> list[dict[str, str]]:

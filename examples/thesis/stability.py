@@ -29,6 +29,7 @@ from train import flushed_denormals
 
 import fxmask
 from thesis import csv_files, lock
+from thesis.side_by_side import exit_code
 
 CSV = Path(__file__).resolve().parents[1] / "results" / "stability.csv"
 COLUMNS = ("model", "mode", "steps", "batch", "first_loss", "last_loss", "spike", "spike_step", "finite", "seconds", "threads", "torch")
@@ -125,11 +126,16 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, name) is not None and getattr(args, name) < least:
             p.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")
     torch.set_num_threads(args.threads)
+    return exit_code("stability.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what the csv lacks, and show all of it; 1 where a loss has a spike."""
     for model in args.models:
         for mode in args.modes:
             batch = args.batch or (64 if model == "mlp512" else 8)
             key = (model, mode, str(args.steps), str(batch))
-            if key in map(key_of, csv_files.read(args.csv)):
+            if key in map(key_of, csv_files.read_own(args.csv, COLUMNS)):
                 continue
             began = time.perf_counter()
             losses = losses_of(model, mode, args.steps, batch)
@@ -140,10 +146,10 @@ def main(argv: list[str] | None = None) -> int:
                 "seconds": f"{time.perf_counter() - began:.0f}", "threads": args.threads, "torch": torch.__version__,
             }  # fmt: skip
             with lock.alone(args.csv):  # another process may have added rows meanwhile, this one among them
-                others = [r for r in csv_files.read(args.csv) if key_of(r) != key]
+                others = [r for r in csv_files.read_own(args.csv, COLUMNS) if key_of(r) != key]
                 csv_files.write(args.csv, COLUMNS, [*others, row])
             print(f"{model} {mode}: spike {height:.3f}", flush=True)
-    rows = csv_files.read(args.csv)
+    rows = csv_files.read_own(args.csv, COLUMNS)
     print(tabulate(rows, headers="keys"))
     wrong = [f"{r['model']} {r['mode']}" for r in rows if float(r["spike"]) > LIMIT and r["mode"] != "literal"]
     print(f"a spike above {LIMIT} in: {', '.join(wrong)}" if wrong else f"no spike above {LIMIT} but in literal, if at all")

@@ -117,8 +117,8 @@ def test_two_that_write_the_modes_lose_no_row(tmp_path, monkeypatch):
     dense = {"backward": "masked", "opt": "adam", "guard": "free", "criterion": "fro", "schedule": None, "seed": 0}
     finished(tmp_path / "runs" / names[0], **dense)
 
-    def slow(path):
-        found = read(path)
+    def slow(path, *columns):
+        found = read(path, *columns)
         if not others:
             finished(tmp_path / "runs" / names[1], **dense)
             others.append(threading.Thread(target=cifar10_modes.write, args=(tmp_path / "runs", tmp_path / "t.csv")))
