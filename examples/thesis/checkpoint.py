@@ -82,10 +82,19 @@ def same_settings(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> N
         raise CheckpointError(f"{folder}: expected the settings that its run began with, got {'; '.join(differ)}.\n  fix: another --out, or --fresh.")
 
 
+def write_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """What the run is, in run.json: the new file or the one before it, whenever the run is killed."""
+    with csv_files.replacing(folder / "run.json") as part:
+        part.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+
+
 def ran_on(folder: Path, device: str | None, went_on: bool) -> list[str]:
     """What a run has been trained on, a GPU by its name, and will be: it may go on elsewhere. None: nothing is left to train."""
     facts = folder / "run.json"
-    before = json.loads(facts.read_text()) if went_on and facts.exists() else {}
+    try:
+        before = json.loads(facts.read_text()) if went_on and facts.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{facts}: expected JSON, got {type(error).__name__}: {error}.\n  fix: bring the file back, or remove it.") from error
     named = before.get("ran_on", [before["device"]] if before else [])
     here = [] if device is None else [torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device]
     return list(dict.fromkeys([*named, *here]))

@@ -12,7 +12,6 @@ A resumed run needs as many processes as it began with and, on a CPU, ends with 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from contextlib import ExitStack
@@ -124,7 +123,7 @@ def write_begin(r: Run, went_on: bool) -> None:
         print(fxmask.explain(r.model))
     facts = {"parameters": sum(p.numel() for p in r.model.parameters()), "steps_per_epoch": images.steps, "batch_per_process": args.batch // world}
     facts |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "command": shlex.join(sys.argv)}
-    (args.out / "run.json").write_text(json.dumps({**vars(args), **r.settings(), **facts}, indent=1, default=str) + "\n")
+    checkpoint.write_facts(args.out, {**vars(args), **r.settings(), **facts})
     print(
         f"{images.train_images} + {images.test_images} images, {len(images.classes)} classes; {facts['parameters']:,} parameters; {args.batch} images a step, "
         f"{facts['batch_per_process']} on each of {world} process(es); {images.steps} steps an epoch",

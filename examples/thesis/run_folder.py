@@ -16,10 +16,10 @@ from thesis.train_run import HOW_RUN
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError):
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):  # neither text nor JSON
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 def facts_of(out: Path) -> dict[str, Any] | None:
@@ -31,7 +31,7 @@ def log_of(out: Path) -> list[dict[str, str]]:
     """A row an epoch so far; none while the last one is being written."""
     try:
         text = (out / "log.csv").read_text()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return []
     return list(csv.DictReader(io.StringIO(text))) if text.endswith("\n") else []
 

@@ -119,7 +119,7 @@ def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
     facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "steps": r.data.steps, "command": shlex.join(sys.argv)}
     here = args.device if done < last else None
     facts["ran_on"] = checkpoint.ran_on(args.out, here, went_on)
-    (args.out / "run.json").write_text(json.dumps({**vars(args), **facts}, indent=1, default=str) + "\n")
+    checkpoint.write_facts(args.out, {**vars(args), **facts})
     for epoch in range(done + 1, last + 1):
         yield from r.epoch(epoch)
         r.report(epoch, log)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from resmlp import ResMLP
 from saved_states import same
-from thesis import checkpoint
+from thesis import checkpoint, run_folder
 from thesis import train as program
 from thesis.muon import MuonAdamW
 from thesis.recipe import CIFAR10, IMAGENET, Mixing, Recipe, optimiser, scheduler
@@ -105,6 +105,23 @@ def test_a_run_goes_on_on_another_device(tmp_path, monkeypatch, whole):
     (tmp_path / "run.json").write_text(json.dumps({**facts, "ran_on": ["NVIDIA H200"]}))
     assert program.main([*MASKED, "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "run.json").read_text())["ran_on"] == ["NVIDIA H200"]  # nothing was left to train
+
+
+def test_what_a_run_is_survives_a_kill(tmp_path, monkeypatch):
+    """Killed while run.json is written, the one before it stands; a damaged one is said, not a traceback."""
+    checkpoint.write_facts(tmp_path, {"device": "cpu", "epochs": 3})
+    with monkeypatch.context() as killed:
+        killed.setattr(checkpoint.csv_files.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.write_facts(tmp_path, {"device": "cuda"})
+    assert checkpoint.ran_on(tmp_path, None, went_on=True) == ["cpu"] and [p.name for p in tmp_path.iterdir()] == ["run.json"]
+    for damaged in (b'{"device": "c', b"\xff\xfe\x00"):
+        (tmp_path / "run.json").write_bytes(damaged)
+        with pytest.raises(checkpoint.CheckpointError, match=r"run.json: expected JSON, got"):
+            checkpoint.ran_on(tmp_path, None, went_on=True)
+        assert run_folder.facts_of(tmp_path) is None
+    (tmp_path / "run.json").write_text("[1]")
+    assert run_folder.facts_of(tmp_path) is None
 
 
 def test_no_row_is_lost_where_an_epoch_ends(tmp_path, whole, monkeypatch):
