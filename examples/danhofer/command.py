@@ -36,9 +36,14 @@ def batch_of(args: argparse.Namespace) -> int:
 
 def task_of(args: argparse.Namespace, seed: int) -> Task:
     """The network and its images. Raises: DataMissing, for options that the network does not have, too."""
-    of = (("--batch", args.batch, [*SMALL, *NETWORKS]), ("--limit", args.limit, [*NETWORKS]), ("--dense-epochs", args.dense_epochs, [*SMALL]))
+    of = (
+        ("--batch", args.batch, [*SMALL, *NETWORKS]),
+        ("--limit", args.limit, [*NETWORKS]),
+        ("--dense-epochs", args.dense_epochs, [*SMALL]),
+        ("--checkpoint", args.checkpoint, [*NETWORKS]),
+    )
     for option, value, networks in of:
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             raise DataMissing(f"{option}: expected at least 1, got {value}.")
         if value is not None and args.model not in networks:
             raise DataMissing(f"{option}: expected --model {' or '.join(networks)}, got {args.model}.\n  fix: leave {option} out.")

@@ -8,6 +8,7 @@ quadruples straddle them.
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int
     model = getattr(vision.models, name)()
     try:
         model.load_state_dict(torch.load(checkpoint, weights_only=True, map_location="cpu"))
-    except (RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except (RuntimeError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         raise DataMissing(f"--checkpoint {checkpoint}: expected the state_dict of {name}, got: {str(error)[:300]}") from error
     t = vision.transforms
     finish = [t.ToTensor(), t.Normalize(*data.IMAGENET_STATS)]

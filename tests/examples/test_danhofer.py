@@ -242,6 +242,7 @@ def test_learned_masks_are_at_least_as_accurate():
     ("words", "text"),
     [
         (["--limit", "5"], "--limit: expected --model resnet18 or"),
+        (["--checkpoint", "weights.pt"], "--checkpoint: expected --model resnet18 or"),
         (["--batch", "0"], "--batch: expected at least 1, got 0."),
         (["--model", "resnet18", *SMALL], "--dense-epochs: expected --model digits or cifar10, got resnet18.\n  fix: leave --dense-epochs out."),
     ],
@@ -256,8 +257,10 @@ def test_options_that_would_do_nothing(script, words, text, capsys):
 def test_files_that_are_not_there(tmp_path, capsys):
     torch.save({"conv1.weight": torch.zeros(1)}, tmp_path / "weights.pt")
     run = ["--model", "resnet18", "--data", str(tmp_path), "--checkpoint"]
-    for wrong, words in ((["none.pt"], "got no file none.pt"), ([str(tmp_path / "weights.pt")], "expected the state_dict of resnet18, got")):
-        assert tables_3_4.main([*run, *wrong]) == 2
+    (tmp_path / "text.pt").write_text("no weights")
+    fits = "expected the state_dict of resnet18, got"
+    for wrong, words in (("none.pt", "got no file none.pt"), (str(tmp_path / "weights.pt"), fits), (str(tmp_path / "text.pt"), fits)):
+        assert tables_3_4.main([*run, wrong]) == 2
         assert words in capsys.readouterr().err
     assert learned.main(["--model", "resnet18"]) == 2
     assert "expected --checkpoint FILE and --data FOLDER" in capsys.readouterr().err
