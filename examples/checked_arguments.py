@@ -18,6 +18,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {  # of opt
     "at least 1": (lambda x: 1 <= x < inf, COUNTS),
     "0 or more": (lambda x: 0 <= x < inf, LENGTHS),
     "a number above 0": (lambda x: 0 < x < inf, ("lr",)),
+    f"a number from 0 to {2**40}": (lambda x: 0 <= x <= 2**40, ("seed",)),  # generators take 64 bits of what is made of a seed and an epoch or a step
     "a number from 0 to 1": (lambda x: 0 <= x <= 1, ("mix_prob", "mix_switch", "smoothing")),
 }
 

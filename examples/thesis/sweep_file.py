@@ -74,8 +74,9 @@ def parsed(path: Path) -> Any:
     """The file as dicts, lists and text."""
     try:
         text = path.read_text()
-    except OSError as error:
-        raise SweepError(f"expected a sweep file, got none that can be read ({error.strerror}).\n  fix: examples/thesis/sweeps has some.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SweepError(f"expected a sweep file, got none that can be read ({why}).\n  fix: examples/thesis/sweeps has some.") from None
     if path.suffix == ".json":
         try:
             return json.loads(text, parse_float=str, parse_int=str, object_pairs_hook=pairs)

@@ -10,11 +10,12 @@ import train
 from benchmarks import advice, block_dropout, masked_step, page_faults, tile_scan, traffic, train_step, whole_model
 from recipes import timm_train
 from sparsedrop import figure_4
-from thesis import accuracy, imagenet, isoflop, many, stability, sweep
+from thesis import accuracy, flops, imagenet, isoflop, many, stability, sweep
 from thesis import train as thesis_train
 
 NO_FILE = "which is no file"
 AT_LEAST = "expected at least 1, got 0"
+NO_TEXT = str(Path(demo.__file__).with_name("results") / "cifar10_isoflop.png")
 ROOT = ["--root", "nowhere"]
 CASES = {
     "a scan": (tile_scan, ["--show", "nowhere.csv"], NO_FILE),
@@ -59,8 +60,12 @@ CASES = {
     "layers of nobody": (imagenet, [*ROOT, "--exclude", "fc1"], "--exclude: expected with --timm"),
     "masks beside a configuration": (imagenet, [*ROOT, "--config", "ResMLP1", "--ratio", "0.5"], "which layers are masked and how: leave out --ratio"),
     "blocks beside none": (imagenet, [*ROOT, "--dense", "--block", "8", "8"], "--dense has no masks: leave out --config, --ratio and --block"),
+    "a sweep that is no text": (sweep, ["list", NO_TEXT], "got none that can be read (it is no text)"),
     "runs of sweep's table": (sweep, ["table", "x.yaml", "--only", "zzz"], "--only: expected with run or list, got it with table"),
     "a ratio that nothing draws": (sweep, ["run", "x.yaml", "--ratio", "0.5"], "--ratio: expected with figures, got it with run"),
+    "epochs of a figure": (flops, ["--epochs", "0"], f"--epochs: {AT_LEAST}"),
+    "a seed": (train, ["--seed", str(2**62)], "--seed: expected a number from 0 to 1099511627776, got 4611686018427387904"),
+    "a thesis training's seed": (thesis_train, ["--seed", "-1"], "--seed: expected a number from 0 to 1099511627776, got -1"),
     "the demo's folder": (demo, ["--out", f"{__file__}/out"], "expected a folder to write to"),
 } | {
     f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
