@@ -66,6 +66,8 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--ratio", type=float, default=0.75)
     args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error("expected to be started by torchrun, which says how many processes there are; on one: torchrun --nproc-per-node 1")
     path = args.out / "checkpoint.pt"
     if args.resume and not path.is_file():
         parser.error(f"--resume: expected a checkpoint at {path}, found none; leave --resume out to begin a run")

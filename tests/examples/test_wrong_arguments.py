@@ -8,7 +8,7 @@ import demo
 import pytest
 import train
 from benchmarks import advice, block_dropout, masked_step, page_faults, tile_scan, traffic, train_step, whole_model
-from recipes import timm_train
+from recipes import ddp, fsdp2, timm_train
 from sparsedrop import figure_4
 from thesis import accuracy, flops, imagenet, isoflop, many, stability, sweep
 from thesis import train as thesis_train
@@ -66,6 +66,8 @@ CASES = {
     "epochs of a figure": (flops, ["--epochs", "0"], f"--epochs: {AT_LEAST}"),
     "a seed": (train, ["--seed", str(2**62)], "--seed: expected a number from 0 to 1099511627776, got 4611686018427387904"),
     "a thesis training's seed": (thesis_train, ["--seed", "-1"], "--seed: expected a number from 0 to 1099511627776, got -1"),
+    "one process of no torchrun": (ddp, ["--out", "run"], "expected to be started by torchrun"),
+    "one shard of no torchrun": (fsdp2, ["--out", "run"], "expected to be started by torchrun"),
     "the demo's folder": (demo, ["--out", f"{__file__}/out"], "expected a folder to write to"),
 } | {
     f"{m.__name__} {option}": (m, [option, "0" if option != "--ratio" else "2"], words)
@@ -77,6 +79,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_and_two(case, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)  # of a torchrun around the tests
     module, args, words = CASES[case]
     try:
         code = module.main(args)
