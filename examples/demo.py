@@ -21,6 +21,7 @@ from data import Batch, Data, DataMissing, load
 from plots import plot_run
 from resmlp import PRESETS, ResMLP
 from tabulate import tabulate
+from thesis import lock
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from tracking import ActiveBlocks, CsvLog, MaskTracker
@@ -152,6 +153,16 @@ def main(argv: list[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: expected a folder to write to, got {args.out}: {error.strerror}")
+    try:
+        with lock.held(args.out):
+            return show(args)
+    except lock.InUse as error:
+        print(f"demo.py: {error}", file=sys.stderr)
+        return 2
+
+
+def show(args: argparse.Namespace) -> int:
+    """The demonstration, its files in a folder of its own."""
     began = time.perf_counter()
     torch.set_num_threads(1)  # these layers are too small for more, and on a busy machine more threads wait for each other
     try:

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo
+from thesis import lock
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -27,3 +30,10 @@ def test_smoke(tmp_path):
     assert 0.5 < flop[1] / flop[0] < 0.52
     for name in ("dense/log.csv", "dense/accuracy.png", "masked/log.csv", "masked/accuracy.png", "masked/active_blocks.png"):
         assert (tmp_path / name).stat().st_size > 0
+
+
+def test_two_demos_do_not_share_a_folder(tmp_path, capsys):
+    with lock.held(tmp_path):
+        assert demo.main(["--smoke", "--out", str(tmp_path)]) == 2
+    assert "expected a folder that no other run writes into" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == [lock.NAME]
