@@ -13,7 +13,8 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, is_mask, weight_arg
+from ..graphs.element_masks import is_masking
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, weight_arg
 from ..graphs.graph_site import graph_weights
 from ..graphs.regions import attribute, bodies_of, given_to, is_trainable
 from ..graphs.writes import is_filled, last_name
@@ -53,7 +54,7 @@ def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, M
         inputs = _values_from(node)
         if node in given:
             made[node] = given[node]
-        elif is_mask(node):  # what multiplies by W∘M is not dense
+        elif is_masking(node):  # what multiplies by W∘M is not dense
             continue
         elif node.op == "get_attr" or _is_fact(node):
             made[node] = (), False
@@ -157,8 +158,8 @@ def reads_in(graphs: Sequence[tuple[GraphModule, Mapping[Node, Made]]]) -> Itera
     """The products of graphs, each before its bodies and with its own weights, that multiply something by what is made of weights alone, for each of these."""
     comes_in: dict[Node, Made] = {}
     given = given_to(gm for gm, _ in graphs)
-    linears = [w for gm, _ in graphs for w in _linear_weights(gm)]
-    parts = set(behind(*linears, inputs=lambda n: given.get(n) or n.all_input_nodes))
+    wanted = [w for gm, _ in graphs for w in _wanted(gm)]
+    parts = set(behind(*wanted, inputs=lambda n: given.get(n) or n.all_input_nodes))
     for gm, own in graphs:
         made = made_of_weights(gm, {**own, **comes_in})
         for inner, outer in (pair for _, _, operands in bodies_of(gm) for pair in operands.items()):
@@ -167,12 +168,14 @@ def reads_in(graphs: Sequence[tuple[GraphModule, Mapping[Node, Made]]]) -> Itera
         yield from ((gm, read) for read in _reads(gm, made, parts))
 
 
-def _linear_weights(gm: GraphModule) -> list[Any]:
-    return [*(weight_arg(n) for n in gm.graph.nodes if n.target in LINEARS), *(w for w, _ in graph_weights(gm))]
+def _wanted(gm: GraphModule) -> list[Any]:
+    """The weights of linears, and W∘M, whose mask products may have made."""
+    nodes = gm.graph.nodes
+    return [*(weight_arg(n) for n in nodes if n.target in LINEARS), *(w for w, _ in graph_weights(gm)), *(n for n in nodes if is_masking(n))]
 
 
 def _reads(gm: GraphModule, made: Mapping[Node, Made], parts: Collection[Node]) -> Iterator[Read]:
-    """None of weights with each other, and of weights and constants none that make a vector, or are among the `parts` of a linear's weight."""
+    """None of weights with each other, and of weights and constants none that make a vector, or are among the `parts` of a linear's weight or of a mask."""
     for node in gm.graph.nodes:
         if (name := last_name(node)) in PRODUCTS:
             added, left = _roles(node, name)

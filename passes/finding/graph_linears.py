@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, is_mask, layer_name, resolve, weight_arg
+from ..graphs.element_masks import is_masking
+from ..graphs.graph_calls import DROPPED, LINEARS, PRUNED, behind, call_stack, layer_name, resolve, weight_arg
 from ..graphs.graph_site import graph_sites, graph_weights
 from ..graphs.regions import found_at
 from ..infra import recorded_value
@@ -75,7 +76,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
 def _is_masked(weight: Any, given: Given) -> bool:
     """Whether a weight is W∘M of a model that was masked before it was traced."""
     made_of = behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes))
-    return any(is_mask(n) for n in made_of)
+    return any(is_masking(n) for n in made_of)
 
 
 def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node], given: Given) -> tuple[Any, Candidate]:

@@ -10,23 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from ...kernels import nm_ops  # noqa: F401  (registers the two N:M ops)
 from ..finding.candidate import join
 from ..finding.dense_reads import Made, is_product, joined, made_of_weights
 from ..finding.graph_linears import graph_modules
 from ..infra import recorded_value
 from ..state.tensors import is_taken
-from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, is_mask, layer_name, resolve, weight_arg
+from .element_masks import by_element, is_masking
+from .graph_calls import BLOCK_INDEX, MASKED_LINEAR, behind, call_stack, layer_name, resolve
 from .graph_site import GraphSite
 from .regions import attribute, given_to, incoming, is_trainable
 
 ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
-CONVOLUTIONS = {torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding}
 EXPAND = torch.ops.aten.expand.default
 RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)  # a decomposition makes the second of the first
-WHERE = torch.ops.aten.where.ScalarOther
-ELEMENTWISE = {WHERE: (1, 0), torch.ops.fxmask.nm_sr_ste.default: (0, 1), torch.ops.fxmask.nm_learned.default: (0, None)}
-# W∘M of N:M masks: where the weight and the mask stand among the arguments
 
 
 Places = Mapping[Graph, tuple[str, GraphModule]]  # where graphs lie in the model, and whose they are
@@ -66,20 +62,19 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
             if not _of_a_site(places, mask):
                 name, weight, unfit = _weight(model, node, w, places, comes_in)
                 yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(places, mask), _kept(places, mask), unfit)
+        elif put is not None and (element := by_element(put)) is not None:
+            name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
+            yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
         elif put is not None and (block := _block(put, of_mask[put])) is not None:
             name, weight, unfit = _weight(model, node, _put_on(put, of_mask[put]), places, comes_in)
             yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, put), _kept(places, put), unfit)
-        elif node.target in LINEARS or node.target in CONVOLUTIONS:
-            read: Any = weight_arg(node)
-            if read.target in ELEMENTWISE and (read.target is not WHERE or _in_nm_layer(node)):
-                w_at, mask_at = ELEMENTWISE[read.target]
-                name, weight, unfit = _weight(model, node, read.args[w_at], places, comes_in)
-                known = None if unfit or mask_at is None else _value(places, read.args[mask_at])
-                yield Inside(name, node, weight, None, None, "masked_dense", known, None, unfit)
 
 
 def _made_of_masks(graphs: Sequence[GraphModule]) -> dict[Node, Node]:
-    """What graphs, each before its bodies, make of a block mask and of weights and constants alone, W∘M among it, up to a product: the mask."""
+    """What graphs, each before its bodies, make of a block mask and of weights and constants alone, W∘M among it, up to a product: the mask.
+
+    Of an N:M mask W∘M has the mask's place.
+    """
     given = given_to(graphs)
     found: dict[Node, Node] = {}
     constants: dict[Node, Made] = {}
@@ -89,7 +84,7 @@ def _made_of_masks(graphs: Sequence[GraphModule]) -> dict[Node, Node]:
         constants |= made_of_weights(gm, {**weights, **{n: joined(constants[outer] for outer in given[n]) for n in handed}})
         for node in gm.graph.nodes:
             masks = [found[n] for n in given.get(node, node.all_input_nodes) if n in found]
-            if is_mask(node):
+            if is_masking(node):
                 found[node] = node
             elif masks and not is_product(node) and all(n in found or n in constants for n in node.all_input_nodes):
                 found[node] = masks[0]
@@ -115,12 +110,6 @@ def _of_a_site(places: Places, mask: Node) -> bool:
     """Whether the mask is that of a `GraphSite`, alone or among what its call gives."""
     call = mask.args[0] if mask.target is operator.getitem else mask
     return isinstance(call, Node) and call.op == "call_module" and isinstance(places[call.graph][1].get_submodule(str(call.target)), GraphSite)
-
-
-def _in_nm_layer(node: Node) -> bool:
-    """Whether a call was traced in a layer with an N:M mask, by what the trace calls its class: anybody may multiply by `torch.where(mask, w, 0)`."""
-    _, cls = next(reversed(node.meta.get("nn_module_stack", {}).values()), ("", ""))
-    return (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__name__}").startswith("fxmask.swapped.NM")
 
 
 def _weight(model: nn.Module, node: Node, w: Node | None, places: Places, comes_in: dict[Node, str]) -> tuple[str, Tensor, str]:

@@ -1,0 +1,97 @@
+"""What `explain` says of traces of models with N:M masks, and what `apply` does to them: as exported, and after decompositions."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from unit.nm_models import MODES
+
+import fxmask
+from fxmask.errors import FxMaskWarning
+
+IN_TRACE = "masked before it was traced; the mask is part of the graph"
+
+
+def traces(model, x):
+    """The module of a program, and that of its decompositions."""
+    program = torch.export.export(model, (x,))
+    with warnings.catch_warnings():  # PyTorch's own
+        warnings.simplefilter("ignore", FutureWarning)
+        return program.module(), program.run_decompositions().module()
+
+
+def rows(model, *columns):
+    return [tuple(row[c] for c in columns) for row in fxmask.explain(model).rows]
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(4, 16, 3, padding=1, stride=2), nn.Flatten(), nn.Linear(256, 32, bias=False), nn.ReLU(), nn.Linear(32, 32))
+
+
+class Body(nn.Module):
+    """A layer in a body, of which the trace does not say in which module it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda y: self.fc(y), lambda y: y + 1, (x,))
+
+
+@pytest.mark.parametrize(("mode", "state"), [*((mode, "train") for mode in MODES), ("learned", "eval"), ("magnitude", "frozen"), ("soft", "frozen")])
+def test_each_layer_has_its_row_and_is_not_masked_again(mode, state):
+    torch.manual_seed(0)
+    cases = [(net(), torch.randn(4, 4, 8, 8), [("0", "16x4x3x3"), ("2", "32x256"), ("4", "32x32")]), (Body(), torch.ones(64, 64), [("fc", "64x64")])]
+    for model, x, layers in cases:
+        fxmask.apply(model, fxmask.NMMask(2, 4, **MODES[mode])).train(state == "train")
+        if state == "frozen":
+            fxmask.freeze(model)
+        for gm in traces(model, x):
+            assert rows(gm, "name", "shape", "masked", "block", "reason") == [(*layer, True, "N:M", IN_TRACE) for layer in layers]
+            known = state == "frozen" or mode == "permuted"  # as constants; but a body is given its own, which it does not know
+            assert rows(gm, "achieved_ratio") == [(0.5 if known and isinstance(model, nn.Sequential) else None,)] * len(layers)
+            y = gm(x)
+            with pytest.warns(FxMaskWarning) as told:
+                fxmask.apply(gm, ratio=0.5, block=(16, 16))
+            assert any("masked nothing: its linears were masked before it was traced" in str(w.message) for w in told)  # of draws another one tells
+            drawn = state == "train" and MODES[mode].get("mode") == "learned"
+            assert drawn or torch.equal(gm(x), y)
+
+
+class Own(nn.Module):
+    """A mask of somebody's own, under a name of ours; in a body, too, under another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.inner = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.nm_mask, self.kept = (nn.Buffer(torch.rand(64, 64) > 0.5) for _ in range(2))
+
+    def forward(self, x):
+        y = F.linear(x, torch.where(self.nm_mask, self.fc.weight, 0))
+        return torch.cond(y.sum() > 0, lambda z: F.linear(z, torch.where(self.kept, self.inner.weight, 0) * self.kept), lambda z: z + 1, (y,))
+
+
+def test_masks_of_somebodys_own_are_none_of_ours():
+    for gm in traces(Own(), torch.randn(4, 64)):
+        assert rows(gm, "masked", "shape") == [(False, "64x64")] * 2
+
+
+class Beside(nn.Module):
+    """A layer whose weight its owner reads, and so stays dense, beside one that is masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.masked = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.masked(x) @ self.read.weight.T
+
+
+def test_what_stays_dense_beside_them_says_so():
+    model = Beside()
+    fxmask.apply(model, fxmask.NMMask(2, 4), exclude=["read"])
+    for gm in traces(model, torch.randn(4, 64)):
+        assert rows(gm, "name", "masked") == [("read", False), ("masked", True)]
