@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 STEP_SIZE, AVERAGE = "step_size", "ax"  # of Rprop, which begins at the lr, and of ASGD, at the weight
 NO_MOMENTA = (STEP_SIZE, AVERAGE)
-# averages of gradients, by PyTorch's names; with a coupled decay alone they come near the weight: SGD's to weight_decay / (1 - momentum) of it
-OF_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta"})
+# averages and sums of gradients, by PyTorch's names, and the last one; a coupled decay alone brings them near the weight: SGD's to decay / (1 - momentum) of it
+OF_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta", "sum", "prev"})
 
 
 def momenta_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Tensor]:

@@ -245,3 +245,68 @@ def test_a_copy_of_the_weight_that_is_called_a_momentum(options):
     train(model, optimiser, 2)
     for weight, state in masked_parts(model, optimiser, "momentum_buffer"):
         assert torch.equal(weight, state) and weight.any()
+
+
+STATES = {
+    "SGD": lambda p: optim.SGD(p, 0.1, momentum=0.9),
+    "Adam": lambda p: optim.Adam(p, amsgrad=True),
+    "Adamax": optim.Adamax,
+    "NAdam": optim.NAdam,
+    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adadelta": optim.Adadelta,
+    "Adagrad": optim.Adagrad,
+    "Rprop": optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_no_momentum_of_torchs_is_taken_for_a_copy(make):
+    """Whatever its values: here they are the weight's own when its blocks come back."""
+    model = fxmask.apply(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)), ratio=0.5, block=(8, 8), criterion="random")
+    w = model[0].weight
+    w.data.abs_()
+    optimiser = make(model.parameters())
+    fxmask.guard(optimiser, model, returning="zero")
+    train(model, optimiser, 2)
+    momenta = {k: t.copy_(w.detach()) for k, t in optimiser.state[w].items() if t.shape == w.shape and k != "step_size"}
+    before = fxmask.masks(model)["0.weight"]
+    train(model, optimiser, 1)
+    back = expand_mask(fxmask.masks(model)["0.weight"] & ~before, w.shape, (8, 8))
+    assert back.any() and momenta and not any(t[back].any() for t in momenta.values())
+
+
+class Outer(optim.Optimizer):
+    """A momentum over the steps of another optimiser, as SlowMo's, by the name that the other may have, too."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"]]
+        was = [p.clone() for p in held]
+        self.inner.step()
+        for p, old in zip(held, was, strict=True):
+            p.copy_(old).sub_(self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)).mul_(0.5).add_(old - p))
+
+
+def test_momenta_of_one_name_rest_each():
+    """Those of an optimiser and of the one that it wraps."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    inner = optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    outer = Outer(inner)
+    fxmask.guard(outer, model)
+    train(model, outer)
+    for optimiser in (inner, outer):
+        assert not any(state.any() for _, state in masked_parts(model, optimiser, "momentum_buffer"))
+
+
+def test_step_sizes_of_a_wrapped_optimiser_stay():
+    """At zero, masked weights would never move again."""
+    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
+    inner = optim.Rprop(model.parameters(), 0.01)
+    optimiser = Outer(inner)
+    fxmask.guard(optimiser, model)
+    train(model, optimiser)
+    assert all((sizes == 0.01).all() for _, sizes in masked_parts(model, inner, "step_size"))
