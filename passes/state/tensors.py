@@ -44,7 +44,7 @@ def place_on(site: Site, device: torch.device) -> None:
 def move(site: Site, device: torch.device) -> None:
     """Take the state's tensors to another device."""
     site._fxmask_forward = ()
-    own, came = site._fxmask_own, site._fxmask_score is not None and site._fxmask_score.is_meta and device.type != "meta"
+    own, came = site._fxmask_own, site._fxmask_score is not None and site._fxmask_score.is_meta
     for name in STATE:
         value = getattr(site, f"_fxmask_{name}")
         setattr(site, f"_fxmask_{name}", None if value is None else _moved(value, device))

@@ -144,10 +144,12 @@ def test_explain_and_copies_around_dense_and_steps():
 def test_flips_start_at_zero():
     model = fxmask.apply(mlp(), ratio=0.7, refresh=0)
     assert [r["flips"] for r in fxmask.explain(model).rows if r["masked"]] == [0, 0]
+    model.to("meta").to_empty(device="cpu")
+    assert [r["flips"] for r in fxmask.explain(model).rows if r["masked"]] == [0, 0]
 
 
 @pytest.mark.parametrize("steps", [True, False])
-@pytest.mark.parametrize("options", [dict(backward="rigl"), dict(refresh=2), dict(refresh=0)], ids=str)
+@pytest.mark.parametrize("options", [dict(backward="rigl"), dict(refresh=2), dict(refresh=0), dict(soft=True, schedule=fxmask.Schedule("cubic", 4))], ids=str)
 def test_state_made_in_inference_mode_can_be_trained_with(options, steps):
     model = fxmask.apply(mlp(), ratio=0.7, **options)
     fxmask.step(model, 0)
@@ -161,6 +163,16 @@ def test_state_made_in_inference_mode_can_be_trained_with(options, steps):
         with fxmask.dense(model):
             model(X)
     model(X).sum().backward()
+
+
+def test_a_model_that_is_materialised_in_inference_mode_trains_with_weights_of_its_own():
+    model = fxmask.apply(mlp().to("meta"), ratio=0.7, schedule=fxmask.Schedule("cubic", steps=4))
+    with torch.inference_mode():
+        model.to_empty(device="cpu")
+    model.load_state_dict(mlp().state_dict(), assign=True)
+    fxmask.step(model, 4)
+    model(X).sum().backward()
+    assert [int(m.sum()) for m in fxmask.masks(model).values()] == [8, 8]
 
 
 def test_a_phase_that_caches_no_mask_misses_none():

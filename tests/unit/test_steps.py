@@ -70,6 +70,14 @@ def test_layers_of_one_ratio_have_starts_and_schedules_of_their_own(form):
         assert [int(found[f"{n}.weight"].sum()) for n in (name, other)] == [24, keep_count(24, 0.7)]
 
 
+@pytest.mark.parametrize(("ratio", "ahead", "counts"), [(0.5, 0, [15, 18]), (0.75, 2, [6, 15])])
+def test_layers_of_one_schedule_have_ratios_and_steps_of_their_own(ratio, ahead, counts):
+    model = fxmask.apply(mlp(), ratio=0.75, schedule=fxmask.Schedule("linear", steps=4), overrides={"2": dict(ratio=ratio)})
+    fxmask.step(model[0], ahead)
+    fxmask.step(model, 2)
+    assert [int(m.sum()) for m in fxmask.masks(model).values()] == counts
+
+
 @FORMS
 def test_start_with_a_cached_mask(form):
     model = masked(form, start=2, refresh=2, ratio=0.5)
