@@ -175,6 +175,15 @@ def test_a_model_that_is_materialised_in_inference_mode_trains_with_weights_of_i
     assert [int(m.sum()) for m in fxmask.masks(model).values()] == [8, 8]
 
 
+@pytest.mark.parametrize("criterion", ["fro", "random"])
+def test_a_meta_model_that_is_called_with_weights_masks_them(criterion):
+    model, other = (fxmask.apply(m, ratio=0.7, criterion=criterion) for m in (mlp().to("meta"), mlp()))
+    for m in (model, other):
+        fxmask.step(m, 3)
+    weights = {k: t.detach() for k, t in other.named_parameters()}
+    assert torch.equal(torch.func.functional_call(model, weights, X), other(X))
+
+
 def test_a_phase_that_caches_no_mask_misses_none():
     model, other = (fxmask.apply(mlp(), ratio=0.75, refresh=2, phases={2: dict(refresh=1)}) for _ in range(2))
     model.to("meta").to_empty(device="cpu")
