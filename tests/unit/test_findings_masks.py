@@ -165,6 +165,19 @@ def test_state_made_in_inference_mode_can_be_trained_with(options, steps):
     model(X).sum().backward()
 
 
+WAYS = {"load": lambda m: m.load_state_dict(mlp(seed=4).state_dict()), "refresh": fxmask.refresh, "step": lambda m: fxmask.step(m, 2)}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_masks_that_inference_mode_builds_anew_can_be_trained_with(way):
+    model = fxmask.apply(mlp(), ratio=0.7, refresh=2)
+    fxmask.step(model, 0)
+    with torch.inference_mode():
+        way(model)
+    model(X).sum().backward()
+    assert model[0].weight.grad.any()
+
+
 def test_a_model_that_is_materialised_in_inference_mode_trains_with_weights_of_its_own():
     model = fxmask.apply(mlp().to("meta"), ratio=0.7, schedule=fxmask.Schedule("cubic", steps=4))
     with torch.inference_mode():
