@@ -276,7 +276,7 @@ def test_no_momentum_of_torchs_is_taken_for_a_copy(make):
 
 
 class Outer(optim.Optimizer):
-    """A momentum over the steps of another optimiser, as SlowMo's, by the name that the other may have, too."""
+    """A momentum over the steps of another optimiser, as SlowMo's."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -289,17 +289,6 @@ class Outer(optim.Optimizer):
         self.inner.step()
         for p, old in zip(held, was, strict=True):
             p.copy_(old).sub_(self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)).mul_(0.5).add_(old - p))
-
-
-def test_momenta_of_one_name_rest_each():
-    """Those of an optimiser and of the one that it wraps."""
-    model = fxmask.apply(mlp(), ratio=0.6, refresh=0)
-    inner = optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    outer = Outer(inner)
-    fxmask.guard(outer, model)
-    train(model, outer)
-    for optimiser in (inner, outer):
-        assert not any(state.any() for _, state in masked_parts(model, optimiser, "momentum_buffer"))
 
 
 def test_step_sizes_of_a_wrapped_optimiser_stay():
