@@ -78,7 +78,7 @@ def block_count(rows: int, features: int, block: int) -> int:
     return rows * -(-features // block)
 
 
-def kept_elements(values: Sequence[int], shape: Sequence[int], turned: bool) -> int:
+def kept_of_input(values: Sequence[int], shape: Sequence[int], turned: bool) -> int:
     """Elements of the input among kept blocks `values` (B, nnz, b), at most: of those at a ragged edge, whose norms are lower, as few as there can be."""
     (n, kept, block), (_, rows, features) = values, sample_shape(tuple(shape), turned)
     whole = rows * (features // block)

@@ -145,7 +145,7 @@ def pruned_dw(
     | `auto` | on a CPU the strips where they pay, else the reference |
 
     Differentiable: no, and a second derivative through it raises. Raises: ShapeError, UnsupportedError where an explicit `impl` cannot run on gy.
-    Cost: 2 N useful FLOP a kept element; see `kernels.prune.kept_elements`.
+    Cost: 2 N useful FLOP a kept element; see `kernels.prune.kept_of_input`.
     """
     if gy.dim() != len(shape) or tuple(gy.shape[:-1]) != tuple(shape[:-1]):
         raise ShapeError(f"tokens of gy: expected those of an input {tuple(shape)}, got {tuple(gy.shape)}.")
@@ -194,7 +194,7 @@ def _dw_flop(
     gy: Tensor, values: Tensor, index: Tensor, shape: list[int], turned: bool, mask: Tensor | None = None, rows: int = 1, cols: int = 1, *_: Any, **__: Any
 ) -> int:
     """Under a mask of W the kept elements of the input count as evenly spread over its features, as in `kernels.layer_cost`."""
-    flop, of = 2 * int(gy.shape[-1]) * prune.kept_elements(values.shape, shape, turned), (gy.shape[-1], shape[-1])
+    flop, of = 2 * int(gy.shape[-1]) * prune.kept_of_input(values.shape, shape, turned), (gy.shape[-1], shape[-1])
     return flop * linear_flop(gy, of, mask, (rows, cols)) // max(1, linear_flop(gy, of, None, (rows, cols)))
 
 

@@ -8,7 +8,7 @@ from ...kernels import dense_cost, layer_cost, pruned_cost
 from ...kernels.cost import Cost
 from ...kernels.grid import kept_elements
 from ...kernels.lists import LISTED
-from ...kernels.prune import kept_elements as kept_of_input
+from ...kernels.prune import kept_of_input
 from .calls import Call, Place
 from .masked_rules import ROLES, implementation, lists_of, mask_of, masked_work, weight_of_forward
 from .work import ELEMENTWISE, EXACT, Target, Work, phase_of, rule
@@ -40,7 +40,7 @@ def _packing(call: Call, phase: str, x: Place, weight: str) -> Work:
 
 @rule("fxmask.pruned_dw")
 def _dw(call: Call, t: Target) -> list[Work]:
-    """FLOP of the kept blocks, at most: whole ones first (`kernels.prune.kept_elements`); under a mask of W the share of them that it wants is useful.
+    """FLOP of the kept blocks, at most: whole ones first (`kernels.prune.kept_of_input`); under a mask of W the share of them that it wants is useful.
 
     Bytes: of the kernel where it would run, else of dY, what was saved and dW.
 

@@ -78,6 +78,7 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 
 def is_product(node: Node) -> bool:
+    """Whether a node multiplies matrices, as a linear call or in other words."""
     return node.target in LINEARS or last_name(node) in PRODUCTS
 
 

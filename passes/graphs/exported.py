@@ -50,24 +50,24 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
     graphs = list(graph_modules(model))
     places = {gm.graph: (prefix, gm) for prefix, gm in graphs}
     comes_in = incoming(graphs)
-    made = _made_of_masks([gm for _, gm in graphs])
-    of_mask: dict[Node, list[Node]] = {}
-    for made_node, mask in made.items():
-        of_mask.setdefault(mask, []).append(made_node)
+    mask_in = _made_of_masks([gm for _, gm in graphs])
+    made: dict[Node, list[Node]] = {}
+    for n, mask in mask_in.items():
+        made.setdefault(mask, []).append(n)
     for node in (n for _, gm in graphs for n in gm.graph.nodes):
-        put = next((made[n] for n in node.all_input_nodes if n in made), None) if is_product(node) else None
+        read = next((mask_in[n] for n in node.all_input_nodes if n in mask_in), None) if is_product(node) else None
         if node.target is MASKED_LINEAR:
             call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
             w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
             if not _of_a_site(places, mask):
                 name, weight, unfit = _weight(model, node, w, places, comes_in)
                 yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(places, mask), _kept(places, mask), unfit)
-        elif put is not None and (element := by_element(put)) is not None:
+        elif read is not None and (element := by_element(read)) is not None:
             name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
             yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
-        elif put is not None and (block := _block(put, of_mask[put])) is not None:
-            name, weight, unfit = _weight(model, node, _put_on(put, of_mask[put]), places, comes_in)
-            yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, put), _kept(places, put), unfit)
+        elif read is not None and (block := _block(read, made[read])) is not None:
+            name, weight, unfit = _weight(model, node, _put_on(read, made[read]), places, comes_in)
+            yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, read), _kept(places, read), unfit)
 
 
 def _made_of_masks(graphs: Sequence[GraphModule]) -> dict[Node, Node]:

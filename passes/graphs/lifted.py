@@ -205,10 +205,9 @@ def source_name(node: Node) -> str:
     source = _source_of(node)
     if source is None:
         return ""
-    _, _, rest = ROOT.sub("]", source.name).partition("]")  # L['self'], or another local or global
+    root = ROOT.match(source.name)
+    rest = source.name.partition("]")[2] if root is None else source.name[root.end() :]
     parts = ["".join(found) for found in PARTS.findall(rest)]
     if "cell_contents" in parts:  # of a closure
         parts = parts[parts.index("cell_contents") + 1 :]
-    if parts[:1] == ["__self__"]:  # of a bound method, as `compile()` of a container is taken from PyTorch 2.14 on
-        parts = parts[1:]
     return ".".join(p for p in parts if p not in CONTAINERS)

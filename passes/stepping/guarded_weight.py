@@ -10,7 +10,7 @@ from torch import Tensor
 from ..settings.config import WeightMask
 from ..state import ranks
 from ..state.site import Site
-from .momenta import NO_MOMENTA, OF_GRADIENTS, word
+from .momenta import NO_MOMENTA, word
 
 if TYPE_CHECKING:
     from . import gathered, set_aside
@@ -51,7 +51,7 @@ class Guarded:
     last: tuple[Tensor, tuple[int, int]] | None = None  # mask and block before the step, where blocks that return have no momenta
     had_gradient: bool = False  # before the step, which may take it away
     by_grad: bool = True  # whether the optimiser surely moves it by its gradient alone
-    averages: frozenset[str] = OF_GRADIENTS  # what the optimiser calls averages of gradients
+    averages: frozenset[str] = frozenset()  # what the optimiser calls averages of gradients
     by_momenta: bool = False  # its mask goes by them, in some phase
     stateless: bool = False  # such a mask's: the last step moved the weight, and the optimiser has no state for it
     found: tuple[Tensor, Any, Any] | None = None  # by `gathered.blocks_of`: of which cached mask, what else it holds for, and where the blocks lie
