@@ -1,13 +1,10 @@
-"""The ops of block dropout: forward, dX and dW that leave dropped blocks out. `kernels.dropout` is the oracle; a CPU runs `kernels.cpu.dropout_runs` where it
-pays, and `impl="triton"` the kernels of the weight masks (`kernels.triton.dropped`). Each one's derivative is made of the others, so they differentiate as
-often as one likes.
+"""The matmuls of block dropout: forward, dX and dW that leave dropped blocks out; `kernels.draw_ops` draws the masks. `kernels.dropout` is the oracle; a CPU
+runs `kernels.cpu.dropout_runs` where it pays, and `impl="triton"` the kernels of the weight masks (`kernels.triton.dropped`). Each one's derivative is made of
+the others, so they differentiate as often as one likes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import dropout, operands, reference
 from .cpu import chosen, dropout_runs
-from .dispatch import IMPLEMENTATIONS, check_name, triton_ops
-from .errors import ShapeError, UnsupportedError
+from .dispatch import check_name, triton_ops
+from .errors import ShapeError
 from .grid import grid_shape, kept_elements
 from .inductor import register_fake
 from .lean import register_autograd
@@ -46,10 +43,6 @@ def _form(impl: str, t: Tensor, block: tuple[int, int], p: float) -> Any:
     return dropout_runs if impl == "auto" and dropout_runs.pays(t, block, p) else dropout
 
 
-def _tokens(t: Tensor) -> int:
-    return math.prod(t.shape[:-1])
-
-
 @torch.library.custom_op("fxmask::dropped_linear", mutates_args=())
 def dropped_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None
@@ -62,7 +55,7 @@ def dropped_linear(
     """
     block = (block_rows, block_cols)
     operands.check_features("x", x, w.shape[1])
-    _check(_tokens(x), x.shape[-1], keep, block, p, lists)
+    _check(reference.tokens(x), x.shape[-1], keep, block, p, lists)
     operands.check_bias(bias, w.shape[0])
     return _form(impl, x, block, p).linear(x, w, bias, keep, block, p, lists).contiguous()
 
@@ -80,7 +73,7 @@ def dropped_dx(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols:
     """dX = (dY W)∘m / (1 - p), zeros where dropped. gy (..., N), w (N, K) -> (..., K). Differentiable: gy, w. Cost: 2 N useful FLOP a kept element."""
     block = (block_rows, block_cols)
     operands.check_features("gy", gy, w.shape[0])
-    _check(_tokens(gy), w.shape[1], keep, block, p, lists)
+    _check(reference.tokens(gy), w.shape[1], keep, block, p, lists)
     return _form(impl, gy, block, p).dx(gy, w, keep, block, p, lists).contiguous()
 
 
@@ -93,9 +86,8 @@ def _(gy: Tensor, w: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: 
 def dropped_dw(gy: Tensor, x: Tensor, keep: Tensor, block_rows: int, block_cols: int, p: float, impl: str = "auto", lists: Tensor | None = None) -> Tensor:
     """dW = dY^T (X∘m) / (1 - p). gy (..., N), x (..., K) -> (N, K). Differentiable: gy, x. Cost: 2 N useful FLOP a kept element of x."""
     block = (block_rows, block_cols)
-    _check(_tokens(x), x.shape[-1], keep, block, p, lists)
-    if gy.shape[:-1] != x.shape[:-1]:
-        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
+    _check(reference.tokens(x), x.shape[-1], keep, block, p, lists)
+    operands.check_tokens(gy, x)
     return _form(impl, gy, block, p).dw(gy, x, keep, block, p, lists).contiguous()
 
 
@@ -163,64 +155,14 @@ def _flop(features: int, shape: tuple[int, int], keep: Tensor, block: tuple[int,
 
 @register_flop_formula(torch.ops.fxmask.dropped_linear, get_raw=True)
 def _linear_flop(x: Tensor, w: Tensor, bias: Tensor | None, keep: Tensor, rows: int, cols: int, *_: Any, **__: Any) -> int:
-    return _flop(w.shape[0], (_tokens(x), x.shape[-1]), keep, (rows, cols))
+    return _flop(w.shape[0], (reference.tokens(x), x.shape[-1]), keep, (rows, cols))
 
 
 @register_flop_formula(torch.ops.fxmask.dropped_dx, get_raw=True)
 def _dx_flop(gy: Tensor, w: Tensor, keep: Tensor, rows: int, cols: int, *_: Any, **__: Any) -> int:
-    return _flop(w.shape[0], (_tokens(gy), w.shape[1]), keep, (rows, cols))
+    return _flop(w.shape[0], (reference.tokens(gy), w.shape[1]), keep, (rows, cols))
 
 
 @register_flop_formula(torch.ops.fxmask.dropped_dw, get_raw=True)
 def _dw_flop(gy: Tensor, x: Tensor, keep: Tensor, rows: int, cols: int, *_: Any, **__: Any) -> int:
-    return _flop(gy.shape[-1], (_tokens(x), x.shape[-1]), keep, (rows, cols))
-
-
-@torch.library.custom_op("fxmask::drop_mask", mutates_args=())
-def drop_mask(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int, p: float, impl: str = "auto") -> Tensor:
-    """The mask of an input (tokens, features), bool, True = kept, see `kernels.dropout.draw`: the same bits by every `impl`.
-
-    seed: 0-d int64 on the device where the mask is wanted. Differentiable: no. Cost: a byte a block, no host sync; by Triton one launch.
-    """
-    form = dropout
-    check_name(impl)
-    dropout.check_probability(p)
-    if impl == "triton":
-        triton_ops().require(seed.new_empty(0, dtype=torch.float32))  # a seed has no floating dtype to object to
-        form = triton_ops().dropped
-    return form.draw(tokens, features, (block_rows, block_cols), p, seed)
-
-
-@register_fake(drop_mask)
-def _(seed: Tensor, tokens: int, features: int, block_rows: int, block_cols: int, p: float, impl: str = "auto") -> Tensor:
-    return seed.new_empty(grid_shape((tokens, features), (block_rows, block_cols)), dtype=torch.bool)
-
-
-_one_op: tuple[str, ...] = ("triton",)  # the implementations whose masks are drawn by `drop_mask`
-
-
-@contextmanager
-def drawn_by_one_op(impl: str | None) -> Iterator[None]:
-    """For whoever counts: inside, masks of layers that `impl` stands for (None: of all but reference) are drawn by the op that its kernel is, not by aten's."""
-    global _one_op
-    before, chosen = _one_op, {None: ("triton", "auto", "cpu"), "triton": IMPLEMENTATIONS}.get(impl, _one_op)
-    _one_op = chosen
-    try:
-        yield
-    finally:
-        _one_op = before
-
-
-def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Tensor:
-    """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"input of block dropout: expected a Tensor (..., K), got {type(x).__name__}.")
-    if x.is_nested or operands.is_transformed("auto"):
-        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
-        raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ShapeError(f"input of block dropout: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
-    seed = torch.randint(2**62, (), device=x.device)
-    if impl in _one_op:
-        return drop_mask(seed, _tokens(x), x.shape[-1], *block, p, impl)
-    return dropout.draw(_tokens(x), x.shape[-1], block, p, seed)  # aten ops, which a compiler fuses
+    return _flop(gy.shape[-1], (reference.tokens(x), x.shape[-1]), keep, (rows, cols))

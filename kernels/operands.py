@@ -49,11 +49,16 @@ def check_backward(backward: str) -> None:
         raise ConfigError(f"unknown backward: expected one of {', '.join(reference.MODES)}, got {backward!r}.")
 
 
+def check_tokens(gy: Tensor, x: Tensor) -> None:
+    """Raise ShapeError for a gradient of other tokens than the input's."""
+    if gy.shape[:-1] != x.shape[:-1]:
+        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
+
+
 def check_gradients(gy: Tensor, x: Tensor, mask: Tensor, block: tuple[int, int], backward: str, lists: Tensor | None) -> None:
     """Raise ShapeError or ConfigError for operands of dW that do not belong together."""
     check_mask(mask, (gy.shape[-1], x.shape[-1]), block)
-    if gy.shape[:-1] != x.shape[:-1]:
-        raise ShapeError(f"tokens of gy and x: expected the same leading axes, got {tuple(gy.shape)} and {tuple(x.shape)}.")
+    check_tokens(gy, x)
     check_lists(lists, mask, block)
     check_backward(backward)
 

@@ -39,9 +39,14 @@ def strip_lists(mask: Tensor, block: tuple[int, int]) -> Tensor:
     return packed(mask, block)
 
 
+def tokens(t: Tensor) -> int:
+    """M of (..., K)."""
+    return math.prod(t.shape[:-1])  # numel() would fix a number of tokens that a compiler does not know
+
+
 def rows(t: Tensor) -> Tensor:
     """(..., K) -> (tokens, K); -1 would say nothing where K is 0."""
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])  # numel() would fix a number of tokens that a compiler does not know
+    return t.reshape(tokens(t), t.shape[-1])
 
 
 Masking = Callable[[Tensor, Tensor, tuple[int, int]], Tensor]  # W∘M of a weight, its mask and the block; below it may be another form's

@@ -34,7 +34,7 @@ from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
 from fxmask.errors import ConfigError, FxMaskError
-from fxmask.kernels import dropout, dropout_ops
+from fxmask.kernels import draw_ops, dropout
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
@@ -76,7 +76,7 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
         "dropout + linear": run(lambda: F.linear(F.dropout(x, p), linear.weight, linear.bias)),
         "block dropout + linear": run(blocks),
         name_of(a): run(lambda: fused(x)),
-        MASK: lambda: (dropout_ops.mask(x, (a.block, a.block), p, a.impl), None)[1],
+        MASK: lambda: (draw_ops.mask(x, (a.block, a.block), p, a.impl), None)[1],
     }
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..bench.provenance import provenance, utc
 from ..errors import ConfigError, UnsupportedError
-from ..kernels import dropout_ops
+from ..kernels import draw_ops
 from ..kernels.grid import plain_int
 from ..passes.counting import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
 from ..passes.counting.capture import Recording, capture
@@ -93,7 +93,7 @@ def analyze(
     optimiser.states_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
-    with cut_off(model) as fading, dropout_ops.drawn_by_one_op(impl):
+    with cut_off(model) as fading, draw_ops.drawn_by_one_op(impl):
         recording = capture(model, args, named, backward, dtype, progress)
     target = Target(target_device.dense_tile, impl or "", count_elementwise)
     works = [w for c in recording.calls for w in work_of(c, target)]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import dropout, dropout_ops, ops
+from ..kernels import draw_ops, dropout, dropout_ops, ops
 from ..kernels.grid import expand_mask
 from .gate import over_budget
 from .inputs import operands
@@ -69,7 +69,7 @@ def dropout_linear(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: 
 
 def masked_dense(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -> Step:
     """Dropped blocks as zeros in dense products."""
-    keep = dropout_ops.mask(x, block, p)
+    keep = draw_ops.mask(x, block, p)
     dropped = dropout.drop(x, keep, block, p)
     return F.linear(dropped, w), dropout.drop(gy @ w, keep, block, p), gy.t() @ dropped, keep
 
@@ -85,7 +85,7 @@ def fxmask(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float) -
 
 
 def _ours(x: Tensor, w: Tensor, gy: Tensor, block: tuple[int, int], p: float, impl: str) -> Step:
-    keep = dropout_ops.mask(x, block, p, impl)
+    keep = draw_ops.mask(x, block, p, impl)
     args = (keep, *block, p, impl, ops.lists(keep, block, impl))
     return dropout_ops.dropped_linear(x, w, None, *args), dropout_ops.dropped_dx(gy, w, *args), dropout_ops.dropped_dw(gy, x, *args), keep
 

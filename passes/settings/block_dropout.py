@@ -7,7 +7,7 @@ import dataclasses
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import dropout, dropout_ops, ops
+from ...kernels import draw_ops, dropout, dropout_ops, ops
 from ...kernels.dispatch import IMPLEMENTATIONS, check_available
 from ...kernels.errors import ConfigError
 from ...kernels.grid import check_block
@@ -65,7 +65,7 @@ class BlockDropout(Options):
     def mask(self, x: Tensor, training: bool) -> Tensor | None:
         """A new mask for an input; None where nothing is dropped."""
         assert self.p is not None  # resolved by apply
-        return dropout_ops.mask(x, self.block, self.p, self.impl) if self.p > 0 and (training or self.mc) else None
+        return draw_ops.mask(x, self.block, self.p, self.impl) if self.p > 0 and (training or self.mc) else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """The layer's forward."""

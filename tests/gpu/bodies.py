@@ -10,7 +10,7 @@ from torch import nn
 
 import fxmask
 from fxmask.bench.tolerance import allowed, largest
-from fxmask.kernels import dropout, dropout_ops, lists, ops, reference, saliency
+from fxmask.kernels import draw_ops, dropout, dropout_ops, lists, ops, reference, saliency
 from fxmask.kernels.grid import expand_mask, grid_shape, keep_count
 from fxmask.kernels.score import block_keys
 from fxmask.kernels.select import select_ranked
@@ -222,7 +222,7 @@ def check_dropout(device, shape, block, p, precision, gap=0):
     seed = torch.tensor(12345)
     keep = dropout.draw(m, k, block, p, seed.to(device))
     assert torch.equal(keep.cpu(), dropout.draw(m, k, block, p, seed))
-    assert torch.equal(dropout_ops.drop_mask(seed.to(device), m, k, *block, p, "triton"), keep)
+    assert torch.equal(draw_ops.drop_mask(seed.to(device), m, k, *block, p, "triton"), keep)
 
     def run(impl, x, w, b, gy):
         wanted = [t.detach().requires_grad_() for t in (x, w, b)]

@@ -12,7 +12,7 @@ from torch import nn
 import fxmask
 from fxmask import BlockDropout
 from fxmask.errors import ShapeError, UnsupportedError
-from fxmask.kernels import dropout, dropout_ops, ops
+from fxmask.kernels import draw_ops, dropout, dropout_ops, ops
 from fxmask.kernels.grid import expand_mask
 from fxmask.kernels.lists import LISTED
 from fxmask.kernels.triton import dropped
@@ -147,8 +147,8 @@ def test_masks_are_the_plain_forms_to_the_bit(p):
         args = (tokens, features, (16, 4), p, torch.tensor(seed))
         assert torch.equal(dropped.draw(*args), dropout.draw(*args))
     args = (torch.tensor(5), 100, 70, 16, 4, p)
-    torch.library.opcheck(dropout_ops.drop_mask, (*args, "triton"))
-    assert torch.equal(dropout_ops.drop_mask(*args, "triton"), dropout_ops.drop_mask(*args))
+    torch.library.opcheck(draw_ops.drop_mask, (*args, "triton"))
+    assert torch.equal(draw_ops.drop_mask(*args, "triton"), draw_ops.drop_mask(*args))
 
 
 def test_a_number_at_the_rate_is_kept():

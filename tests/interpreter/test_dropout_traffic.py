@@ -12,7 +12,7 @@ from torch import nn
 
 import fxmask
 from fxmask import BlockDropout
-from fxmask.kernels import dropout, dropout_ops, layer_cost, mask_cost, matmul_cost
+from fxmask.kernels import draw_ops, dropout, layer_cost, mask_cost, matmul_cost
 from fxmask.kernels.grid import expand_mask, grid_shape, kept_elements
 from fxmask.kernels.triton import dropped, tiles
 from fxmask.passes.counting.calls import typical_mask
@@ -125,7 +125,7 @@ def test_the_table_of_an_analysis_is_the_trace_of_a_step(block, dtype, p, monkey
     x = torch.randn(2, tokens // 2, k).to(dtype).requires_grad_()
     rows, grid = table_of(model, x), grid_shape((tokens, k), block)
     keep = typical_mask(grid, round((1 - p) * grid[0] * grid[1]))
-    monkeypatch.setattr(dropout_ops, "mask", lambda *_: keep)
+    monkeypatch.setattr(draw_ops, "mask", lambda *_: keep)
     with recording() as launches:
         y = model(x)
         forward = len(launches)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from property.often import examples
 
 from fxmask.errors import ConfigError, ShapeError
-from fxmask.kernels import dropout, dropout_ops
+from fxmask.kernels import draw_ops, dropout, dropout_ops
 from fxmask.kernels.cpu import dropout_runs
 from fxmask.kernels.grid import expand_mask
 
@@ -101,7 +101,7 @@ def test_wrong_operands():
         with pytest.raises(ConfigError, match="unknown impl: expected one of auto, reference, cpu, triton, got 'cuda'"):
             op(*operands, keep, 2, 4, 0.5, "cuda")
     with pytest.raises(ConfigError, match=r"number in \[0, 1\), got nan"):
-        dropout_ops.drop_mask(seed(1), 4, 8, 2, 4, float("nan"))
+        draw_ops.drop_mask(seed(1), 4, 8, 2, 4, float("nan"))
 
 
 def test_where_runs_pay(monkeypatch):

@@ -13,7 +13,7 @@ import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
 from fxmask.dropping import DroppedLinear, FusedDropout
 from fxmask.errors import ShapeError, StateError
-from fxmask.kernels import dropout, dropout_ops
+from fxmask.kernels import draw_ops, dropout
 from fxmask.kernels.cpu import dropout_runs
 
 
@@ -24,13 +24,13 @@ def net(p: float = 0.3) -> nn.Sequential:
 
 def masks_drawn(monkeypatch) -> list:
     seen = []
-    real = dropout_ops.mask
+    real = draw_ops.mask
 
     def noted(x, block, p, impl="auto"):
         seen.append(real(x, block, p, impl))
         return seen[-1]
 
-    monkeypatch.setattr(dropout_ops, "mask", noted)
+    monkeypatch.setattr(draw_ops, "mask", noted)
     return seen
 
 
