@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import reference
+from . import dense_linear, reference
 from .joint import masked_linear_backward, together
 from .lean import register_autograd
 from .matmul_ops import masked_linear, masked_linear_dw, masked_linear_dx
@@ -31,8 +31,7 @@ def _linear_backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1] and gw is None:
         gw = masked_linear_dw(gy, x, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[2]:
-        # as the dense bias does it, to the bit: F.linear flattens a contiguous input, and adds the bias to the product of any other
-        gb = reference.rows(gy).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])
+        gb = dense_linear.db(gy, ctx.flat)
     return gx, gw, gb, *[None] * 7
 
 

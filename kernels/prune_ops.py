@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import operands, ops, producer, prune, reference
+from . import dense_linear, operands, ops, producer, prune, reference
 from .compress_ops import shared, sizes
 from .cpu import prune_strips
 from .dispatch import form, triton_ops
@@ -41,31 +41,6 @@ def _check(
         operands.check_backward(backward)
 
 
-def dense_linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear with the bits that it has where w needs a gradient.
-
-    PyTorch multiplies an input of three axes or more as one matrix of rows there, and below autograd, where nothing needs a gradient, by batches.
-    """
-    if x.dim() < 3 or (bias is not None and x.is_contiguous()):
-        return F.linear(x, w, bias).contiguous()
-    y = torch.mm(reference.rows(x), w.t())
-    return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], w.shape[0])
-
-
-def has_rows_inside(x: Tensor) -> bool:
-    """Whether the input of the dense matmul is a matrix whose rows lie inside, for which PyTorch computes dX^T = W^T dY^T."""
-    if x.is_contiguous() or x.dim() < 2 or x.stride(-2) != 1 or x.stride(-1) != x.shape[-2]:
-        return False
-    return all(n == 1 for n in x.shape[:-2])
-
-
-def dense_dx(gy: Tensor, w: Tensor, rows_inside: bool) -> Tensor:
-    """dX = dY W with the bits of F.linear's backward."""
-    rows = reference.rows(gy)
-    gx = torch.mm(w.t(), rows.t()).t() if rows_inside else torch.mm(rows, w)
-    return gx.reshape(*gy.shape[:-1], w.shape[1])
-
-
 @torch.library.custom_op("fxmask::pruned_linear", mutates_args=())
 def pruned_linear(
     x: Tensor, w: Tensor, bias: Tensor | None, values: Tensor, index: Tensor, turned: bool, mask: Tensor | None = None,
@@ -87,7 +62,7 @@ def pruned_linear(
     _check(x, w, bias, values, index, turned, mask, block, backward)
     form(dw_impl, x)  # raises here rather than in the backward
     if mask is None:
-        return dense_linear(x, w, bias)
+        return dense_linear.forward(x, w, bias)
     operands.check_lists(lists, mask, block)
     return form(impl, x).masked_linear(x, w, bias, mask, block, lists).contiguous()
 
@@ -108,20 +83,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.held = producer.holds(x)
     ctx.save_for_backward(*((x if ctx.held else values, index) if needs_w else (None, None)), w if needs_x else None, mask, dense, lists)
     ctx.block, ctx.turned, ctx.shape, ctx.config, ctx.impl, ctx.flat = values.shape[2], turned, tuple(x.shape), (rows, cols, backward), impl, x.is_contiguous()
-    ctx.dw_impl, ctx.inside = dw_impl, mask is None and has_rows_inside(x)
+    ctx.dw_impl, ctx.inside = dw_impl, mask is None and dense_linear.has_rows_inside(x)
 
 
 def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     values, index, w, mask, dense, lists = ctx.saved_tensors
     gx = gw = gb = None
     if ctx.needs_input_grad[0]:
-        gx = dense_dx(gy, w, ctx.inside) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
+        gx = dense_linear.dx(gy, w, ctx.inside) if mask is None else ops.masked_linear_dx(gy, w, mask, *ctx.config, dense, ctx.impl, lists)
     if ctx.needs_input_grad[1]:
         values = prune.values_of(values, index, ctx.block, ctx.turned) if ctx.held else values
         wanted = None if mask is None else reference.gradient_mask(mask, dense, ctx.config[2])
         gw = pruned_dw(gy, values, index, ctx.shape, ctx.turned, wanted, *ctx.config[:2], ctx.dw_impl, lists if wanted is mask else None)
     if ctx.needs_input_grad[2]:
-        gb = reference.rows(gy).sum(0) if ctx.flat else gy.sum_to_size(gy.shape[-1])  # as the dense bias does it, to the bit
+        gb = dense_linear.db(gy, ctx.flat)
     return gx, gw, gb, *[None] * 11
 
 
