@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .passes.graphs.graph_site import GraphSite, graph_sites
-from .passes.state.rebuild import after_load
+from .passes.state.loaded import after_load
 from .passes.state.site import Site
 from .passes.state.ties import Ties
 

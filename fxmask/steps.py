@@ -13,7 +13,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, first_of,
 from .kernels.grid import plain_int
 from .nm.nm_layers import nm_layers
 from .nm.nm_masking import moving_nm, refresh_nm, step_nm
-from .passes.state import rebuild, tensors
+from .passes.state import rebuild, taken_steps, tensors
 from .passes.state.pruning_schedule import advance
 from .passes.state.saliency import observe, refuse_shard
 from .passes.state.site import Site
@@ -62,7 +62,7 @@ def step(model: nn.Module, n: int = 1) -> None:
     if n:
         warn_of_dense_readers(found)
         _observe(found, n)
-    rebuild.advance([(site, weight) for _, site, weight in found], n)
+    taken_steps.advance([(site, weight) for _, site, weight in found], n)
     step_nm(model, n)
     for _, m in pruned:
         advance(m, n)

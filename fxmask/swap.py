@@ -26,8 +26,9 @@ from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.config import WeightMask
 from .passes.state import gpu_site
 from .passes.state import site as state
+from .passes.state.loaded import after_load
 from .passes.state.pruning_schedule import words
-from .passes.state.rebuild import Job, after_load, rebuild
+from .passes.state.rebuild import Job, rebuild
 from .passes.state.site import Site
 from .passes.state.site_forward import check_input, forward_lists, forward_mask, refuse_tracing
 from .reading import count, is_read

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from ..passes.frames import frames
-from ..passes.state import lost_guards, pruning_schedule, rebuild
+from ..passes.state import lost_guards, pruning_schedule, rebuild, taken_steps
 from ..passes.state import site as state
 from ..passes.state.saliency import observe
 from ..passes.state.site import Site
@@ -80,7 +80,7 @@ class GuardHandle:
             g.averages = averages_of(optimizer)
         for site, _ in followed:
             site._fxmask_guard = self._token
-        rebuild.advance(followed, 0)
+        taken_steps.advance(followed, 0)
         for m in counted_layers(optimizer, self._scheduled):
             pruning_schedule.follow(m, self._token)
             self._pruned.append(m)
@@ -226,7 +226,7 @@ class GuardHandle:
         for g in self._guarded:
             g.site.__dict__["_fxmask_forward"] = None  # what was noted is of the weight before the step, whose version a fused one leaves
             g.stateless = g.by_momenta and g.weight.grad is not None and not state_of(optimizer, g.weight)
-        rebuild.advance([(site, weight_now(site, weight)) for site, weight in self._followed if id(site) not in self._ahead], 1, compute)
+        taken_steps.advance([(site, weight_now(site, weight)) for site, weight in self._followed if id(site) not in self._ahead], 1, compute)
         self._ahead = set()
         for m in filter(self._counts, self._pruned):
             pruning_schedule.advance(m, 1)

@@ -83,12 +83,12 @@ def test_dense_restore_and_finalize():
 @pytest.mark.parametrize(("step", "block"), [(4, (16, 16)), (2, (8, 8))], ids=["other blocks", "begins to cache"])
 def test_a_phase_that_begins_inside_dense(step, block):
     """Only weights that other parameters make may step there; what the end of it brings back is the new phase's mask."""
-    from fxmask.passes.state import rebuild
+    from fxmask.passes.state import taken_steps
 
     model = fxmask.apply(mlp(), config({2: dict(refresh=3), 4: dict(block=(16, 16))}))
     fxmask.step(model, step - 1)
     with fxmask.dense(model):
-        rebuild.advance([(site, w) for _, site, w in sites(model)], 1)
+        taken_steps.advance([(site, w) for _, site, w in sites(model)], 1)
         assert all(m.all() for m in fxmask.masks(model).values())
     assert same(fxmask.masks(model)["0.weight"], best_blocks(model[0].weight, block, 0.6))
 
