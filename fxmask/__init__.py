@@ -21,7 +21,7 @@ from .loss import feedback as feedback
 from .margins import stability as stability
 from .masking import apply as apply
 from .masking import restore as restore
-from .nm.nm_layers import freeze as freeze
+from .nm.nm_freezing import freeze as freeze
 from .passes.counting.registered import register_cost as register_cost
 from .passes.settings.activation_pruning import ActivationPruning as ActivationPruning
 from .passes.settings.block_dropout import BlockDropout as BlockDropout

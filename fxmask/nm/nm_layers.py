@@ -13,13 +13,12 @@ from torch.fx import Proxy
 from ..conv_layers import conv_forward
 from ..kernels import nm
 from ..kernels.conv import in_format_of
-from ..kernels.errors import StateError, UnsupportedError, message
+from ..kernels.errors import UnsupportedError, message
 from ..kernels.nm_ops import by_kernel, learned, sr_ste
 from ..loads import unhook
 from ..passes.finding.weights import lacks_weight, peek_weight, raw_weight, refuse_wrapped
 from ..passes.settings.nm_mask import NMMask
 from ..passes.state import noted, ranks
-from ..sites import expect_module, values_of
 from ..swapped import Swapped, forget_asked, look_at_asked, masked_class, note_asked, of_now
 from .nm_attributes import ATTRIBUTES, LOGITS, MASK, ORDER, TABLE, TAU, check, move, refuse_lost, refuse_size, take_order, tau_of, warn_scaled
 
@@ -195,37 +194,3 @@ def _after_load(m: nn.Module, incompatible: object) -> None:
     if isinstance(m, NMLayer) and not lacks_weight(m) and not (weight := peek_weight(m)).is_meta:
         move(m, weight.device)  # load_state_dict(assign=True) replaces the Parameter and moves nothing else
         rebuild_nm(m)
-
-
-FIX_BLOCKS = "block masks are fixed by kept = fxmask.masks(model), fxmask.restore(model), fxmask.apply(model, block=..., masks=kept), and another guard."
-
-
-@torch.inference_mode(False)
-def freeze(model: nn.Module) -> None:
-    """Fix the N:M masks of a model as they are now, so that they survive steps and the loading of new weights; learned ones by their option `final`.
-
-    Until then a learned mask in eval() is the argmax of its logits, always the same. Afterwards train() and eval() use one mask, and the logits, which nothing
-    uses any more, ask for no gradient. Weights that a learned mask has put to rest stay so: `requires_grad_()` wakes them. `fxmask.state_dict` saves frozen
-    masks, `model.state_dict()` does not. Freezing again changes nothing; `fxmask.restore` ends it. Of several processes all call it together, after DDP or
-    fully_shard: weights are gathered, and a mask that is drawn is rank 0's.
-    Raises: StateError without N:M masks, UnsupportedError for meta weights. Block masks are fixed by WeightMask(refresh=0), or as they are by apply(masks=...).
-    """
-    expect_module(model, "fxmask.freeze")
-    found = list(nm_layers(model))
-    if not found:
-        what = "fxmask.freeze: this model has no N:M mask: expected one that fxmask.apply(model, fxmask.NMMask(...)) has changed."
-        raise StateError(message(what, type(model).__name__, FIX_BLOCKS))
-    for name, m in found:
-        values_of(name, peek_weight(m), "fxmask.freeze")
-    made = {name: element_mask(m, last=True) for name, m in found}
-    for name, m in found:
-        if not m._fxmask_nm_frozen:
-            hold(m, made[name])
-
-
-def hold(m: NMLayer, mask: Tensor) -> None:
-    """Freeze a layer with a mask."""
-    m.nm_mask, m._fxmask_nm_frozen = mask, True
-    logits = m._parameters.get(LOGITS)
-    if logits is not None:
-        logits.requires_grad_(False)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "kernels/triton", "kernels/cpu", "passes", "fxmask", "fxmask/analysis")
-FUNCTIONS = "analyze apply restore allocate finalize guard step refresh dense feedback state_dict graphed masks explain stability run_passes"
+FUNCTIONS = "analyze apply restore allocate finalize freeze guard step refresh dense feedback state_dict graphed masks explain stability run_passes"
 NAMED = set(FUNCTIONS.split())  # beside the modules that they live in
 
 
