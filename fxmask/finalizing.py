@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .bsr import before_bsr, bsr
 from .dropping import any_dropped
 from .inspection import masks
 from .kernels.errors import StateError, UnsupportedError, first_of, message, warn
@@ -98,7 +98,7 @@ def finalize(model: M, format: str = "dense") -> M:
         else:
             site._parameters["weight"] = made[id(weight)]  # type: ignore[assignment]
             if format == "bsr":
-                site.register_forward_pre_hook(_before_bsr, with_kwargs=True)
+                site.register_forward_pre_hook(before_bsr, with_kwargs=True)
     model.__dict__[FINAL] = format
     return model
 
@@ -192,28 +192,7 @@ def _dense(name: str, w: Tensor, c: WeightMask) -> Tensor:
 
 
 def _bsr(name: str, w: Tensor, c: WeightMask) -> Tensor:
-    if w.shape[0] % c.block[0] or w.shape[1] % c.block[1]:
-        what = f"torch.sparse_bsr has no ragged blocks: expected a weight that {c.block} divides, got {tuple(w.shape)}."
-        raise UnsupportedError(message(what, name, "use format='dense', or exclude this layer from the masks."))
-    found = w.to_sparse_bsr(c.block)
-    x = torch.linspace(-1, 1, 4 * w.shape[1], dtype=w.dtype, device=w.device).reshape(2, 2, w.shape[1])
-    try:  # which blocks and dtypes F.linear takes depends on the device and on how PyTorch was built
-        F.linear(x, found)
-    except RuntimeError as e:
-        what = f"PyTorch cannot multiply by a torch.sparse_bsr weight in blocks of {c.block}, {w.dtype} on {w.device}: {str(e).splitlines()[0]}"
-        raise UnsupportedError(message(what, name, "use format='dense'.")) from None
-    return found
-
-
-def _before_bsr(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """PyTorch's product with a BSR weight takes no transposed tokens, no inference_mode, and on a CPU no 16 bits."""
-    if torch.is_inference_mode_enabled():
-        what = f"PyTorch cannot multiply by a torch.sparse_bsr weight inside torch.inference_mode: expected torch.no_grad, in {m}."
-        raise UnsupportedError(message(what, "fxmask.finalize(format='bsr')", "use torch.no_grad, or format='dense'."))
-    if torch.is_autocast_enabled("cpu") and m.weight.device.type == "cpu":
-        what = f"PyTorch cannot multiply by a torch.sparse_bsr weight under autocast on a CPU: expected no autocast around {m}."
-        raise UnsupportedError(message(what, "fxmask.finalize(format='bsr')", "leave the autocast region, or use format='dense'."))
-    return tuple(a.contiguous() for a in args), {name: a.contiguous() for name, a in kwargs.items()}
+    return bsr(name, w, c.block)
 
 
 def _semi_structured(name: str, w: Tensor, c: WeightMask) -> Tensor:
