@@ -1,46 +1,40 @@
-"""`fxmask.apply` and `fxmask.restore`: choose first, change last, and undo everything if a change fails."""
+"""`fxmask.apply` and `fxmask.restore`: choose first, change last. What is changed then is in `changing`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from .allocating import allocated
 from .asked import AUTO, DEFAULT_BLOCK, DEFAULT_RATIO, FRO, MASKED, ONE, SEED, START, check_model, configs_of
+from .changing import mask, unmask
 from .compiler.backend_watch import forget, seen
-from .conv_layers import MaskedConv2d
 from .decided import forget_decided, mark_decided
 from .dense_warnings import warn_if_dense, warn_of_graphs, warn_of_outside, warn_of_reads, warn_of_regions
 from .dropping import DroppedLinear, any_dropped, undrop
 from .given import Given, refuse_given
 from .inputs import Inputs, check_inputs, mask_overrides, only_inputs, out_of_reach, saved_pruned, wanted_products, warn_of_products
 from .kernels.errors import ConfigError, StateError, message
-from .loads import note_ties, unwatch_loads, watch_loads
 from .nm.nm_layers import any_nm
 from .nm.nm_masking import apply_nm, refuse_nm, restore_nm
 from .passes.counting.traced import backend_of
-from .passes.finding.choose import Decision, choose
+from .passes.finding.choose import choose
 from .passes.finding.conv import KINDS, Kinds, find_layers, kinds_of
-from .passes.finding.graph_linears import graph_modules
 from .passes.finding.outside import outside
 from .passes.finding.patterns import Patterns
-from .passes.finding.readers import ancestors
-from .passes.graphs.graph_site import graph_sites, refuse_split
-from .passes.graphs.weight_mask import MaskWeights, RestoreLinears
-from .passes.infra import run_passes
+from .passes.graphs.graph_site import refuse_split
 from .passes.settings.activation_pruning import ActivationPruning
 from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.budget import with_budgets
 from .passes.settings.config import Feedback, Schedule, WeightMask
 from .passes.settings.nm_mask import NMMask
-from .passes.state.rebuild import Job, rebuild, start_gain
+from .passes.state.rebuild import start_gain
 from .passes.state.site import Site
 from .pruning import Pruned, any_pruned, unprune
 from .sites import FINAL, REASONS, SELECTED, any_masked, expect_module, refuse_scripted, sites
-from .swap import MaskedLayer, MaskedLinear, WeightReader, swap, unswap
+from .swap import MaskedLayer, WeightReader
 from .swapped import forget_asked, refuse_changed_class
 
 M = TypeVar("M", bound=nn.Module)
@@ -142,7 +136,7 @@ def apply(
     inputs.warn_if_none()
     warn_of_regions(model, [d for d in (*decisions, *products) if (id(d) in inputs.wanted if d.candidate.product else d.config is not None)])
     before = {id(site) for _, site, _ in sites(model)}
-    _change(model, decisions)
+    mask(model, decisions)
     inputs.change(model)
     start_gain([(site, w) for _, site, w in sites(model) if w is not None and id(site) not in before])  # last, as it changes weights
     model.__dict__.pop(FINAL, None)
@@ -176,7 +170,7 @@ def restore(model: M) -> M:
         restore_nm(model)
     unprune(model)
     undrop(model)
-    _unmask(model)
+    unmask(model)
     forget_decided(model)
     for m in model.modules():
         m.__dict__.pop(REASONS, None)
@@ -191,57 +185,3 @@ def _refuse_compiled(model: nn.Module) -> None:
         what = "fxmask.restore: the masks of this model live in the graphs that backend='fxmask' has compiled: expected a model that fxmask.apply has changed."
         fix = "call the model that torch.compile was given, which is dense (after model.compile(): torch.compiler.set_stance('force_eager'))."
         raise StateError(message(what, type(model).__name__, f"{fix} fxmask.explain lists what graphs mask."))
-
-
-def _stream_names(decisions: list[Decision]) -> dict[int, str]:
-    """A weight that has two names has one random mask: the first name's."""
-    names: dict[int, str] = {}
-    for d in decisions:
-        names.setdefault(id(d.candidate.weight), d.candidate.lifted or d.candidate.param_name)
-    return names
-
-
-def _owners(model: nn.Module, d: Decision) -> list[nn.Module]:
-    """The modules whose forward reads the weight; where the user says that one does and none is known, all that hold the layer."""
-    if d.config is None or d.config.read != "weight" or d.candidate.module is None:
-        return []
-    if d.candidate.owners:
-        return d.candidate.owners
-    return [m for m in ancestors(model, d.candidate.module) if not isinstance(m, torch.fx.GraphModule)]
-
-
-def _change(model: nn.Module, decisions: list[Decision]) -> None:
-    """Mask what was chosen; where that fails, change back what was changed. Masks that were there before stay."""
-    streams = _stream_names(decisions)
-    owners = {id(d): _owners(model, d) for d in decisions}
-    new_readers = [m for found in owners.values() for m in found if not isinstance(m, WeightReader)]
-    swapped = [(d, m) for d in decisions if d.config is not None and d.candidate.host is None and (m := d.candidate.module) is not None]
-    rewrite = MaskWeights(decisions, streams)
-    try:
-        for d, m in swapped:
-            assert d.config is not None
-            mixin = MaskedConv2d if isinstance(m, nn.Conv2d) else MaskedLinear
-            swap(m, d.config, d.candidate.param_name, streams[id(d.candidate.weight)], owners[id(d)], mixin, d.own)
-        for _, gm in graph_modules(model):
-            run_passes(gm, [rewrite])
-        for _, gm in graph_modules(model):
-            watch_loads(gm)
-            new = [(site, weight) for site, weight in graph_sites(gm) if any(site is made for made in rewrite.made)]
-            rebuild([Job(site, weight, first=True) for site, weight in new if weight is not None])
-        note_ties(model)
-    except BaseException:
-        for m in (*(m for _, m in swapped), *new_readers):
-            unswap(m)
-        for _, gm in graph_modules(model):
-            run_passes(gm, [RestoreLinears(rewrite.made)])
-            unwatch_loads(gm)
-            watch_loads(gm)
-        raise
-
-
-def _unmask(model: nn.Module) -> None:
-    for _, gm in graph_modules(model):
-        unwatch_loads(gm)
-        run_passes(gm, [RestoreLinears()])
-    for m in list(model.modules()):
-        unswap(m)

@@ -339,12 +339,12 @@ def test_a_dtensor_weight(tmp_path):
 def test_a_failure_half_way_is_undone(monkeypatch):
     model = nn.Sequential(mlp(), torch.fx.symbolic_trace(mlp()))
     before = snapshot(model)
-    code, real = model[1].code, fxmask.masking.swap
+    code, real = model[1].code, fxmask.changing.swap
 
     def broken(*args):
         raise MemoryError
 
-    monkeypatch.setattr("fxmask.masking.swap", lambda *a: real(*a) if a[2] == "0.0.weight" else broken())
+    monkeypatch.setattr("fxmask.changing.swap", lambda *a: real(*a) if a[2] == "0.0.weight" else broken())
     with pytest.raises(MemoryError):
         fxmask.apply(model)
     monkeypatch.undo()
