@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from .dropping import FusedDropout
+from .fused import FusedDropout
 from .inspection import masks
 from .kernels.errors import ShapeError, UnsupportedError, message
 from .kernels.grid import expand_mask

@@ -1,26 +1,22 @@
-"""`BlockDropout` on modules: another forward by class swap, or an attribute of a layer that is masked; a Dropout right before it in an nn.Sequential rests."""
+"""`BlockDropout` on modules: another forward by class swap, or an attribute of a layer that is masked. The Dropout that it stands for rests: `fused`."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-import weakref
-from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
+from .fused import FusedDropout, dropouts_before, fuse
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
 from .passes.finding.graph_linears import around, graph_modules, name_now
 from .passes.finding.weights import raw_weight
-from .passes.graphs.fused_dropout import DroppedCall, FuseDropout, UnfuseDropout, dropout_before, is_plain_dropout, left_in
+from .passes.graphs.fused_dropout import DroppedCall, FuseDropout, UnfuseDropout, dropout_before, left_in
 from .passes.graphs.graph_calls import DROPPED
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
@@ -52,79 +48,9 @@ class DroppedLinear(Swapped):
         return f"{super().extra_repr()}, dropout: {self._fxmask_dropping.words()}"
 
 
-class Pair:
-    """What a Dropout and the linear that does its work both hold, so that copies of a model hold a copy of it.
-
-    waiting: the thread whose forward of the Dropout no forward of the linear has followed yet, or 0. p: the Dropout's when it was fused. on: whether its last
-    forward was in train(). rests: the Dropout itself; of a copy since that has run.
-    """
-
-    waiting = 0
-    rests: weakref.ref[nn.Module] | None = None
-    p: float
-    on: bool | None = None
-
-    def met(self, m: nn.Module) -> None:
-        """The linear runs: its work is done, by its own training flag, whatever the Dropout's says."""
-        self.waiting, on, self.on = 0, self.on, None
-        if on is not None and on != m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
-            of = ("train()", "drops nothing") if on else ("eval()", "drops")
-            warn_of_fused(f"a Dropout in {of[0]} rests for the linear behind it, which is not, and {of[1]}: expected both in one mode.")
-        gone = self.rests is not None and self.rests() is None
-        if gone and m.training and not m._fxmask_dropping.mc:  # type: ignore[union-attr]
-            warn_of_fused("a linear drops for a Dropout that is in the model no more: expected that where it was, or no dropout, got the linear's.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "rests"}  # a copy's Dropout is another one, or with another part of the model
-
-
-def warn_of_fused(what: str) -> None:
-    """Say what was done to a fused Dropout, which is without effect."""
-    fix = "fxmask.restore(model), change the Dropout, then fxmask.apply again; train() and eval() of the whole model, or of the linear, are seen."
-    warn(message(what, "nn.Sequential", fix))
-
-
-class FusedDropout(nn.Dropout):
-    """A Dropout whose work the next linear does."""
-
-    _fxmask_pair: Pair
-
-    def forward(self, input: Tensor) -> Any:
-        if not isinstance(self, FusedDropout):
-            return of_now(self, input)
-        compiling, pair = torch.compiler.is_compiling(), self._fxmask_pair
-        if not compiling:
-            pair.on, pair.rests = self.training, pair.rests or weakref.ref(self)
-            if self.p != pair.p:
-                warn_of_fused(f"the p of a Dropout that rests for the linear behind it was changed: expected {pair.p:g}, of which it knows, got {self.p:g}.")
-        if self.training and not compiling and torch._C._current_graph_task_id() == -1:  # a checkpoint's second forward may end here
-            if pair.waiting == threading.get_ident():  # another thread may be on its way to the linear
-                what = f"a Dropout(p={self.p:g}) rests for the linear behind it, and that has not run since: nothing was dropped there."
-                fix = "fxmask.restore(model) before a layer is replaced or called alone, then fxmask.apply again."
-                warn(message(what, "nn.Sequential", fix))
-            pair.waiting = threading.get_ident()
-        return input
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fused into the next linear"
-
-
-def fused_dropouts(model: nn.Module) -> dict[int, nn.Dropout]:
-    """{id of a Linear: the Dropout right before it in an nn.Sequential}, of modules that are in one place only."""
-    places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
-    found = {}
-    for m in model.modules():
-        if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward:
-            children = list(m)
-            for first, then in pairwise(children):
-                if is_plain_dropout(first) and isinstance(then, nn.Linear) and places[id(first)] == places[id(then)] == 1:
-                    found[id(then)] = first
-    return found
-
-
 def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> list[tuple[Decision, BlockDropout, nn.Dropout | None]]:
     """The layers that drop, with p and the Dropout that is fused; those of graphs as they are, the pass knows their dropouts."""
-    before, found = fused_dropouts(model), []
+    before, found = dropouts_before(model), []
     graphs: dict[int, Writes] = {}
     for d, config in chosen:
         gm = d.candidate.host
@@ -157,9 +83,7 @@ def drop_inputs(model: nn.Module, chosen: list[tuple[Decision, BlockDropout, nn.
             m._fxmask_dropping = config  # type: ignore[assignment]
             note_asked(m, config)
             if dropout is not None:
-                dropout.__class__ = FusedDropout
-                dropout._fxmask_pair = m._fxmask_pair = pair = Pair()  # type: ignore[assignment]
-                pair.p, pair.rests = dropout.p, weakref.ref(dropout)
+                fuse(dropout, m)
     rewrite = FuseDropout([(d, config) for d, config, _ in chosen])
     for _, gm in graph_modules(model):
         run_passes(gm, [rewrite])
@@ -228,13 +152,6 @@ def dropped_layers(model: nn.Module) -> Iterator[tuple[str, BlockDropout]]:
 def any_dropped(model: nn.Module) -> bool:
     """Whether any layer has block dropout, or any Dropout rests for one."""
     return next(dropped_layers(model), None) is not None or any(isinstance(m, FusedDropout) for m in model.modules())
-
-
-def resting_dropouts(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the modules whose work the next linear does, and of those whose linear is in the model no more."""
-    dropping = {id(m.__dict__.get("_fxmask_pair")) for m in model.modules() if "_fxmask_dropping" in m.__dict__}
-    rest = [(name, m) for name, m in model.named_modules() if isinstance(m, FusedDropout)]
-    return [name for name, m in rest if id(m._fxmask_pair) in dropping], [name for name, m in rest if id(m._fxmask_pair) not in dropping]
 
 
 def other_dropouts(model: nn.Module) -> list[str]:

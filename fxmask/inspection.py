@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from .compiler.backend_watch import seen
 from .compiler.computed import computed
 from .decided import decided_by_apply, left_by_apply
-from .dropping import dropped_layers, other_dropouts, resting_dropouts
+from .dropping import dropped_layers, other_dropouts
 from .errors import ConfigError
+from .fused import resting_dropouts
 from .health import HealthLog
 from .health_signs import HISTORY, SIGNS, signs
 from .inputs import DROPPED_INPUT, PRUNED_INPUT, RESTS

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fxmask
 from fxmask import ActivationPruning, BlockDropout, FxMaskWarning, WeightMask
-from fxmask.dropping import DroppedLinear, FusedDropout
+from fxmask.dropping import DroppedLinear
 from fxmask.errors import ShapeError, StateError
+from fxmask.fused import FusedDropout
 from fxmask.kernels import draw_ops, dropout
 from fxmask.kernels.cpu import dropout_runs
 
