@@ -1,4 +1,4 @@
-"""One row of `explain`: what became of a layer, by `apply` or in the graphs of `backend="fxmask"`, and what runs it."""
+"""One row of `explain`: what became of a layer, by `apply` or in the graphs of `backend="fxmask"`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import gpu_words
 from .compiler.backend_watch import Done, seen
 from .compiler.shards import gathered
-from .conv_layers import LISTS, why_dense
 from .health_signs import signs
-from .kernels import gpu_choice, ops
-from .kernels.cpu import deciding
+from .impl_words import asked_for, runs
+from .kernels import ops
 from .kernels.grid import grid_shape, kept_elements, matrix_shape
-from .kernels.lists import LISTED, skips
-from .kernels.tune import Choice
 from .passes.finding.weights import is_wrapped
 from .passes.graphs.exported import Inside
 from .passes.settings.config import WeightMask
@@ -32,7 +28,6 @@ LOST = "; its mask was lost on the meta device, and its forward raises until wei
 TAKEN = "; a wrapper has flattened or freed its weight, which it gives the forward alone"
 RESIZED = "; its weight has been replaced by one of another size, and its forward raises"
 UNFIT = {"taken": TAKEN, "resized": "; its weight has been replaced by one of another size"}  # of a layer in a trace
-OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 
 
 def dense_row(name: str, weight: Tensor, reason: str) -> dict[str, Any]:
@@ -54,55 +49,6 @@ def _ranking(c: WeightMask) -> str | None:
     parts += [f"regrow {c.regrow.by} {c.regrow.fraction:g}"] if c.regrow is not None else []
     parts += [name for name in ("cover", "soft", "gain") if getattr(c, name)]
     return ", ".join(parts) or None
-
-
-def _implementation(c: WeightMask, weight: Tensor | None, mask: Tensor | None, layer: nn.Module | None = None) -> dict[str, str]:
-    """What runs a layer, and why: the numbers of the choices where some were made."""
-    if c.read == "weight":
-        return {"impl": "reference", "why": "its owner reads W∘M"}
-    if isinstance(layer, nn.Conv2d) and weight is not None:
-        dense = why_dense(layer, weight)
-        if dense or c.impl not in LISTS:
-            why = dense or ("asked for" if c.impl == "reference" else "no recorded run of a convolution shows a faster one")
-            return {"impl": "masked_dense", "why": f"PyTorch's convolution of W∘M: {why}"}
-    if c.impl == "auto" and weight is not None and gpu_choice.capability(weight.device) is not None:
-        return gpu_words.runs(layer if isinstance(layer, Site) else None, weight.device)
-    if weight is None:
-        return {"impl": c.impl, "why": "the graph computes its weight"}
-    if c.impl not in ("auto", "cpu") or weight.device.type != "cpu":
-        auto = {"impl": "reference", "why": "no kernels for its device"}
-        return auto if c.impl == "auto" else {"impl": c.impl, "why": _asked_for(c.impl, c.block, weight)}
-    density = 1.0 if mask is None or not mask.numel() else float(mask.count_nonzero()) / mask.numel()
-    if density == 1:
-        return {"impl": "masked_dense", "why": "no block is masked"}
-    found = {op: deciding.made(op, matrix_shape(weight.shape), c.block, density, c.impl == "cpu") for op in OPS}
-    ran = {op: f for op, f in found.items() if f}
-    if not ran:
-        return {"impl": c.impl, "why": "chosen when it first runs"}
-    why = "; ".join(f"{op} {_reasons_of(choice)}" for op, f in ran.items() for choice in f.values())
-    return {"impl": ", ".join(f"{op} {_names_of(f)}" for op, f in ran.items()), "why": why}
-
-
-def _asked_for(impl: str, block: tuple[int, int], weight: Tensor) -> str:
-    """Of the kernels with the products in which they skip nothing, and multiply densely by W∘M."""
-    products = {"forward": "forward", "dX": "dx", "dW": "dw"} if impl == "triton" else {}
-    dense = [name for name, op in products.items() if not skips(op, matrix_shape(weight.shape), block)]
-    takes = f"kernels skip blocks with sides of {', '.join(map(str, LISTED))}, in even numbers of features"
-    return f"asked for; dense in {', '.join(dense)}: {takes}" if dense else "asked for"
-
-
-def _names_of(choices: dict[int, Choice]) -> str:
-    """The plan; where calls of layers of this kind differ in tokens and plans, each with its number of tokens."""
-    if len({c.name for c in choices.values()}) == 1:
-        return next(iter(choices.values())).name
-    return " or ".join(f"{c.name} ({f'about {tokens:,} tokens' if tokens else 'few tokens'})" for tokens, c in choices.items())
-
-
-def _reasons_of(choice: Choice) -> str:
-    """A choice's times in ms, fastest first, and over how many tokens."""
-    times = sorted(choice.times.items(), key=lambda t: t[1])[:4]
-    busy = ", on a busy machine: will be repeated" if choice.busy else ""
-    return f"{choice.why} over {choice.tokens:,} tokens{busy}: " + ", ".join(f"{name} {1e3 * t:.3g} ms" for name, t in times)
 
 
 @torch.no_grad()
@@ -133,7 +79,7 @@ def masked_row(name: str, site: Site, weight: Tensor | None) -> dict[str, Any]:
         backward=c.backward,
         masked_weights=_policy(site, weight),
         ranks_by=_ranking(c),
-        **({} if wrapped or taken or resized or site._fxmask_lost else _implementation(c, weight, mask, site)),
+        **({} if wrapped or taken or resized or site._fxmask_lost else runs(c, weight, mask, site)),
         step=site._fxmask_step,
         mask_age=site._fxmask_step - site._fxmask_built if c.cached else None,
         flips=None if site._fxmask_flips is None or not has_values(site._fxmask_flips) else int(site._fxmask_flips),
@@ -152,8 +98,8 @@ def graph_made_row(name: str, weight: Tensor, done: Done | None, unseen: str, he
     """The row, by what a graph does to the layer. `made_there`: its weight is no model's: the graph computes it, and `weight` has its shape alone."""
     if made_there and done is not None:
         row = graph_made_row(name, weight, done, unseen)
-        runs = {"impl": done.mask.impl, "why": "the graph computes its weight"} if done.mask else {}
-        return {**row, **runs, "reason": f"{row['reason']}; the graph computes its weight", "kept": 0, "elements": 0}
+        there = {"impl": done.mask.impl, "why": "the graph computes its weight"} if done.mask else {}
+        return {**row, **there, "reason": f"{row['reason']}; the graph computes its weight", "kept": 0, "elements": 0}
     if done is None:
         return dense_row(name, weight, unseen)
     c = done.mask
@@ -179,7 +125,7 @@ def exported_row(i: Inside) -> dict[str, Any]:
     if i.backward is None:
         why = "the graph multiplies by W∘M"
     else:
-        why = "chosen when it runs" if i.impl == "auto" else _asked_for(i.impl, i.block, i.weight) if known and i.block else "asked for"
+        why = "chosen when it runs" if i.impl == "auto" else asked_for(i.impl, i.block, i.weight) if known and i.block else "asked for"
     row.update(impl=i.impl, why=why)
     if known and i.kept is not None and nb * kb:
         row["target_ratio"] = row["final_ratio"] = 1 - i.kept / (nb * kb)
@@ -207,7 +153,7 @@ def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: boo
         row["kept"] = int(kept_elements(mask, matrix_shape(weight.shape), c.block))
         row["achieved_ratio"] = 1 - row["kept"] / weight.numel() if weight.numel() else None
         row |= signs(weight.detach(), mask, c.block)[0] if health else {}
-    runs = _implementation(c, weight, mask) if done.called else {"impl": "reference", "why": "its reader takes W∘M as an argument"}
+    by = runs(c, weight, mask) if done.called else {"impl": "reference", "why": "its reader takes W∘M as an argument"}
     row.update(
         masked=True,
         block="x".join(map(str, c.block)),
@@ -217,6 +163,6 @@ def _graph_row(name: str, weight: Tensor, c: WeightMask, done: Done, health: boo
         backward=c.backward,
         masked_weights="left to the optimiser (no guard)",
         ranks_by=_ranking(c),
-        **runs,
+        **by,
     )
     return row
