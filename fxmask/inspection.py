@@ -1,27 +1,24 @@
-"""Look at a masked model: its masks, and a row a layer that says what became of it."""
+"""Look at a masked model: its masks, and the report on what became of its layers. The rows are made in `explain_rows`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .compiler.backend_watch import seen
 from .compiler.computed import computed
-from .decided import decided_by_apply, left_by_apply
 from .dropping import dropped_layers, other_dropouts
 from .errors import ConfigError
+from .explain_rows import Known, history_of, rows_of
 from .fused import resting_dropouts
 from .health import HealthLog
-from .health_signs import HISTORY, SIGNS, signs
-from .inputs import DROPPED_INPUT, PRUNED_INPUT, RESTS
+from .inputs import DROPPED_INPUT, PRUNED_INPUT
 from .kernels.errors import first_of
-from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
 from .nm.nm_layers import any_nm, element_mask, nm_layers
-from .nm.nm_masking import nm_row
 from .passes.counting.traced import backend_of
 from .passes.finding.candidate import Candidate, join
 from .passes.finding.conv import KINDS, find_layers
@@ -29,12 +26,9 @@ from .passes.finding.find import find
 from .passes.finding.nm_find import find_nm
 from .passes.finding.outside import outside
 from .passes.finding.outside import words as words_of
-from .passes.finding.products import find_products
 from .passes.finding.weights import peek_weight
-from .passes.graphs.exported import Inside, exported_masks
-from .passes.state import ranks
+from .passes.graphs.exported import exported_masks
 from .passes.state.pruning_schedule import words
-from .passes.state.site import Site
 from .passes.state.site_mask import mask_outside
 from .passes.stepping.bypass import never_run, read_by_adapters
 from .pruning import pruned_layers
@@ -47,7 +41,6 @@ _NOTES = [
     "A GPU can skip next to nothing at 16x16 and 50 %; in large layers 64x64 pays from 70 % up.",
 ]
 _NM_NOTES = ["N:M masks multiply densely by W∘M and save no time; fxmask.finalize(model, '2:4') is the hardware's form."]
-LEFT = "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
 UNSEEN = "fxmask.apply has not seen it, or its masks were taken off or made permanent"
 
 
@@ -99,11 +92,11 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     reasons, nm = _reasons(model), dict(nm_layers(model))
     traced, by_graphs = list(exported_masks(model)), computed(model.parameters())
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
-    history = _history(health) if isinstance(health, HealthLog) else None
+    history = history_of(health) if isinstance(health, HealthLog) else None
     masked = {name: (site, weight) for name, site, weight in sites(model)}
-    known = _Known(masked, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health is not False, history)
+    known = Known(masked, reasons, nm, by_graphs, NO_GRAPH if by_backend else UNSEEN, health is not False, history)
     found = [c for c in _candidates(model, reasons) if not any(i.node is n for i in traced for n in c.nodes)]
-    told, products = _rows(model, found, traced, known)
+    told, products = rows_of(model, found, traced, known)
     dropped = _name_inputs(model, [row for row, _ in told], products)
     total, kept, unknown = _elements(told)
     rows, layers = [row for row, _ in told], "layers" if any(nn.Conv2d in c.types for c in found) else "linears"
@@ -115,54 +108,6 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     left = [c for c in outside(model, found) if not seen(c.weight)]  # those have rows
     notes = [*notes, *([f"In no nn.Linear, where masks do not reach: {plain(words_of(left))}."] if left else [])]
     return Report("fxmask.explain", every, [*notes, *map(plain, _notes(model, by_backend, dropped, bool(traced)))], summary)
-
-
-class _Known(NamedTuple):
-    """What rows of layers are made from."""
-
-    masked: dict[str, tuple[Site, Tensor | None]]  # by the parameters' names; a layer takes its own out
-    reasons: dict[str, str]  # why layers are dense, by `apply`
-    nm: dict[str, Any]
-    by_graphs: dict[Any, Any]  # weights that compiled graphs compute; so here
-    unseen: str
-    health: bool
-    history: dict[int, dict[str, Any]] | None  # by the mask; None where no log is asked
-
-
-def _rows(model: nn.Module, found: list[Candidate], traced: list[Inside], known: _Known) -> tuple[list[tuple[dict[str, Any], Tensor]], list[dict[str, Any]]]:
-    """The rows of linears and convolutions with their weights, and those of products with parameters."""
-    told = [(_layer_row(c, known), c.weight) for c in found]
-    held = (*model.named_parameters(), *model.named_buffers())
-    others = [(name, p, done) for name, p in held if (done := seen(p)) and not any(p is c.weight for c in found)]
-    told += [(unapplied_row(name, p, known.unseen, known.health), p) for name, p, done in others if not done.product]  # of calls such as F.linear
-    for (name, _), done in known.by_graphs.items():  # what no layer has taken
-        weight = torch.empty(done.shape, device="meta")
-        told.append((graph_made_row(name, weight, done, known.unseen, made_there=True), weight))
-    told += [(exported_row(i), i.weight) for i in reversed({id(i.weight): i for i in reversed(traced)}.values())]  # of several calls of a layer the first
-    products = [dense_row(c.name, c.weight, _reason(c, known.reasons)) for c in find_products(model) if c.name in known.reasons]
-    products += [unapplied_row(name, p, known.unseen) for name, p, done in others if done.product]
-    return told, products
-
-
-def _layer_row(c: Candidate, known: _Known) -> dict[str, Any]:
-    """The row of a linear or convolution, by whoever has decided about it."""
-    if c.name in known.nm:
-        return {**dense_row(c.name, c.weight, "selected"), **nm_row(known.nm[c.name])}
-    entry = known.masked.pop(c.param_name, None)
-    if entry is not None:
-        row = masked_row(c.name, *entry)
-        return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
-    if c.key in known.reasons:
-        return dense_row(c.name, c.weight, _reason(c, known.reasons))
-    if isinstance(c.weight, nn.Parameter) or c.module is None or seen(c.weight) is not None:
-        key = next((key for key, done in known.by_graphs.items() if id(c.weight) in key[1] and done.shape == tuple(c.weight.shape)), None)
-        if key is not None and seen(c.weight) is None:  # a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one
-            return graph_made_row(c.name, torch.empty(c.weight.shape, device="meta"), known.by_graphs.pop(key), known.unseen, made_there=True)
-        left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
-        return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)
-    own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too
-    key = next((key for key, done in known.by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
-    return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, known.health)
 
 
 def _name_inputs(model: nn.Module, rows: list[dict[str, Any]], products: list[dict[str, Any]]) -> bool:
@@ -218,28 +163,6 @@ def _candidates(model: nn.Module, reasons: dict[str, str]) -> list[Candidate]:
     found = find_nm(model, KINDS) if any_nm(model) else find_layers(model, KINDS)
     found = [c for c in found if nn.Conv2d not in c.types or c.masked or c.name in reasons]
     return found if any(nn.Conv2d in c.types for c in found) else find(model)
-
-
-@torch.no_grad()
-def _health(site: Site, weight: Tensor | None, history: dict[int, dict[str, Any]] | None) -> dict[str, Any]:
-    """A masked weight's signs now, None where it is, and what a log has seen of it."""
-    found: dict[str, Any] = dict.fromkeys(SIGNS)
-    if weight is not None:
-        w = values_of(site._fxmask_name, weight, "fxmask.explain").detach()
-        found.update(signs(ranks.whole(w), mask_outside(site, w), site._fxmask_config.block)[0])
-    return found if history is None else found | history.get(id(site), dict.fromkeys(HISTORY))
-
-
-def _history(log: HealthLog) -> dict[int, dict[str, Any]]:
-    """What a log has seen last of each mask: of the same one, which may have another name in the log's model."""
-    last = {r["name"]: r for r in log.rows}
-    return {id(site): {k: last[name][k] for k in HISTORY} for name, site, _ in sites(log.model) if name in last}
-
-
-def _reason(c: Candidate, reasons: dict[str, str]) -> str:
-    """Why it is dense. A parameter that rests has nothing saved for it, whatever was asked."""
-    rests = isinstance(c.weight, nn.Parameter) and not c.weight.requires_grad
-    return RESTS if rests and reasons[c.key] == PRUNED_INPUT else reasons[c.key]
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:
