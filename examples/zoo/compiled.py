@@ -125,7 +125,7 @@ def with_backend(s: Subject, train: bool, options: dict[str, Any], dtype: torch.
     with warnings.catch_warnings(record=True) as caught, patch.object(backend, "rewrite", recording(backend.rewrite, rewritten)):
         warnings.simplefilter("always")
         found = run(model, s.made, torch.compile(model, backend=fxmask_backend, options=options), dtype)
-    uses = {id(w) for w, use in backend_watch._uses.items() if use.calls}
+    uses = {id(w) for w, use in backend_watch.uses.items() if use.calls}
     own = {id(p): name for name, p in model.named_parameters()}
     computed = {name for name, w, done in rewritten if done.changes and id(w) not in own}
     aside = computed | {name for name, w, done in rewritten if done.changes and id(w) in tied(s, model)}

@@ -34,7 +34,7 @@ from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is
 from ..passes.graphs.regions import attribute
 from ..passes.graphs.sunk import sunk
 from ..passes.infra import CleanUp, Pass, run_passes
-from . import backend_watch
+from . import backend_steps, backend_watch
 from .backend_names import of_model, split_by_ddp, warn_of_parts
 from .backend_options import APPLY, WHERE, Options, parse, refuse_steps
 from .backend_watch import Done
@@ -49,7 +49,7 @@ REGION = re.compile(r"_(jvp|grad|vmap)_(increment|decrement)_nesting")  # where 
 
 def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The backend itself, as torch.compile calls it for each graph; see `Options`. Raises: FxMaskError, which torch.compile wraps with its text."""
-    backend_watch.state.reached = True
+    backend_steps.state.reached = True
     o = parse(options)
     found = rewrite(gm, example_inputs, o)
     real, bodies = _real(gm, example_inputs), graphs_of(gm)
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     """`fxmask_backend`, for the entry point and for `backend=`: whoever takes it wants masks, so that an optimiser step without any graph is told."""
     if name != "fxmask_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    backend_watch.asked()
+    backend_steps.asked()
     return _backend
 
 

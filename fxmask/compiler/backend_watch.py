@@ -1,4 +1,4 @@
-"""Whether the graphs that the backend masked are the ones that train: Dynamo falls back to eager code without an error, and eager code is dense."""
+"""What graphs of the backend do to weights, noted as they run: `backend_steps` asks whether they are the ones that train, and `explain` what they have done."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..decided import decided_by_apply, mark_again
-from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
+from ..kernels.errors import StateError, message, warn
 from ..passes.settings.config import WeightMask
-from .backend_missed import APPLY, CONTAINER, SKIPPED, missed
 from .computed import forget_computed, noting
-from .shards import gathered, local, look
+from .shards import gathered, look
 
 
 class Done(NamedTuple):
@@ -61,25 +59,7 @@ class Use:
     version: int = 0
 
 
-@dataclasses.dataclass
-class State:
-    """Of a process that took the backend: whether a graph has reached it, and whether it was told that none has."""
-
-    reached: bool = False
-    told: bool = False
-
-
-state = State()
-_uses = WeakTensorKeyDictionary()  # real Parameter, under fully_shard the gathered one -> Use
-_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # with gradients of weights that no graph has met
-_told = WeakTensorKeyDictionary()  # such weights, by their own memory, of which that was said
-_installed: list[Any] = []
-
-
-def asked() -> None:
-    """Somebody took the backend: from now on optimiser steps are looked at."""
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_before_step))
+uses = WeakTensorKeyDictionary()  # real Parameter, under fully_shard the gathered one -> Use
 
 
 def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -106,7 +86,7 @@ def watch(compiled: Callable[..., Any], found: list[tuple[str, Tensor, Done]], i
             if other:  # looked up only then, as a lookup costs microseconds
                 if isinstance(w, FakeTensor):  # DDP's splitting of a graph asks a part what it would give
                     return compiled(*args)
-                new = w not in _uses
+                new = w not in uses
                 if new and done.changes:
                     mark_again()
             if done.changes and decided_by_apply(w):
@@ -158,7 +138,7 @@ def watch_left(compiled: Callable[..., Any], inputs: Sequence[Any], weights: Seq
 def seen(w: Tensor) -> Done | None:
     """What the last graph of the backend that has run with a weight does to it; None where none has, or `apply` has decided since."""
     look([w])
-    use = _use_of(w)
+    use = use_of(w)
     return None if use is None else use.done
 
 
@@ -166,86 +146,22 @@ def forget(model: torch.nn.Module, weights: Iterable[Tensor]) -> None:
     """`apply` has decided about a model, and these weights of it: what graphs did before is past."""
     forget_computed(model.parameters())
     for w in weights:
-        if (use := _uses.get(w)) is not None:
+        if (use := uses.get(w)) is not None:
             use.done = None
 
 
 def _use(name: str, w: Tensor, done: Done) -> Use:
-    found: Use | None = _uses.get(w)
+    found: Use | None = uses.get(w)
     if found is None:
-        found = _uses[w] = Use(name)
+        found = uses[w] = Use(name)
     found.masks |= done.changes
     found.required |= done.changes and done.required
     return found
 
 
-def _use_of(w: Tensor) -> Use | None:
+def use_of(w: Tensor) -> Use | None:
     """Of a weight as a model or an optimiser holds it."""
-    found: Use | None = _uses.get(w)
+    found: Use | None = uses.get(w)
     if found is None and (whole := gathered(w)) is not None:
-        found = _uses.get(whole)
+        found = uses.get(whole)
     return found
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    around: list[tuple[Use, Tensor]] = []
-    unmet = []
-    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Tensor) and p.grad is not None]
-    look(params)
-    for p in params:
-        use = _use_of(p)
-        if use is None and p.dim() == 2 and local(p) not in _told:
-            unmet.append(p)
-        if use is None or not use.masks:
-            continue
-        grad = local(cast(Tensor, p.grad))
-        same = use.gradient is not None and use.gradient() is grad and use.version == grad._version
-        if use.calls == use.seen and not same:
-            around.append((use, grad))
-        else:
-            _note(use, grad)
-    for text in _missed(optimizer, unmet):
-        warn(text)
-    if around:
-        _of_eager_gradients([use for use, _ in around])
-    for use, grad in around:
-        _note(use, grad)
-
-
-def _note(use: Use, grad: Tensor) -> None:
-    use.seen, use.gradient, use.version = use.calls, weakref.ref(grad), grad._version
-
-
-def _of_eager_gradients(around: list[Use]) -> None:
-    """Of weights whose gradients no masked graph has made. Raises: UnsupportedError where `require` says that they are masked; the step is then not made."""
-    names = [u.name for u in sorted(around, key=lambda u: not u.required)]
-    what = f"an optimiser step has gradients of {first_of(names, 3)} though no masked graph ran since the last one with gradients on"
-    why = "Dynamo fell back to eager code (force_eager, the recompile limit, a graph break in a loop), or the model was called past its compiled form"
-    fix = f"{why}: that is dense; fxmask.apply(model, ...) is masked in eager code, too."
-    if any(u.required for u in around):
-        raise UnsupportedError(message(f"{what}, and `require` wants them masked.", "", fix))
-    warn(message(f"{what}.", "", fix))
-
-
-def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:
-    """What is to be said of weights that no graph has met. Raises: UnsupportedError where `require` says that they are masked.
-
-    Looked into at the 1st, 2nd, 4th, 8th, ... such step: it takes tenths of a second, and an embedding is such a weight for good.
-    """
-    n = 0
-    if unmet:
-        n = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    found = missed(unmet) if n and n & (n - 1) == 0 else []
-    for m in found:
-        if m.required:
-            raise UnsupportedError(m.text)
-    texts = [m.text for m in found]
-    for w in (w for m in found for w in m.weights):
-        _told[local(w)] = True
-    if not state.reached and not state.told:
-        state.told = True
-        what = "an optimiser step in a process that asked for torch.compile(backend='fxmask'), and no graph has reached it: everything is dense so far."
-        texts = texts or [message(what, "", f"{SKIPPED}; {CONTAINER}: compile what torch.compile(fullgraph=True) takes, {APPLY}")]
-    return texts

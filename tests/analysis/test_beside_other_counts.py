@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxmask
-from fxmask.compiler import backend_watch
+from fxmask.compiler import backend_steps
 
 F32 = 4  # bytes
 
@@ -220,7 +220,7 @@ def test_lists_of_a_mask_are_made_beside_pruning_too():
 
 
 def test_masks_of_the_backend_are_said_to_be_missing(monkeypatch):
-    monkeypatch.setattr(backend_watch, "_installed", [None])  # or steps of other tests would be told that no graph came
+    monkeypatch.setattr(backend_steps, "_installed", [None])  # or steps of other tests would be told that no graph came
     model = nn.Sequential(nn.Linear(64, 64))
     compiled = torch.compile(model, backend="fxmask", options={"ratio": 0.5})
     assert any("compiled by backend='fxmask'" in note for note in analyze(compiled, torch.randn(8, 64)).notes)

@@ -9,7 +9,7 @@ from compile_backend.helpers import OPTIONS, Wrap, compiled, steps_of
 from sample_models import mlp
 from torch import nn
 
-from fxmask.compiler import backend, backend_watch
+from fxmask.compiler import backend, backend_steps, backend_watch
 from fxmask.errors import FxMaskWarning, UnsupportedError
 
 
@@ -42,7 +42,7 @@ def test_a_graph_that_several_layers_share_counts_for_each():
     model = Broken()
     call = compiled(model, **OPTIONS)
     steps_of(model, call, 1)
-    first, second = (backend_watch._uses[layer.inner.weight] for layer in model.layers)
+    first, second = (backend_watch.uses[layer.inner.weight] for layer in model.layers)
     assert (first.calls, second.calls) == (1, 1) and second.name == f"{first.name} (of another layer, which shares its graph)"
     steps_of(model, call, 1)
     assert (first.calls, second.calls) == (2, 2)
@@ -121,7 +121,7 @@ def test_require_refuses_the_gradients_of_eager_code(require, refused):
 @pytest.mark.parametrize("stance", ["force_eager", *(["default"] if torch.__version__ < "2.14" else [])])
 def test_a_backend_that_no_graph_reaches_is_a_warning(stance):
     """Before PyTorch 2.14 nn.Sequential.compile never calls its backend, and later only where nothing keeps Dynamo from it."""
-    backend_watch.state.reached = backend_watch.state.told = False  # as when it began; by the end it is told, so that no step of another test is
+    backend_steps.state.reached = backend_steps.state.told = False  # as when it began; by the end it is told, so that no step of another test is
     model = mlp()
     model.compile(backend=backend.fxmask_backend, options=OPTIONS)
     fix = r"of one call no backend: use torch\.compile\(model\)" if torch.__version__ < "2.14" else r"force_eager: torch\.compile\(fullgraph=True\)"

@@ -9,7 +9,7 @@ from sample_models import mlp
 from torch import nn
 
 import fxmask
-from fxmask.compiler import backend, backend_watch
+from fxmask.compiler import backend, backend_steps
 from fxmask.errors import ConfigError, FxMaskWarning, UnsupportedError
 
 
@@ -209,7 +209,7 @@ def test_what_is_meant_to_be_dense_is_not_told(beside):
 
 def test_a_model_is_looked_for_ever_more_rarely(monkeypatch):
     looked = []
-    monkeypatch.setattr(backend_watch, "missed", lambda weights: looked.append(len(weights)) or [])
+    monkeypatch.setattr(backend_steps, "missed", lambda weights: looked.append(len(weights)) or [])
     model, taken = Looped(), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for n in range(1, 10):
@@ -220,7 +220,7 @@ def test_a_model_is_looked_for_ever_more_rarely(monkeypatch):
 
 
 def test_a_function_that_no_graph_reaches_is_a_warning_where_nothing_else_was_captured(monkeypatch):
-    monkeypatch.setattr(backend_watch, "state", backend_watch.State())
+    monkeypatch.setattr(backend_steps, "state", backend_steps.State())
     model = Looped()
 
     def step(x):

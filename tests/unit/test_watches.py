@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import fxmask
 from fxmask import lost_writes
-from fxmask.compiler import backend_watch
+from fxmask.compiler import backend_steps, backend_watch
 from fxmask.compiler.backend_watch import Done
 from fxmask.errors import FxMaskWarning, StateError, UnsupportedError
 
@@ -21,8 +21,8 @@ MASKED = Done(mask=fxmask.WeightMask(ratio=0.5))
 
 @pytest.fixture
 def weight():
-    backend_watch.asked()
-    backend_watch.state.told = True  # that no graph has reached it; steps of later tests are looked at, too
+    backend_steps.asked()
+    backend_steps.state.told = True  # that no graph has reached it; steps of later tests are looked at, too
     return nn.Parameter(torch.randn(16, 16))
 
 
