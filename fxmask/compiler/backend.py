@@ -20,10 +20,9 @@ from torch.fx import GraphModule, Node
 
 from ..decided import decided_by_apply, mark_again
 from ..inputs import selected
-from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
-from ..kernels.grid import grid_shape
+from ..kernels.errors import ConfigError, StateError, UnsupportedError, message
 from ..passes.finding.candidate import Candidate, surround
-from ..passes.finding.choose import Decision, choose, reasons_of
+from ..passes.finding.choose import Decision, choose
 from ..passes.finding.patterns import matches
 from ..passes.graphs.bodies import Body, graphs_of
 from ..passes.graphs.canonical import Canonicalise, transposed
@@ -37,12 +36,11 @@ from ..passes.infra import CleanUp, Pass, run_passes
 from . import backend_steps, backend_watch
 from .backend_names import of_model, split_by_ddp, warn_of_parts
 from .backend_options import APPLY, WHERE, Options, parse, refuse_steps
+from .backend_report import report
 from .backend_watch import Done
 from .computed import made_of
 from .sources import tag_caches
 
-ASKED = ("default exclusion", "in exclude", "not in include", "overrides")  # reasons to stay dense that are no gap
-WAYS = "a graph break splits a model into several graphs, and torch.compile(fullgraph=True) shows it; fxmask.apply(model, ...) masks without any capture."
 FORWARD_AD = ("make_dual", "_make_dual")
 REGION = re.compile(r"_(jvp|grad|vmap)_(increment|decrement)_nesting")  # where a function transform begins and ends
 
@@ -98,7 +96,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
         run_passes(body.graph, passes)
     gm.recompile()
     done, pruned = [d for d in masked if d.config is not None], [d for d, _ in chosen]
-    _report(decisions if o.alone else masked, pruned if o.alone else done, o, _in_parts())
+    report(decisions if o.alone else masked, pruned if o.alone else done, o, _in_parts())
     words = {id(d): config.words() for d, config in chosen}
     required = {id(d.candidate.weight) for d in decisions if o.require is True or any(matches(p, d.candidate) for p in o.require_patterns)}
     found = _done(decisions, {id(d) for d in done}, words, made)
@@ -192,33 +190,6 @@ def _in_parts() -> list[Candidate]:
     found = [] if whole is None else find_lifted(graphs_of(whole[0]), _real(*whole))
     surround(found, None)
     return found
-
-
-def _report(decisions: list[Decision], masked: list[Decision], o: Options, parts: Sequence[Candidate]) -> None:
-    """Count what was masked, or with `alone` pruned; what stays dense unasked is named. What is in other `parts` of the graph alone is said of these."""
-    left = [d for d in decisions if not any(d is m for m in masked)]
-    here = [p for p in o.require_patterns if any(matches(p, d.candidate) for d in decisions) or not any(matches(p, c) for c in parts)]
-    missing = [repr(p) for p in here if not any(matches(p, d.candidate) for d in masked)]
-    elsewhere = bool(parts) and not decisions
-    whole = [d.candidate.name for d in masked if not o.alone and d.config and d.config.ratio > 0 and _keeps_all(d)]
-    done = "pruned" if o.alone else "masked"
-    if whole:
-        what = f"no block can be masked at this ratio, so these stay dense: {', '.join(whole)}."
-        warn(message(what, WHERE, "choose a smaller block for them."))
-    if o.require is True:
-        missing = [*(d.candidate.name for d in left if not d.reason.startswith(ASKED)), *whole] if masked or elsewhere else ["anything at all"]
-    if missing:
-        names = ", ".join(d.candidate.name for d in masked) or "nothing"
-        what = f"require: expected {', '.join(missing)} to be {done} in this graph, got {names}{f' (dense: {reasons_of(left)})' if left else ''}."
-        raise UnsupportedError(message(what, WHERE, f"{WAYS} What is meant to stay dense goes into exclude."))
-    if not masked and not elsewhere:
-        warn(message(f"backend='fxmask' {done} nothing in a graph: {reasons_of(left)}.", WHERE, WAYS))
-
-
-def _keeps_all(d: Decision) -> bool:
-    assert d.config is not None
-    nb, kb = grid_shape(d.candidate.weight.shape, d.config.block)
-    return d.config.keep_at(0, nb * kb) == nb * kb
 
 
 def _inner(o: Options, mode: str | None) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
