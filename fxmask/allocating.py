@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
-from .kernels.grid import grid_shape, matrix_shape, ratio_keeping, ratio_units
+from .kernels.grid import grid_shape, keep_count, matrix_shape, ratio_keeping, ratio_units
 from .passes.counting import rules  # noqa: F401  (they register the costs of ops)
 from .passes.counting.capture import capture
 from .passes.counting.moves import work_of
@@ -176,7 +176,7 @@ def _shares(
         unit = "blocks" if len(set(areas)) == 1 else f"times {size} elements" if size > 1 else "elements"
     total = sum(i.whole for i in items)
     if method == "uniform":
-        kept = [c.keep_at(10**12, n) for c, n in zip((WeightMask(ratio=ratio, block=b) for b in blocks), counts, strict=True)]
+        kept = [keep_count(n, ratio) for n in counts]
         return kept, items, (unit, total, sum(i.spent(k) for i, k in zip(items, kept, strict=True)))
     budget = budget_of(total, units, up=method in ("erk", "global"))
     check_budget(items, budget, ratio, unit)

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from .kernels.errors import first_of, message, warn
-from .kernels.grid import grid_shape, matrix_shape
+from .kernels.grid import grid_shape, keep_count, matrix_shape
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, reasons_of
 from .passes.finding.graph_linears import graph_modules, weight_reads
@@ -94,7 +94,7 @@ def warn_if_dense(model: nn.Module, decisions: list[Decision]) -> None:
         name = d.candidate.name or "the model itself"
         for c in {(c.block, c.cover): c for c in in_turn(d.config)}.values():
             nb, kb = grid_shape(matrix_shape(d.candidate.weight.shape), c.block)
-            kept = c.keep_at(10**12, nb * kb)
+            kept = keep_count(nb * kb, c.final_ratio)
             if c.final_ratio > 0 and kept == nb * kb:
                 whole.append(f"{name} ({nb * kb} block{'s' * (nb * kb > 1)} of {c.block})")
             if c.cover and kept < max(nb, kb):

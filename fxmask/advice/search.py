@@ -15,7 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from ..kernels.errors import message
-from ..kernels.grid import plain_int
+from ..kernels.grid import keep_count, plain_int
 from ..passes.settings.config import WeightMask
 from .layers import Layer
 from .unit import MakeOptimizer, Times, Unit
@@ -108,7 +108,7 @@ def whole(layer: Layer, cell: Cell) -> bool:
     """Whether the block is as large as the weight, or so large that no block would be masked."""
     (b, r), (n, k) = cell, layer.weight.shape
     blocks = -(-n // b[0]) * -(-k // b[1])
-    return WeightMask(ratio=r, block=b).keep_at(10**12, blocks) == blocks
+    return keep_count(blocks, r) == blocks
 
 
 def check_cells(blocks: Sequence[Any], ratios: Sequence[Any]) -> list[Cell]:
