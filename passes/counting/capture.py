@@ -24,6 +24,7 @@ from ..graphs.graph_site import GraphSite, graph_sites
 from ..state.site import Site
 from .calls import Call, Place, storage_of
 from .fakes import Fakes, quiet, swap
+from .origins import Origins
 from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Recorder
 from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
@@ -106,13 +107,13 @@ def capture(
                 parameters.setdefault(name, t)
         inputs = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         fake_args, fake_kwargs = tree_map(lambda a: faked(a) if isinstance(a, Tensor) else a, (tuple(args), dict(kwargs or {})))
-        recorder, sites = _recorder(root, faked, parameters, buffers, inputs), _named_sites(root)
-        recorder.progress, recorder.computed = progress, computed
-        recorder.masked_dw = {name for name, m in sites.items() if _wants_kept_dw(m)}
+        origins, sites = _origins(faked, parameters, buffers, inputs), _named_sites(root)
+        origins.computed, origins.masked_dw = computed, {name for name, m in sites.items() if _wants_kept_dw(m)}
         cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
-        recorder.cached = {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
+        origins.cached = {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
         lists = [m._fxmask_lists for m, _ in cached if m._fxmask_lists is not None]
-        before = {storage_of(t) for t in (*map(faked, inputs), *lists)} | {*recorder.cached}
+        before = {storage_of(t) for t in (*map(faked, inputs), *lists)} | {*origins.cached}
+        recorder = Recorder({id(m): name for name, m in root.named_modules()}, origins, faked.made, progress)
         run = _Nodes(gm, recorder).run if gm is not None else root
         with mode, quiet():
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
@@ -137,8 +138,8 @@ def capture(
         own={name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)},
         idle=idle,
         executions=executions,
-        typical=recorder.typical,
-        uncounted=recorder.uncounted,
+        typical=origins.typical,
+        uncounted=origins.uncounted,
         backward=ran,
         trained={name for name, p in parameters.items() if faked(p).grad is not None or id(p) in recorder.trained},
         dtype=dtype,
@@ -151,12 +152,11 @@ def _named_sites(root: nn.Module) -> dict[str, Site]:
     return layers | {join(prefix, site._fxmask_name): site for prefix, gm in graph_modules(root) for site, _ in graph_sites(gm)}
 
 
-def _recorder(root: nn.Module, faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Recorder:
+def _origins(faked: Fakes, parameters: dict[str, Tensor], buffers: dict[str, Tensor], inputs: list[Tensor]) -> Origins:
     weights = {storage_of(t): (name, p) for name, p in parameters.items() for t in (p, faked(p))}  # some code holds the real ones
-    names = {id(m): name for name, m in root.named_modules()}
-    recorder = Recorder(names, weights, {storage_of(faked(b)) for b in buffers.values()})
-    recorder.values, recorder.fakes = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}, faked.made
-    return recorder
+    origins = Origins(weights, {storage_of(faked(b)) for b in buffers.values()})
+    origins.values = {storage_of(faked(t)): t for t in (*inputs, *buffers.values())}
+    return origins
 
 
 def _step(run: Callable[[], Any], recorder: Recorder, known: set[int], backward: bool) -> tuple[list[Saved], bool]:
@@ -188,13 +188,13 @@ def _wants_kept_dw(site: Site) -> bool:
 
 @contextmanager
 def _saves(recorder: Recorder, saved: list[Saved], inputs: set[int]) -> Iterator[None]:
-    known = set(recorder.real) | inputs | recorder.neutral  # buffers; what a forward makes of them, or draws, autograd holds
+    known = set(recorder.origins.real) | inputs | recorder.origins.neutral  # buffers; what a forward makes of them, or draws, autograd holds
 
     def pack(t: Tensor) -> Tensor:
         key = storage_of(t)
         if key not in known:
             known.add(key)
-            saved.append(Saved(recorder._place(t), recorder._module()[0], t.untyped_storage().nbytes()))
+            saved.append(Saved(recorder.origins.place(t), recorder.module()[0], t.untyped_storage().nbytes()))
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):

@@ -1,0 +1,123 @@
+"""What the tensors of a run on fake ones are made of, by their memory: which are parameters, which are computed from these alone, which are masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...kernels.grid import as_matrix, grid_shape, matrix_shape
+from ..graphs.graph_calls import BLOCK_INDEX
+from .calls import Call, Mask, Place, is_real, storage_of, typical_mask
+
+KEEP_ZEROS = {"aten.mul", "aten.div", "aten.where", "aten.copy_", "fxmask.graft"}  # ops of several tensors whose result is 0 wherever one of them is masked
+
+
+class Origins:
+    """`real`: {storage of a fake parameter: (its name, the real parameter)}; `neutral`: storages of constants, at first of fake buffers."""
+
+    def __init__(self, real: dict[int, tuple[str, Tensor]], neutral: set[int]) -> None:
+        self.real, self.neutral = real, neutral
+        self.values: dict[int, Tensor] = {}  # by storage of a fake: inputs and buffers that are real, such as a Dynamo graph's number of kept blocks
+        self.cached: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}  # by storage of a cached mask: its block, its weight's shape
+        self.computed: dict[str, Tensor] = {}  # by module: the mask of a weight that a parametrisation makes
+        self.masked_dw: set[str] = set()  # weights whose gradient is wanted in kept blocks alone
+        self.typical: set[str] = set()  # weights whose masks were drawn, because they have no values
+        self.uncounted: set[str] = set()  # weights whose number of kept blocks has no value
+        self._derived: dict[int, tuple[str, Mask | None]] = {}  # storages computed from parameters alone
+        self._copies: dict[int, tuple[str, Tensor]] = {}  # storages with a parameter's elements in their order, as `real` has parameters
+        self._kept: list[Any] = []  # a storage that was freed would give its address to another
+
+    def place(self, t: Tensor) -> Place:
+        """A tensor of a call, with what it is."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        self._kept.append(storage)
+        name, whole, mask, neutral = "", key in self.real, None, key in self.neutral
+        if whole:
+            name = self.real[key][0]
+        elif key in self._derived:
+            name, mask = self._derived[key]
+        elif not isinstance(t, FakeTensor):  # a constant of the model's code
+            neutral = True
+            block, shape = self.cached.get(key, (None, None))
+            mask = Mask(t, block, shape=shape) if t.dtype == torch.bool and t.dim() in (0, 2) and not t.is_meta else None
+        offset = int(t.storage_offset()) * t.dtype.itemsize
+        return Place(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, key, name, whole, mask, neutral, offset)
+
+    def mask_made(self, call: Call, args: Any, kwargs: Any, module: str) -> Mask | None:
+        """The mask that a call makes. Of a `block_index` its values, from the real weight; typical ones where there are no real values."""
+        if call.func is not BLOCK_INDEX:
+            return _either(call)
+        w, keep, block = args[0], self.values.get(storage_of(args[1]), args[1]), (args[3], args[4])
+        real, grid = self.real.get(storage_of(w), self._copies.get(storage_of(w))), grid_shape(w.shape, block)
+        with _disable_current_modes(), torch.no_grad():
+            computed = self.computed.get(module) if real is None else None
+            if real is not None and is_real(real[1]) and real[1].dim() >= 2 and matrix_shape(real[1].shape) == w.shape and is_real(keep):
+                scalars, cover = (keep, self.values.get(storage_of(args[2]), args[2])), args[9] if len(args) > 9 else kwargs.get("cover", False)
+                values = call.func(as_matrix(real[1].detach()).to(w.dtype), *scalars, *args[3:8], cover=cover).cpu()  # by any impl, all give the same bits
+            elif computed is not None and tuple(computed.shape) == grid:
+                values = computed
+            else:
+                name = self._derived.get(storage_of(w), (real[0] if real else "", None))[0]
+                (self.typical if is_real(keep) else self.uncounted).add(name)
+                values = typical_mask(grid, int(keep) if is_real(keep) else grid[0] * grid[1])
+            return Mask(values, block, shape=tuple(w.shape))
+
+    def note(self, call: Call, made: Mask | None, t: Tensor) -> None:
+        """Note of a result what it is made of: parameters alone, with what mask, or nothing that an input moves. `made`: the mask that the call makes."""
+        key, inputs = storage_of(t), call.inputs
+        if made is None:
+            if any(p.of_inputs for p in inputs) or (call.differentiates and all(p.storage != key for p in inputs)):
+                self.neutral.discard(key)
+                self._derived.pop(key, None)
+                return
+            if call.differentiates:  # a view of what it was
+                return
+        if key in self.real:  # likewise
+            return
+        mask = made or _inherited(call)
+        name = "+".join(sorted({n for p in inputs for n in p.weight.split("+") if n}))
+        if not name:
+            self.neutral.add(key)
+            if mask is not None:  # a cached one, expanded
+                self._derived[key] = ("", mask)
+            return
+        whole = mask is not None and mask.whole_dw and name not in self.masked_dw
+        self._derived[key] = (name, mask and mask._replace(whole_dw=whole, storage=_rows_of(mask, inputs, t)))
+        real = self.real.get(inputs[0].storage) if call.op == "aten.clone" else None
+        if real is not None and real[1].shape == inputs[0].shape:  # a channels_last convolution is copied before it is seen as a matrix
+            self._copies[key] = real
+
+
+def _inherited(call: Call) -> Mask | None:
+    """The mask of what is made of a masked weight: zeros stay where they are unless numbers of another tensor are added, or multiplied as a matrix."""
+    if call.op not in KEEP_ZEROS and sum(p.dtype.is_floating_point and p.numel > 1 for p in call.inputs) > 1:
+        return None
+    return next((p.mask for p in call.inputs if p.mask is not None), None)
+
+
+def _either(call: Call) -> Mask | None:
+    """The values of a mask with the flag of `rigl`: the blocks whose gradient a backward wants."""
+    if call.op != "aten.bitwise_or":
+        return None
+    masks = [p.mask for p in call.inputs]
+    known = [m for m in masks if m is not None]
+    if len(known) != 2 or sorted(m.values.dim() for m in known) != [0, 2]:
+        return None
+    with _disable_current_modes():
+        one = next((m for m in known if m.block is not None), known[0])
+        return Mask(known[0].values | known[1].values, one.block, shape=one.shape)
+
+
+def _rows_of(mask: Mask, inputs: list[Place], made: Tensor) -> int:
+    """The storage of a tensor made of a masked weight, where its elements lie as the weight's rows do; else 0."""
+    key = storage_of(made)
+    if mask.storage == key or made.dim() < 2 or not made.is_contiguous() or matrix_shape(made.shape) != mask.shape:
+        return mask.storage if mask.storage == key else 0
+    multiplied = any(p.mask is not None and p.dtype == torch.bool for p in inputs)
+    copied = any(p.mask is not None and p.mask.storage == p.storage and p.shape == made.shape and p.stride == made.stride() for p in inputs)
+    return key if multiplied or copied else 0
