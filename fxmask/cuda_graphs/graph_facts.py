@@ -25,7 +25,7 @@ class Facts:
     def __init__(self, optimizers: Sequence[Optimizer], models: Iterable[nn.Module], handles: Sequence[GuardHandle], device: torch.device) -> None:
         self.device = device
         self.optimizers = optimizers
-        guarded = [m for m in (h._model() for h in handles) if m is not None]
+        guarded = [m for m in (h._noticed.model() for h in handles) if m is not None]
         self.modules: dict[nn.Module, None] = {}
         for root in (*models, *guarded):
             self.watch(root.modules())

@@ -169,9 +169,9 @@ def _refuse(handles: list[GuardHandle], optimizers: tuple[Optimizer, ...]) -> No
 
 def _unseen(h: GuardHandle) -> set[int]:
     """Sites whose first masked gradient nobody has looked at (`passes.stepping.bypass`), which a replay could not."""
-    if len(h._looked_at) == len(h._guarded):
+    if len(h._noticed.looked_at) == len(h._guarded):
         return set()
-    sites = [g.site for g in h._guarded if id(g.site) not in h._looked_at and not g.site._fxmask_softening]
+    sites = [g.site for g in h._guarded if id(g.site) not in h._noticed.looked_at and not g.site._fxmask_softening]
     return {id(s) for s in sites if (s._fxmask_written is None or s._fxmask_written[0] < s._fxmask_blocks) and masks_any(s)}
 
 

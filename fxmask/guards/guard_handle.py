@@ -11,34 +11,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..decided import decided_by_apply, times_applied
-from ..kernels.errors import StateError, UnsupportedError, first_of, message, warn
+from ..kernels.errors import StateError, UnsupportedError, message
 from ..passes.frames import frames
 from ..passes.state import lost_guards, pruning_schedule, rebuild, taken_steps
 from ..passes.state import site as state
 from ..passes.state.saliency import observe
 from ..passes.state.site import Site
-from ..passes.state.site_mask import masks_any
 from ..passes.stepping import elementwise
 from ..passes.stepping import masked_step as kept_alone
-from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_gradients, warn_of_dense_readers
+from ..passes.stepping.bypass import warn_of_adapters, warn_of_dense_readers
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of, has_closure, ids_of, moves_by_grad, state_of
 from ..passes.stepping.momenta import averages_of
 from ..passes.stepping.optimiser import after_step, before_step, hiding, note_masks, reset_returned
 from ..pruning import scheduled_layers
-from ..sites import sites
-from . import other_steps, replaced
-from .guarded import Followed, Held, Named, Scheduled, counted_layers, guarded_weight, refuse_another_weight, weight_now
-
-_AGAIN = (
-    "a guard ended with fxmask.restore, and its model is masked anew",
-    "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
-)
-_NEWLY = (
-    "layers were masked after fxmask.guard, which does not hold them",
-    "call remove() on its handle, then fxmask.guard(optimizer, model) again.",
-)
+from . import other_steps
+from .guarded import Followed, Held, Scheduled, counted_layers, guarded_weight, refuse_another_weight, weight_now
+from .noticed import Noticed, gone, warn_of_broken_step
 
 
 class GuardHandle:
@@ -55,15 +44,12 @@ class GuardHandle:
         self._under_way: kept_alone.Step | None = None
         self._guarded, self._followed, self._others = held
         self._choice, self._returning, self._token = choice, returning, object()
-        self._lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
-        self._model = weakref.ref(model)  # the optimiser must not keep it
-        self._missed: set[int] = set()  # ids of sites that a step had no gradient for
+        self._noticed = Noticed(model)
         self._left: list[Guarded] = []  # under masked_step: without a gradient nothing is gathered, and an optimiser of somebody's own may move it all the same
-        self._looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(optimizer, returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
-        self._held, self._applied = ids_of(optimizer), times_applied()
+        self._held = ids_of(optimizer)
         self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
         before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
@@ -113,65 +99,26 @@ class GuardHandle:
     def _let_go(self) -> None:
         """Leave alone what was restored."""
         ours = [g for g in self._guarded if self._is_ours(g.site)]
-        self._lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
+        self._noticed.lost += [(g.name, g.site, g.weight) for g in self._guarded if not self._is_ours(g.site)]
         self._guarded = ours
         self._followed = [(s, w) for s, w in self._followed if self._is_ours(s)]
-
-    def _warn_of_new_masks(self, optimizer: Optimizer) -> None:
-        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
-        again, self._applied, model = any(decided_by_apply(w) for _, _, w in self._lost), times_applied(), self._model()
-        found = self._lost if model is None else sites(model)
-        bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
-        self._lost = [] if again else self._lost
-        if bare:
-            what, fix = _AGAIN if again else _NEWLY
-            what += ": expected a new guard, got none. Masked weights move, steps do not count."
-            warn(message(what, first_of(bare), fix))
-
-    def _warn_of_broken_step(self) -> None:
-        """FxMaskWarning where the last step raised, so that no hook of ours came after it, unless weights were loaded since. Nothing is put back: whoever
-        caught the error may have written weights by now."""
-        broken = [g.name for g in self._guarded if g.copied and not g.site._fxmask_loaded_since_step]
-        if broken:
-            what = "the last optimizer.step() raised half-way: masked weights and momenta that it had moved by then were not put back."
-            fix = "go on from a saved state; fxmask.guard(optimizer, model, masked_step=True) makes steps that leave all of them as they were when they raise."
-            warn(message(what, first_of(broken), fix))
-        for g in self._guarded:
-            g.site.__dict__["_fxmask_loaded_since_step"] = False
-
-    def _look_for_replaced(self) -> None:
-        """Once for each layer: those of a branch that does not always run have no gradient, either."""
-        missing = [g for g in self._guarded if g.weight.grad is None and g.weight.requires_grad]  # all that a step sees of a layer that is gone
-        suspects = [g for g in missing if id(g.site) not in self._missed]
-        self._missed.update(id(g.site) for g in suspects)
-        if suspects and (model := self._model()) is not None:
-            replaced.warn_of_replaced(model, suspects)
-
-    def _look_at_gradients(self) -> None:
-        """Once for each layer, at its first step with masked blocks: these have a gradient where the weight is read past its mask."""
-        if len(self._looked_at) < len(self._guarded):
-            new = [g for g in self._guarded if id(g.site) not in self._looked_at and g.weight.grad is not None]
-            masked = [g for g in new if g.mask is not None and masks_any(g.site)]
-            self._looked_at.update(id(g.site) for g in masked)
-            warn_of_dense_gradients(masked)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if _is_no_step(optimizer):
             return None
         self._under_way, self._left = None, []  # what a step that raised has left
         self._let_go()
-        self._warn_of_broken_step()
+        warn_of_broken_step(self._guarded)
         self._adopt(optimizer)
-        if self._applied != times_applied():
-            self._warn_of_new_masks(optimizer)
+        self._noticed.new_masks(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
             refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
-        self._look_for_replaced()
-        if self.steps == 0 and self._captures is None and (model := self._model()) is not None:
+        self._noticed.replaced(self._guarded)
+        if self.steps == 0 and self._captures is None and (model := self._noticed.model()) is not None:
             warn_of_adapters(model)
         closure = has_closure(args, kwargs)
         masked_step = bool(self.masked_step and self._guarded)  # without layers the step is the optimiser's, or that of a guard that came later
@@ -186,7 +133,7 @@ class GuardHandle:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and self._captures is None:
-            self._look_at_gradients()
+            self._noticed.gradients(self._guarded)
         if self._under_way is not None:
             return (self._under_way.stand_in, *args[1:]), kwargs
         if not closure:
@@ -258,18 +205,14 @@ class GuardHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is pickled with a trainer, guards nothing: hooks follow neither, and the first step on its masks warns."""
-        holds = ("_hooks", "_guarded", "_followed", "_others", "_lost", "_scheduled", "_pruned", "_left")
-        return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": _none, "_model": _none}
+        holds = ("_hooks", "_guarded", "_followed", "_others", "_scheduled", "_pruned", "_left")
+        return {**self.__dict__, **{name: [] for name in holds}, "_token": object(), "_under_way": None, "optimizer": gone}
 
     def __enter__(self) -> GuardHandle:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.remove()
-
-
-def _none() -> None:
-    """A weak reference whose object is gone, that can be pickled."""
 
 
 def _is_no_step(optimizer: Optimizer) -> bool:

@@ -339,8 +339,8 @@ def test_ordinary_steps_look_for_nothing(monkeypatch):
     def asked(*args):
         raise AssertionError("an ordinary step looks for new masks")
 
-    monkeypatch.setattr("fxmask.guards.guard_handle.sites", asked)
-    monkeypatch.setattr("fxmask.guards.guard_handle.decided_by_apply", asked)
+    monkeypatch.setattr("fxmask.guards.noticed.sites", asked)
+    monkeypatch.setattr("fxmask.guards.noticed.decided_by_apply", asked)
     train(model, optimiser, 2)
 
 

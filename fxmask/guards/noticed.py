@@ -1,0 +1,88 @@
+"""What a guard notices before a step, and warns of: layers masked without it, a step that broke off, layers replaced, weights used past their masks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..decided import decided_by_apply, times_applied
+from ..kernels.errors import first_of, message, warn
+from ..passes.state.site_mask import masks_any
+from ..passes.stepping.bypass import warn_of_dense_gradients
+from ..passes.stepping.guarded_weight import Guarded
+from ..passes.stepping.held import group_of
+from ..sites import sites
+from .guarded import Named
+from .replaced import warn_of_replaced
+
+AGAIN = (
+    "a guard ended with fxmask.restore, and its model is masked anew",
+    "call fxmask.guard(optimizer, model) again; or remove() on the handle of the old guard, if that is meant.",
+)
+NEWLY = (
+    "layers were masked after fxmask.guard, which does not hold them",
+    "call remove() on its handle, then fxmask.guard(optimizer, model) again.",
+)
+
+
+class Noticed:
+    """What a guard has seen so far, so that it says each thing once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)  # the optimiser must not keep it
+        self.lost: list[Named] = []  # guarded once and restored since, till somebody masks them anew
+        self.looked_at: set[int] = set()  # ids of sites whose first masked step has been looked at
+        self._missed: set[int] = set()  # ids of sites that a step had no gradient for
+        self._applied = times_applied()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "model": gone, "lost": []}
+
+    def new_masks(self, optimizer: Optimizer) -> None:
+        """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
+        if self._applied == times_applied():
+            return
+        again, self._applied, model = any(decided_by_apply(w) for _, _, w in self.lost), times_applied(), self.model()
+        found = self.lost if model is None else sites(model)
+        bare = [n for n, s, w in found if s.__dict__.get("_fxmask_policy", "") is None and isinstance(w, nn.Parameter) and group_of(optimizer, w) is not None]
+        self.lost = [] if again else self.lost
+        if bare:
+            what, fix = AGAIN if again else NEWLY
+            what += ": expected a new guard, got none. Masked weights move, steps do not count."
+            warn(message(what, first_of(bare), fix))
+
+    def replaced(self, guarded: Sequence[Guarded]) -> None:
+        """FxMaskWarning where a layer is gone from the model. Once for each: those of a branch that does not always run have no gradient, either."""
+        missing = [g for g in guarded if g.weight.grad is None and g.weight.requires_grad]  # all that a step sees of a layer that is gone
+        suspects = [g for g in missing if id(g.site) not in self._missed]
+        self._missed.update(id(g.site) for g in suspects)
+        if suspects and (model := self.model()) is not None:
+            warn_of_replaced(model, suspects)
+
+    def gradients(self, guarded: Sequence[Guarded]) -> None:
+        """Once for each layer, at its first step with masked blocks: these have a gradient where the weight is read past its mask."""
+        if len(self.looked_at) < len(guarded):
+            new = [g for g in guarded if id(g.site) not in self.looked_at and g.weight.grad is not None]
+            masked = [g for g in new if g.mask is not None and masks_any(g.site)]
+            self.looked_at.update(id(g.site) for g in masked)
+            warn_of_dense_gradients(masked)
+
+
+def warn_of_broken_step(guarded: Sequence[Guarded]) -> None:
+    """FxMaskWarning where the last step raised, so that no hook of ours came after it, unless weights were loaded since. Nothing is put back: whoever caught
+    the error may have written weights by now."""
+    broken = [g.name for g in guarded if g.copied and not g.site._fxmask_loaded_since_step]
+    if broken:
+        what = "the last optimizer.step() raised half-way: masked weights and momenta that it had moved by then were not put back."
+        fix = "go on from a saved state; fxmask.guard(optimizer, model, masked_step=True) makes steps that leave all of them as they were when they raise."
+        warn(message(what, first_of(broken), fix))
+    for g in guarded:
+        g.site.__dict__["_fxmask_loaded_since_step"] = False
+
+
+def gone() -> None:
+    """A weak reference whose object is gone, that can be pickled."""
