@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..kernels.lists import listed, packed_length
-from ..passes.counting.capture import Recording
+from ..passes.counting.recording import Recording
 from ..passes.counting.work import Work
 
 KINDS = ("weights", "buffers", "metadata", "saved_activations", "gradients", "optimizer_state")

@@ -10,8 +10,8 @@ from torch import nn
 from ..kernels import layer_cost
 from ..kernels.grid import matrix_shape
 from ..passes.counting.calls import Place
-from ..passes.counting.capture import Recording
 from ..passes.counting.masked_rules import implementation
+from ..passes.counting.recording import Recording
 from ..passes.counting.traced import backend_of
 from ..passes.counting.work import Target, Work
 from .devices import Device

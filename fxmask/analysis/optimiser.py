@@ -12,8 +12,8 @@ from ..kernels import dense_cost, layer_cost
 from ..kernels.cost import Cost
 from ..kernels.errors import message
 from ..kernels.grid import grid_shape, matrix_shape
-from ..passes.counting.capture import Recording
 from ..passes.counting.masked_rules import implementation
+from ..passes.counting.recording import Recording
 from ..passes.counting.work import EXACT, Target, Work
 from .tables import masks_of
 

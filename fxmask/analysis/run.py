@@ -15,9 +15,10 @@ from ..errors import ConfigError, UnsupportedError
 from ..kernels import draw_ops
 from ..kernels.grid import plain_int
 from ..passes.counting import dropout_rules, masked_rules, pruned_rules, rules  # noqa: F401  (they register their rules)
-from ..passes.counting.capture import Recording, capture
+from ..passes.counting.capture import capture
 from ..passes.counting.dense_step import mark
 from ..passes.counting.moves import work_of
+from ..passes.counting.recording import Recording
 from ..passes.counting.traced import arguments
 from ..passes.counting.work import Target, Work, makes_weight
 from ..passes.settings.checks import one_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from ..passes.counting.capture import Recording
+from ..passes.counting.recording import Recording
 from ..passes.counting.work import Work
 from . import roofline, tables, traffic
 from .devices import Device

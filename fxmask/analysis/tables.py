@@ -11,7 +11,7 @@ import torch
 
 from ..kernels.grid import grid_shape, kept_elements
 from ..passes.counting.calls import Call
-from ..passes.counting.capture import Recording
+from ..passes.counting.recording import Recording
 from ..passes.counting.work import ELEMENTWISE, FREE, UNKNOWN, Work
 from . import roofline, traffic
 from .devices import Device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..passes.counting.capture import Recording
+from ..passes.counting.recording import Recording
 from ..passes.counting.work import Work
 from .model_shapes import LinearShape
 from .thesis import GIB, VARIANTS, Movement, kept_bytes, tensor_bytes

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,48 +21,14 @@ from ..finding.candidate import CHANGED, join
 from ..finding.graph_linears import graph_modules
 from ..graphs.graph_site import GraphSite, graph_sites
 from ..state.site import Site
-from .calls import Call, Place, storage_of
+from .calls import storage_of
 from .fakes import Fakes, quiet, swap
 from .origins import Origins
 from .other_masks import kept_of_idle, masks_of_computed
 from .record import CALL_CODE, Recorder
+from .recording import Recording, Saved
 from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
 from .untouched import plain_ops, unchanged
-
-
-@dataclass
-class Saved:
-    """A tensor that autograd holds for the backward."""
-
-    place: Place
-    module: str
-    bytes: int  # of its whole storage: a view keeps all of it
-
-
-@dataclass
-class Recording:
-    """What ran, and the tensors that were there before."""
-
-    calls: list[Call]
-    saved: list[Saved]  # each storage once, without parameters, buffers, cached masks and inputs of the model
-    parameters: dict[str, Tensor]  # by name, tied ones once; the real ones
-    buffers: dict[str, Tensor]
-    inputs: list[Tensor]
-    modules: dict[str, str]  # name -> class
-    sites: dict[str, Site] = field(default_factory=dict)  # parameter's name -> owner of its mask
-    changed: set[str] = field(default_factory=set)  # layers whose forward is another now: masked, pruned, dropped
-    own: set[str] = field(default_factory=set)  # those of `changed` whose class had a forward of its own, which reads a masked weight
-    idle: dict[str, int] = field(default_factory=dict)  # masked parameters that no op read -> their elements in kept blocks
-    executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
-    typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
-    uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept
-    backward: bool = False  # whether a backward ran
-    trained: set[str] = field(default_factory=set)  # parameters that got a gradient: what a step moves
-    dtype: torch.dtype | None = None  # that floating tensors were taken to have
-
-    def size(self, t: Tensor) -> int:
-        """Bytes of a tensor, in the dtype that was asked for."""
-        return t.numel() * (self.dtype if self.dtype and t.is_floating_point() else t.dtype).itemsize
 
 
 class _Nodes(fx.Interpreter):
