@@ -51,23 +51,19 @@ class DroppedLinear(Swapped):
 def resolved(model: nn.Module, chosen: list[tuple[Decision, BlockDropout]]) -> list[tuple[Decision, BlockDropout, nn.Dropout | None]]:
     """The layers that drop, with p and the Dropout that is fused; those of graphs as they are, the pass knows their dropouts."""
     before, found = dropouts_before(model), []
-    graphs: dict[int, Writes] = {}
+    writes = {gm: Writes(gm) for gm in {d.candidate.host for d, _ in chosen} if gm is not None}
     for d, config in chosen:
-        gm = d.candidate.host
-        if gm is not None and id(gm) not in graphs:
-            graphs[id(gm)] = Writes(gm)
-        writes = graphs.get(id(gm))
-        rates = [at[1] for n in d.candidate.nodes if (at := dropout_before(writes, n)) is not None] if writes is not None else []
-        if config.p is None and any(not 0 <= p < 1 for p in rates):
-            raise ConfigError(f"{d.candidate.name!r} is behind a dropout with p={max(rates)}: expected p in [0, 1), or exclude={d.candidate.name!r}.")
-        if gm is not None and config.p is None and not rates:
+        c = d.candidate
+        dropout = before.get(id(c.module)) if c.host is None else None
+        rates = [] if dropout is None else [dropout.p]
+        if c.host is not None:
+            rates = [at[1] for n in c.nodes if (at := dropout_before(writes[c.host], n)) is not None]
+        if config.p is None and not rates:
             continue
-        dropout = before.get(id(d.candidate.module)) if gm is None else None
-        if gm is None and config.p is None:
-            if dropout is None:
-                continue
-            if not 0 <= dropout.p < 1:
-                raise ConfigError(f"{d.candidate.name!r} is behind a Dropout with p={dropout.p}: expected p in [0, 1), or exclude={d.candidate.name!r}.")
+        if config.p is None and any(not 0 <= p < 1 for p in rates):
+            kind = "a dropout" if dropout is None else "a Dropout"
+            raise ConfigError(f"{c.name!r} is behind {kind} with p={max(rates)}: expected p in [0, 1), or exclude={c.name!r}.")
+        if config.p is None and dropout is not None:
             config = dataclasses.replace(config, p=dropout.p)
         found.append((d, config, dropout))
     return found
