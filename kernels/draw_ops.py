@@ -10,7 +10,6 @@ from torch import Tensor
 
 from . import dropout, operands, reference
 from .dispatch import IMPLEMENTATIONS, check_name, triton_ops
-from .errors import ShapeError, UnsupportedError
 from .grid import grid_shape
 from .inductor import register_fake
 
@@ -52,13 +51,7 @@ def drawn_by_one_op(impl: str | None) -> Iterator[None]:
 
 def mask(x: Tensor, block: tuple[int, int], p: float, impl: str = "auto") -> Tensor:
     """A new mask for an input (..., K), from the generator of its device: one number is drawn, the blocks' are hashes of it."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"input of block dropout: expected a Tensor (..., K), got {type(x).__name__}.")
-    if x.is_nested or operands.is_transformed("auto"):
-        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
-        raise UnsupportedError(f"block dropout got {what}: expected plain tensors in reverse mode; use the model without it there.")
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ShapeError(f"input of block dropout: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
+    operands.check_input(x, "block dropout", "input of block dropout")
     seed = torch.randint(2**62, (), device=x.device)
     if impl in _one_op:
         return drop_mask(seed, reference.tokens(x), x.shape[-1], *block, p, impl)

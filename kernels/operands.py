@@ -80,6 +80,18 @@ def check_features(name: str, t: Tensor, expected: int) -> None:
         raise ShapeError(f"last axis of {name}: expected {expected}, got shape {tuple(t.shape)}.")
 
 
+def check_input(x: Tensor, method: str, name: str, impl: str = "auto") -> None:
+    """Raise for an input that `method` cannot take, `name` in words: TypeError for no tensor, UnsupportedError for nested ones and under function transforms,
+    ShapeError where it has no axis or no floats."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a Tensor (..., K), got {type(x).__name__}.")
+    if x.is_nested or is_transformed(impl):
+        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
+        raise UnsupportedError(f"{method} got {what}: expected plain tensors in reverse mode; use the model without it there.")
+    if x.dim() == 0 or not x.is_floating_point():
+        raise ShapeError(f"{name}: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
+
+
 def is_transformed(impl: str) -> bool:
     """Whether a function transform or forward-mode AD is active, which cannot see into a custom op."""
     active = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import operands, prune
-from .errors import ShapeError, UnsupportedError, message, warn
+from .errors import message, warn
 
 
 def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") -> tuple[int, bool, Tensor | None] | None:
@@ -14,13 +14,7 @@ def plan(x: Tensor, block: int, ratio: float, noise: float, impl: str = "auto") 
 
     UnsupportedError under torch.func and for nested tensors, ShapeError where x has no axis or no floats. Warns where a ratio rounds to no block.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"input of a layer that saves it pruned: expected a Tensor (..., K), got {type(x).__name__}.")
-    if x.is_nested or operands.is_transformed(impl):
-        what = "a nested tensor" if x.is_nested else "a function transform or forward-mode AD"
-        raise UnsupportedError(f"activation pruning got {what}: expected plain tensors in reverse mode; use the model without it there.")
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ShapeError(f"input of a layer that saves it pruned: expected floats (..., K), got {x.dtype} of shape {tuple(x.shape)}.")
+    operands.check_input(x, "activation pruning", "input of a layer that saves it pruned", impl)
     turned, b, n, kept = _counts(x, block, ratio)
     if kept == n:
         if ratio > 0 and n:
