@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...kernels.errors import ConfigError, UnsupportedError, message
 from ..graphs.graph_calls import path_in_model
-from ..graphs.lifted import source_name
+from ..graphs.input_sources import source_name
 
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}  # where forwards go
 

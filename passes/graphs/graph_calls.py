@@ -59,7 +59,7 @@ def recorded_stack(node: Node) -> list[tuple[str, tuple[type, ...]]]:
 
 
 def path_in_model(recorded: str) -> str:
-    """A module's path as `lifted.source_name` has those of parameters, from what a trace calls it."""
+    """A module's path as `input_sources.source_name` has those of parameters, from what a trace calls it."""
     if not ROOT.match(recorded) and "._modules[" not in recorded:  # as torch.export writes it
         return recorded
     return INDEX.sub(r".\1\2\3", ROOT.sub("", recorded).rpartition("cell_contents.")[2]).lstrip(".")  # of a closure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,10 @@ from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_prob
 from ..finding.dense_reads import ACTIVATION, inputs_in, inputs_of_layers, reads_in, values_behind
 from ..infra import recorded_value
 from .bodies import Body
-from .graph_calls import EMBEDDINGS, LINEARS, ROOT, call_stack, layer_name, weight_arg
+from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
+from .input_sources import is_buffer, is_held, is_trainable_input, source_name, untrained
 from .regions import is_trainable
 
-PARTS = re.compile(r"""\['([^']+)'\]|\["([^"]+)"\]|\.([A-Za-z_]\w*)|\[(\d+)\]""")
-CONTAINERS = ("_modules", "_parameters", "_buffers")
 # calls that take the weights of Linears as arguments: the argument's name or place, and the layer's name inside the module that makes the call
 READERS: dict[Any, dict[str, str]] = {
     F.multi_head_attention_forward: {f"{x}_proj_weight": f"{x}_proj" for x in ("out", "q", "k", "v")},
@@ -77,7 +75,7 @@ def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: 
     def own(body: Body) -> dict[Node, Any]:
         weights = {n: source for n, source in body.origin.items() if isinstance(w := real.get(source), nn.Parameter) and w.dim() == 2}
         named = {n: ((source,), False) for n, source in weights.items() if source_name(source).endswith(".weight")}
-        return {**{n: ((), False) for n, source in body.origin.items() if _is_buffer(source)}, **named}
+        return {**{n: ((), False) for n, source in body.origin.items() if is_buffer(source)}, **named}
 
     called = {id(c.weight) for c in found.values() if not c.skip}
     hosts = {body.graph: body for body in bodies}
@@ -141,73 +139,12 @@ def _why_no_weight(body: Body, w: Node, real: Mapping[Node, Any], layer: bool) -
     Empty for a `layer`'s own, too: `apply` masks it, whatever it is.
     """
     if w in body.origin:
-        return "" if layer else _untrained(body.origin[w], real.get(body.origin[w]))
+        return "" if layer else untrained(body.origin[w], real.get(body.origin[w]))
     made_of = values_behind(w, body.given)
     inputs = [n for n in made_of if n.op == "placeholder" and n not in body.given]
     placed = [(n.graph.owning_module or body.graph, n) for n in made_of]
-    if not (any(_is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
+    if not (any(is_trainable_input(real.get(n), n) for n in inputs) or any(is_trainable(gm, n) for gm, n in placed)):
         return "the graph makes its weight of no parameter"
-    if any(not (_is_held(n) or _is_trainable_input(real.get(n), n)) for n in inputs_in(w, body.given)):
+    if any(not (is_held(n) or is_trainable_input(real.get(n), n)) for n in inputs_in(w, body.given)):
         return ACTIVATION
-    return ACTIVATION if any(not (_is_held(n) or isinstance(real.get(n), nn.Parameter)) for n in inputs_of_layers(w, body.given)) else ""
-
-
-def _is_trainable_input(value: Any, source: Node) -> bool:
-    """Whether an input may be a parameter, or its view, as FSDP1 has them in modules. What an earlier graph made has a gradient in training alone."""
-    if not isinstance(value, Tensor):
-        return value is None
-    whole = value if value._base is None else value._base
-    of_a_module = source_name(source) != "" and not _is_of_an_object(source)
-    return isinstance(whole, nn.Parameter) or (whole.requires_grad and (whole.is_leaf or of_a_module))
-
-
-def _untrained(source: Node, value: Any) -> str:
-    """Why nobody can train an input. Of what a dict or a list holds that a function is given nothing says it: `torch.func` is given detached parameters so."""
-    if _is_buffer(source):
-        return "its weight is a buffer, not a parameter"
-    held = _held_by(source)
-    alone = _source_of(source) is not None and not source_name(source)  # an argument, or what a graph before a break has made
-    plain = type(value) is Tensor and "_parameters" not in held and (alone or bool(held - {"cell_contents"}))
-    trained = _is_trainable_input(value, source)
-    return "its weight is a plain tensor, not a parameter" if plain and not trained else ""
-
-
-def _held_by(source: Node) -> set[str]:
-    """The attributes by which an input is held; none of what a call is given."""
-    found = {attribute for _, _, attribute, _ in PARTS.findall(getattr(_source_of(source), "name", ""))}
-    return {attribute for attribute in found if attribute and not attribute.startswith("__")}
-
-
-def _is_held(source: Node) -> bool:
-    """Whether a module or a closure holds an input, and no call is given it."""
-    return bool(_held_by(source)) and not _is_of_an_object(source)
-
-
-def _is_of_an_object(source: Node) -> bool:
-    """Whether an input is an attribute of an object that is no module, as of a named tuple or a dataclass that a call is given."""
-    where = getattr(_source_of(source), "guard_source", None)
-    where = where() if callable(where) else where  # a method or an attribute, as PyTorch's version has it
-    return bool(_held_by(source) - {"cell_contents"}) and "MODULE" not in getattr(where, "name", "MODULE")
-
-
-def _is_buffer(source: Node | None) -> bool:
-    found = None if source is None else _source_of(source)
-    return found is not None and "._buffers[" in found.name
-
-
-def _source_of(node: Node) -> Any:
-    """Where an input of a Dynamo graph comes from; None where nothing says it."""
-    return getattr(node.meta.get("grapharg"), "source", None)
-
-
-def source_name(node: Node) -> str:
-    """Path of a lifted parameter in its model, from Dynamo's own name for where it comes from; empty for what is no attribute of a module."""
-    source = _source_of(node)
-    if source is None:
-        return ""
-    root = ROOT.match(source.name)
-    rest = source.name.partition("]")[2] if root is None else source.name[root.end() :]
-    parts = ["".join(found) for found in PARTS.findall(rest)]
-    if "cell_contents" in parts:  # of a closure
-        parts = parts[parts.index("cell_contents") + 1 :]
-    return ".".join(p for p in parts if p not in CONTAINERS)
+    return ACTIVATION if any(not (is_held(n) or isinstance(real.get(n), nn.Parameter)) for n in inputs_of_layers(w, body.given)) else ""

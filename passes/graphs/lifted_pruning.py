@@ -21,7 +21,7 @@ from ..infra import Pass, replace_node
 from ..settings.activation_pruning import ActivationPruning, saves
 from .bodies import Body
 from .graph_calls import LINEARS, MASKED_LINEAR, bias_arg, call_stack, input_arg, weight_arg
-from .lifted import source_name
+from .input_sources import source_name
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, block: int, ratio: float, noise: float, impl: str, *masked: Any) -> Tensor:
