@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ..errors import ConfigError
+
+C = TypeVar("C")
 
 OPS = ("forward", "dx", "dw", "step", "metadata")
 PHASES = {"forward": ("forward",), "dx": ("backward",), "dw": ("backward",), "step": ("both",), "metadata": ("block_index", "lists")}
@@ -131,11 +134,21 @@ def make_cells(
     groups = [g for g in _groups(shapes, blocks, ratios, dtype, OPS, masks, seed) if not providers or set(providers) & set(providers_of(g, device))]
     if not groups:
         raise ConfigError(f"--providers: expected some for {' and '.join(masks)} masks on {device}, got {', '.join(providers)}.")
-    globs = [g.strip() for g in only.split(",") if g.strip()]
-    cells = list(_expand((g for g in groups if not globs or any(fnmatch.fnmatchcase(g.group, p) for p in globs)), device, providers))
-    if not cells:
-        raise ConfigError(f"--cells {only!r} leaves nothing to measure: expected globs that match e.g. {groups[0].group!r}.")
-    return cells
+    return list(_expand(matching(groups, only, lambda g: g.group), device, providers))
+
+
+def names(given: str) -> tuple[str, ...]:
+    """What an option names, separated by commas."""
+    return tuple(n.strip() for n in given.split(",") if n.strip())
+
+
+def matching(found: list[C], cells: str, name: Callable[[C], str]) -> list[C]:
+    """Those whose name `--cells` matches. ConfigError where it leaves none."""
+    globs = names(cells)
+    chosen = [c for c in found if not globs or any(fnmatch.fnmatchcase(name(c), p) for p in globs)]
+    if not chosen:
+        raise ConfigError(f"--cells {cells!r} leaves nothing to measure: expected globs that match e.g. {name(found[0])!r}.")
+    return chosen
 
 
 def _expand(groups: Iterable[Cell], device: str, providers: tuple[str, ...]) -> Iterator[Cell]:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError
 from ..places import place
 from . import floor, interleaved, regret, systems
-from .cells import ANCHORS, CPU_SHAPES, DTYPES, MASKS, PROVIDERS, Cell, make_cells
+from .cells import ANCHORS, CPU_SHAPES, DTYPES, MASKS, PROVIDERS, Cell, make_cells, matching, names
 from .compare import MACHINE
 from .driver import Run, check_device, run_cells
 from .provenance import provenance
 from .summary import crossover_lines, crossovers, plot
 from .table import Row, Table, what
-
-C = TypeVar("C")
-
-
-def names(given: str) -> tuple[str, ...]:
-    return tuple(n.strip() for n in given.split(",") if n.strip())
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -114,7 +107,7 @@ def other_system(a: argparse.Namespace) -> int:
     """Activation pruning, block dropout or N:M masks, at shapes of their own."""
     _unused(a, OF_WEIGHTS, f"--system {a.system}: its cells are fixed; expected --quick and --cells to choose among them")
     _set_threads(a.threads)
-    cells = _matching(systems.cells(a.system, a.device, a.quick), a.cells, systems.name_of)
+    cells = matching(systems.cells(a.system, a.device, a.quick), a.cells, systems.name_of)
     if a.list:
         print("\n".join(map(systems.name_of, cells)))
         return 0
@@ -140,14 +133,6 @@ def _numbers(given: str, option: str, kind: type, low: float, high: float) -> tu
     return found
 
 
-def _matching(found: list[C], cells: str, name: Callable[[C], str]) -> list[C]:
-    globs = names(cells)
-    chosen = [c for c in found if not globs or any(fnmatch.fnmatchcase(name(c), p) for p in globs)]
-    if not chosen:
-        raise ConfigError(f"--cells {cells!r} leaves nothing to measure: expected globs that match e.g. {name(found[0])!r}.")
-    return chosen
-
-
 def _own(table: Table, shared: Row) -> list[Row]:
     """The rows of these sources, on this machine, with so many threads: a csv may hold others too."""
     return [r for r in table.rows if all(r[c] == shared[c] for c in MACHINE)]
@@ -166,7 +151,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
         fixed = ("quick", "blocks", "ratios", "shapes", "providers", "masks", "plot", *(("floor",) if a.dispatch else ()))
         _unused(a, fixed, f"{'--dispatch draws its cells' if a.dispatch else '--floor: its cells are fixed'}; expected --cells to choose among them")
         grid = regret.draw(a.dispatch, dtype, a.seed) if a.dispatch else list(floor.cells(dtype, a.seed))
-        grid = _matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
+        grid = matching(grid, a.cells, lambda c: f"{c.group}/{c.phase}")
         if a.list:
             print("\n".join(f"{c.group}/{c.phase}" for c in grid))
             return 0
@@ -181,7 +166,7 @@ def steps(a: argparse.Namespace, dtype: str) -> int:
     shapes = names(a.shapes) or (interleaved.TINY if a.quick else CPU_SHAPES)
     kinds = _kinds(a) or (MASKS[:1] if a.quick else MASKS)
     found: list[Cell] = list(dict.fromkeys(interleaved.cells(shapes, blocks, ratios, kinds, dtype, a.seed)))
-    chosen = _matching(found, a.cells, lambda c: c.group)
+    chosen = matching(found, a.cells, lambda c: c.group)
     if a.list:
         print("\n".join(c.group for c in chosen))
         return 0

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError, FxMaskError
-from .command import names
+from .cells import names
 from .device_stages import KERNELS
 from .driver import CSV
 from .findings import finding_lines, latest, limits, rows_of

@@ -7,7 +7,6 @@ separate calls. Speed is against the faster of dense and masked-dense, in proces
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from .cells import BLOCKS, Cell, parse_shape
 from .inputs import TORCH_DTYPES
 from .provenance import provenance, utc
 from .session import within
-from .table import BUSY, WHAT, WHERE, Row, Table, number, text, time_column, what
+from .table import WHAT, WHERE, Row, Table, number, text, time_column, verdict_of, what
 
 CSV = "cpu.csv"
 TINY = ("512x128->256",)
@@ -135,7 +134,7 @@ def error_of(i: Layer, c: Contender) -> tuple[float, bool]:
 
 def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, load: Callable[[], float | None] = clock.load_average) -> list[Row]:
     """The rows of a cell, one a contender."""
-    i, before, cores = layer_of(cell), load(), os.cpu_count() or 1
+    i, before = layer_of(cell), load()
     made = {name: contender(name, i) for name in names}
     right = {name: (0.0, True) if name == "dense" else error_of(i, c) for name, c in made.items()}
     times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in names}
@@ -148,8 +147,7 @@ def measure(cell: Cell, names: tuple[str, ...], seconds: float, shared: Row, loa
             times[name].append(_turn(i, made[name], turn))
         turn += 1
     after, threads = load(), torch.get_num_threads()
-    high = max((v for v in (before, after) if v is not None), default=None)
-    verdict = f"{BUSY} {high:.1f} on {cores} cores" if high is not None and high > cores else "ok"
+    verdict = verdict_of(max((v for v in (before, after) if v is not None), default=None))
     rows, which = {}, 1 if threads == 1 else 0
     for name in names:
         own = times[name]

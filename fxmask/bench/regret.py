@@ -6,7 +6,6 @@ the fastest one's, less one; least times of many turns, since noise only adds. E
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from .cells import Cell
 from .inputs import TORCH_DTYPES, make_mask
 from .provenance import provenance, utc
 from .session import within
-from .table import BUSY, WHAT, WHERE, Row, Table, key, number, text, what
+from .table import WHAT, WHERE, Row, Table, key, number, text, verdict_of, what
 
 CSV = "dispatch.csv"
 COLUMNS = (
@@ -115,10 +114,9 @@ def measure(cell: Cell, shared: Row, seconds: float) -> Row:
             took = 1e3 * (now() - begin)
             times[name] = min(times[name], took) if turn else times[name]
         turn += 1
-    best, cores = min(times, key=lambda n: times[n]), os.cpu_count() or 1
-    verdict = f"{BUSY} {load:.1f} on {cores} cores" if load is not None and load > cores else "ok"
+    best = min(times, key=lambda n: times[n])
     return {
-        **shared, **what(cell, float(mask.float().mean())), "utc": utc(), "load": text(load), "verdict": verdict,
+        **shared, **what(cell, float(mask.float().mean())), "utc": utc(), "load": text(load), "verdict": verdict_of(load),
         "chosen": choice.name, "why": choice.why, "best": best, "chosen_ms": text(times[choice.name]), "best_ms": text(times[best]),
         "masked_dense_ms": text(times[str(MASKED_DENSE)]), "regret": text(times[choice.name] / times[best] - 1),
         "x_masked_dense": text(times[str(MASKED_DENSE)] / times[choice.name]), "times": " ".join(f"{n}:{t:.3g}" for n, t in times.items()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 
 from . import clock
 from .provenance import clocks, provenance
-from .table import BUSY, Row, text
+from .table import Row, text, verdict_of
 
 T = TypeVar("T")
 
@@ -42,13 +41,12 @@ class Session:
             times = clock.time_cpu(call, self.sample_s, least=1 if self.rehearsal else 5)
         else:
             times = clock.time_cuda(call, self.flush, self.samples)
-        after, cores = clocks(self.device), os.cpu_count() or 1
+        after = clocks(self.device)
         row = before | {"sm_clock_mhz_after": after["sm_clock_mhz"], "temperature_c_after": after["temperature_c"], "load": text(load), "how": times.how}
         for prefix, values in (("", times.warm), ("cold_", times.cold)):
             if values is not None:
                 row |= {f"{prefix}ms_{p}": text(v) for p, v in zip(("p10", "p50", "p90"), values, strict=True)}
-        busy = self.flush is None and load is not None and load > cores
-        verdict = "none: interpreter" if self.rehearsal else f"{BUSY} {load:.1f} on {cores} cores" if busy else "ok"
+        verdict = "none: interpreter" if self.rehearsal else verdict_of(load if self.flush is None else None)
         return row | {"cpu_ms_p50": text(times.cpu), "verdict": verdict}
 
     def alive(self) -> bool:

@@ -49,6 +49,12 @@ def time_column(row: Row) -> str:
     return "cpu_ms_p50" if row["threads"] == "1" else "ms_p50"
 
 
+def verdict_of(load: float | None) -> str:
+    """Whether a time means something, by the load beside which it was taken."""
+    cores = os.cpu_count() or 1
+    return f"{BUSY} {load:.1f} on {cores} cores" if load is not None and load > cores else "ok"
+
+
 def what(cell: Cell, density: float | None = None) -> Row:
     """The columns that name a cell."""
     values = (cell.op, cell.phase, cell.provider, cell.M, cell.N, cell.K, cell.dtype, *cell.block, cell.ratio, density, cell.mask, cell.seed)
