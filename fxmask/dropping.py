@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
-from .fused import FusedDropout, dropouts_before, fuse
+from .fused import FusedDropout, dropouts_before, fuse, runs_in_turn
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision
@@ -102,8 +102,7 @@ def warn_of_siblings(model: nn.Module, chosen: list[tuple[Decision, BlockDropout
         path = name.rpartition(".")[0]
         owner = model.get_submodule(path)
         if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)) and owner is not model.get_submodule(name):
-            in_turn = isinstance(owner, nn.Sequential) and type(owner).forward is nn.Sequential.forward
-            others = _shortly_before(owner, model.get_submodule(name)) if in_turn else owner.named_children()
+            others = _shortly_before(owner, model.get_submodule(name)) if runs_in_turn(owner) else owner.named_children()
             found += [join(path, other) for other, m in others if isinstance(m, DROPOUTS) and m.p > 0]
     if found:
         shown = first_of(list(dict.fromkeys(found)))

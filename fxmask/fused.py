@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +80,18 @@ def fuse(dropout: nn.Dropout, linear: nn.Module) -> None:
     pair.p, pair.rests = dropout.p, weakref.ref(dropout)
 
 
+def runs_in_turn(m: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module runs its children one after the other, and does nothing else."""
+    return isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward
+
+
 def dropouts_before(model: nn.Module) -> dict[int, nn.Dropout]:
     """{id of a Linear: the Dropout right before it in an nn.Sequential}, of modules that are in one place only."""
     places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     found = {}
     for m in model.modules():
-        if isinstance(m, nn.Sequential) and type(m).forward is nn.Sequential.forward:
-            children = list(m)
-            for first, then in pairwise(children):
+        if runs_in_turn(m):
+            for first, then in pairwise(m):
                 if is_plain_dropout(first) and isinstance(then, nn.Linear) and places[id(first)] == places[id(then)] == 1:
                     found[id(then)] = first
     return found

@@ -15,13 +15,14 @@ from ..kernels.grid import grid_shape, matrix_shape
 from ..passes.counting.masked_rules import implementation
 from ..passes.counting.recording import Recording
 from ..passes.counting.work import EXACT, Target, Work
+from ..passes.stepping.held import ids_of
 from .tables import masks_of
 
 # tensors of a parameter's size that an optimiser keeps, by the class's name in torch.optim
 STATES = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adamax": 2, "adadelta": 2, "sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1, "lion": 1}
 
 
-def states_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
+def kind_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
     """(name, tensors of state a parameter); ConfigError for one that is not known. An instance of SGD has momentum where any of its groups has."""
     if optimizer is None:
         return "none", 0
@@ -82,12 +83,12 @@ def step(recording: Recording, optimizer: str | torch.optim.Optimizer | None, wo
     An instance steps what it was given, a name all parameters; those without a gradient stay, as torch.optim leaves them. masked: whether weights whose
     masked parts may stay are stepped on kept blocks alone; None: those that the optimiser's guard says. `works` knows their masks.
     """
-    name, states = states_of(optimizer)
+    name, states = kind_of(optimizer)
     if optimizer is None:
         return []
     found = []
     instance = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    given = None if instance is None else {id(p) for g in instance.param_groups for p in g["params"]}
+    given = None if instance is None else set(ids_of(instance))
     if given is not None and recording.parameters and not any(id(p) in given for p in recording.parameters.values()):
         what = f"optimizer: expected one that holds parameters of the analysed model, got {type(instance).__name__} of {len(given)} others."
         raise ConfigError(message(what, "", "make it of model.parameters(), or name its kind (optimizer='adamw')."))
@@ -129,5 +130,5 @@ def words(works: list[Work]) -> list[str]:
 
 def summary(optimizer: str | torch.optim.Optimizer | None) -> dict[str, Any]:
     """What the step was counted as."""
-    name, states = states_of(optimizer)
+    name, states = kind_of(optimizer)
     return {"optimizer": name, "state_tensors": states}

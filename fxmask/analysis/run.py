@@ -91,7 +91,7 @@ def analyze(
     steps = plain_int(steps)
     if masked_step is not None and type(masked_step) is not bool:
         raise ConfigError(f"masked_step: expected True, False or None, got {masked_step!r}.")
-    optimiser.states_of(optimizer if "opt" in phases else None)
+    optimiser.kind_of(optimizer if "opt" in phases else None)
     args, named = _arguments(inputs, kwargs)
     backward = any(p in phases for p in ("dX", "dW", "opt"))  # what is trained has a gradient
     with cut_off(model) as fading, draw_ops.drawn_by_one_op(impl):
