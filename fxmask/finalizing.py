@@ -30,7 +30,7 @@ from .passes.state.site import Site
 from .passes.state.site_forward import refuse_lost
 from .passes.state.uncounted import REFRESH, STALE, is_stale, uncounted
 from .pruning import any_pruned
-from .sites import FINAL, any_masked, expect_module, refuse_dense, required_sites, values_of
+from .sites import FINAL, any_masked, expect_module, refuse_dense, refuse_shared, required_sites, values_of
 from .swap import MaskedLayer
 
 M = TypeVar("M", bound=nn.Module)
@@ -145,9 +145,7 @@ def _check(name: str, site: Site, weight: Tensor | None, format: str, users: dic
     if is_traceable_wrapper_subclass(weight):
         what = f"fxmask.finalize needs whole weights, and this one is a {type(weight).__name__}."
         raise UnsupportedError(message(what, name, "load the gathered state_dict into a masked model that is not sharded, and finalize that."))
-    if id(weight) in users:
-        what = f"{users[id(weight)]} uses this weight unmasked, and would get the zeros."
-        raise UnsupportedError(message(what, name, "untie the two first: give the masked layer a Parameter of its own."))
+    refuse_shared(name, weight, users)
     if format != "dense" and not isinstance(site, MaskedLayer):
         what = f"format={format!r} replaces the weight of a Linear, and this one is used by a traced graph."
         raise UnsupportedError(message(what, name, "call fxmask.apply on the nn.Module, or use format='dense'."))

@@ -126,6 +126,13 @@ def refuse_dense(name: str, site: Site, caller: str) -> None:
         raise StateError(message(f"{caller} inside fxmask.dense: expected masks in force.", name, "leave the with block first."))
 
 
+def refuse_shared(name: str, weight: Tensor, users: dict[int, str]) -> None:
+    """UnsupportedError before zeros are written into a weight that one of these `users`, by the ids of weights, uses without its mask."""
+    if id(weight) in users:
+        what = f"{users[id(weight)]} uses this weight unmasked, and would get the zeros."
+        raise UnsupportedError(message(what, name, "untie the two first: give the masked layer a Parameter of its own."))
+
+
 def values_of(name: str, weight: Tensor | None, caller: str) -> Tensor:
     """The weight, where it has values; UnsupportedError for a meta tensor, for what a wrapper has taken, and where a graph computes it."""
     if weight is None:

@@ -12,7 +12,7 @@ from ..kernels.errors import UnsupportedError, message
 from ..masking import restore
 from ..passes.finding.candidate import join
 from ..passes.finding.weights import peek_weight
-from ..sites import FINAL, any_masked, values_of
+from ..sites import FINAL, any_masked, refuse_shared, values_of
 from .nm_layers import NMLayer, element_mask, nm_layers
 from .semi_structured import semi_structured
 
@@ -58,9 +58,7 @@ def _checked(name: str, m: NMLayer, format: str, users: dict[int, str]) -> nn.Pa
     if not isinstance(weight, nn.Parameter) or is_traceable_wrapper_subclass(weight):
         what = f"fxmask.finalize writes into whole Parameters, and this weight is computed or sharded (a {type(weight).__name__})."
         raise UnsupportedError(message(what, name, "remove the parametrisation or the pruning, or gather the shards, first."))
-    if id(weight) in users:
-        what = f"{users[id(weight)]} uses this weight unmasked, and would get the zeros."
-        raise UnsupportedError(message(what, name, "untie the two first: give the masked layer a Parameter of its own."))
+    refuse_shared(name, weight, users)
     if format == "bsr":
         raise UnsupportedError(message("an N:M mask has no blocks for format='bsr'.", name, "use format='dense', or '2:4'."))
     if format == "2:4" and not isinstance(m, nn.Linear):
