@@ -58,7 +58,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             around.append((use, grad))
         else:
             _note(use, grad)
-    for text in _missed(optimizer, unmet):
+    for text in _of_unmet(optimizer, unmet):
         warn(text)
     if around:
         _of_eager_gradients([use for use, _ in around])
@@ -81,7 +81,7 @@ def _of_eager_gradients(around: list[Use]) -> None:
     warn(message(f"{what}.", "", fix))
 
 
-def _missed(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:
+def _of_unmet(optimizer: torch.optim.Optimizer, unmet: list[Tensor]) -> list[str]:
     """What is to be said of weights that no graph has met. Raises: UnsupportedError where `require` says that they are masked.
 
     Looked into at the 1st, 2nd, 4th, 8th, ... such step: it takes tenths of a second, and an embedding is such a weight for good.

@@ -49,7 +49,7 @@ class GuardHandle:
         self._captures: int | None = None  # steps in the capture of fxmask.graphed, whose replays count
         self._clear = "" if masked_step else elementwise.cleared_while_masked(optimizer, returning)
         self.optimizer, self.steps = weakref.ref(optimizer), 0
-        self._held = ids_of(optimizer)
+        self._ids = ids_of(optimizer)
         self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
         before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
@@ -61,6 +61,7 @@ class GuardHandle:
         other_steps.watch(self)
 
     def _take(self, optimizer: Optimizer, guarded: list[Guarded], followed: list[Followed]) -> None:
+        """Begin with weights: their sites know that they are guarded, and by whom."""
         for g in guarded:
             g.site._fxmask_policy, g.site._fxmask_choice, g.site._fxmask_was, g.clear = g.policy, g.choice, None, self._clear
             g.averages = averages_of(optimizer)
@@ -85,9 +86,9 @@ class GuardHandle:
     def _adopt(self, optimizer: Optimizer) -> None:
         """Guard masked weights that the optimiser has taken up since, by `add_param_group` or in exchange for others, and count for pruned inputs of theirs."""
         ids = ids_of(optimizer)
-        if ids == self._held:
+        if ids == self._ids:
             return
-        self._held = ids
+        self._ids = ids
         new = [(n, s, w) for n, s, w in self._others if "_fxmask_guard" in s.__dict__ and group_of(optimizer, w) is not None and s._fxmask_policy is None]
         guarded = [guarded_weight(n, s, w, self._choice) for n, s, w in new]
         followed: list[Followed] = [(s, w) for _, s, w in new if s._fxmask_guard is not self._token]  # another guard may have counted for it at rest
