@@ -8,7 +8,6 @@ graph is a warning.
 from __future__ import annotations
 
 import importlib
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,22 +26,19 @@ from ..passes.finding.patterns import matches
 from ..passes.graphs.bodies import Body, graphs_of
 from ..passes.graphs.canonical import Canonicalise, transposed
 from ..passes.graphs.graph_calls import LINEARS, MASKED_LINEAR, weight_arg
-from ..passes.graphs.lifted import READERS, find_lifted
+from ..passes.graphs.lifted import find_lifted
 from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
-from ..passes.graphs.regions import attribute
 from ..passes.graphs.sunk import sunk
 from ..passes.infra import CleanUp, Pass, run_passes
 from . import backend_steps, backend_watch
 from .backend_names import of_model, split_by_ddp, warn_of_parts
-from .backend_options import APPLY, WHERE, Options, parse, refuse_steps
+from .backend_options import WHERE, Options, parse, refuse_steps
+from .backend_refusals import refuse_state, refuse_transforms
 from .backend_report import report
 from .backend_watch import Done
 from .computed import made_of
 from .sources import tag_caches
-
-FORWARD_AD = ("make_dual", "_make_dual")
-REGION = re.compile(r"_(jvp|grad|vmap)_(increment|decrement)_nesting")  # where a function transform begins and ends
 
 
 def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -79,7 +75,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
         for body in bodies:
             run_passes(body.graph, [Canonicalise(_is_parameter(body.origin, real))])
         bodies = graphs_of(gm)  # which may be given the new nodes
-    _refuse_transforms(bodies)
+    refuse_transforms(bodies)
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
     linears = find_lifted(bodies, real)
@@ -89,7 +85,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     for _, config in chosen:
         refuse_steps(config)
     masked = [] if o.alone else [d for d in decisions if not d.candidate.product]
-    _refuse_state(masked)
+    refuse_state(masked)
     told = warn_of_parts(decisions, {"include": o.include, "exclude": o.exclude, "overrides": list(o.overrides or {})})
     passes: list[Pass] = [MaskLifted(masked), *([PruneLifted(chosen, roles)] if chosen else []), CleanUp()]
     for body in bodies:
@@ -137,38 +133,12 @@ def _real(gm: GraphModule, inputs: Sequence[Any]) -> dict[Node, Any]:
     return found
 
 
-def _refuse_state(decisions: list[Decision]) -> None:
-    for d in decisions:
-        if d.config is not None and (d.config.needs_steps or d.config.cached):
-            what = f"the backend keeps no state between calls, and the options of {d.candidate.name!r} count optimiser steps or cache a mask: {d.config}."
-            raise UnsupportedError(message(what, WHERE, APPLY))
-
-
 def _is_parameter(origin: Mapping[Node, Node], real: Mapping[Node, Any]) -> Callable[[Node], bool]:
     def is_parameter(node: Node) -> bool:
         value = real.get(origin.get(node, node))
         return isinstance(value, torch.nn.Parameter) and value.dim() == 2
 
     return is_parameter
-
-
-def _refuse_transforms(bodies: Sequence[Body]) -> None:
-    """Forward AD anywhere; linears, or bodies that may hold some, inside a function transform. Beside one they are masked: transformers makes masks by vmap."""
-    for body in bodies:
-        inside: list[str] = []
-        for node in body.graph.graph.nodes:
-            name = getattr(node.target, "__name__", "")
-            region = REGION.fullmatch(name)
-            if region is not None:
-                inside = [*inside, region[1]] if region[2] == "increment" else inside[:-1]
-            if name in FORWARD_AD or (inside and (node.target in LINEARS or node.target in READERS or _has_body(body.graph, node))):
-                by = name if name in FORWARD_AD else inside[-1]
-                what = f"this graph differentiates or maps linears by a function transform ({by}), which cannot see into the masked op."
-                raise UnsupportedError(message(what, WHERE, "use fxmask.apply(model, ...) and torch.compile(...) without backend."))
-
-
-def _has_body(gm: GraphModule, node: Node) -> bool:
-    return any(n.op == "get_attr" and isinstance(attribute(gm, n), GraphModule) for n in node.all_input_nodes)
 
 
 def _masked_already(bodies: Sequence[Body], real: Mapping[Node, Any], o: Options) -> bool:
