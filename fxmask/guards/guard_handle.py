@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from ..kernels.errors import StateError, UnsupportedError, message
 from ..passes.frames import frames
-from ..passes.state import lost_guards, pruning_schedule, rebuild, taken_steps
+from ..passes.state import lost_guards, pruning_schedule, taken_steps
 from ..passes.state import site as state
+from ..passes.state.rebuild import Job
 from ..passes.state.saliency import observe
 from ..passes.state.site import Site
 from ..passes.stepping import elementwise
@@ -168,7 +169,7 @@ class GuardHandle:
         else:
             self._captures += 1
 
-    def _count_step(self, optimizer: Optimizer, compute: Callable[[Sequence[rebuild.Job]], None] | None = None) -> None:
+    def _count_step(self, optimizer: Optimizer, compute: Callable[[Sequence[Job]], None] | None = None) -> None:
         """The host's part of a step that the device has taken: counts, schedules, masks that are due. `compute`: see `rebuild.rebuild`."""
         self.steps += 1
         for g in self._guarded:
