@@ -50,10 +50,20 @@ def _shape(node: Node) -> Any:
 
 
 def _in_nm_layer(node: Node, w: Node, mask: Node) -> bool:
-    """Whether a call was traced in a layer with an N:M mask: by what the trace calls its class; in bodies, where it does not, by what the mask is made of."""
-    if stack := node.meta.get("nn_module_stack"):
-        _, cls = next(reversed(stack.values()))
-        return (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__name__}").startswith("fxmask.swapped.NM")
+    """Whether a call was traced in a layer with an N:M mask: by what the trace calls its class; where it does not, by what the mask is made of.
+
+    It does not in bodies, and decompositions of an autocast region leave the module around it.
+    """
+    stack = node.meta.get("nn_module_stack", {})
+    _, cls = next(reversed(stack.values()), ("", ""))
+    if (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__name__}").startswith("fxmask.swapped.NM"):
+        return True
     if w.op not in HELD:  # no walk for each product of activations
         return False
-    return any(n.target is BITS or (n.op in HELD and str(n.target).endswith(NAMES)) for n in behind(mask))
+    return any(n.target is BITS or _beside(n, w) for n in behind(mask))
+
+
+def _beside(n: Node, w: Node) -> bool:
+    """Whether a node is an attribute of the layer whose weight is `w`; of the inputs of a body the names alone tell."""
+    owner, _, name = str(n.target).rpartition(".")
+    return n.op == w.op and n.op in HELD and name.endswith(NAMES) and (n.op == "placeholder" or owner == str(w.target).rpartition(".")[0])

@@ -61,6 +61,26 @@ def test_each_layer_has_its_row_and_is_not_masked_again(mode, state):
             assert drawn or torch.equal(gm(x), y)
 
 
+class Autocast(nn.Module):
+    """A layer in an autocast region, whose ops are of this module after decompositions."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.fc(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_in_an_autocast_region_has_its_row(mode):
+    model = Autocast()
+    fxmask.apply(model, fxmask.NMMask(2, 4, **MODES[mode])).eval()
+    for gm in traces(model, torch.randn(4, 64)):
+        assert rows(gm, "name", "masked", "block", "reason") == [("fc", True, "N:M", IN_TRACE)]
+
+
 class Own(nn.Module):
     """A mask of somebody's own, under a name of ours; in a body, too, under another one."""
 
