@@ -28,6 +28,7 @@ FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as the
 CHAINS = ("linalg_multi_dot", "chain_matmul")
 NEW_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 CAST_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their second argument says what the first is to look like
+OURS = ("masked_linear", "pruned_linear", "dropped_linear")
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
 
 
@@ -78,13 +79,13 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node multiplies matrices, as a linear call or in other words."""
-    return node.target in LINEARS or last_name(node) in PRODUCTS
+    """Whether a node multiplies matrices, as a linear call, one of ours or in other words."""
+    return node.target in LINEARS or last_name(node) in (*PRODUCTS, *OURS)
 
 
 def values_behind(value: Any, given: Given) -> list[Node]:
     """What the values of a weight are computed from, itself included; not what chooses among them, such as the number of an expert."""
-    return behind(value, inputs=lambda node: [n for n in given.get(node) or _values_from(node) if not _is_index(n)])
+    return behind(value, inputs=lambda node: [n for n in given.get(node) or _values_from(node) if not is_index(n)])
 
 
 def inputs_in(weight: Any, given: Given) -> list[Node]:
@@ -95,8 +96,8 @@ def inputs_in(weight: Any, given: Given) -> list[Node]:
 
 def _makers(node: Node, inputs: Sequence[Node]) -> Sequence[Node]:
     """Which of a node's inputs make what it gives: of a matrix the matrices, but without one vectors, as `outer` makes one; indices alone, as `one_hot`."""
-    values = [n for n in inputs if not _is_index(n)] or inputs
-    matrices = [] if _is_small(node) else [n for n in values if not _is_small(n)]
+    values = [n for n in inputs if not is_index(n)] or inputs
+    matrices = [] if is_small(node) else [n for n in values if not is_small(n)]
     return matrices or values
 
 
@@ -118,12 +119,12 @@ def _values_from(node: Node) -> list[Node]:
     return inputs[:1] if name in CAST_LIKE else inputs
 
 
-def _is_index(node: Node) -> bool:
+def is_index(node: Node) -> bool:
     value = recorded_value(node)
     return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
-def _is_small(node: Node) -> bool:
+def is_small(node: Node) -> bool:
     """Whether a node is a number or a vector, which may lie in several axes."""
     value = recorded_value(node)
     return isinstance(value, torch.Tensor) and sum(n != 1 if isinstance(n, int) else True for n in value.shape) < 2

@@ -64,7 +64,7 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
             problem = weight_problem(m.weight)
             new = Candidate(join(prefix, target), join(prefix, path), m.weight, m, host=gm, weight_path=path, types=type(m).__mro__, problem=problem)
             key: Any = target
-        elif node.op == "call_function" and node.target in LINEARS and not _is_masked(weight_arg(node), given):
+        elif node.op == "call_function" and node.target in LINEARS and not masks_behind(weight_arg(node), given):
             key, new = _function_candidate(prefix, gm, node, comes_in, constants, given)
         else:
             continue
@@ -73,10 +73,9 @@ def in_graph(prefix: str, gm: GraphModule, outside: set[int], comes_in: dict[Nod
     return [*by_key.values(), *_inside_calls(prefix, gm, known)]
 
 
-def _is_masked(weight: Any, given: Given) -> bool:
-    """Whether a weight is W∘M of a model that was masked before it was traced."""
-    made_of = behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes))
-    return any(is_masking(n) for n in made_of)
+def masks_behind(weight: Any, given: Given) -> list[Node]:
+    """The masks of a model that was masked before it was traced which a weight is made with: it is W∘M, or made of some."""
+    return [n for n in behind(weight, inputs=lambda n: [] if is_product(n) else given.get(n, n.all_input_nodes)) if is_masking(n)]
 
 
 def _function_candidate(prefix: str, gm: GraphModule, node: Node, comes_in: dict[Node, str], constants: set[Node], given: Given) -> tuple[Any, Candidate]:

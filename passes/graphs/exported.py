@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from ...kernels import prune_ops  # noqa: F401  (registers the ops of pruned inputs)
 from ..finding.candidate import join
-from ..finding.dense_reads import Made, is_product, joined, made_of_weights
-from ..finding.graph_linears import graph_modules
+from ..finding.dense_reads import Given, Made, is_index, is_product, is_small, joined, made_of_weights
+from ..finding.graph_linears import graph_modules, masks_behind
 from ..infra import recorded_value
 from ..state.tensors import is_taken
 from .element_masks import by_element, is_masking
-from .graph_calls import BLOCK_INDEX, MASKED_LINEAR, behind, call_stack, layer_name, resolve
+from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
 from .graph_site import GraphSite
 from .regions import attribute, given_to, incoming, is_trainable
 
-ARGUMENTS = [a.name for a in MASKED_LINEAR._schema.arguments]
+ARGUMENTS: dict[Any, list[str]] = {op: [a.name for a in op._schema.arguments] for op in (MASKED_LINEAR, torch.ops.fxmask.pruned_linear.default)}
 EXPAND = torch.ops.aten.expand.default
 RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)  # a decomposition makes the second of the first
 
@@ -49,45 +50,48 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
     """The masked layers of graphs which no `GraphSite` masks: those of a model that was masked before it was traced."""
     graphs = list(graph_modules(model))
     places = {gm.graph: (prefix, gm) for prefix, gm in graphs}
-    comes_in = incoming(graphs)
-    mask_in = _made_of_masks([gm for _, gm in graphs])
+    comes_in, given = incoming(graphs), given_to(gm for _, gm in graphs)
+    masks_in = _made_of_masks([gm for _, gm in graphs], given)
     made: dict[Node, list[Node]] = {}
-    for n, mask in mask_in.items():
+    for n, mask in ((n, mask) for n, masks in masks_in.items() for mask in masks):
         made.setdefault(mask, []).append(n)
     for node in (n for _, gm in graphs for n in gm.graph.nodes):
-        read = next((mask_in[n] for n in node.all_input_nodes if n in mask_in), None) if is_product(node) else None
-        if node.target is MASKED_LINEAR:
-            call: Any = {**dict(zip(ARGUMENTS, node.args, strict=False)), **node.kwargs}
+        if node.target in ARGUMENTS:
+            call: Any = {**dict(zip(ARGUMENTS[node.target], node.args, strict=False)), **node.kwargs}
             w, mask, rows, cols, backward, impl = map(call.get, ("w", "mask", "block_rows", "block_cols", "backward", "impl"))
-            if not _of_a_site(places, mask):
+            if mask is not None and not _of_a_site(places, mask):
                 name, weight, unfit = _weight(model, node, w, places, comes_in)
-                yield Inside(name, node, weight, (rows, cols), backward, impl or "auto", None if unfit else _value(places, mask), _kept(places, mask), unfit)
-        elif read is not None and (element := by_element(read)) is not None:
-            name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
-            yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
-        elif read is not None and (block := _block(read, made[read])) is not None:
-            name, weight, unfit = _weight(model, node, _put_on(read, made[read]), places, comes_in)
-            yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, read), _kept(places, read), unfit)
+                known = None if unfit else _value(places, mask)
+                yield Inside(name, node, weight, (rows, cols), backward or "masked", impl or "auto", known, _kept(places, mask), unfit)
+            continue
+        of_weight = node.target in LINEARS  # of others nothing says which operand it is
+        masks = masks_behind(weight_arg(node), given) if of_weight else [mask for n in node.all_input_nodes for mask in masks_in.get(n, ())]
+        for read in dict.fromkeys(masks) if is_product(node) else ():
+            if (element := by_element(read)) is not None:
+                name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
+                yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
+            elif (block := _block(read, made[read])) is not None:
+                name, weight, unfit = _weight(model, node, _put_on(read, made[read]), places, comes_in)
+                yield Inside(name, node, weight, block, None, "reference", None if unfit else _value(places, read), _kept(places, read), unfit)
 
 
-def _made_of_masks(graphs: Sequence[GraphModule]) -> dict[Node, Node]:
-    """What graphs, each before its bodies, make of a block mask and of weights and constants alone, W∘M among it, up to a product: the mask.
+def _made_of_masks(graphs: Sequence[GraphModule], given: Given) -> dict[Node, list[Node]]:
+    """What graphs, each before its bodies, make of block masks and of weights and constants alone, W∘M among it, up to a product: the masks.
 
-    Of an N:M mask W∘M has the mask's place.
+    Inputs may choose among weights, and scale them. Of an N:M mask W∘M has the mask's place.
     """
-    given = given_to(graphs)
-    found: dict[Node, Node] = {}
+    found: dict[Node, list[Node]] = {}
     constants: dict[Node, Made] = {}
     for gm in graphs:
         weights: dict[Node, Made] = {n: ((n,), False) for n in gm.graph.find_nodes(op="get_attr") if is_trainable(gm, n)}
         handed = [n for n in gm.graph.find_nodes(op="placeholder") if n in given and all(outer in constants for outer in given[n])]
         constants |= made_of_weights(gm, {**weights, **{n: joined(constants[outer] for outer in given[n]) for n in handed}})
         for node in gm.graph.nodes:
-            masks = [found[n] for n in given.get(node, node.all_input_nodes) if n in found]
+            masks = [mask for n in given.get(node, node.all_input_nodes) for mask in found.get(n, ())]
             if is_masking(node):
-                found[node] = node
-            elif masks and not is_product(node) and all(n in found or n in constants for n in node.all_input_nodes):
-                found[node] = masks[0]
+                found[node] = [node]
+            elif masks and not is_product(node) and all(n in found or n in constants or is_small(n) or is_index(n) for n in node.all_input_nodes):
+                found[node] = [*dict.fromkeys(masks)]
     return found
 
 

@@ -64,6 +64,14 @@ def traced(owner, refresh):
     return torch.export.export(model, (torch.ones(4, 64),)).module()
 
 
+def programs(model, *inputs):
+    """The module of a program, and that of its decompositions."""
+    program = torch.export.export(model, inputs)
+    with warnings.catch_warnings():  # PyTorch's own
+        warnings.simplefilter("ignore", FutureWarning)
+        return program.module(), program.run_decompositions().module()
+
+
 def hold_as_buffer(gm, name):
     owner, _, leaf = name.rpartition(".")
     weight = gm.get_parameter(name).detach()
@@ -98,9 +106,70 @@ def test_decompositions_leave_rows_as_they_were(refresh):
     model = fxmask.apply(nn.Sequential(nn.Conv2d(16, 64, 2), nn.Flatten(), Owner()), **OPTIONS, layers=(nn.Conv2d, nn.Linear), refresh=refresh)
     fxmask.step(model, 0)
     columns = ("name", "masked", "block", "shape", "achieved_ratio")
-    program = torch.export.export(model, (torch.randn(1, 16, 2, 2),))
-    with warnings.catch_warnings():  # PyTorch's own
-        warnings.simplefilter("ignore", FutureWarning)
-        gm = program.run_decompositions().module()
+    _, gm = programs(model, torch.randn(1, 16, 2, 2))
     found, expected = ([tuple(row[c] for c in columns) for row in fxmask.explain(m).rows] for m in (gm, model))
     assert found == expected and len(found) == 2
+
+
+def names_and_masks(gm):
+    return [(row["name"], row["masked"]) for row in fxmask.explain(gm).rows]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x, gate):
+        return torch.einsum("bi,eoi,be->bo", x, torch.stack([e.weight for e in self.experts]), gate)
+
+
+class Mixed(Experts):
+    """Experts' weights are mixed as an input says."""
+
+    def forward(self, x, gate):
+        mean = gate.mean(0)
+        return F.linear(x, sum(mean[i] * e.weight for i, e in enumerate(self.experts)))
+
+
+class Chosen(Experts):
+    def forward(self, x, gate):
+        return F.linear(x, torch.stack([e.weight for e in self.experts])[gate.sum(0).argmax()])
+
+
+@pytest.mark.parametrize("refresh", [1, 5])
+@pytest.mark.parametrize("kind", [Experts, Mixed, Chosen])
+def test_every_mask_of_a_product_has_its_row(kind, refresh):
+    model = fxmask.apply(kind(), **OPTIONS, refresh=refresh)
+    fxmask.step(model, 0)
+    for gm in programs(model, torch.randn(4, 64), torch.rand(4, 3)):
+        assert sorted(names_and_masks(gm)) == [(f"experts.{i}", True) for i in range(3)]
+
+
+class Makes(nn.Module):
+    """A masked layer makes the weight of another linear call, which no mask reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 64 * 64)
+
+    def forward(self, x, z):
+        return F.linear(x, self.fc(z).view(64, 64))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_what_a_masked_layer_makes_is_not_masked(impl):
+    model = fxmask.apply(Makes(), **OPTIONS, impl=impl)
+    gm = torch.export.export(model, (torch.randn(4, 64), torch.randn(16))).module()
+    assert names_and_masks(gm) == [("linear", False), ("fc", True)]
+    with pytest.warns(FxMaskWarning, match="linear.*: its weight is computed from an input"):
+        fxmask.apply(gm, **OPTIONS)
+
+
+def test_a_layer_whose_input_is_pruned_has_its_row():
+    model = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), fxmask.WeightMask(**OPTIONS), fxmask.ActivationPruning(0.5, block=8))
+    for gm in programs(model, torch.randn(2, 4, 64)):
+        (row,) = fxmask.explain(gm).rows
+        assert (row["name"], row["masked"], row["block"], row["achieved_ratio"], row["backward"]) == ("0", True, "32x16", 0.5, "masked")
+        with pytest.warns(FxMaskWarning, match="were masked before it was traced"):
+            fxmask.apply(gm, **OPTIONS)
