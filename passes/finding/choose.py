@@ -15,7 +15,7 @@ from .candidate import Candidate, surround
 from .patterns import Pattern, Patterns, as_patterns, exact_name, matches, matches_other
 from .selected import check_selected
 
-LORA_PARTS = {"lora_A", "lora_B", "lora_down", "lora_up", "lora_embedding_A", "lora_embedding_B"}
+LORA_PARTS = {"lora_A", "lora_B", "lora_a", "lora_b", "lora_down", "lora_up", "lora_embedding_A", "lora_embedding_B"}  # PEFT's, torchtune's, kohya's
 SMALLEST = 16
 DEFAULT = "default exclusion"
 NOT_INCLUDED = "not in include"

@@ -116,6 +116,14 @@ def test_default_exclusions_are_exactly_three_and_reported():
     }
 
 
+@pytest.mark.parametrize("names", ["lora_A lora_B", "lora_a lora_b", "lora_down lora_up"])
+def test_factors_of_lora_by_the_names_of_its_libraries(names):
+    down, up = names.split()
+    model = fxmask.apply(nn.ModuleDict({"base": nn.Linear(64, 64), down: nn.Linear(64, 32, bias=False), up: nn.Linear(32, 64, bias=False)}))
+    assert masked_names(model) == ["base"]
+    assert {r["reason"] for r in fxmask.explain(model).rows} == {"selected", "default exclusion: LoRA factor"}
+
+
 @pytest.mark.parametrize(("options", "expected"), [
     (dict(exclude=()), ["fc", "lm_head", "lora_A.default", "tiny"]),
     (dict(include=["fc", "lm_head"]), ["fc", "lm_head"]),
