@@ -30,7 +30,8 @@ def peek_weight(m: nn.Module) -> Tensor:
         return weight
     if parametrize.is_parametrized(m, "weight"):
         with _at_rest(m.get_submodule("parametrizations")):
-            return m.weight  # type: ignore[return-value]
+            made: Tensor = m.weight  # type: ignore[assignment]
+        return made.view_as(made) if isinstance(made, nn.Parameter) else made  # one that gives back what it is given, as a fake quantiser that is off does
     for hook in m._forward_pre_hooks.values():  # old-style weight_norm and pruning write .weight, or the bias alone, before each forward
         if type(hook).__name__ == "WeightNorm" and hook.name == "weight":  # type: ignore[attr-defined]
             return hook.compute_weight(m)  # type: ignore[attr-defined]

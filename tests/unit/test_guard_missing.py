@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn, optim
 from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import fxmask
 from fxmask import FxMaskWarning
@@ -24,6 +24,7 @@ WRAPS = {
     "old-weight_norm": nn.utils.weight_norm,
     "old-spectral_norm": nn.utils.spectral_norm,
     "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.3),
+    "given-back": lambda m: parametrize.register_parametrization(m, "weight", nn.Identity()),  # as a fake quantiser that is off does
 }
 OLD = pytest.mark.filterwarnings("ignore:.torch.nn.utils.(weight|spectral)_norm. is deprecated:FutureWarning")
 
