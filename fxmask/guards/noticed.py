@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..decided import decided_by_apply, times_applied
 from ..kernels.errors import first_of, message, warn
 from ..passes.state.site_mask import masks_any
-from ..passes.stepping.bypass import warn_of_dense_gradients
+from ..passes.stepping.bypass import gradient_of, has_broken, warn_of_dense_gradients
 from ..passes.stepping.guarded_weight import Guarded
 from ..passes.stepping.held import group_of
 from ..sites import sites
@@ -64,10 +64,10 @@ class Noticed:
             warn_of_replaced(model, suspects)
 
     def gradients(self, guarded: Sequence[Guarded]) -> None:
-        """Once for each layer, at its first step with masked blocks: these have a gradient where the weight is read past its mask."""
+        """Once for each layer, at its first step with masked blocks and numbers: these have a gradient where the weight is read past its mask."""
         if len(self.looked_at) < len(guarded):
             new = [g for g in guarded if id(g.site) not in self.looked_at and g.weight.grad is not None]
-            masked = [g for g in new if g.mask is not None and masks_any(g.site)]
+            masked = [g for g in new if g.mask is not None and masks_any(g.site) and (grad := gradient_of(g)) is not None and not has_broken(grad)]
             self.looked_at.update(id(g.site) for g in masked)
             warn_of_dense_gradients(masked)
 

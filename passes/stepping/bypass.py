@@ -101,18 +101,30 @@ def _tells(site: Site, grad: Tensor) -> bool:
 
 
 def _as_masked(site: Site, grad: Tensor) -> bool | None:
-    """Whether no more blocks have a gradient than the mask keeps, or kept at the last rebuild when the gradient may have been made; None where that is all."""
+    """Whether no more blocks have a gradient than the mask keeps, or kept at the last rebuild when the gradient may have been made; None where that is all, or
+    where the gradient has broken."""
     c, blocks, step = site._fxmask_config, site._fxmask_blocks, site._fxmask_step
     keep = c.keep_at(step, blocks) if site._fxmask_mask is None else int(site._fxmask_mask.sum())
     keep = max(keep, c.keep_at(max(0, step - max(1, c.refresh)), blocks))
-    return None if keep == blocks else int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
+    return None if keep == blocks or has_broken(grad) else int((to_blocks(grad, c.block) != 0).any(2).sum()) <= keep
+
+
+def gradient_of(g: Guarded) -> Tensor | None:
+    """The whole one, of which a step may show its optimiser a part."""
+    return g.weight.grad if g.gradient is None else g.gradient
+
+
+def has_broken(grad: Tensor) -> bool:
+    """Whether a gradient has elements that are not finite: it says nothing of masks then, since clipping multiplies all of it by NaN, zeros included. That is
+    how the first steps of a GradScaler begin, and fused optimisers skip such a step by themselves. False where it may not be looked at."""
+    return has_values(grad) and grad.layout == torch.strided and not capturing(grad) and not bool(ranks.part(grad).isfinite().all())
 
 
 def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     """FxMaskWarning where masked blocks have a gradient and the backward mode gives them none. Reads the device: for a layer's first masked step alone."""
     found = []
     for g in guarded:
-        grad, config = g.weight.grad if g.gradient is None else g.gradient, g.site._fxmask_config  # the whole one
+        grad, config = gradient_of(g), g.site._fxmask_config
         if config.backward != "masked" or g.mask is None or grad is None or not has_values(grad) or grad.layout != torch.strided or capturing(grad):
             continue
         masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)

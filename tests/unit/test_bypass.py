@@ -165,6 +165,39 @@ def test_layers_that_share_a_compile_are_no_readers(options, counted):
     torch._dynamo.reset()
 
 
+def scaled_steps(m, optimiser, overflows):
+    """As a GradScaler begins, whose first scale is too large; a fused optimiser skips such a step by itself, behind the guard's hooks."""
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in overflows:
+        optimiser.zero_grad()
+        scaler.scale(loss(m) * factor).backward()
+        scaler.unscale_(optimiser)
+        nn.utils.clip_grad_norm_(m.parameters(), 1.0)  # multiplies every gradient by NaN, zeros of masked blocks, too
+        scaler.step(optimiser)
+        scaler.update()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")  # Dynamo, of any tensor
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_that_has_broken_says_nothing_of_masks(compiled):
+    m = fxmask.apply(nn.Sequential(*[Calls() for _ in range(3)]), ratio=0.5)
+    for layer in m if compiled else ():
+        layer.compile(backend="eager")
+    optimiser = optim.AdamW(m.parameters(), fused=True)
+    fxmask.guard(optimiser, m)
+    scaled_steps(m, optimiser, [float("inf"), 1.0, 1.0])  # warnings are errors here
+    assert all(p.isfinite().all() for p in m.parameters())
+
+
+def test_what_uses_a_weight_past_its_mask_is_told_after_such_a_gradient():
+    m = fxmask.apply(nn.Sequential(Both()), ratio=0.5)
+    optimiser = optim.AdamW(m.parameters(), fused=True)
+    fxmask.guard(optimiser, m)
+    scaled_steps(m, optimiser, [float("inf")])
+    with pytest.warns(FxMaskWarning, match="masked blocks of 0.inner.weight have a gradient"):
+        scaled_steps(m, optimiser, [1.0])
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed:UserWarning")  # Dynamo, of any tensor
 def test_a_reader_is_caught_beside_a_compiled_layer_like_it():
     m = fxmask.apply(nn.Sequential(Calls(), Reader()), ratio=0.5)
