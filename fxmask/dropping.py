@@ -21,6 +21,7 @@ from .passes.graphs.graph_calls import DROPPED
 from .passes.graphs.writes import Writes
 from .passes.infra import run_passes
 from .passes.settings.block_dropout import BlockDropout
+from .passes.state import ranks
 from .swap import MaskedLinear, ran
 from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now
 
@@ -42,7 +43,10 @@ class DroppedLinear(Swapped):
             raise UnsupportedError(message(what, type(self).__name__, "trace first, then fxmask.apply(traced, BlockDropout(...))."))
         ran(self)
         look_at_asked(self)
-        return self._fxmask_dropping.linear(input, raw_weight(self), self.bias, self.training)
+        weight = raw_weight(self)
+        if self._fxmask_dropping.drops(self.training):
+            ranks.refuse_shard(weight, "a layer with block dropout", type(self).__name__)
+        return self._fxmask_dropping.linear(input, weight, self.bias, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout: {self._fxmask_dropping.words()}"

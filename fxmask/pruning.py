@@ -17,8 +17,8 @@ from .passes.finding.weights import raw_weight
 from .passes.graphs.pruned_linears import PruneActivations, PrunedCall, RestoreActivations
 from .passes.graphs.pruned_products import PrunedProductCall, PruneProducts, RestoreProducts
 from .passes.infra import run_passes
-from .passes.settings.activation_pruning import ActivationPruning
-from .passes.state import noted
+from .passes.settings.activation_pruning import ActivationPruning, saves
+from .passes.state import noted, ranks
 from .passes.state.pruning_schedule import install, is_scheduled, uninstall, words
 from .swap import MaskedLinear
 from .swapped import Swapped, look_at_asked, masked_class, note_asked, of_now
@@ -41,6 +41,11 @@ def _refuse_tracing(m: nn.Module, input: Tensor) -> None:
         raise UnsupportedError(message(what, type(m).__name__, "trace first, then fxmask.apply(traced, ActivationPruning(...))."))
 
 
+def _refuse_shard(m: nn.Module, weight: Tensor) -> None:
+    if saves(weight):  # else it is PyTorch's own linear
+        ranks.refuse_shard(weight, "a layer whose input is saved pruned", type(m).__name__)
+
+
 class PrunedLinear(Pruned):
     """Forward of a Linear whose input (..., K) is saved pruned."""
 
@@ -51,7 +56,9 @@ class PrunedLinear(Pruned):
             return of_now(self, input)
         _refuse_tracing(self, input)
         look_at_asked(self)
-        return self._fxmask_pruning.linear(input, raw_weight(self), self.bias, self.training)
+        weight = raw_weight(self)
+        _refuse_shard(self, weight)
+        return self._fxmask_pruning.linear(input, weight, self.bias, self.training)
 
 
 class PrunedProduct(Pruned):
@@ -65,6 +72,7 @@ class PrunedProduct(Pruned):
         _refuse_tracing(self, input)
         look_at_asked(self)
         p = self._fxmask_product
+        _refuse_shard(self, getattr(self, p.a))
         b = getattr(self, p.b) if p.b else None
         inplace = bool(p.inplace and getattr(self, p.inplace))
         y = self._fxmask_pruning.product(input, getattr(self, p.a), b if p.fused else None, inplace, self.training)

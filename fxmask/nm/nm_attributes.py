@@ -67,6 +67,7 @@ def move(m: NMLayer, device: torch.device) -> None:
 def check(m: NMLayer, weight: Tensor) -> None:
     """Raise StateError or UnsupportedError before a forward that would not do what it was asked for."""
     refuse_lost(m)
+    ranks.refuse_shard(weight, "a layer with an N:M mask", type(m).__name__)
     if not torch.compiler.is_compiling():
         refuse_freed(type(m).__name__, weight)
     logits, held = m._parameters.get(LOGITS), m.nm_patterns if m.nm_mask is None else m.nm_mask

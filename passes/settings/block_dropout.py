@@ -62,10 +62,15 @@ class BlockDropout(Options):
         more = (", in evaluation too" if self.mc else "") + (f", impl={self.impl!r}" if self.impl != "auto" else "")
         return f"p={self.p:g} in {self.block[0]}x{self.block[1]}{more}"
 
+    def drops(self, training: bool) -> bool:
+        """Whether a forward drops anything."""
+        assert self.p is not None  # resolved by apply
+        return self.p > 0 and (training or self.mc)
+
     def mask(self, x: Tensor, training: bool) -> Tensor | None:
         """A new mask for an input; None where nothing is dropped."""
-        assert self.p is not None  # resolved by apply
-        return draw_ops.mask(x, self.block, self.p, self.impl) if self.p > 0 and (training or self.mc) else None
+        assert self.p is not None
+        return draw_ops.mask(x, self.block, self.p, self.impl) if self.drops(training) else None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
         """The layer's forward."""

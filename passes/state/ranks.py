@@ -21,6 +21,14 @@ def is_shard(t: object) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def refuse_shard(t: Tensor, what: str, where: str = "") -> None:
+    """UnsupportedError where what a forward runs on is a DTensor: a mask is of the whole weight, and no op of ours has rules of sharding."""
+    if is_shard(t):
+        what = f"{what} runs on a sharded weight ({t.placements}): expected the whole one, as fully_shard gathers it."  # type: ignore[attr-defined]
+        fix = "call the module that fully_shard was given (register_fsdp_forward_method for a method of it); exclude layers that are tensor-parallel."
+        raise UnsupportedError(message(what, where, fix))
+
+
 def several() -> bool:
     """Whether this process is one of several that talk to each other."""
     return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

@@ -31,7 +31,7 @@ def forward_mask(site: Site, weight: Tensor) -> Tensor:
     if site._fxmask_unguarded and site.training:
         what = "the state that was loaded had a guard, and this process has none: masked weights would move, and steps not count."
         raise StateError(message(what, site._fxmask_name, "call fxmask.guard(optimizer, model) again; without one on purpose: fxmask.step(model, 0)."))
-    _refuse_shard(site, weight)
+    ranks.refuse_shard(weight, "a masked layer", site._fxmask_name)
     if is_wrapped(weight):  # PyTorch 2.11 guards on what a call is given: names would part layers that are alike
         refuse_wrapped(site._fxmask_name, weight)
     if torch.compiler.is_compiling():  # a write in the graph would be a side effect, which the body of a checkpoint must not have
@@ -138,13 +138,6 @@ def _likeness(site: Site) -> object:
 def traced_alike(site: Site) -> torch.dtype | None:
     """The dtype of the weight in a layer like this one that was compiled or exported, by which this one may run, too; None where there was none."""
     return _TRACED.get(_likeness(site))
-
-
-def _refuse_shard(site: Site, weight: Tensor) -> None:
-    if ranks.is_shard(weight):
-        what = f"a masked layer runs on a sharded weight ({weight.placements}): expected the whole one, as fully_shard gathers it."  # type: ignore[attr-defined]
-        fix = "call the module that fully_shard was given (register_fsdp_forward_method for a method of it); exclude layers that are tensor-parallel."
-        raise UnsupportedError(message(what, site._fxmask_name, fix))
 
 
 def _refuse_ensemble(site: Site, weight: Tensor) -> None:

@@ -36,6 +36,30 @@ def test_tensor_parallel_raises(one_process, options, compiled):
         call(some(6, 64))
 
 
+OTHERS = {
+    "N:M": (fxmask.NMMask(), "a layer with an N:M mask"),
+    "N:M, fixed": (fxmask.NMMask(mode="permuted"), "a layer with an N:M mask"),
+    "pruned": (fxmask.ActivationPruning(0.5, 16), "a layer whose input is saved pruned"),
+    "dropout": (fxmask.BlockDropout(0.5, (16, 16)), "a layer with block dropout"),
+}
+
+
+@pytest.mark.parametrize(("config", "what"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_systems_that_are_tensor_parallel_raise(one_process, config, what, compiled):
+    model = parallelize_module(fxmask.apply(mlp(), config), one_process, PLAN)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    with pytest.raises(UnsupportedError, match=rf"{what} runs on a sharded weight(.|\n)*exclude layers that are tensor-parallel"):
+        call(some(6, 64))
+
+
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.5, (16, 16))])
+def test_where_they_do_nothing_they_run(one_process, config):
+    model = parallelize_module(fxmask.apply(mlp(), config), one_process, PLAN).eval()
+    with torch.no_grad():
+        assert torch.equal(model(some(6, 64)), mlp()(some(6, 64)))
+
+
 def test_tensor_parallel_then_apply_raises(one_process):
     model = parallelize_module(mlp(), one_process, PLAN)
     with pytest.raises(UnsupportedError, match=r"cannot mask '0': its weight is a DTensor; call fxmask.apply before sharding"):
