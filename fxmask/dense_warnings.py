@@ -13,7 +13,7 @@ from .kernels.errors import first_of, message, warn
 from .kernels.grid import grid_shape, keep_count, matrix_shape
 from .passes.finding.candidate import Candidate
 from .passes.finding.choose import Decision, reasons_of
-from .passes.finding.graph_linears import graph_modules, weight_reads
+from .passes.finding.graph_linears import graph_modules, is_unflattened, weight_reads
 from .passes.finding.outside import elements, unsaid, words
 from .passes.finding.patterns import Patterns, as_patterns, matches_other
 from .passes.graphs.exported import exported_masks
@@ -87,6 +87,8 @@ def warn_if_dense(model: nn.Module, decisions: list[Decision]) -> None:
     if not selected:
         traced = next(exported_masks(model), None) is not None
         none = "its linears were masked before it was traced, and their masks are part of the graph" if traced else "it has no linear"
+        if is_unflattened(model):
+            none = "its graphs are those of torch.export.unflatten, which it does not look into; mask the model that was exported, before the export"
         warn(f"fxmask.apply masked nothing: {reasons_of(decisions, none)}.")
     whole, uncovered, fixed = [], [], []
     for d in selected:

@@ -12,6 +12,7 @@ from .kernels.errors import ConfigError, StateError, UnsupportedError, message
 from .kernels.grid import matrix_shape
 from .loads import watch_loads
 from .passes.counting.traced import backend_of
+from .passes.finding.graph_linears import is_unflattened
 from .passes.finding.readers import weight_readers
 from .passes.finding.weights import peek_weight, refuse_wrapped
 from .passes.graphs.exported import exported_masks
@@ -85,6 +86,10 @@ def required_sites(model: nn.Module, caller: str) -> list[tuple[str, Site, Tenso
         if next(exported_masks(model), None) is not None:
             what = f"{caller}: the masks of this model are part of its trace, which was made after fxmask.apply: {EXPECTED}."
             raise StateError(message(what, type(model).__name__, "use the model that was traced, or call fxmask.apply on the trace of a dense one."))
+        if is_unflattened(model):
+            what = f"{caller} does not look into graphs of torch.export.unflatten, as stages of torch.distributed.pipelining.pipeline have them: {EXPECTED}."
+            fix = "use the model that was exported, or modules of your own as stages (PipelineStage); masks in such graphs go on, weights are the optimiser's."
+            raise StateError(message(what, type(model).__name__, fix))
         refuse_scripted(model, caller)
         if FINAL in model.__dict__:
             what = f"{caller}: nothing is masked in this model, whose masks fxmask.finalize has made permanent: {EXPECTED}."

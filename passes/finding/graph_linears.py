@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.export.unflatten import InterpreterModule
 from torch.fx import GraphModule, Node
 
 from ..graphs.element_masks import is_masking
@@ -25,6 +26,11 @@ INPUT_SITES = (PRUNED, DROPPED)  # containers of a graph module
 def graph_modules(model: nn.Module) -> Iterator[tuple[str, GraphModule]]:
     """Every GraphModule inside a model, with its path."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, GraphModule))
+
+
+def is_unflattened(model: nn.Module) -> bool:
+    """Whether a model holds graphs of `torch.export.unflatten`, as stages of torch.distributed.pipelining do: no pass looks into them."""
+    return any(isinstance(m, InterpreterModule) for m in model.modules())
 
 
 def around(path: str, graphs: Iterable[tuple[str, GraphModule]]) -> list[tuple[str, GraphModule]]:

@@ -69,3 +69,17 @@ def test_a_split_of_changed_inputs_is_not_torn_apart(config):
     with pytest.raises(fxmask.FxMaskError, match=r"(?s)fxmask.restore of a traced model that was split after fxmask.apply.*before it is split"):
         fxmask.restore(model)
     of(model).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # of PyTorch's own
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_export_that_is_unflattened_is_named(masked):
+    """So are the stages of torch.distributed.pipelining.pipeline; those that a user makes of modules are as any model."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    program = torch.export.export(fxmask.apply(model, ratio=0.5) if masked else model, (X,))
+    parts = torch.export.unflatten(program)
+    torch.testing.assert_close(parts(X), model(X))
+    with pytest.raises(fxmask.FxMaskError, match=r"(?s)guard does not look into graphs of torch\.export\.unflatten.*fix: use the model that was exported"):
+        fxmask.guard(torch.optim.SGD(parts.parameters()), parts)
+    with pytest.warns(fxmask.FxMaskWarning, match=r"masked nothing: its graphs are those of torch\.export\.unflatten.*before the export"):
+        fxmask.apply(parts, ratio=0.5)
