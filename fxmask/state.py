@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from .kernels.errors import StateError, message
-from .nm.nm_layers import any_nm
+from .nm.nm_layers import any_nm, nm_layers
 from .nm.nm_state import load_nm_state, nm_state
 from .passes.settings import looks, phase_change
 from .passes.state import rebuild, tensors
@@ -64,7 +65,8 @@ def _scores(site: Site) -> dict[str, torch.Tensor | None]:
 def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     """Take up a saved state: the next step is the one that the saved run would have made.
 
-    Load the weights first: `model.load_state_dict`, then this, then the optimiser's. The model must be masked with the same settings (`impl` may differ).
+    Load the weights first: `model.load_state_dict`, then this, then the optimiser's. The model must be masked with the same settings (`impl` may differ). What
+    torch.compile and checkpoint_wrapper put into names does not count.
     Weights that are loaded later build the cached masks anew, but for those of `refresh=0` that were trained with and those that `apply` was given; a warning
     says so where that changes one before its first step, unless others came before it.
     Where a guard was in force, training raises until `fxmask.guard` is called again: hooks cannot be saved.
@@ -72,17 +74,18 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
     """
     expect_module(model, "fxmask.load_state_dict")
     found = sites_in_force(model, "fxmask.load_state_dict") if any_masked(model) or not (any_nm(model) or scheduled_layers(model)) else []
-    entries = entries_of(saved)
+    entries = _named_as_here(entries_of(saved), found)
+    nm, pruning = _named_as_here(saved.get("nm", {}), nm_layers(model)), _named_as_here(saved.get("pruning", {}), scheduled_layers(model))
     missing, unknown = sorted({n for n, _, _ in found} - set(entries)), sorted(set(entries) - {n for n, _, _ in found})
     if missing or unknown:
         what = f"the state is of other weights: expected an entry for each masked weight, got none for {missing[:5]} and unknown ones for {unknown[:5]}."
-        fix = "apply fxmask as in the run that saved it; if a wrapper stands in the names (module., _orig_mod.), save and load the plain model."
+        fix = "apply fxmask as in the run that saved it; if a wrapper stands in the names (module.), save and load the plain model."
         raise StateError(message(what, type(model).__name__, fix))
     for name, site, _ in found:
         check_entry(name, site, entries[name])
-    check_pruning_state(model, saved.get("pruning", {}))
-    load_nm_state(model, saved.get("nm", {}))
-    load_pruning_state(model, saved.get("pruning", {}))
+    check_pruning_state(model, pruning)
+    load_nm_state(model, nm)
+    load_pruning_state(model, pruning)
     early: list[str] = []  # whose weights may be still to come
     for name, site, _ in found:
         _load(site, entries[name])
@@ -93,6 +96,21 @@ def load_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
             site._fxmask_restored = None
         site._fxmask_loaded, site._fxmask_brought = False, entries[name]["mask"] is not None
     tensors.sync(*(site for _, site, _ in found))
+
+
+def _named_as_here(entries: Any, found: Iterable[tuple[Any, ...]]) -> Any:
+    """Saved entries under the names that this model has for them: torch.compile and checkpoint_wrapper put more into the names of what is inside of a model,
+    which its state_dict or torch.distributed.checkpoint's leaves out, and who evaluates a run may have neither."""
+    if not isinstance(entries, Mapping):
+        return entries
+    ours = [name for name, *_ in found]
+    here = {_unwrapped(name): name for name in ours}
+    renamed = {here.get(_unwrapped(name), name): entry for name, entry in entries.items()}
+    return renamed if len(renamed) == len(entries) and len(here) == len(ours) else entries
+
+
+def _unwrapped(name: Any) -> Any:
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")) if isinstance(name, str) else name
 
 
 def _load(site: Site, entry: dict[str, Any]) -> None:

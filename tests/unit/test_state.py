@@ -8,6 +8,7 @@ import torch
 from sample_models import best_blocks, mlp
 from saved_states import same, through_a_file
 from torch import nn, optim
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.lr_scheduler import StepLR
 from unit.state_runs import CONFIGS, CUT, EACH, FORMS, LAST, checkpoint, masked, run, snapshot, take_up, train
 
@@ -202,3 +203,36 @@ def test_a_state_is_a_copy_of_what_steps_write_in_place():
         found = [state["masks"]["0.weight"][key] for state in (saved, again)]
         assert all(torch.equal(t, before[key]) for t in found) and not torch.equal(now[key], before[key]), key
     assert torch.equal(masks["0.weight"], before["mask"])
+
+
+KINDS = {
+    "masks": fxmask.WeightMask(0.5, (16, 16), refresh=2, schedule=fxmask.Schedule("linear", steps=9)),
+    "nm": fxmask.NMMask(mode="permuted"),
+    "pruning": fxmask.ActivationPruning(0.8, 16, schedule=fxmask.Schedule("linear", steps=9)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("direction", ["off", "on"])
+def test_wrappers_inside_of_a_model_do_not_count_in_names(kind, direction):
+    """A run with checkpointed and compiled blocks goes on, or is evaluated, without, and the other way round: state_dict, too, has other names there."""
+
+    def blocks(wrapped):
+        torch.manual_seed(0)
+        model = fxmask.apply(nn.ModuleDict({n: nn.Sequential(nn.Linear(32, 32)) for n in "ab"}), KINDS[kind])
+        if wrapped:
+            model["a"], model["b"] = checkpoint_wrapper(model["a"]), torch.compile(checkpoint_wrapper(model["b"]), backend="eager")
+        return model
+
+    first, second = blocks(direction == "off"), blocks(direction == "on")
+    if kind == "nm":
+        fxmask.freeze(first)
+    else:
+        fxmask.step(first, 4)
+    saved = fxmask.state_dict(first)
+    fxmask.load_state_dict(second, saved)
+    found = fxmask.state_dict(second)
+    assert not same(list(found[kind]), list(saved[kind])) and same(list(found[kind].values()), list(saved[kind].values()))
+    found[kind]["c"] = next(iter(found[kind].values()))
+    with pytest.raises(StateError, match="the state is of other"):
+        fxmask.load_state_dict(first, found)
