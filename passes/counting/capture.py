@@ -24,7 +24,7 @@ from ..state.site import Site
 from .calls import storage_of
 from .fakes import Fakes, quiet, swap
 from .origins import Origins
-from .other_masks import kept_of_idle, masks_of_computed
+from .other_masks import kept_of_idle, masks_in_traces, masks_of_computed
 from .record import CALL_CODE, Recorder
 from .recording import Recording, Saved
 from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
@@ -65,7 +65,7 @@ def capture(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faked = Fakes(mode, dtype)
     with unchanged(root), plain_ops(), torch.compiler.set_stance("force_eager"):
-        computed = masks_of_computed(root)
+        computed, traced = masks_of_computed(root), masks_in_traces(root)
         parameters, buffers = swap(root, faked)
         for name, t in placeholders(gm, args):
             if isinstance(t, nn.Parameter):  # Dynamo gives the model's parameters as inputs
@@ -75,7 +75,8 @@ def capture(
         origins, sites = _origins(faked, parameters, buffers, inputs), _named_sites(root)
         origins.computed, origins.masked_dw = computed, {name for name, m in sites.items() if _wants_kept_dw(m)}
         cached = [(m, m._fxmask_mask) for m in root.modules() if isinstance(m, Site) and m._fxmask_mask is not None]
-        origins.cached = {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
+        origins.cached = {storage_of(mask): (block, shape) for mask, block, shape in traced}
+        origins.cached |= {storage_of(mask): (m._fxmask_config.block, m._fxmask_shape) for m, mask in cached}
         lists = [m._fxmask_lists for m, _ in cached if m._fxmask_lists is not None]
         before = {storage_of(t) for t in (*map(faked, inputs), *lists)} | {*origins.cached}
         recorder = Recorder({id(m): name for name, m in root.named_modules()}, origins, faked.made, progress)

@@ -167,6 +167,30 @@ def test_masked_graphs(trace, options):
     assert products == {n.name for n in gm.graph.nodes if n.target is torch.ops.fxmask.masked_linear.default or n.target is torch.ops.fxmask.masked_linear}
 
 
+class Reader(nn.Module):
+    """Multiplies by W∘M, which a trace computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 48)
+
+    def forward(self, x):
+        return x @ self.fc.weight.T
+
+
+@pytest.mark.parametrize("block", [(16, 32), (32, 128)], ids=["fits", "wider than the weight"])
+@pytest.mark.parametrize("refresh", [1, 3])
+def test_traces_of_masked_models_that_multiply_by_masked_weights(refresh, block):
+    torch.manual_seed(0)
+    model, x = fxmask.apply(Reader(), ratio=0.5, block=block, refresh=refresh), torch.randn(6, 64, requires_grad=True)
+    fxmask.step(model, 0)
+    gm = torch.export.export(model, (x,)).module()
+    unchanged(gm, lambda: analyze(gm, x))
+    flop, expected = analyze(gm, x).summary["flop"], analyze(model, x).summary["flop"]
+    ((kept, size),) = kept_of(model, block).values()
+    assert flop["fwd"] == expected["fwd"] == flop["bwd_dx"] == expected["bwd_dx"] == 2 * 6 * kept < 2 * 6 * size
+
+
 HELD = {
     "cached": (lambda: nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)), torch.randn(6, 64), {"refresh": 10}),
     "convolutions": (lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 1)), torch.randn(2, 32, 8, 8), {"layers": nn.Conv2d}),
