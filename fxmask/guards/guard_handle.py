@@ -30,6 +30,8 @@ from . import other_steps
 from .guarded import Followed, Held, Scheduled, counted_layers, guarded_weight, refuse_another_weight, weight_now
 from .noticed import Noticed, gone, warn_of_broken_step
 
+_COMPILED = "fxmask.guard looks after a step as Python does: compile optimizer.step without fullgraph=True"
+
 
 class GuardHandle:
     """What `guard` gives: `policies` {parameter's name: policy}, `masked_step` as it was asked for, and `remove()`.
@@ -53,7 +55,7 @@ class GuardHandle:
         self._ids = ids_of(optimizer)
         self._ahead = set[int]()  # ids of sites for which another guard has counted this step already
         # here, and no decorators: those would import the compiler with this module, which takes seconds; a first optimiser imports it by itself
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before, after = (torch.compiler.disable(hook, reason=_COMPILED) for hook in (self._before, self._after))
         before.fxmask_guard = self
         self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         # whoever looks after a step, as an average of weights may, sees them as they stay

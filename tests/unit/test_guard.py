@@ -231,6 +231,14 @@ def test_a_compiled_step():
         assert torch.equal(p[out], before[name][out]) and not torch.equal(p[~out], before[name][~out])
 
 
+def test_a_step_that_is_compiled_as_one_graph_is_told_why_not():
+    model, optimiser = build(optim.SGD, dict(lr=0.01), refresh=0)
+    fxmask.guard(optimiser, model)
+    model(torch.randn(8, 64)).square().mean().backward()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"fxmask\.guard looks after a step(.|\n)*without fullgraph=True"):
+        torch.compile(lambda: optimiser.step(), backend="eager", fullgraph=True)()
+
+
 def test_two_optimisers_share_a_model():
     model = fxmask.apply(mlp(), ratio=0.6)
     first, second = optim.SGD([model[0].weight], lr=0.1), optim.SGD([model[2].weight], lr=0.1)
