@@ -32,9 +32,11 @@ def peek_weight(m: nn.Module) -> Tensor:
         with _at_rest(m.get_submodule("parametrizations")):
             made: Tensor = m.weight  # type: ignore[assignment]
         return made.view_as(made) if isinstance(made, nn.Parameter) else made  # one that gives back what it is given, as a fake quantiser that is off does
-    for hook in m._forward_pre_hooks.values():  # old-style weight_norm and pruning write .weight, or the bias alone, before each forward
+    for hook in m._forward_pre_hooks.values():  # old-style norms and pruning write .weight, or the bias alone, before each forward
         if type(hook).__name__ == "WeightNorm" and hook.name == "weight":  # type: ignore[attr-defined]
             return hook.compute_weight(m)  # type: ignore[attr-defined]
+        if type(hook).__name__ == "SpectralNorm" and hook.name == "weight":  # type: ignore[attr-defined]
+            return hook.compute_weight(m, do_power_iteration=False)  # type: ignore[attr-defined]
         if hasattr(hook, "apply_mask") and getattr(hook, "_tensor_name", "") == "weight":
             return hook.apply_mask(m)
     return _there(m)

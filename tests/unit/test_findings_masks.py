@@ -44,6 +44,32 @@ def test_weight_norm_follows_load_state_dict(wrap):
         assert torch.equal(model(X), other(X))
 
 
+NORMS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "old-weight_norm": nn.utils.weight_norm,
+    "old-spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.(weight|spectral)_norm. is deprecated")
+@pytest.mark.parametrize("refresh", [1, 2])
+@pytest.mark.parametrize("norm", NORMS)
+def test_masks_of_a_weight_that_is_made_are_those_of_the_next_forward(norm, refresh):
+    """And not of the last one's weight, which the old hooks leave as an attribute until the next forward."""
+    torch.manual_seed(0)
+    model = fxmask.apply(nn.Sequential(NORMS[norm](nn.Linear(64, 64))), ratio=0.75, refresh=refresh)
+    fxmask.step(model, 0)
+    for _ in range(3):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.rand_like(p))
+        fxmask.step(model, refresh)
+        told = fxmask.masks(model)["0.weight"]
+        model(X)
+        assert torch.equal(told, best_blocks(model[0].weight.detach(), (16, 16), 0.75))
+
+
 @pytest.mark.parametrize("form", ["module", "trace"])
 def test_cached_masks_follow_loads_of_copies_parts_and_inside_dense(form):
     make = mlp if form == "module" else lambda seed=0: fx.symbolic_trace(mlp(seed))
