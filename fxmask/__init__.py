@@ -11,11 +11,11 @@ from .compiler.sources import tag_caches as _tag_caches
 from .cuda_graphs.graphing import graphed as graphed
 from .errors import FxMaskError as FxMaskError
 from .errors import FxMaskWarning as FxMaskWarning
+from .explaining.inspection import explain as explain
+from .explaining.inspection import masks as masks
 from .finalizing import finalize as finalize
 from .guards.guarding import guard as guard
 from .health import HealthLog as HealthLog
-from .inspection import explain as explain
-from .inspection import masks as masks
 from .kernels import grid as _grid  # noqa: F401  (fxmask.kernels is usable after `import fxmask`)
 from .loss import feedback as feedback
 from .margins import stability as stability

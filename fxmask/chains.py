@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from .explaining.inspection import masks
 from .fused import FusedDropout
-from .inspection import masks
 from .kernels.errors import ShapeError, UnsupportedError, message
 from .kernels.grid import expand_mask
 from .nm.nm_layers import any_nm

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from . import explain_command
 from .advice import command as advice
 from .analysis import command as analysis
 from .bench import command
 from .bench.provenance import clocks, provenance
 from .errors import FxMaskError
+from .explaining import explain_command
 from .version import __version__
 
 

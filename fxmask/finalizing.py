@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .bsr import before_bsr, bsr
 from .dropping import any_dropped
-from .inspection import masks
+from .explaining.inspection import masks
 from .kernels.errors import StateError, UnsupportedError, first_of, message, warn
 from .kernels.reference import masked
 from .masking import restore

@@ -11,9 +11,9 @@ from torch import nn
 from ..compiler.backend_watch import forget
 from ..decided import mark_decided
 from ..dense_warnings import warn_of_regions
+from ..explaining.layer_rows import LOST, RESIZED, TAKEN
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, StateError, UnsupportedError, message, warn
-from ..layer_rows import LOST, RESIZED, TAKEN
 from ..passes.finding.candidate import Candidate
 from ..passes.finding.choose import Decision, choose, reasons_of
 from ..passes.finding.graph_linears import graph_modules

@@ -13,7 +13,7 @@ from torch import nn
 import fxmask
 from fxmask.compiler import backend
 from fxmask.errors import StateError
-from fxmask.inspection import UNSEEN
+from fxmask.explaining.inspection import UNSEEN
 
 
 def pair():

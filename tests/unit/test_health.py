@@ -9,7 +9,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import ConfigError, FxMaskWarning, StateError, UnsupportedError
-from fxmask.health_file import COLUMNS
+from fxmask.health.health_file import COLUMNS
 
 BLOCK = (4, 4)
 

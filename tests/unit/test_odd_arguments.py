@@ -179,10 +179,10 @@ def test_a_log_whose_folder_goes_away(tmp_path, monkeypatch):
 
 
 def test_one_name_is_one_layer(tmp_path, monkeypatch):
-    from fxmask import health
+    from fxmask.health import health_log
 
     shown = []
-    monkeypatch.setattr(health, "heatmaps", lambda shares, path: shown.append(list(shares)))
+    monkeypatch.setattr(health_log, "heatmaps", lambda shares, path: shown.append(list(shares)))
     log = fxmask.HealthLog(fxmask.apply(mlp(), ratio=0.5))
     log.update()
     for names in ("2.weight", ("2.weight",), None):

@@ -9,31 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler.backend_watch import seen
-from .compiler.computed import computed
-from .dropping import dropped_layers, other_dropouts
-from .errors import ConfigError
+from ..compiler.backend_watch import seen
+from ..compiler.computed import computed
+from ..dropping import dropped_layers, other_dropouts
+from ..errors import ConfigError
+from ..fused import resting_dropouts
+from ..health import HealthLog
+from ..inputs import DROPPED_INPUT, PRUNED_INPUT
+from ..kernels.errors import first_of
+from ..nm.nm_layers import any_nm, element_mask, nm_layers
+from ..passes.counting.traced import backend_of
+from ..passes.finding.candidate import Candidate, join
+from ..passes.finding.conv import KINDS, find_layers
+from ..passes.finding.find import find
+from ..passes.finding.nm_find import find_nm
+from ..passes.finding.outside import outside
+from ..passes.finding.outside import words as words_of
+from ..passes.finding.weights import peek_weight
+from ..passes.graphs.exported import exported_masks
+from ..passes.state.pruning_schedule import words
+from ..passes.state.site_mask import mask_outside
+from ..passes.stepping.bypass import never_run, read_by_adapters
+from ..pruning import pruned_layers
+from ..report import Report
+from ..sites import FINAL, REASONS, any_masked, expect_module, read_dense, refuse_scripted, required_sites, sites, values_of
 from .explain_rows import Known, history_of, rows_of
-from .fused import resting_dropouts
-from .health import HealthLog
-from .inputs import DROPPED_INPUT, PRUNED_INPUT
-from .kernels.errors import first_of
-from .nm.nm_layers import any_nm, element_mask, nm_layers
-from .passes.counting.traced import backend_of
-from .passes.finding.candidate import Candidate, join
-from .passes.finding.conv import KINDS, find_layers
-from .passes.finding.find import find
-from .passes.finding.nm_find import find_nm
-from .passes.finding.outside import outside
-from .passes.finding.outside import words as words_of
-from .passes.finding.weights import peek_weight
-from .passes.graphs.exported import exported_masks
-from .passes.state.pruning_schedule import words
-from .passes.state.site_mask import mask_outside
-from .passes.stepping.bypass import never_run, read_by_adapters
-from .pruning import pruned_layers
-from .report import Report
-from .sites import FINAL, REASONS, any_masked, expect_module, read_dense, refuse_scripted, required_sites, sites, values_of
 
 NO_GRAPH = "no graph of backend='fxmask' that has run is known to mask it"
 _NOTES = [

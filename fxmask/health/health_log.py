@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, StateError
+from ..errors import ConfigError, StateError
+from ..kernels.errors import message, warn
+from ..kernels.grid import grid_shape, plain_int
+from ..passes.settings.phases import in_turn
+from ..passes.state import ranks
+from ..passes.state import site as state
+from ..passes.state.saliency import GIVEN
+from ..passes.state.site_mask import mask_outside
+from ..report import Report
+from ..sites import required_sites, sites_in_force, values_of
 from .health_file import appended, keep_until, log_path, rows_of, write
 from .health_plots import curves, heatmaps
 from .health_signs import signs
-from .kernels.errors import message, warn
-from .kernels.grid import grid_shape, plain_int
-from .passes.settings.phases import in_turn
-from .passes.state import ranks
-from .passes.state import site as state
-from .passes.state.saliency import GIVEN
-from .passes.state.site_mask import mask_outside
-from .report import Report
-from .sites import required_sites, sites_in_force, values_of
 
 STILL = 10  # updates without any flip after which a mask that could move is said to stand still
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .analysis import models
-from .analysis.command import add_mask_options, check_formats, check_mask_options, masked
-from .files import write_files
+from ..analysis import models
+from ..analysis.command import add_mask_options, check_formats, check_mask_options, masked
+from ..files import write_files
+from ..kernels.dispatch import IMPLEMENTATIONS
+from ..places import place
+from ..report import FORMATS, SUFFIX, Report, formatted
 from .inspection import explain
-from .kernels.dispatch import IMPLEMENTATIONS
-from .places import place
-from .report import FORMATS, SUFFIX, Report, formatted
 
 
 def add_options(p: argparse.ArgumentParser) -> None:

@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .compiler.backend_watch import seen
-from .decided import decided_by_apply, left_by_apply
-from .health import HealthLog
-from .health_signs import HISTORY, SIGNS, signs
-from .inputs import PRUNED_INPUT, RESTS
+from ..compiler.backend_watch import seen
+from ..decided import decided_by_apply, left_by_apply
+from ..health import HealthLog
+from ..health.health_signs import HISTORY, SIGNS, signs
+from ..inputs import PRUNED_INPUT, RESTS
+from ..nm.nm_masking import nm_row
+from ..passes.finding.candidate import Candidate
+from ..passes.finding.products import find_products
+from ..passes.graphs.exported import Inside
+from ..passes.state import ranks
+from ..passes.state.site import Site
+from ..passes.state.site_mask import mask_outside
+from ..sites import sites, values_of
 from .layer_rows import dense_row, exported_row, graph_made_row, masked_row, unapplied_row
-from .nm.nm_masking import nm_row
-from .passes.finding.candidate import Candidate
-from .passes.finding.products import find_products
-from .passes.graphs.exported import Inside
-from .passes.state import ranks
-from .passes.state.site import Site
-from .passes.state.site_mask import mask_outside
-from .sites import sites, values_of
 
 LEFT = "left dense by fxmask.apply of a larger model, whose explain says why, or by an earlier one"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..conv_layers import LISTS, why_dense
+from ..kernels import gpu_choice
+from ..kernels.cpu import deciding
+from ..kernels.grid import matrix_shape
+from ..kernels.lists import LISTED, skips
+from ..kernels.tune import Choice
+from ..passes.settings.config import WeightMask
+from ..passes.state.site import Site
 from . import gpu_words
-from .conv_layers import LISTS, why_dense
-from .kernels import gpu_choice
-from .kernels.cpu import deciding
-from .kernels.grid import matrix_shape
-from .kernels.lists import LISTED, skips
-from .kernels.tune import Choice
-from .passes.settings.config import WeightMask
-from .passes.state.site import Site
 
 OPS = ("forward", "dx", "dw", "backward")  # as `kernels.cpu` names them
 

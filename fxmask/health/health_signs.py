@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .kernels.grid import as_matrix, expand_mask
+from ..kernels.grid import as_matrix, expand_mask
 
 SIGNS = ("kept_norm_fraction", "dead_rows", "dead_cols")
 HISTORY = ("flip_rate", "age_mean", "age_max", "never_kept")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .kernels import gpu_choice
-from .kernels.dispatch import MASKED_DENSE
-from .passes.state import gpu_site
-from .passes.state.site import Site
+from ..kernels import gpu_choice
+from ..kernels.dispatch import MASKED_DENSE
+from ..passes.state import gpu_site
+from ..passes.state.site import Site
 
 TOKENS = 8192  # of the forward that a factor is quoted for, where fewer pay already
 

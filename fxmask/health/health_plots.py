@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .analysis.plots import available, save
+from ..analysis.plots import available, save
 
 SHOWN = {"flip_rate": "flipped blocks, of all", "kept_norm_fraction": "share of the norm in kept blocks", "dead_rows": "outputs without a kept block"}
 

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler.backend_watch import Done, seen
-from .compiler.shards import gathered
-from .health_signs import signs
+from ..compiler.backend_watch import Done, seen
+from ..compiler.shards import gathered
+from ..health.health_signs import signs
+from ..kernels import ops
+from ..kernels.grid import grid_shape, kept_elements, matrix_shape
+from ..passes.finding.weights import is_wrapped
+from ..passes.graphs.exported import Inside
+from ..passes.settings.config import WeightMask
+from ..passes.state.ranks import whole
+from ..passes.state.site import Site, stream_of
+from ..passes.state.site_mask import mask_outside
+from ..passes.state.tensors import has_values, is_taken
 from .impl_words import asked_for, runs
-from .kernels import ops
-from .kernels.grid import grid_shape, kept_elements, matrix_shape
-from .passes.finding.weights import is_wrapped
-from .passes.graphs.exported import Inside
-from .passes.settings.config import WeightMask
-from .passes.state.ranks import whole
-from .passes.state.site import Site, stream_of
-from .passes.state.site_mask import mask_outside
-from .passes.state.tensors import has_values, is_taken
 
 IN_GRAPHS = "in graphs of backend='fxmask' alone"
 IN_TRACE = "masked before it was traced; the mask is part of the graph"

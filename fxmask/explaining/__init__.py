@@ -1,0 +1,1 @@
+"""`fxmask.explain` and `fxmask.masks`: what became of every layer, and why."""
