@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.nn.utils import parametrize
 
 from ..graphs.graph_calls import EMBEDDINGS, resolve
@@ -32,7 +32,7 @@ def find(model: nn.Module) -> list[Candidate]:
     named = {c.param_name for c in found}
     for prefix, gm in graphs:
         found += rewritten(prefix, gm, graphs, named, comes_in)
-    embeddings = _embedding_weights(model, graphs)
+    embeddings = _embedding_weights(model, graphs, comes_in)
     paths = {id(gm): prefix for prefix, gm in graphs}
     for c in found:
         if c.host is not None:
@@ -114,11 +114,11 @@ def is_table(m: nn.Module) -> bool:
     return isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or ("Embedding" in type(m).__name__ and not isinstance(m, nn.Linear))
 
 
-def _embedding_weights(model: nn.Module, graphs: list[tuple[str, GraphModule]]) -> set[int]:
-    """Weights that are looked up as tables, by modules or by calls in graphs."""
+def _embedding_weights(model: nn.Module, graphs: list[tuple[str, GraphModule]], comes_in: dict[Node, str]) -> set[int]:
+    """Weights that are looked up as tables, by modules or by calls in graphs. `comes_in`: see `incoming`."""
     found = {id(p) for m in model.modules() if is_table(m) for p in m._parameters.values() if p is not None}
-    for _, gm in graphs:
-        for node in gm.graph.nodes:
-            if node.op == "call_function" and node.target in EMBEDDINGS:
-                found |= {id(resolve(gm, str(a.target))) for a in node.all_input_nodes if a.op == "get_attr"}
+    for prefix, gm in graphs:
+        given = [a for node in gm.graph.nodes if node.op == "call_function" and node.target in EMBEDDINGS for a in node.all_input_nodes]
+        paths = (join(prefix, str(a.target)) if a.op == "get_attr" else comes_in.get(a, "") for a in given)
+        found |= {id(resolve(model, path)) for path in paths if path}
     return found

@@ -119,17 +119,30 @@ def test_random_masks_in_a_body_are_those_of_the_class_swap():
     assert torch.equal(gm(x), fxmask.apply(model, **OPTIONS, criterion="random")(x))
 
 
-def test_the_weight_of_an_embedding_is_left_alone_in_a_body():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
-            self.head.weight = self.table.weight
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
+        self.head.weight = self.table.weight
 
-        def forward(self, i):
-            return torch.cond(i.sum() > 0, lambda z: self.head(z), lambda z: z + 1, (self.table(i),))
+    def forward(self, i):
+        return torch.cond(i.sum() > 0, lambda z: self.head(z), lambda z: z + 1, (self.table(i),))
 
-    gm = torch.export.export(Tied(), (torch.arange(4),)).module()
+
+class LookedUpInABody(Tied):
+    def forward(self, i):
+        return self.head(torch.cond(i.sum() > 0, lambda z: self.table(z), lambda z: self.table(z) + 1, (i,)))
+
+
+class Autocast(Tied):
+    def forward(self, i):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.table(i))
+
+
+@pytest.mark.parametrize("kind", [Tied, LookedUpInABody, Autocast])
+def test_the_weight_of_an_embedding_is_left_alone_in_a_body(kind):
+    gm = torch.export.export(kind(), (torch.arange(4),)).module()
     with pytest.warns(fxmask.FxMaskWarning, match="masked nothing: .*tied to an Embedding"):
         fxmask.apply(gm, **OPTIONS)
 
