@@ -58,7 +58,7 @@ def _in_nm_layer(node: Node, w: Node, mask: Node) -> bool:
     _, cls = next(reversed(stack.values()), ("", ""))
     if (cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__name__}").startswith("fxmask.swapped.NM"):
         return True
-    if w.op not in HELD:  # no walk for each product of activations
+    if w.op not in HELD or (stack and w.op != "get_attr"):  # no walk for each product of activations
         return False
     return any(n.target is BITS or _beside(n, w) for n in behind(mask))
 
