@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from distributed import ddp_cases, fsdp_cases, recipe_cases
+from distributed import ddp_cases, fsdp_cases, recipe_cases, stage_cases
 
-CASES = {**ddp_cases.CASES, **fsdp_cases.CASES, **recipe_cases.CASES}
+CASES = {**ddp_cases.CASES, **fsdp_cases.CASES, **recipe_cases.CASES, **stage_cases.CASES}
 
 
 def main() -> None:

@@ -1,19 +1,19 @@
 """Two processes on gloo: DDP's ranks agree to the bit, FSDP2 computes what one process does, a checkpoint of two ranks is resumed on one.
 
-The cases are in `ddp_cases`, `fsdp_cases` and `recipe_cases`.
+The cases are in `ddp_cases`, `fsdp_cases`, `stage_cases` and `recipe_cases`.
 """
 
 import json
 from pathlib import Path
 
 import pytest
-from distributed import ddp_cases, fsdp_cases, recipe_cases
+from distributed import ddp_cases, fsdp_cases, recipe_cases, stage_cases
 from distributed.launch import torchrun
 from distributed.resumed import here, resumes_as_one_process  # noqa: F401  # a fixture
 
 LONG = ["ddp-1000-steps", "ddp-1000-steps-cached"]
 SLOW = ["ddp-cached", "ddp-ste", "ddp-rigl", "ddp-phases", "ddp-flips", "fsdp-decay", "fsdp-ste", "fsdp-rigl", "fsdp-flips", "fsdp-compiled"]
-EVERY = [*ddp_cases.CASES, *fsdp_cases.CASES, *recipe_cases.CASES]
+EVERY = [*ddp_cases.CASES, *fsdp_cases.CASES, *recipe_cases.CASES, *stage_cases.CASES]
 SHORT = [name for name in EVERY if name not in (*LONG, *SLOW)]
 BODIES = Path(__file__).parent / "bodies.py"
 
