@@ -135,5 +135,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
         why = "Something uses the weight past its mask (a second reader, a tied layer, a penalty on weights), the backward ran inside fxmask.dense, or"
         why += " the gradient is of before fxmask.apply: optimizer.zero_grad() clears it. Or the weights were others in the forward (SAM, extragradient) and"
         why += " their masks, too, which refresh=2 and more would hold; or something has written into .grad."
+        if ranks.several():
+            why += " Or another rank, whose gradients are averaged with these, has other masks: give all ranks the same settings, weights and steps."
         why += " Under masked_weights='free' the step moves them." if all(g.policy == "free" for g in found) else " The step drops it."
         warn(f"{what} {why}")

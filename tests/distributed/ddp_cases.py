@@ -172,6 +172,17 @@ def masks_given() -> None:
         assert [words in str(w.message) if words else w.message for w in told] == ([True] if words else []), [str(w.message) for w in told]
 
 
+def settings_that_differ() -> None:
+    """Blocks that another rank keeps get its gradients: the first step says so."""
+    model = fxmask.apply(build(), ratio=0.5 + 0.3 * dist.get_rank())
+    wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    fxmask.guard(optimizer, model)
+    wrapped(share(batch_of(0)[0])).square().mean().backward()
+    if dist.get_rank():
+        with pytest.warns(fxmask.FxMaskWarning, match="have a gradient.*Or another rank.*has other masks: give all ranks the same settings"):
+            optimizer.step()
+
+
 CASES = {
     **{f"ddp-{name}": partial(trains_alike, name, 15) for name in CONFIGS},
     "ddp-1000-steps": partial(trains_alike, "masked", 1000),
@@ -183,4 +194,5 @@ CASES = {
     "ddp-by-hand": steps_told_by_hand,
     "ddp-kept-masks": masks_that_were_kept,
     "ddp-masks-given": masks_given,
+    "ddp-settings-that-differ": settings_that_differ,
 }
