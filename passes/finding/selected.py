@@ -43,7 +43,8 @@ def _check_weight(c: Candidate, config: WeightMask, where: str) -> None:
         raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))
     if config.cached and c.weight.is_meta:
         what = f"a cached mask (refresh={config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
-        fix = "materialise the model first" + ("." if config.remembers else ", or use refresh=1.")
+        later = f", or use refresh=1; phases={{1: dict(refresh={config.refresh})}} beside it has masks cached from the first step on."
+        fix = "materialise the model first" + ("." if config.remembers else later)
         raise UnsupportedError(message(what, where, fix))
 
 

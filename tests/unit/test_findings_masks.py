@@ -234,6 +234,23 @@ def test_a_phase_that_caches_no_mask_misses_none():
     assert torch.equal(model(X), other(X))
 
 
+@pytest.mark.parametrize("refresh", [0, 3])
+def test_masks_of_a_meta_model_may_be_cached_from_the_first_step_on(refresh):
+    with torch.device("meta"):
+        model, other = mlp(), mlp()
+    with pytest.raises(UnsupportedError, match=rf"or use refresh=1; phases={{1: dict\(refresh={refresh}\)}} beside it has masks cached"):
+        fxmask.apply(other, ratio=0.75, refresh=refresh)
+    model, other = (fxmask.apply(m, ratio=0.75, phases={1: dict(refresh=refresh)}) for m in (model, mlp()))
+    model.to_empty(device="cpu").load_state_dict(other.state_dict())
+    for m in (model, other):
+        fxmask.step(m, 0)
+        for _ in range(5):
+            with torch.no_grad():
+                m[0].weight.copy_(m[0].weight.flip(0))
+            fxmask.step(m)
+    assert torch.equal(model(X), other(X)) and fxmask.explain(model).rows[0]["mask_age"] == (4 if refresh == 0 else 2)
+
+
 @pytest.mark.parametrize("refresh", [0, 2])
 def test_a_mask_that_was_lost_on_meta_is_not_used(refresh):
     model = fxmask.apply(mlp(), ratio=0.75, refresh=refresh)
