@@ -23,7 +23,7 @@ from fxmask.advice.unit import FEWEST, Times, Unit, _fewer, guarded
 from fxmask.passes.finding.choose import choose
 from fxmask.passes.finding.find import find
 
-SMALL = {"seconds": 6.0, "blocks": [32], "ratios": [0.5]}
+SMALL = {"seconds": 60.0, "blocks": [32], "ratios": [0.5]}
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +166,7 @@ def test_nothing_is_changed_and_small_layers_stay_dense(monkeypatch):
 
 @pytest.mark.parametrize("wanted", [{"include": ["0", "1"]}, {"exclude": ()}], ids=["by name", "no exclusion"])
 def test_layers_that_stay_dense_by_default_are_timed_where_they_are_wanted(wanted):
-    advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), torch.randn(40, 64), seconds=6.0, blocks=[(5, 32)], ratios=[0.5], **wanted)
+    advice = fxmask.advise(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)), torch.randn(40, 64), seconds=60.0, blocks=[(5, 32)], ratios=[0.5], **wanted)
     assert {r["layer"]: r["50 %"].split()[0] for r in advice.rows} == {"0": "5x32", "1": "5x32"}
 
 
