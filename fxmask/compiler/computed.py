@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..passes.finding.candidate import Candidate
 from ..passes.graphs.bodies import Body
+from ..passes.graphs.lifted import source_name
 
 if TYPE_CHECKING:
     from .backend_watch import Done
@@ -21,10 +22,14 @@ _books = WeakTensorKeyDictionary()  # real Parameter -> {Key of a weight that it
 
 
 def made_of(found: Iterable[Candidate], bodies: Sequence[Body], real: Mapping[Node, Any]) -> dict[int, tuple[int, ...]]:
-    """For the weights that a graph computes, by their ids: the places among the graph's inputs of the Parameters that they are made of."""
+    """For the weights that a graph computes, by their ids: the places among the graph's inputs of the Parameters that they are made of.
+
+    A part of a Parameter counts as one that it computes where code between two graphs has made it, as the weight of an expert that tokens choose.
+    """
     origin = {n: source for body in bodies for n, source in body.origin.items()}
-    places = {n: i for i, n in enumerate(real) if isinstance(real[n], nn.Parameter)}
-    computed = {id(c.weight): c.weight_node for c in found if c.weight_node is not None and origin.get(c.weight_node) not in real}
+    places = {n: i for i, n in enumerate(real) if isinstance(_whole(real[n]), nn.Parameter)}
+    own = {n for n, value in real.items() if _whole(value) is value or source_name(n)}
+    computed = {id(c.weight): c.weight_node for c in found if c.weight_node is not None and origin.get(c.weight_node) not in own}
     return {w: tuple(sorted({places[n] for n in bodies[0].behind(node) if n in places})) for w, node in computed.items()}
 
 
@@ -38,7 +43,7 @@ def noting(found: Sequence[tuple[str, Tensor, Done]]) -> Callable[[Sequence[Any]
     def note(args: Sequence[Any]) -> None:
         for j, (name, done) in enumerate(ours):
             known, key, books = last[j]
-            given = [args[i] for i in done.made_of]
+            given = [_whole(args[i]) for i in done.made_of]
             if not known or any(ref() is not p for ref, p in zip(known, given, strict=True)):  # looked up only then, as a lookup costs microseconds
                 key, books = (name, frozenset(map(id, given))), [_books.setdefault(p, {}) for p in given]
                 last[j] = [weakref.ref(p) for p in given], key, books
@@ -46,6 +51,11 @@ def noting(found: Sequence[tuple[str, Tensor, Done]]) -> Callable[[Sequence[Any]
                 book[key] = done
 
     return note
+
+
+def _whole(value: Any) -> Any:
+    """The tensor that a view is of; anything else as it is."""
+    return value._base if isinstance(value, Tensor) and value._base is not None else value
 
 
 def computed(parameters: Iterable[Tensor]) -> dict[Key, Done]:

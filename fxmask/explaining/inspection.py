@@ -91,6 +91,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
         raise ConfigError(f"explain: health: expected a fxmask.HealthLog of this model, got one of another {type(health.model).__name__}.")
     reasons, nm = _reasons(model), dict(nm_layers(model))
     traced, by_graphs = list(exported_masks(model)), computed(model.parameters())
+    parts = {i for (_, ids), done in by_graphs.items() if done.mask is not None for i in ids}  # of weights that graphs compute and mask
     by_backend = backend_of(model) == "fxmask" or bool(by_graphs) or any(seen(p) for p in model.parameters())
     history = history_of(health) if isinstance(health, HealthLog) else None
     masked = {name: (site, weight) for name, site, weight in sites(model)}
@@ -105,7 +106,7 @@ def explain(model: nn.Module | Callable[..., Any], health: HealthLog | bool = Fa
     summary |= {"products with parameters": len(products)} if products else {}
     notes = (_NM_NOTES if nm else _NOTES) if any(r["masked"] for r in rows) else []
     every = [{k: v for k, v in row.items() if k not in ("elements", "kept")} for row in (*rows, *products)]
-    left = [c for c in outside(model, found) if not seen(c.weight)]  # those have rows
+    left = [c for c in outside(model, found) if not seen(c.weight) and id(c.weight) not in parts]  # those have rows, or what is made of them has one
     notes = [*notes, *([f"In no nn.Linear, where masks do not reach: {plain(words_of(left))}."] if left else [])]
     return Report("fxmask.explain", every, [*notes, *map(plain, _notes(model, by_backend, dropped, bool(traced)))], summary)
 

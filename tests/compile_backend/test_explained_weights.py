@@ -230,3 +230,26 @@ def test_a_parameter_of_no_layer_has_signs_of_health_too():
         applied[0].weight.copy_(model.p)
     rows = {row["name"]: row for row in fxmask.explain(model, health=True).rows}
     assert rows["p"]["kept_norm_fraction"] == fxmask.explain(applied, health=True).rows[0]["kept_norm_fraction"]
+
+
+class Experts(nn.Module):
+    """Multiplies by an expert's weight that the graph looks up, and by one that comes from the graph before."""
+
+    def __init__(self):
+        super().__init__()
+        self.stacked, self.fixed, self.unused = (nn.Parameter(torch.randn(3, 48, 48)) for _ in range(3))
+
+    def forward(self, x):
+        y, chosen = F.linear(x, self.fixed[1]), self.stacked[2]
+        torch._dynamo.graph_break()
+        return F.linear(y, chosen)
+
+
+def test_a_part_of_a_parameter_has_a_row_and_is_reached_whichever_graph_looks_it_up():
+    model = compiled(Experts(), ratio=0.5, block=(16, 16))
+    model(torch.randn(4, 48)).sum().backward()
+    report = fxmask.explain(model)
+    assert sorted((r["name"], r["masked"], r["shape"]) for r in report.rows) == [("linear", True, "48x48"), ("y", True, "48x48")]
+    assert [int(p.grad.ne(0).sum((1, 2)).max()) for p in (model.stacked, model.fixed)] == [5 * 256] * 2
+    (note,) = (n for n in report.notes if "masks do not reach" in n)
+    assert "unused" in note and "stacked" not in note and "fixed" not in note
