@@ -24,13 +24,13 @@ from .said import FACTS
 ACTIVATION = "its weight is computed from an input of the model"
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d", "convolution")  # the last one is what decompositions make of the others
-FREE = ("einsum", "tensordot", "inner", *KERNELS)  # which order the axes as they like
+DENSE = ("pruned_linear", "dropped_linear")  # ours, of layers whose inputs were pruned or dropped before the model was traced
+MASK = 6  # the place of a mask of W among the arguments of pruned_linear
+FREE = ("einsum", "tensordot", "inner", *KERNELS, *DENSE)  # which order the axes as they like
 CHAINS = ("linalg_multi_dot", "chain_matmul")
 NEW_LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 CAST_LIKE = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # their second argument says what the first is to look like
-OURS = ("masked_linear", "pruned_linear", "dropped_linear")
 PRODUCTS = {"matmul", "imatmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", *SUMS, *CHAINS, *FREE}
-
 
 Made = tuple[tuple[Any, ...], bool]  # the weights that something is made of, and no input, and whether its axes may be in another order
 Given = Mapping[Node, Sequence[Node]]  # by input of a body: what calls give for it, see `regions.given_to`
@@ -80,7 +80,7 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 def is_product(node: Node) -> bool:
     """Whether a node multiplies matrices, as a linear call, one of ours or in other words."""
-    return node.target in LINEARS or last_name(node) in (*PRODUCTS, *OURS)
+    return node.target in LINEARS or last_name(node) in (*PRODUCTS, "masked_linear")
 
 
 def values_behind(value: Any, given: Given) -> list[Node]:
@@ -179,7 +179,7 @@ def _wanted(gm: GraphModule) -> list[Any]:
 def _reads(gm: GraphModule, made: Mapping[Node, Made], parts: Collection[Node]) -> Iterator[Read]:
     """None of weights with each other, and of weights and constants none that make a vector, or are among the `parts` of a linear's weight or of a mask."""
     for node in gm.graph.nodes:
-        if (name := last_name(node)) in PRODUCTS:
+        if (name := last_name(node)) in PRODUCTS and (name != "pruned_linear" or node.args[MASK : MASK + 1] in ((), (None,))):
             added, left = _roles(node, name)
             factors = {n: made.get(n, ((), False)) for n in node.all_input_nodes if n is not added}
             if node in made and (node in parts or _is_vector(node, name) or all(weights for weights, _ in factors.values())):

@@ -173,3 +173,11 @@ def test_a_layer_whose_input_is_pruned_has_its_row():
         assert (row["name"], row["masked"], row["block"], row["achieved_ratio"], row["backward"]) == ("0", True, "32x16", 0.5, "masked")
         with pytest.warns(FxMaskWarning, match="were masked before it was traced"):
             fxmask.apply(gm, **OPTIONS)
+
+
+@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, block=8), fxmask.BlockDropout(0.5, block=(2, 8))])
+def test_a_dense_layer_whose_input_is_pruned_or_dropped_has_its_row(config):
+    dropped = [nn.Dropout(0.5)] if isinstance(config, fxmask.BlockDropout) else []
+    model = fxmask.apply(nn.Sequential(*dropped, nn.Linear(64, 64)), config)
+    for gm in programs(model, torch.randn(2, 4, 64)):
+        assert names_and_masks(gm) == [(str(len(dropped)), False)]
