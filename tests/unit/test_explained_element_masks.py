@@ -115,3 +115,19 @@ def test_what_stays_dense_beside_them_says_so():
     fxmask.apply(model, fxmask.NMMask(2, 4), exclude=["read"])
     for gm in traces(model, torch.randn(4, 64)):
         assert rows(gm, "name", "masked") == [("read", False), ("masked", True)]
+
+
+class Gated(nn.Module):
+    """An input that is gated by its own bits, as masks by magnitude rank a weight by its."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.where(x.view(torch.int32) > 0, x, 0) @ self.fc.weight.T
+
+
+def test_an_input_is_no_weight():
+    for gm in traces(Gated(), torch.randn(4, 64)):
+        assert rows(gm, "name", "masked") == [("fc", False)]
