@@ -13,7 +13,7 @@ import torch
 from ..kernels.file_hash import file_hash
 from ..version import __version__
 
-FOLDERS = ("kernels", "passes", "compiler", "cuda_graphs", "guards", "nm", "")  # of the package; its benchmarks decide nothing that is compiled
+FOLDERS = ("kernels", "passes", "compiler", "cuda_graphs", "explaining", "guards", "health", "nm", "")  # of the package; its benchmarks decide nothing compiled
 
 
 @functools.cache
