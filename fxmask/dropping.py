@@ -11,6 +11,7 @@ from torch.fx import Proxy
 from torch.nn.parameter import is_lazy
 
 from .fused import FusedDropout, dropouts_before, fuse, runs_in_turn
+from .fused import Pair as Pair  # the name by which models of before were pickled
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .passes.finding.candidate import join
 from .passes.finding.choose import Decision

@@ -36,6 +36,7 @@ from .swap import MaskedLayer
 M = TypeVar("M", bound=nn.Module)
 FORMATS = ("dense", "bsr", "2:4")
 FINAL_NOW = "This model is final by now: begin again from its checkpoint."
+_before_bsr = before_bsr  # the name by which the hooks of models of before were pickled
 
 
 @torch.inference_mode(False)

@@ -31,6 +31,7 @@ from .guarded import Followed, Held, Scheduled, counted_layers, guarded_weight, 
 from .noticed import Noticed, gone, warn_of_broken_step
 
 _COMPILED = "fxmask.guard looks after a step as Python does: compile optimizer.step without fullgraph=True"
+_none = gone  # the name by which handles of before were pickled
 
 
 class GuardHandle:
