@@ -22,6 +22,7 @@ from ..passes.counting.traced import backend_of
 from ..passes.finding.candidate import Candidate, join
 from ..passes.finding.conv import KINDS, find_layers
 from ..passes.finding.find import find
+from ..passes.finding.graph_linears import is_unflattened
 from ..passes.finding.nm_find import find_nm
 from ..passes.finding.outside import outside
 from ..passes.finding.outside import words as words_of
@@ -155,6 +156,8 @@ def _notes(model: nn.Module, by_backend: bool, drops: bool, frozen: bool) -> Ite
         yield "Masks of backend='fxmask' are made in its graphs: rows are of the last that ran; other code is dense. FXMASK_DUMP=dir writes them down."
     if frozen:
         yield "Masks that are part of a trace: their ratio, start and schedule rest as they were; apply, guard, step and restore need the model itself."
+    if is_unflattened(model):
+        yield "Graphs of torch.export.unflatten, as stages of pipelining have them, are not looked into: masks that are part of them have no rows."
     if drops and (left := other_dropouts(model)):
         yield f"Dropouts that are left alone: {', '.join(left)}."
 
