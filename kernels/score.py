@@ -10,6 +10,9 @@ Keys are never negative; a NaN of either sign scores highest, then an Inf, so th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,7 +20,6 @@ from .bits import bits_as
 from .errors import ConfigError
 from .grid import to_blocks
 
-CRITERIA = ("fro", "spectral", "l1", "linf", "random")
 KEY_NAN, KEY_INF = 0x7FFFFFFF, 0x7F800000
 MANTISSA = 21  # bits of the sum kept below its leading bit; with 10 bits of exponent the key fills an int32
 OFFSET = 320  # makes the smallest exponent positive: float32 squares reach 2 ** -298
@@ -38,20 +40,19 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     b = to_blocks(w.detach().float(), block)
     finite = torch.isfinite(b).all(-1)
     clean = torch.where(finite[..., None], b, 0.0)
-    if criterion == "fro":
-        keys = _sum_keys(clean, squared=True)
-    elif criterion == "l1":
-        keys = _sum_keys(clean, squared=False)
-    elif criterion == "linf":
-        keys = bits_as(clean.abs().amax(-1), torch.int32)  # the bits of non-negative floats sort like the floats
-    elif criterion == "spectral":
-        keys = _spectral_keys(clean.unflatten(-1, (-1, min(block[1], max(1, w.shape[1]))))) if b.numel() else b.sum(-1)
+    if criterion in NORMS:
+        keys = NORMS[criterion].keys(clean, min(block[1], max(1, w.shape[1])))
     elif criterion == "random":
         keys = random_keys(b.shape[:2], w.device, step, stream)
     else:
         raise ConfigError(f"unknown criterion: expected one of {', '.join(CRITERIA)}, got {criterion!r}.")
     bad = torch.where(torch.isnan(b).any(-1), KEY_NAN, KEY_INF)
     return torch.where(finite, keys, bad).to(torch.int32)
+
+
+def norms_of(keys: Tensor, w: Tensor, criterion: str) -> Tensor:
+    """The norms of a weight's blocks that keys stand for, float32; infinite or NaN for a broken block."""
+    return NORMS[criterion].values(keys, w) if w.numel() else bits_as(keys, torch.float32)
 
 
 def _scale(b: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -96,13 +97,36 @@ def sum_of_keys(keys: Tensor) -> Tensor:
     return torch.where(keys == 0, 0.0, torch.where(keys >= KEY_INF, torch.inf, sums))
 
 
-def _spectral_keys(b: Tensor) -> Tensor:
-    """Largest singular value of each block [NB, KB, bh, bw], as float32 bits.
+def _spectral_keys(b: Tensor, width: int) -> Tensor:
+    """Largest singular value of each block, as float32 bits.
 
     The weight is scaled as a whole: its magnitude does not matter, but blocks 2^126 times smaller than the largest element count as zero.
     """
-    u, _ = _scale(b, (0, 1, 2, 3))
+    if not b.numel():
+        return b.sum(-1)
+    u, _ = _scale(b.unflatten(-1, (-1, width)), (0, 1, 2, 3))
     return bits_as(torch.linalg.matrix_norm(u, ord=2).clamp(min=0), torch.int32)
+
+
+def _spectral_values(keys: Tensor, w: Tensor) -> Tensor:
+    return torch.ldexp(bits_as(keys, torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)
+
+
+class Norm(NamedTuple):
+    """A criterion that is a norm of a block."""
+
+    keys: Callable[[Tensor, int], Tensor]  # of blocks of finite elements, [NB, KB, elements], and of their width
+    values: Callable[[Tensor, Tensor], Tensor]  # what keys stand for: of the keys and the weight, not empty
+    captured: bool = True  # by CUDA graphs; an SVD is not
+
+
+NORMS = {  # a new one is a line here; kernels that have it say so themselves, and others are this plain form
+    "fro": Norm(lambda b, _: _sum_keys(b, squared=True), lambda keys, _: sum_of_keys(keys).sqrt().float()),
+    "spectral": Norm(_spectral_keys, _spectral_values, captured=False),
+    "l1": Norm(lambda b, _: _sum_keys(b, squared=False), lambda keys, _: sum_of_keys(keys).float()),
+    "linf": Norm(lambda b, _: bits_as(b.abs().amax(-1), torch.int32), lambda keys, _: bits_as(keys, torch.float32)),  # bits of floats from 0 on sort like these
+}
+CRITERIA = (*NORMS, "random")
 
 
 def mix(h: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..kernels.errors import message, warn
+from ..kernels.score import NORMS
 from ..passes.state import ranks
 from ..passes.state.rebuild import Job, computed
 from ..passes.state.site import Site
@@ -59,9 +60,10 @@ class Rebuilds:
 
 
 def _is_fixed(j: Job) -> bool:
-    """Whether the device does the same in every such rebuild, and waits for nobody: exchanges count on the host, an SVD waits, a first one comes once."""
+    """Whether the device does the same in every such rebuild, and waits for nobody: exchanges count on the host, some norms wait, a first one comes once."""
     c, plain = j.site._fxmask_config, isinstance(j.weight, nn.Parameter) and not ranks.is_shard(j.weight)
-    return plain and j.site._fxmask_in_place and not j.first and j.other is None and c.regrow is None and c.criterion != "spectral"
+    waits = c.criterion in NORMS and not NORMS[c.criterion].captured
+    return plain and j.site._fxmask_in_place and not j.first and j.other is None and c.regrow is None and not waits
 
 
 def _kind(j: Job) -> tuple[Any, ...]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from ...kernels import scoring
 from ...kernels.errors import StateError, message
 from ...kernels.grid import as_matrix, expand_mask
-from ...kernels.score import random_keys
+from ...kernels.score import NORMS, norms_of, random_keys
 from ...kernels.select import ordered, select_blocks, select_ranked
 from ..settings.config import WeightMask
-from .saliency import GIVEN, NORMS, norms_of
+from .saliency import GIVEN
 from .site import Site
 
 

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import scoring
-from ...kernels.bits import bits_as
 from ...kernels.errors import UnsupportedError, message
 from ...kernels.grid import as_matrix
 from ...kernels.saliency import BY_GRADIENT, block_sums, taken
-from ...kernels.score import CRITERIA, sum_of_keys
+from ...kernels.score import NORMS, norms_of
 from . import ranks
 
 if TYPE_CHECKING:
@@ -35,22 +34,11 @@ if TYPE_CHECKING:
 LEARNED = ("gradient", "taylor", "movement", "momentum")
 GIVEN = "given"  # scores of the user's own, which no step moves
 MOMENTA = ("exp_avg", "momentum_buffer")  # of Adam's family, of SGD
-NORMS = tuple(c for c in CRITERIA if c != "random")
 
 
 def norms(w: Tensor, block: tuple[int, int], criterion: str, impl: str = "auto") -> Tensor:
     """Norm of each block, float32 [NB, KB], as the keys of `kernels.score` order them; infinite or NaN for a broken block."""
     return norms_of(scoring.block_keys(as_matrix(w.detach()), block, criterion, impl), w, criterion)
-
-
-def norms_of(keys: Tensor, w: Tensor, criterion: str) -> Tensor:
-    """The norms that keys stand for."""
-    if criterion == "linf" or not w.numel():
-        return bits_as(keys, torch.float32)
-    if criterion == "spectral":  # of the weight as scaled by a power of two
-        return torch.ldexp(bits_as(keys, torch.float32), torch.frexp(torch.where(torch.isfinite(w), w.float(), 0).abs().amax()).exponent)
-    sums = sum_of_keys(keys)
-    return (sums.sqrt() if criterion == "fro" else sums).float()
 
 
 @torch.no_grad()

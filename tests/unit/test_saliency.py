@@ -11,7 +11,8 @@ from torch import fx, nn, optim
 import fxmask
 from fxmask.errors import ConfigError, StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
-from fxmask.passes.state.saliency import NORMS, norms
+from fxmask.kernels.score import CRITERIA, NORMS, block_keys, norms_of
+from fxmask.passes.state.saliency import LEARNED, norms
 
 BLOCK, SHAPE = (16, 24), (40, 60)  # ragged on both sides
 GRID = (3, 3)
@@ -300,7 +301,7 @@ WRONG = {
     "ties": (dict(average=0.5, ties="keep"), "expected ties='lowest' with average, hysteresis, regrow or gain, and of masks or scores given, got 'keep'"),
     "random": (dict(criterion="random", hysteresis=0.5), "criterion='random' has no scores to average"),
     "refresh": (dict(criterion="taylor", refresh=0), "refresh=0 builds the mask once: expected refresh of at least 1"),
-    "criterion": (dict(criterion="taylr"), "unknown criterion: expected one of fro, spectral, l1, linf, random, gradient, taylor, movement, momentum"),
+    "criterion": (dict(criterion="taylr"), f"unknown criterion: expected one of {', '.join((*CRITERIA, *LEARNED))}"),
 }
 
 
@@ -382,3 +383,12 @@ def test_norms_beside_a_block_that_is_not_finite():
         broken[0, 0] = torch.inf
         whole, seen = norms(w, BLOCK, criterion), norms(broken, BLOCK, criterion)
         assert torch.allclose(seen.flatten()[1:], whole.flatten()[1:]) and not seen[0, 0].isfinite()
+
+
+@pytest.mark.parametrize("criterion", NORMS)
+def test_norms_are_what_keys_stand_for(criterion):
+    """`values` of `kernels.score.NORMS` gives numbers in the order of `keys`: average and hysteresis go by them."""
+    w = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 9, SHAPE[0])[:, None]
+    keys = block_keys(w, BLOCK, criterion)
+    ordered = norms_of(keys, w, criterion).flatten()[keys.flatten().argsort()]
+    assert ordered.dtype == torch.float32 and ordered.isfinite().all() and (ordered.diff() >= 0).all() and ordered[0] < ordered[-1]
