@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from ...kernels.errors import ConfigError
 from ...kernels.grid import ratio_units
 from .checks import at_least, one_of
 
-SCHEDULES = ("constant", "linear", "cubic", "cosine", "exponential", "cyclic")
+RAMPS: dict[str, Callable[[float], float]] = {  # how far it still is to the target, of 1, by how much of the ramp is left
+    "linear": lambda left: left,
+    "cubic": lambda left: left**3,
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+}
+SCHEDULES = ("constant", *RAMPS, "exponential", "cyclic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +102,4 @@ class Schedule:
         left = 1 - done / self.ramp
         if self.kind == "exponential":
             return 1 - (1 - target) * ((1 - self.initial) / (1 - target)) ** left
-        if self.kind == "cosine":
-            left = (1 - math.cos(math.pi * left)) / 2
-        elif self.kind != "linear":
-            left = left**3
-        return target + (self.initial - target) * left
+        return target + (self.initial - target) * RAMPS["cubic" if self.kind == "cyclic" else self.kind](left)

@@ -230,7 +230,7 @@ def test_bad_steps(n):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    (dict(kind="square"), "unknown schedule: expected one of constant, linear, cubic, cosine, exponential, cyclic, got 'square'"),
+    (dict(kind="square"), f"unknown schedule: expected one of {', '.join(SCHEDULES)}, got 'square'"),
     (dict(steps=0), "Schedule.steps counts optimiser steps: expected an int of at least 1, got 0"),
     (dict(initial=1.0), "got 1.0"),
     (dict(warmup=-1), "Schedule.warmup counts optimiser steps: expected an int of at least 0, got -1"),
