@@ -14,6 +14,7 @@ from ..kernels.errors import StateError, UnsupportedError, first_of, message, wa
 from ..passes.finding.weights import peek_weight
 from ..passes.settings import phases
 from ..passes.state import ranks
+from ..passes.state.lost_guards import KEPT
 from ..passes.state.saliency import refuse_shard
 from ..passes.state.site import Site
 from ..passes.state.site_mask import check_agreed
@@ -47,7 +48,7 @@ def shared_out(optimizer: Optimizer, found: Iterable[tuple[str, Site, torch.Tens
                 elementwise.refuse_shard(name, weight)
         elif isinstance(weight, nn.Parameter):
             held.others.append((name, site, weight))
-        elif masked_weights in ("freeze", "decay"):
+        elif masked_weights in KEPT:
             what = f"masked_weights={masked_weights!r} of a weight that other parameters make: expected a Parameter of the layer."
             raise UnsupportedError(message(what, name, "use masked_weights='free', or exclude the layer from fxmask.apply."))
         rests = not isinstance(weight, nn.Parameter) or not weight.requires_grad

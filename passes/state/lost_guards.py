@@ -19,7 +19,7 @@ from .weak_sets import alive
 if TYPE_CHECKING:
     from .site import Site
 
-KEPT = ("freeze", "decay")  # policies whose masked weights an optimiser would move
+KEPT = ("freeze", "decay")  # policies of `stepping.optimiser.LEFT`, whose masked weights an optimiser would move
 _waiting: weakref.WeakSet[Site] = weakref.WeakSet()
 _without: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()  # that hold no such layer, and what they held then
 _hooks: list[Any] = []

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ..settings.config import WeightMask
 from ..state import ranks
+from ..state.lost_guards import KEPT
 from ..state.site import Site
 from .momenta import NO_MOMENTA, word
 
 if TYPE_CHECKING:
     from . import gathered, set_aside
 
-POLICIES = ("auto", "freeze", "decay", "free")
+POLICIES = ("auto", *KEPT, "free")
 RETURNING = ("keep", "zero")
 EVERY = "*"
 

@@ -123,11 +123,8 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     _put_back(optimizer, [g for g in guarded if g.aside is not None or g.gathered is not None])
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:  # copies
-            kept, old = _elements(g.mask, g, g.block), g.before
-            if g.policy == "decay":
-                old = _decayed(optimizer, g, old)
-            else:
-                _rest_momenta(optimizer, g, kept, old)
+            kept = _elements(g.mask, g, g.block)
+            old = LEFT[g.policy](optimizer, g, kept, g.before)
             g.into.copy_(torch.where(kept, ranks.part(g.weight), old))
             _show_gradient(g, ~kept)
         g.forget()
@@ -146,20 +143,24 @@ def _put_back(optimizer: Optimizer, guarded: list[Guarded]) -> None:
                 start_anew(g, k, t, ~_elements(g.mask, g, g.block), g.weight.detach())  # the weight is as it was by now
 
 
-def _decayed(optimizer: Optimizer, g: Guarded, old: Tensor) -> Tensor:
+def _decayed(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> Tensor:
     group = group_of(optimizer, g.weight) or {}
     decayed = old * (1 - group.get("lr", 0.0) * group.get("weight_decay", 0.0))
     stepped = (ranks.part(g.weight) != old).any()  # nothing else tells of all steps that are skipped, as under a GradScaler
     return torch.where(stepped, decayed, old)
 
 
-def _rest_momenta(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> None:
+def _frozen(optimizer: Optimizer, g: Guarded, kept: Tensor, old: Tensor) -> Tensor:
     for k, t in momenta_of(optimizer, g.weight).items():
         was = g.momenta.get(k)
         if was is not None:
             t.copy_(torch.where(kept, t, was.to(t.device)))
         elif word(k) != STEP_SIZE:
             start_anew(g, k, t, ~kept, old)
+    return old
+
+
+LEFT = {"freeze": _frozen, "decay": _decayed}  # policy: what a step leaves in masked elements, of what they held before it; one for each of KEPT
 
 
 @torch.no_grad()

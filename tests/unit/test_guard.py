@@ -11,6 +11,9 @@ from torch import fx, nn, optim
 import fxmask
 from fxmask.errors import ConfigError, StateError, UnsupportedError
 from fxmask.kernels.grid import expand_mask
+from fxmask.passes.state.lost_guards import KEPT
+from fxmask.passes.stepping.guarded_weight import POLICIES
+from fxmask.passes.stepping.optimiser import LEFT
 
 PLAIN, FOREACH, FUSED = dict(foreach=False), dict(foreach=True), dict(fused=True)
 OPTIMISERS = {
@@ -302,7 +305,7 @@ def test_an_optimiser_of_another_model_beside_weights_that_rest():
 def test_wrong_use():
     model, optimiser = build(optim.SGD, dict(lr=0.1))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ConfigError, match=r"unknown masked_weights: expected one of auto, freeze, decay, free, got 'ice'"):
+    with pytest.raises(ConfigError, match=f"unknown masked_weights: expected one of {', '.join(POLICIES)}, got 'ice'"):
         fxmask.guard(optimiser, model, "ice")
     with pytest.raises(ConfigError, match=r"unknown returning: expected one of keep, zero"):
         fxmask.guard(optimiser, model, returning="later")
@@ -359,3 +362,7 @@ def test_a_closure_that_gives_a_layer_no_gradient(policy):
     assert torch.equal(model[2].weight, before["2.weight"]) and not torch.equal(model[0].weight[kept], before["0.weight"][kept])
     factor = 1 - 0.1 * 0.5 if policy == "decay" else 1.0
     assert torch.equal(model[0].weight[~kept], before["0.weight"][~kept] * factor)
+
+
+def test_each_policy_that_rests_says_what_a_step_leaves():
+    assert set(LEFT) == set(KEPT), "a policy of passes.state.lost_guards.KEPT wants an entry in passes.stepping.optimiser.LEFT"
