@@ -34,6 +34,8 @@ class Analysis(Report):
         meta: dict[str, Any],
         explained: Callable[[str], str],
     ) -> None:
+        unnamed = set(tables) - {*TABLES}
+        assert not unnamed, f"name these in TABLES, by which the command offers them, and in docs/analysis.md: {unnamed}"
         super().__init__(title, tables["modules"], notes, summary)
         self.tables, self.meta, self._explained = tables, meta, explained
 

@@ -13,6 +13,13 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import fxmask
+from fxmask.analysis.report import TABLES
+from fxmask.kernels import reference
+from fxmask.kernels.reference import MODES
+from fxmask.kernels.score import CRITERIA
+from fxmask.passes.settings.schedule import SCHEDULES
+from fxmask.passes.state.saliency import LEARNED
+from fxmask.passes.stepping.guarded_weight import POLICIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,3 +296,21 @@ def test_an_average_takes_the_runs_masks(how):
     assert all(mask.float().mean() == 0.5 for mask in fxmask.masks(ema).values())
     if how.get("refresh"):
         assert all(torch.equal(a, b) for a, b in zip(fxmask.masks(ema.module).values(), fxmask.masks(model).values(), strict=True))
+
+
+NAMED = {  # names that a user may give, and the pages and docstrings that list them
+    "criteria": ((*CRITERIA, *LEARNED), {"docs/masks.md": None, "fxmask.WeightMask": fxmask.WeightMask}),
+    "schedules": (SCHEDULES[1:], {"README.md": None, "docs/masks.md": None, "fxmask.Schedule": fxmask.Schedule}),
+    "policies": (POLICIES, {"docs/masks.md": None, "fxmask.guard": fxmask.guard}),
+    "modes": (MODES, {"README.md": None, "fxmask.kernels.reference": reference}),
+    "tables": (TABLES, {"docs/analysis.md": None, "fxmask.analyze": fxmask.analyze}),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_each_choice_is_told(kind):
+    names, places = NAMED[kind]
+    for place, thing in places.items():
+        text = (ROOT / place).read_text() if thing is None else thing.__doc__
+        missing = [name for name in names if not re.search(rf"\b{name}\b", text)]
+        assert not missing, f"{place} lists the {kind}, and does not name {missing}"
