@@ -37,6 +37,8 @@ from tracking import ActiveBlocks, CsvLog, MaskTracker
 
 import fxmask
 from fxmask.errors import ConfigError
+from fxmask.kernels.reference import MODES
+from fxmask.kernels.score import CRITERIA
 
 OPTIMISERS: dict[str, Callable[..., Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}
 DEFAULT_MODEL = {"digits": "digits", "cifar10": "cifar", "folder": "cifar"}
@@ -52,8 +54,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--dense", action="store_true", help="no masks")
     p.add_argument("--ratio", type=float, help="fraction of blocks that are masked, default 0.5")
     p.add_argument("--block", type=int, nargs=2, metavar=("OUT", "IN"), help="default 16 16")
-    p.add_argument("--backward", choices=("masked", "ste", "unmasked", "rigl"), default="masked")
-    p.add_argument("--criterion", choices=("fro", "spectral", "l1", "linf", "random"), default="fro")
+    p.add_argument("--backward", choices=MODES, default="masked")
+    p.add_argument("--criterion", choices=CRITERIA, default="fro")
     p.add_argument("--start", default="0", metavar="STEPS", help="first optimiser step with masks; 10ep: after ten epochs")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
     p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio, such as cubic:1000, cubic:5ep,warmup=1ep or cyclic:9ep,cycles=3")

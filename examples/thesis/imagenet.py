@@ -27,6 +27,9 @@ from tracking import CsvLog, keep_epochs
 from train import flushed_denormals
 
 import fxmask
+from fxmask.kernels.reference import MODES
+from fxmask.kernels.score import CRITERIA
+from fxmask.passes.stepping.guarded_weight import POLICIES
 from thesis import checkpoint, lock, ranks
 from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
@@ -51,12 +54,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         p.add_argument(f"--{name}", type=int, help="of the ResMLP, instead of the thesis'")
     p.add_argument("--timm", metavar="NAME", help="a model of timm's instead")
     p.add_argument("--exclude", nargs="*", default=[], help="with --timm: patterns of layers that stay dense, besides its head")
-    p.add_argument("--backward", choices=("masked", "ste", "unmasked", "rigl"), default="masked")
-    p.add_argument("--criterion", choices=("fro", "spectral", "l1", "linf", "random"), default="fro")
+    p.add_argument("--backward", choices=MODES, default="masked")
+    p.add_argument("--criterion", choices=CRITERIA, default="fro")
     p.add_argument("--cover", action="store_true", help="no row and no column of blocks without a kept one")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
     p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio from 0, such as cubic:5ep")
-    p.add_argument("--guard", choices=("auto", "freeze", "decay", "free"), default="auto", help="what the optimiser does to masked weights")
+    p.add_argument("--guard", choices=POLICIES, default="auto", help="what the optimiser does to masked weights")
     p.add_argument("--amp", choices=("none", "bf16"), default="none", help="bf16: autocast; weights and masks stay float32")
     p.add_argument("--loader", choices=("torchvision", "timm"), default="torchvision", help="timm: its readers, transforms and prefetching loader")
     p.add_argument("--seed", type=int, default=0)

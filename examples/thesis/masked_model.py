@@ -16,10 +16,12 @@ from torch.nn import functional as F
 
 import fxmask
 from fxmask.errors import ConfigError
+from fxmask.kernels import score
+from fxmask.passes.state.saliency import LEARNED
 from thesis.config import parse
 from thesis.recipe import Recipe, guard, optimiser
 
-CRITERIA = ("fro", "spectral", "l1", "linf", "random", "gradient", "taylor", "movement", "momentum")
+CRITERIA = (*score.CRITERIA, *LEARNED)
 
 
 def regrow(text: str | None, per_epoch: int) -> fxmask.Regrow | None:

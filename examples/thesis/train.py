@@ -30,6 +30,8 @@ from resmlp import PRESETS
 from tracking import ActiveBlocks, CsvLog, keep_epochs
 
 import fxmask
+from fxmask.kernels.reference import MODES
+from fxmask.passes.stepping.guarded_weight import POLICIES
 from thesis import checkpoint, lock
 from thesis.masked_model import CRITERIA
 from thesis.recipe import OPTIMISERS, RECIPES, Recipe
@@ -47,7 +49,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         p.add_argument(f"--{f.name.replace('_', '-')}", type={"int": int, "float": float}.get(str(f.type), str), help=f"recipe: {f.name}")
     p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP5 @ XPatch = masked 0.8 (32, 32);"')
     p.add_argument("--dense", action="store_true", help="no masks; default without --config: 32x32 blocks at 80 %% (16x16 at 50 %% for digits)")
-    p.add_argument("--backward", choices=("masked", "ste", "unmasked", "rigl"), default="masked")
+    p.add_argument("--backward", choices=MODES, default="masked")
     p.add_argument("--criterion", choices=CRITERIA, default="fro")
     p.add_argument("--average", type=float, default=0.0, help="moving average of the scores, such as 0.9")
     p.add_argument("--hysteresis", type=float, default=0.0)
@@ -71,7 +73,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--read-test", action="store_true", help="with --holdout: judge the last epoch on the test images")
     p.add_argument("--refresh", type=int, default=1, metavar="STEPS", help="steps between rebuilds of the masks; 0: built once")
     p.add_argument("--schedule", metavar="KIND:STEPS", help="ramp of the ratio from 0, such as cubic:5ep")
-    p.add_argument("--guard", choices=("auto", "freeze", "decay", "free"), default="auto", help="what the optimiser does to masked weights")
+    p.add_argument("--guard", choices=POLICIES, default="auto", help="what the optimiser does to masked weights")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--stop", type=int, metavar="EPOCH", help="end after this epoch of the plan")
     p.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="checkpoints, besides one an epoch")
