@@ -81,12 +81,14 @@ def warn_of_regions(model: nn.Module, chosen: Iterable[Decision]) -> None:
                 dense.setdefault(place, full)
 
 
-def warn_if_dense(model: nn.Module, decisions: list[Decision]) -> None:
-    """Whatever stays dense though a ratio was asked for is named."""
+def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candidate]) -> None:
+    """Whatever stays dense though a ratio was asked for is named. `left`: weights in no Linear."""
     selected = [d for d in decisions if d.config is not None]
     if not selected:
         traced = next(exported_masks(model), None) is not None
         none = "its linears were masked before it was traced, and their masks are part of the graph" if traced else "it has no linear"
+        if not traced and (others := unsaid(left)):
+            none += f"; in no nn.Linear, where masks do not reach: {words(others)}"
         if is_unflattened(model):
             none = "its graphs are those of torch.export.unflatten, which it does not look into; mask the model that was exported, before the export"
         warn(f"fxmask.apply masked nothing: {reasons_of(decisions, none)}.")

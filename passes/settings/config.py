@@ -43,6 +43,7 @@ class WeightMask(Options):
         impl: `auto`, `reference`, `cpu` or `triton`; an explicit one never falls back, but to masked-dense in convolutions whose windows overlap, have gaps
             or reach into padding, `cpu` also under torch.func and forward AD and of nested inputs, and `triton` of blocks with other sides than 16, 32, 64 and
             128 and of odd numbers of features, as `fxmask.explain` says.
+            Of the norms `fro` alone has kernels of its own: by the others masks are made in plain PyTorch, under `triton`, too.
             On a GPU `auto` is the choice of `passes.state.gpu_site`. seed: for `criterion="random"`.
         cover: no block row and no block column without a kept block, where the ratio leaves max(rows, columns) of them; see `kernels.select.covering`.
         average: in [0, 1), the moving average of the scores over optimiser steps (see `passes.state.saliency`); 0: as they are now.

@@ -48,6 +48,11 @@ def test_experts_are_named():
     model(torch.randn(3, 32))
 
 
+def test_where_nothing_is_masked_they_are_named():
+    with pytest.warns(FxMaskWarning, match=r"masked nothing: it has no linear; in no nn\.Linear.*: 1 weight of 4,096 elements \(0 16x16x16\)\."):
+        fxmask.apply(nn.Sequential(nn.Bilinear(16, 16, 16)))
+
+
 @pytest.mark.parametrize("exclude", ["re:gate_up|down", Experts, ["gate_up", "down"]], ids=str)
 def test_exclude_says_that_it_is_meant(exclude):
     model = nn.Sequential(nn.Linear(16, 32), Experts())
