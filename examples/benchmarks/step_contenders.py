@@ -58,7 +58,7 @@ def code() -> str:
     """Hash of what a step runs beside the kernels: fxmask, its passes, the models and these scripts."""
     package, here = Path(fxmask.__file__).parent, Path(__file__).resolve().parents[1]
     ours = [here / "resmlp.py", *(here / "benchmarks" / f"{name}.py" for name in ("step_contenders", "step_group", "step_measure", "step_models"))]
-    folders = (".", "compiler", "cuda_graphs", "guards", "nm", "passes", "passes/*")  # of what a step runs
+    folders = (".", "compiler", "cuda_graphs", "explaining", "guards", "health", "nm", "passes", "passes/*")  # of what a step runs
     return file_hash(sorted(p for folder in folders for p in package.glob(f"{folder}/*.py")), package)[:6] + file_hash(ours, here)[:6]
 
 
