@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...kernels import prune_ops  # noqa: F401  (registers the ops of pruned inputs)
 from ..finding.candidate import join
-from ..finding.dense_reads import Given, Made, is_index, is_product, is_small, joined, made_of_weights
+from ..finding.dense_reads import Given, Made, inputs_in, is_index, is_product, is_small, joined, made_of_weights
 from ..finding.graph_linears import graph_modules, masks_behind
 from ..infra import recorded_value
 from ..state.tensors import is_taken
@@ -68,6 +68,8 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
         masks = masks_behind(weight_arg(node), given) if of_weight else [mask for n in node.all_input_nodes for mask in masks_in.get(n, ())]
         for read in dict.fromkeys(masks) if is_product(node) else ():
             if (element := by_element(read)) is not None:
+                if inputs_in(element.weight, given):  # in a body an input of the model looks like a weight
+                    continue
                 name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
                 yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
             elif (block := _block(read, made[read])) is not None:

@@ -14,9 +14,9 @@ from fxmask.errors import FxMaskWarning
 IN_TRACE = "masked before it was traced; the mask is part of the graph"
 
 
-def traces(model, x):
+def traces(model, *inputs):
     """The module of a program, and that of its decompositions."""
-    program = torch.export.export(model, (x,))
+    program = torch.export.export(model, inputs)
     with warnings.catch_warnings():  # PyTorch's own
         warnings.simplefilter("ignore", FutureWarning)
         return program.module(), program.run_decompositions().module()
@@ -94,9 +94,22 @@ class Own(nn.Module):
         return torch.cond(y.sum() > 0, lambda z: F.linear(z, torch.where(self.kept, self.inner.weight, 0) * self.kept), lambda z: z + 1, (y,))
 
 
+class Handed(nn.Module):
+    """Such a mask is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x, nm_mask):
+        return F.linear(x, torch.where(nm_mask, self.fc.weight, 0))
+
+
 def test_masks_of_somebodys_own_are_none_of_ours():
     for gm in traces(Own(), torch.randn(4, 64)):
         assert rows(gm, "masked", "shape") == [(False, "64x64")] * 2
+    for gm in traces(Handed(), torch.randn(4, 64), torch.rand(64, 64) > 0.5):
+        assert not any(masked for masked, in rows(gm, "masked"))
 
 
 class Beside(nn.Module):
@@ -128,6 +141,17 @@ class Gated(nn.Module):
         return torch.where(x.view(torch.int32) > 0, x, 0) @ self.fc.weight.T
 
 
-def test_an_input_is_no_weight():
-    for gm in traces(Gated(), torch.randn(4, 64)):
+class GatedInABody(Gated):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, super().forward, lambda z: z + 1, (x,))
+
+
+class GatedAndMoreInABody(Gated):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda z: super(GatedAndMoreInABody, self).forward(z * 2), lambda z: z + 1, (x,))
+
+
+@pytest.mark.parametrize("kind", [Gated, GatedInABody, GatedAndMoreInABody])
+def test_an_input_is_no_weight(kind):
+    for gm in traces(kind(), torch.randn(4, 64)):
         assert rows(gm, "name", "masked") == [("fc", False)]
