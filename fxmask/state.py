@@ -103,10 +103,9 @@ def _named_as_here(entries: Any, found: Iterable[tuple[Any, ...]]) -> Any:
     which its state_dict or torch.distributed.checkpoint's leaves out, and who evaluates a run may have neither."""
     if not isinstance(entries, Mapping):
         return entries
-    ours = [name for name, *_ in found]
-    here = {_unwrapped(name): name for name in ours}
+    here = {_unwrapped(name): name for name, *_ in found}
     renamed = {here.get(_unwrapped(name), name): entry for name, entry in entries.items()}
-    return renamed if len(renamed) == len(entries) and len(here) == len(ours) else entries
+    return renamed if len(renamed) == len(entries) else entries
 
 
 def _unwrapped(name: Any) -> Any:

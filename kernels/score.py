@@ -41,7 +41,7 @@ def block_keys(w: Tensor, block: tuple[int, int], criterion: str, step: Tensor |
     finite = torch.isfinite(b).all(-1)
     clean = torch.where(finite[..., None], b, 0.0)
     if criterion in NORMS:
-        keys = NORMS[criterion].keys(clean, min(block[1], max(1, w.shape[1])))
+        keys = NORMS[criterion].keys(clean, min(block[1], w.shape[1]))
     elif criterion == "random":
         keys = random_keys(b.shape[:2], w.device, step, stream)
     else:
