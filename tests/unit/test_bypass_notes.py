@@ -176,3 +176,16 @@ def test_the_note_names_five_at_most():
     m = fxmask.apply(nn.Sequential(*(Reader() for _ in range(7))), ratio=0.5)
     loss(m).backward()
     assert noted(m) == ", ".join(f"{i}.inner.weight" for i in range(5)) + " and 2 more"
+
+
+BROKEN = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan"), "finite": 1.0}
+
+
+@pytest.mark.parametrize("value", BROKEN.values(), ids=BROKEN)
+def test_one_element_breaks_a_gradient(value, monkeypatch):
+    grad = torch.zeros(32, 32)
+    grad[3, 4] = value
+    assert bypass.has_broken(grad) == (value != 1.0)
+    assert not bypass.has_broken(grad.to_sparse()) and not bypass.has_broken(grad.to("meta"))  # may not be looked at
+    monkeypatch.setattr(bypass, "capturing", lambda t: True)
+    assert not bypass.has_broken(grad)

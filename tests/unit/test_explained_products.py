@@ -138,6 +138,19 @@ class Chosen(Experts):
         return F.linear(x, torch.stack([e.weight for e in self.experts]).index_select(0, chosen)[0])
 
 
+class Modulated(Experts):
+    """By a whole matrix that an input gives."""
+
+    def forward(self, x, gate):
+        return F.linear(x, sum(e.weight for e in self.experts) * (x.T @ x))
+
+
+def test_an_input_may_write_a_whole_matrix_over_masked_weights():
+    """Of a linear call, which says what its weight is; its decompositions do not."""
+    gm, _ = programs(fxmask.apply(Modulated(), **OPTIONS), torch.randn(4, 64), torch.rand(4, 3))
+    assert sorted(names_and_masks(gm)) == [(f"experts.{i}", True) for i in range(3)]
+
+
 @pytest.mark.parametrize("refresh", [1, 5])
 @pytest.mark.parametrize("kind", [Experts, Mixed, Chosen])
 def test_every_mask_of_a_product_has_its_row(kind, refresh):
@@ -176,7 +189,10 @@ def test_a_layer_whose_input_is_pruned_has_its_row():
             fxmask.apply(gm, **OPTIONS)
 
 
-@pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, block=8), fxmask.BlockDropout(0.5, block=(2, 8))])
+PRUNED = [fxmask.ActivationPruning(0.5, block=8), fxmask.ActivationPruning(0.5, block=8, impl="reference")]  # the second says more
+
+
+@pytest.mark.parametrize("config", [*PRUNED, fxmask.BlockDropout(0.5, block=(2, 8))])
 def test_a_dense_layer_whose_input_is_pruned_or_dropped_has_its_row(config):
     dropped = [nn.Dropout(0.5)] if isinstance(config, fxmask.BlockDropout) else []
     model = fxmask.apply(nn.Sequential(*dropped, nn.Linear(64, 64)), config)

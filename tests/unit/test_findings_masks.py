@@ -7,6 +7,7 @@ import pytest
 import torch
 from sample_models import Residual, best_blocks, mlp
 from torch import fx, nn
+from torch.nn.utils import prune
 from unit.formed_models import X, formed
 
 import fxmask
@@ -49,6 +50,8 @@ NORMS = {
     "spectral_norm": nn.utils.parametrizations.spectral_norm,
     "old-weight_norm": nn.utils.weight_norm,
     "old-spectral_norm": nn.utils.spectral_norm,
+    "old-weight_norm of the bias": lambda m: prune.random_unstructured(nn.utils.weight_norm(m, "bias"), "weight", 0.5),
+    "old-spectral_norm of the bias": lambda m: prune.random_unstructured(nn.utils.spectral_norm(m, "bias"), "weight", 0.5),
 }
 
 
@@ -133,9 +136,11 @@ def test_writes_to_a_read_weight_arrive():
         assert layer.weight.grad is not None
 
 
-def test_looking_runs_no_power_iteration():
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.spectral_norm. is deprecated")
+@pytest.mark.parametrize("norm", ["spectral_norm", "old-spectral_norm"])
+def test_looking_runs_no_power_iteration(norm):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)))
+    model = nn.Sequential(NORMS[norm](nn.Linear(64, 64)))
     before = copy.deepcopy(model.state_dict())
     fxmask.apply(model, ratio=0.5)
     fxmask.step(model)

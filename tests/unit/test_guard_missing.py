@@ -256,6 +256,18 @@ def test_after_restore_a_guard_with_masked_step_is_in_no_new_ones_way(form):
     assert torch.equal(masked_part(model, masks), before) and [row["step"] for row in fxmask.explain(model).rows] == [1, 1, 1]
 
 
+def test_what_was_restored_stays_dense_where_its_model_is_gone_and_others_are_masked():
+    inner = net()
+    whole = fxmask.apply(nn.Sequential(inner), ratio=0.5)
+    optimiser = adamw(inner)
+    fxmask.guard(optimiser, whole)
+    fxmask.restore(whole)
+    train(inner, optimiser)
+    del whole
+    fxmask.apply(net(), ratio=0.5)
+    train(inner, optimiser)  # warnings are errors here
+
+
 def test_restore_alone_says_nothing():
     model, optimiser, _ = guarded()
     fxmask.restore(model)

@@ -233,6 +233,9 @@ def test_wrappers_inside_of_a_model_do_not_count_in_names(kind, direction):
     fxmask.load_state_dict(second, saved)
     found = fxmask.state_dict(second)
     assert not same(list(found[kind]), list(saved[kind])) and same(list(found[kind].values()), list(saved[kind].values()))
-    found[kind]["c"] = next(iter(found[kind].values()))
-    with pytest.raises(StateError, match="the state is of other"):
-        fxmask.load_state_dict(first, found)
+    name = next(iter(found[kind]))
+    for more in ("c", 3, f"_orig_mod.{name}"):  # the last one is another name of what is there
+        with pytest.raises(StateError, match="the state is of other"):
+            fxmask.load_state_dict(first, {**found, kind: {**found[kind], more: found[kind][name]}})
+    with pytest.raises(StateError, match=r"the state is of other|expected what fxmask\.state_dict returned"):
+        fxmask.load_state_dict(first, {**found, kind: 3})

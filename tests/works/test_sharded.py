@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from resmlp import Affine
 from sample_models import mlp
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from works.twin import check, gradients, pair, results, some
 
@@ -51,6 +54,14 @@ def test_other_systems_that_are_tensor_parallel_raise(one_process, config, what,
     call = torch.compile(model, backend="aot_eager") if compiled else model
     with pytest.raises(UnsupportedError, match=rf"{what} runs on a sharded weight(.|\n)*exclude layers that are tensor-parallel"):
         call(some(6, 64))
+
+
+def test_a_product_whose_input_is_saved_pruned_raises(one_process):
+    model = fxmask.apply(nn.Sequential(Affine(64)), fxmask.ActivationPruning(0.5, 16, affine=True))
+    p = model[0]._fxmask_product.a
+    setattr(model[0], p, nn.Parameter(distribute_tensor(getattr(model[0], p).detach(), one_process)))
+    with pytest.raises(UnsupportedError, match="a layer whose input is saved pruned runs on a sharded weight"):
+        model(some(6, 64))
 
 
 @pytest.mark.parametrize("config", [fxmask.ActivationPruning(0.5, 16), fxmask.BlockDropout(0.5, (16, 16))])
