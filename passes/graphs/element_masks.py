@@ -66,4 +66,4 @@ def _in_nm_layer(node: Node, w: Node, mask: Node) -> bool:
 def _beside(n: Node, w: Node) -> bool:
     """Whether a node is an attribute of the layer whose weight is `w`; of the inputs of a body the names alone tell."""
     owner, _, name = str(n.target).rpartition(".")
-    return n.op == w.op and name.endswith(NAMES) and (n.op == "placeholder" or owner == str(w.target).rpartition(".")[0])
+    return n.op == w.op and name.endswith(NAMES) and owner == str(w.target).rpartition(".")[0]
