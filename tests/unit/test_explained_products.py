@@ -151,8 +151,13 @@ def test_an_input_may_write_a_whole_matrix_over_masked_weights():
     assert sorted(names_and_masks(gm)) == [(f"experts.{i}", True) for i in range(3)]
 
 
+class ChosenByRow(Experts):
+    def forward(self, x, gate):
+        return torch.einsum("bi,bkoi->bo", x, torch.stack([e.weight for e in self.experts])[gate.argsort(1)[:, :2]])
+
+
 @pytest.mark.parametrize("refresh", [1, 5])
-@pytest.mark.parametrize("kind", [Experts, Mixed, Chosen])
+@pytest.mark.parametrize("kind", [Experts, Mixed, Chosen, ChosenByRow])
 def test_every_mask_of_a_product_has_its_row(kind, refresh):
     model = fxmask.apply(kind(), **OPTIONS, refresh=refresh)
     fxmask.step(model, 0)
