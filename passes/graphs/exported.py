@@ -16,13 +16,14 @@ from ..finding.dense_reads import Given, Made, inputs_in, is_index, is_product, 
 from ..finding.graph_linears import graph_modules, masks_behind
 from ..infra import recorded_value
 from ..state.tensors import is_taken
-from .element_masks import by_element, is_masking
+from .element_masks import OPS, by_element, is_masking
 from .graph_calls import BLOCK_INDEX, LINEARS, MASKED_LINEAR, behind, call_stack, layer_name, resolve, weight_arg
 from .graph_site import GraphSite
 from .regions import attribute, given_to, incoming, is_trainable
 
 ARGUMENTS: dict[Any, list[str]] = {op: [a.name for a in op._schema.arguments] for op in (MASKED_LINEAR, torch.ops.fxmask.pruned_linear.default)}
 EXPAND = torch.ops.aten.expand.default
+PARAMETER = "p_"  # how the inputs of `ExportedProgram.graph_module` begin that are parameters
 RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)  # a decomposition makes the second of the first
 
 
@@ -68,8 +69,8 @@ def exported_masks(model: nn.Module) -> Iterator[Inside]:
         masks = masks_behind(weight_arg(node), given) if of_weight else [mask for n in node.all_input_nodes for mask in masks_in.get(n, ())]
         for read in dict.fromkeys(masks) if is_product(node) else ():
             if (element := by_element(read)) is not None:
-                if inputs_in(element.weight, given):  # in a body an input of the model looks like a weight
-                    continue
+                if read.target not in OPS and any(not n.name.startswith(PARAMETER) for n in inputs_in(element.weight, given)):
+                    continue  # in a body an input of the model looks like a weight
                 name, weight, unfit = _weight(model, node, element.weight, places, comes_in)
                 yield Inside(name, node, weight, None, None, "masked_dense", None if unfit else _value(places, element.mask), None, unfit)
             elif (block := _block(read, made[read])) is not None:

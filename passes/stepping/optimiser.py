@@ -124,7 +124,7 @@ def after_step(optimizer: Optimizer, guarded: Iterable[Guarded]) -> None:
     for g in guarded:
         if g.mask is not None and g.before is not None and g.moved:  # copies
             kept = _elements(g.mask, g, g.block)
-            old = LEFT[g.policy](optimizer, g, kept, g.before)
+            old = LEFT.get(g.policy, _frozen)(optimizer, g, kept, g.before)  # free by now: a state that a closure has loaded is of a later phase
             g.into.copy_(torch.where(kept, ranks.part(g.weight), old))
             _show_gradient(g, ~kept)
         g.forget()

@@ -61,6 +61,13 @@ def test_each_layer_has_its_row_and_is_not_masked_again(mode, state):
             assert drawn or torch.equal(gm(x), y)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_that_are_inputs_of_a_programs_graph_are_weights(mode):
+    for model, x, layers in ((net(), torch.randn(4, 4, 8, 8), 3), (Body(), torch.ones(64, 64), 1)):
+        fxmask.apply(model, fxmask.NMMask(2, 4, **MODES[mode])).eval()
+        assert rows(torch.export.export(model, (x,)).graph_module, "masked", "block") == [(True, "N:M")] * layers
+
+
 class Autocast(nn.Module):
     """A layer in an autocast region, whose ops are of this module after decompositions."""
 

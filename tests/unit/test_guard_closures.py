@@ -64,6 +64,24 @@ def test_a_mask_that_a_closure_writes_anew_is_that_of_the_next_step():
     assert torch.equal(w[~kept], before[~kept]) and not torch.equal(w[kept], before[kept])
 
 
+def test_masked_weights_stay_where_a_closure_loads_the_state_of_a_phase_that_frees_them():
+    options = dict(OPTIONS, phases={1: dict(backward="ste")})
+    model, later = fxmask.apply(mlp(), **options), fxmask.apply(mlp(), **options)
+    fxmask.step(later, 1)
+    optimiser, w = optim.SGD(model.parameters(), lr=0.1), model[0].weight
+    handle = fxmask.guard(optimiser, model)
+    kept, before = expand_mask(fxmask.masks(model)["0.weight"], w.shape, (16, 16)), w.detach().clone()
+
+    def closure():
+        loss = model(torch.randn(8, 64)).square().mean()
+        loss.backward()
+        fxmask.load_state_dict(model, fxmask.state_dict(later))
+        return loss
+
+    optimiser.step(closure)
+    assert torch.equal(w[~kept], before[~kept]) and not torch.equal(w[kept], before[kept]) and set(handle.policies.values()) == {"free"}
+
+
 def test_a_muon_under_a_soft_mask_takes_its_steps():
     """Whose masked blocks compute and learn, so that nothing is held."""
     model = fxmask.apply(mlp(), **OPTIONS, soft=True, schedule=fxmask.Schedule("linear", steps=9))
