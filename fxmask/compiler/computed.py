@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..passes.finding.candidate import Candidate
 from ..passes.graphs.bodies import Body
-from ..passes.graphs.lifted import source_name
+from ..passes.graphs.input_sources import is_held
 
 if TYPE_CHECKING:
     from .backend_watch import Done
@@ -28,7 +28,7 @@ def made_of(found: Iterable[Candidate], bodies: Sequence[Body], real: Mapping[No
     """
     origin = {n: source for body in bodies for n, source in body.origin.items()}
     places = {n: i for i, n in enumerate(real) if isinstance(_whole(real[n]), nn.Parameter)}
-    own = {n for n, value in real.items() if _whole(value) is value or source_name(n)}
+    own = {n for n, value in real.items() if _whole(value) is value or is_held(n)}
     computed = {id(c.weight): c.weight_node for c in found if c.weight_node is not None and origin.get(c.weight_node) not in own}
     return {w: tuple(sorted({places[n] for n in bodies[0].behind(node) if n in places})) for w, node in computed.items()}
 

@@ -253,3 +253,25 @@ def test_a_part_of_a_parameter_has_a_row_and_is_reached_whichever_graph_looks_it
     assert [int(p.grad.ne(0).sum((1, 2)).max()) for p in (model.stacked, model.fixed)] == [5 * 256] * 2
     (note,) = (n for n in report.notes if "masks do not reach" in n)
     assert "unused" in note and "stacked" not in note and "fixed" not in note
+
+
+class Looked(nn.Module):
+    """Looks up all experts that it uses before a graph break, into a list, a dictionary or a tuple."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.stacked, self.kind = nn.Linear(48, 48), nn.Parameter(torch.randn(3, 48, 48)), kind
+
+    def forward(self, x):
+        x = self.first(x)
+        found = {"list": [self.stacked[0], self.stacked[2]], "dict": {0: self.stacked[0], 1: self.stacked[2]}, "tuple": self.stacked.unbind()[::2]}[self.kind]
+        torch._dynamo.graph_break()
+        return F.linear(F.linear(x, found[0]), found[1])
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tuple"])
+def test_parts_of_a_parameter_that_a_collection_holds_have_rows(kind):
+    model = compiled(Looked(kind), ratio=0.5, block=(16, 16))
+    model(torch.randn(4, 48)).sum().backward()
+    report = fxmask.explain(model)
+    assert [(r["masked"], r["shape"]) for r in report.rows] == [(True, "48x48")] * 3 and not any("masks do not reach" in n for n in report.notes)
