@@ -45,7 +45,14 @@ class Read(NamedTuple):
 
     @property
     def words(self) -> str:
+        if self.is_ours:
+            return "fxmask.apply has changed what becomes of its input, and was asked for no mask of its weight"
         return f"{last_name(self.node)}() reads it, which is no linear call"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is what `fxmask.apply` has made of a layer whose input is pruned or dropped."""
+        return last_name(self.node) in DENSE
 
 
 def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, Made]:

@@ -175,3 +175,11 @@ def test_wrong_options(given, kind, text):
 def test_a_schedule_in_overrides_is_refused():
     error = failing(Wrap(mlp()), torch.randn(4, 64), activations=PRUNED, overrides={"inner.0": {"start": 3}})
     assert isinstance(error, UnsupportedError) and "count optimiser steps" in str(error)
+
+
+def test_layers_whose_inputs_apply_has_changed_say_how_they_are_masked():
+    model = fxmask.apply(mlp(), ActivationPruning(0.5, block=16), include=["0"])
+    words = r"0 stays dense: fxmask\.apply has changed what becomes of its input, and was asked for no mask of its weight; restore the model, and give"
+    call = compiled(model, **OPTIONS)
+    with pytest.warns(FxMaskWarning, match=words):
+        call(torch.randn(4, 64))

@@ -203,3 +203,7 @@ def test_a_dense_layer_whose_input_is_pruned_or_dropped_has_its_row(config):
     model = fxmask.apply(nn.Sequential(*dropped, nn.Linear(64, 64)), config)
     for gm in programs(model, torch.randn(2, 4, 64)):
         assert names_and_masks(gm) == [(str(len(dropped)), False)]
+        with pytest.warns(FxMaskWarning) as told:
+            fxmask.apply(gm, **OPTIONS)
+        words = "fxmask.apply has changed what becomes of its input, and was asked for no mask of its weight; mask the nn.Module"
+        assert sum(words in str(w.message) for w in told) == 2  # of drawn dropouts a third one tells
