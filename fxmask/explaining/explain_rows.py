@@ -60,11 +60,12 @@ def _layer_row(c: Candidate, known: Known) -> dict[str, Any]:
     if entry is not None:
         row = masked_row(c.name, *entry)
         return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
-    if c.key in known.reasons:
+    done = seen(c.weight)
+    if c.key in known.reasons and (done is None or done.mask is None):  # a graph may mask what `apply` was not to change
         return dense_row(c.name, c.weight, _reason(c, known.reasons))
-    if isinstance(c.weight, nn.Parameter) or c.module is None or seen(c.weight) is not None:
+    if isinstance(c.weight, nn.Parameter) or c.module is None or done is not None:
         key = next((key for key, done in known.by_graphs.items() if id(c.weight) in key[1] and done.shape == tuple(c.weight.shape)), None)
-        if key is not None and seen(c.weight) is None:  # a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one
+        if key is not None and done is None:  # a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one
             return graph_made_row(c.name, torch.empty(c.weight.shape, device="meta"), known.by_graphs.pop(key), known.unseen, made_there=True)
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)

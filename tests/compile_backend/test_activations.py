@@ -183,3 +183,4 @@ def test_layers_whose_inputs_apply_has_changed_say_how_they_are_masked():
     call = compiled(model, **OPTIONS)
     with pytest.warns(FxMaskWarning, match=words):
         call(torch.randn(4, 64))
+    assert [(r["name"], r["masked"]) for r in fxmask.explain(call).rows][:2] == [("0", False), ("2", True)]  # which apply was not to change
