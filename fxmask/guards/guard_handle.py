@@ -115,14 +115,14 @@ class GuardHandle:
         self._let_go()
         warn_of_broken_step(self._guarded)
         self._adopt(optimizer)
-        self._noticed.new_masks(optimizer)
+        self._noticed.warn_of_new_masks(optimizer)
         for g in self._guarded:
             if g.site._fxmask_is_dense:
                 what = "optimizer.step() inside fxmask.dense: expected masks in force."
                 raise StateError(message(what, g.name, "leave the with block first."))
             refuse_another_weight(g)
         warn_of_dense_readers((g.name, g.site, g.weight) for g in self._guarded)
-        self._noticed.replaced(self._guarded)
+        self._noticed.look_for_replaced(self._guarded)
         if self.steps == 0 and self._captures is None and (model := self._noticed.model()) is not None:
             warn_of_adapters(model)
         closure = has_closure(args, kwargs)
@@ -138,7 +138,7 @@ class GuardHandle:
             before_step(optimizer, self._guarded, closure)
         note_masks(optimizer, self._guarded, zero=self._returning == "zero")
         if not closure and self._captures is None:
-            self._noticed.gradients(self._guarded)
+            self._noticed.look_at_gradients(self._guarded)
         if self._under_way is not None:
             return (self._under_way.stand_in, *args[1:]), kwargs
         if not closure:

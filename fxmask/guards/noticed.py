@@ -42,7 +42,7 @@ class Noticed:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "model": gone, "lost": []}
 
-    def new_masks(self, optimizer: Optimizer) -> None:
+    def warn_of_new_masks(self, optimizer: Optimizer) -> None:
         """FxMaskWarning, once, where layers were masked after the guard, for the first time or again, and nobody guards them."""
         if self._applied == times_applied():
             return
@@ -55,7 +55,7 @@ class Noticed:
             what += ": expected a new guard, got none. Masked weights move, steps do not count."
             warn(message(what, first_of(bare), fix))
 
-    def replaced(self, guarded: Sequence[Guarded]) -> None:
+    def look_for_replaced(self, guarded: Sequence[Guarded]) -> None:
         """FxMaskWarning where a layer is gone from the model. Once for each: those of a branch that does not always run have no gradient, either."""
         missing = [g for g in guarded if g.weight.grad is None and g.weight.requires_grad]  # all that a step sees of a layer that is gone
         suspects = [g for g in missing if id(g.site) not in self._missed]
@@ -63,7 +63,7 @@ class Noticed:
         if suspects and (model := self.model()) is not None:
             warn_of_replaced(model, suspects)
 
-    def gradients(self, guarded: Sequence[Guarded]) -> None:
+    def look_at_gradients(self, guarded: Sequence[Guarded]) -> None:
         """Once for each layer, at its first step with masked blocks and numbers: these have a gradient where the weight is read past its mask."""
         if len(self.looked_at) < len(guarded):
             new = [g for g in guarded if id(g.site) not in self.looked_at and g.weight.grad is not None]

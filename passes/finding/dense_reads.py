@@ -87,7 +87,7 @@ def is_layer(gm: GraphModule, node: Node) -> bool:
 
 def is_product(node: Node) -> bool:
     """Whether a node multiplies matrices, as a linear call, one of ours or in other words."""
-    return node.target in LINEARS or last_name(node) in (*PRODUCTS, "masked_linear")
+    return node.target in LINEARS or (name := last_name(node)) in PRODUCTS or name == "masked_linear"
 
 
 def values_behind(value: Any, given: Given) -> list[Node]:

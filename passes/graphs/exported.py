@@ -26,7 +26,6 @@ EXPAND = torch.ops.aten.expand.default
 PARAMETER = "p_"  # how the inputs of `ExportedProgram.graph_module` begin that are parameters
 RESHAPES = (torch.ops.aten.reshape.default, torch.ops.aten.view.default)  # a decomposition makes the second of the first
 
-
 Places = Mapping[Graph, tuple[str, GraphModule]]  # where graphs lie in the model, and whose they are
 
 

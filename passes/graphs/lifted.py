@@ -81,9 +81,8 @@ def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: 
     hosts = {body.graph: body for body in bodies}
     for gm, read in reads_in([(body.graph, own(body)) for body in bodies]):
         if read.as_linear or id(real[read.weight]) in called:
-            fix = "use fxmask.apply on the model, or match='matmul' for x @ w.t()"
-            fix = "restore the model, and give fxmask.apply both in one call" if read.is_ours else fix
-            _add(found, hosts[gm], read.node, read.weight, "", real, f"{read.words}; {fix}")
+            ours, other = "restore the model, and give fxmask.apply both in one call", "use fxmask.apply on the model, or match='matmul' for x @ w.t()"
+            _add(found, hosts[gm], read.node, read.weight, "", real, f"{read.words}; {ours if read.is_ours else other}")
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:

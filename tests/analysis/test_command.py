@@ -10,70 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from analysis.spec import SPEC, models, net  # noqa: F401
 
 import fxmask
 from fxmask.analysis import command
 from fxmask.analysis.report import TABLES
 from fxmask.cli import main
 
-SPEC = "spec_models"
 BELONGS = f"fix: install the torchvision that belongs to torch {torch.__version__}"
-SOURCE = """
-import torch
-from torch import nn
-
-def net():
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
-
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.fc = nn.Embedding(50, 32), nn.Linear(32, 50)
-    def forward(self, words, more):
-        return self.fc(self.table(words) + more)
-
-made = net()
-number = 3
-
-def nothing():
-    return None
-
-def breaks():
-    raise RuntimeError("no such luck")
-
-def masked():
-    import fxmask
-    return fxmask.apply(net(), ratio=0.5)
-
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rates = [r.item() for r in torch.linspace(0, 0.1, 2)]  # as timm builds stochastic depth
-        self.fc = nn.Linear(64, 64)
-    def forward(self, x):
-        return self.fc(x) if self.rates[1] > 0 else x
-"""
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("models")
-    (folder / f"{SPEC}.py").write_text(SOURCE)
-    (folder / "broken_models.py").write_text("import nowhere_at_all\n")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, SPEC, raising=False)  # a test may have masked its model
-    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
 
 
 def run(capsys, *args):
     code = main(["analyze", "--device", "h100-sxm", *map(str, args)])
     out = capsys.readouterr()
     return code, out.out, out.err
-
-
-def net():
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
 
 
 def of(model=None, **options):
@@ -305,73 +255,6 @@ def test_progress_is_for_terminals(capsys, monkeypatch):
 def test_a_model_that_has_masks_needs_no_ratio(capsys):
     code, out, _ = run(capsys, f"{SPEC}:masked", "--input", "7x64", "--impl", "reference", "--masked-step", "--format", "json")
     assert code == 0 and {r["impl"] for r in json.loads(out)["tables"]["nodes"] if r["nnzb"] and r["m"]} == {"masked_dense"}
-
-
-def explain(capsys, *args):
-    code = main(["explain", *map(str, args)])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def test_explain_prints_what_the_function_says(capsys):
-    code, out, err = explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--block", "16")
-    assert code == 0 and not err and not os.listdir(".")
-    assert out == f"{fxmask.explain(fxmask.apply(net(), ratio=0.5, block=(16, 16)))}\n"
-    assert "achieved_ratio" in out, "it has the model's weights"
-    assert explain(capsys, f"{SPEC}:masked")[1] == out
-    assert explain(capsys, f"{SPEC}:net")[1] == f"{fxmask.explain(net())}\n"
-
-
-def test_explain_options_reach_apply(capsys):
-    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--block", "32x16", "--backward", "ste", "--impl", "reference", "--format", "json")
-    rows = json.loads(out)["rows"]
-    assert code == 0 and [(r["target_ratio"], r["block"], r["backward"], r["impl"]) for r in rows] == [(0.75, "32x16", "ste", "reference")] * 2
-    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--exclude", "2", "--criterion", "l1", "--format", "json")
-    rows = json.loads(out)["rows"]
-    assert code == 0 and [(r["masked"], r["reason"], r["ranks_by"]) for r in rows] == [(True, "selected", "l1"), (False, "in exclude", None)]
-    assert [r["masked"] for r in json.loads(explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--include", "2", "--format", "json")[1])["rows"]] == [False, True]
-    code, out, _ = explain(capsys, "--ratio", "0.5", "--include", "0", "--include", "2", f"{SPEC}:net", "--format", "json")
-    assert code == 0 and [r["masked"] for r in json.loads(out)["rows"]] == [True, True], "a pattern each, and the model after them"
-    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.75", "--format", "csv")
-    assert code == 0 and [r["name"] for r in csv.DictReader(out.splitlines())] == ["0", "2"]
-
-
-def test_explain_writes_files(capsys, tmp_path):
-    code, out, _ = explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "a" / "b")
-    assert code == 0 and out.startswith("fxmask.explain\n")
-    assert {p.name for p in (tmp_path / "a" / "b").iterdir()} == {"explain.csv", "explain.json", "explain.md"}
-    assert explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "rows.csv")[:2] == (0, out)
-    assert (tmp_path / "rows.csv").read_text() == (tmp_path / "a" / "b" / "explain.csv").read_text()
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".json", ".md", ".html", ".tex", ".txt"])
-def test_explain_writes_what_the_report_saves(capsys, tmp_path, suffix):
-    assert explain(capsys, f"{SPEC}:net", "--ratio", "0.5", "--block", "16", "-o", tmp_path / f"by{suffix}")[0] == 0
-    saved = fxmask.explain(fxmask.apply(net(), ratio=0.5, block=(16, 16))).save(tmp_path / f"own{suffix}").read_bytes()
-    assert saved == (tmp_path / f"by{suffix}").read_bytes() and b"selected" in saved and b"\r" not in saved
-    assert (rb"\toprule" in saved) == (suffix == ".tex")
-
-
-def test_explain_says_what_it_cannot_do(capsys, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for args, text in (
-        ((f"{SPEC}:net", "--block", "16", "--impl", "reference"), "--block, --impl: needs --ratio, which asks for masks"),
-        ((f"{SPEC}:net", "--exclude", "0"), "--exclude: needs --ratio, which asks for masks"),
-        ((f"{SPEC}:net", "--ratio", "0.5", "-o", tmp_path / "file" / "below"), "the output folder cannot be written: Not a directory."),
-        ((f"{SPEC}:masked", "--ratio", "0.5"), "is masked already"),
-        ((f"{SPEC}:breaks",), "'spec_models:breaks' cannot be built: RuntimeError: no such luck"),
-    ):
-        code, out, err = explain(capsys, *args)
-        assert code == 2 and not out and err.startswith("fxmask: ") and text in err
-
-
-def test_a_module_of_the_folder_that_it_is_called_in(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])  # as of the installed command, which begins with its own folder
-    (tmp_path / "lies_here.py").write_text(SOURCE)
-    assert explain(capsys, "lies_here:net")[0] == 0
-    code, _, err = explain(capsys, "lies_nowhere:net")
-    assert code == 2 and "fix: check the name, and that it lies in the folder that this is called in, or in one on PYTHONPATH." in err
 
 
 def test_the_version(capsys):
