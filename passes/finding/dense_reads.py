@@ -22,6 +22,7 @@ from ..infra import is_transpose, recorded_value
 from .said import FACTS
 
 ACTIVATION = "its weight is computed from an input of the model"
+CHANGED = "fxmask.apply has changed what becomes of its input, and was asked for no mask of its weight"
 SUMS = ("addmm", "baddbmm", "addbmm", "addmv")  # whose first argument is added
 KERNELS = ("conv1d", "conv2d", "conv3d", "convolution")  # the last one is what decompositions make of the others
 DENSE = ("pruned_linear", "dropped_linear")  # ours, of layers whose inputs were pruned or dropped before the model was traced
@@ -46,7 +47,7 @@ class Read(NamedTuple):
     @property
     def words(self) -> str:
         if self.is_ours:
-            return "fxmask.apply has changed what becomes of its input, and was asked for no mask of its weight"
+            return CHANGED
         return f"{last_name(self.node)}() reads it, which is no linear call"
 
     @property

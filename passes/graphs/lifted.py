@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_problem
-from ..finding.dense_reads import ACTIVATION, inputs_in, inputs_of_layers, reads_in, values_behind
+from ..finding.dense_reads import ACTIVATION, CHANGED, inputs_in, inputs_of_layers, reads_in, values_behind
 from ..infra import recorded_value
 from .bodies import Body
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
@@ -30,6 +30,8 @@ PACKED: dict[Any, tuple[str, ...]] = {
     F.multi_head_attention_forward: IN_PROJ_WEIGHTS,
     torch._transformer_encoder_layer_fwd: ("3",),
 }
+INPUTS = ("Pruned", "Dropped")  # how classes begin that `fxmask.apply` gives layers whose inputs it changes
+BOTH = f"{CHANGED}; restore the model, and give fxmask.apply both in one call"
 PACKS = "the graph packs it from other weights for its attention; use fxmask.apply"
 _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
 
@@ -50,7 +52,7 @@ def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping
     """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
     if node.target in LINEARS:
         w = weight_arg(node)
-        _add(found, body, node, w, "", real)
+        _add(found, body, node, w, "", real, BOTH if _is_ours(node) else "")
         for other in body.places.get(w, ())[1:]:  # the weight of another call of the same body
             if isinstance(real.get(other), nn.Parameter):
                 _add(found, body, node, other, "", real, _closed(body.closed_to(w)))
@@ -81,8 +83,14 @@ def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: 
     hosts = {body.graph: body for body in bodies}
     for gm, read in reads_in([(body.graph, own(body)) for body in bodies]):
         if read.as_linear or id(real[read.weight]) in called:
-            ours, other = "restore the model, and give fxmask.apply both in one call", "use fxmask.apply on the model, or match='matmul' for x @ w.t()"
-            _add(found, hosts[gm], read.node, read.weight, "", real, f"{read.words}; {ours if read.is_ours else other}")
+            words = BOTH if read.is_ours else f"{read.words}; use fxmask.apply on the model, or match='matmul' for x @ w.t()"
+            _add(found, hosts[gm], read.node, read.weight, "", real, words)
+
+
+def _is_ours(node: Node) -> bool:
+    """Whether a layer makes a call whose input `fxmask.apply` prunes or drops in training: dense there, so that it is none to mask in evaluation, either."""
+    _, types = call_stack(node)
+    return bool(types) and getattr(types[0], "_fxmask_prefix", "") in INPUTS
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxmask
-from fxmask import ActivationPruning, WeightMask
+from fxmask import ActivationPruning, BlockDropout, WeightMask
 from fxmask.compiler import backend
 from fxmask.errors import ConfigError, FxMaskWarning, UnsupportedError
 
@@ -177,10 +177,14 @@ def test_a_schedule_in_overrides_is_refused():
     assert isinstance(error, UnsupportedError) and "count optimiser steps" in str(error)
 
 
-def test_layers_whose_inputs_apply_has_changed_say_how_they_are_masked():
-    model = fxmask.apply(mlp(), ActivationPruning(0.5, block=16), include=["0"])
+@pytest.mark.parametrize("config", [ActivationPruning(0.5, block=16), BlockDropout(0.5, block=(2, 16))])
+def test_layers_whose_inputs_apply_has_changed_stay_dense_in_evaluation_too(config):
+    model = fxmask.apply(mlp(), config, include=["0"])
+    call, x = compiled(model, **OPTIONS), torch.randn(4, 64)
     words = r"0 stays dense: fxmask\.apply has changed what becomes of its input, and was asked for no mask of its weight; restore the model, and give"
-    call = compiled(model, **OPTIONS)
-    with pytest.warns(FxMaskWarning, match=words):
-        call(torch.randn(4, 64))
-    assert [(r["name"], r["masked"]) for r in fxmask.explain(call).rows][:2] == [("0", False), ("2", True)]  # which apply was not to change
+    for mode in (True, False):
+        call.train(mode)
+        with pytest.warns(FxMaskWarning, match=words), torch.set_grad_enabled(mode):
+            y = call(x)
+        assert [(r["name"], r["masked"]) for r in fxmask.explain(call).rows][:2] == [("0", False), ("2", True)]  # which apply was not to change
+    assert torch.equal(y, fxmask.apply(mlp(), **OPTIONS, exclude=["0"])(x))
