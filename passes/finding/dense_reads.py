@@ -52,8 +52,8 @@ class Read(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is what `fxmask.apply` has made of a layer whose input is pruned or dropped."""
-        return last_name(self.node) in DENSE
+        """Whether it is what `fxmask.apply` has made of a layer whose input is pruned or dropped, and no op of the same name."""
+        return last_name(self.node) in DENSE and str(self.node.target).startswith("fxmask.")
 
 
 def made_of_weights(gm: GraphModule, given: Mapping[Node, Made]) -> dict[Node, Made]:

@@ -207,3 +207,23 @@ def test_a_dense_layer_whose_input_is_pruned_or_dropped_has_its_row(config):
             fxmask.apply(gm, **OPTIONS)
         words = "fxmask.apply has changed what becomes of its input, and was asked for no mask of its weight; mask the nn.Module"
         assert sum(words in str(w.message) for w in told) == 2  # of drawn dropouts a third one tells
+
+
+@torch.library.custom_op("fxmask_tests::dropped_linear", mutates_args=())
+def dropped_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.T
+
+
+dropped_linear.register_fake(lambda x, w: x @ w.T)
+
+
+class Custom(Owner):
+    def forward(self, x):
+        return dropped_linear(x, self.fc.weight)
+
+
+def test_an_op_of_somebody_elses_that_has_a_name_of_ours():
+    gm, _ = programs(Custom(), torch.randn(4, 64))
+    with pytest.warns(FxMaskWarning) as told:
+        fxmask.apply(gm, **OPTIONS)
+    assert all("dropped_linear() reads it, which is no linear call; mask the nn.Module" in str(w.message) for w in told) and len(told) == 2
