@@ -85,14 +85,14 @@ def warn_if_dense(model: nn.Module, decisions: list[Decision], left: list[Candid
     """Whatever stays dense though a ratio was asked for is named. `left`: weights in no Linear."""
     selected = [d for d in decisions if d.config is not None]
     if not selected:
-        none = "it has no linear"
+        none, others = "it has no linear", unsaid(left)
         if is_unflattened(model):
+            others = []  # which hold the weights of linears by themselves
             none = "its graphs are those of torch.export.unflatten, which it does not look into; mask the model that was exported, before the export"
         elif next(exported_masks(model), None) is not None:
             none = "its linears were masked before it was traced, and their masks are part of the graph"
-        elif others := unsaid(left):
-            none += f"; in no nn.Linear, where masks do not reach: {words(others)}"
-        warn(f"fxmask.apply masked nothing: {reasons_of(decisions, none)}.")
+        beside = f"; in no nn.Linear, where masks do not reach: {words(others)}" if others else ""
+        warn(f"fxmask.apply masked nothing: {reasons_of(decisions, none)}{beside}.")
     whole, uncovered, fixed = [], [], []
     for d in selected:
         assert d.config is not None

@@ -51,6 +51,8 @@ def test_experts_are_named():
 def test_where_nothing_is_masked_they_are_named():
     with pytest.warns(FxMaskWarning, match=r"masked nothing: it has no linear; in no nn\.Linear.*: 1 weight of 4,096 elements \(0 16x16x16\)\."):
         fxmask.apply(nn.Sequential(nn.Bilinear(16, 16, 16)))
+    with pytest.warns(FxMaskWarning, match=r"masked nothing: 0: default exclusion: .* < 16; in no nn\.Linear.*: 1 weight of 4,096 elements \(1 16x16x16\)\."):
+        fxmask.apply(nn.Sequential(nn.Linear(8, 8), nn.Bilinear(16, 16, 16)))
 
 
 @pytest.mark.parametrize("exclude", ["re:gate_up|down", Experts, ["gate_up", "down"]], ids=str)
