@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from ..inputs import mask_overrides
 from ..kernels.errors import ConfigError, UnsupportedError, meant, message
@@ -33,7 +36,7 @@ class Options:
         match: `linear`, or `matmul`: products with a transposed parameter count as linears.
         passes: `fxmask.passes.infra.Pass` objects of your own, run in order before the masks; see passes/README.md.
         inner: what compiles the rewritten graph: `inductor`, the name of another backend (`eager`, `aot_eager`), or a callable.
-        inductor: Inductor's own options, as `torch.compile(options=...)` would take them.
+        inductor: Inductor's own options, as `torch.compile(options=...)` would take them, and `mode`, which torch.compile takes beside no options.
     """
 
     config: WeightMask
@@ -92,8 +95,29 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     mask = {k: given[k] for k in MASK if k in given}
     own: dict[str, Any] = {k: given[k] for k in OWN if k in given}
     about_masks = bool(mask) or bool({"activations", "include", "exclude", "overrides", "require", "match"} & set(own))
-    own |= {"passes": tuple(passes), "inductor": dict(given.get("inductor", {})), "activations": pruning, "alone": pruning is not None and not mask}
+    inductor = inductor_options(given.get("inductor", {}))
+    own |= {"passes": tuple(passes), "inductor": inductor, "activations": pruning, "alone": pruning is not None and not mask}
     return Options(WeightMask(**mask), about_masks, **own)
+
+
+def inductor_options(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """Options of Inductor, checked as `torch.compile(options=...)` checks them; `mode` becomes the options that it stands for. Raises: ConfigError."""
+    if not given:
+        return {}
+    options = {k.replace("-", "_") if isinstance(k, str) else k: v for k, v in given.items()}
+    config, known = importlib.import_module("torch._inductor.config"), ["mode", *torch._inductor.list_options()]
+    for name, value in options.items():
+        if name not in known:
+            what = f"inductor: expected options of Inductor, which torch._inductor.list_options() lists, or 'mode', got {name!r}{meant(name, known) or '.'}"
+            raise ConfigError(message(what, WHERE, f"leave it out: this PyTorch ({torch.__version__}) has none of that name."))
+        kind = str if name == "mode" else config.get_type(name)
+        if isinstance(kind, type) and not isinstance(value, kind):
+            raise ConfigError(message(f"inductor: expected {name} as {kind.__name__}, got {value!r}.", WHERE, f"give {kind.__name__} there."))
+    mode = options.pop("mode", "default")
+    try:
+        return {**torch._inductor.list_mode_options(mode), **options}
+    except RuntimeError as e:
+        raise ConfigError(message(f"inductor: {e}", WHERE, "choose among these.")) from None
 
 
 def _pruning(given: Any) -> ActivationPruning | None:

@@ -1,6 +1,7 @@
 """What the backend is asked for: options, coverage, and what it cannot do."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -60,14 +61,26 @@ def test_a_layer_that_is_required_has_to_be_there():
         (dict(match="all"), ConfigError, "expected linear or matmul, got 'all'"),
         (dict(inductor=3), ConfigError, "expected a dict of Inductor's options"),
         (dict(inductor={"max_autotune": True}, inner="eager"), ConfigError, "expected one of them"),
+        (dict(inductor={"max_autotun": True}), ConfigError, "got 'max_autotun'; did you mean 'max_autotune'?"),
+        (dict(inductor={3: True}), ConfigError, "expected options of Inductor, which torch._inductor.list_options() lists, or 'mode', got 3."),
+        (dict(inductor={"max_autotune": "no"}), ConfigError, "inductor: expected max_autotune as bool, got 'no'."),
+        (dict(inductor={"mode": "fast"}), ConfigError, "inductor: Unrecognized mode=fast, should be one of: default"),
+        (dict(inductor={"mode": True}), ConfigError, "inductor: expected mode as str, got True."),
         (dict(require=[3]), ConfigError, "require: expected a glob"),
         (dict(passes=3), ConfigError, "passes: expected a list of"),
     ],
     ids=lambda v: str(v)[:40],
 )
 def test_wrong_options(options, kind, text):
-    with pytest.raises(kind, match=text.replace("(", r"\(").replace("{", r"\{")):
+    with pytest.raises(kind, match=re.escape(text)):
         backend.parse(options)
+
+
+def test_a_mode_is_given_among_the_options_of_inductor():
+    """torch.compile itself takes either of mode and options; dashes are those of torch.compile(options=...)."""
+    assert backend.parse({"inductor": {"mode": "reduce-overhead"}}).inductor == {"triton.cudagraphs": True}
+    assert backend.parse({"inductor": {"mode": "default", "max-autotune": True}}).inductor == {"max_autotune": True}
+    assert backend.parse({"inductor": {"triton.cudagraphs": False, "mode": "reduce-overhead"}}).inductor == {"triton.cudagraphs": False}
 
 
 @pytest.mark.parametrize("change", [dict(start=100), dict(schedule=fxmask.Schedule(steps=9)), dict(backward="rigl"), dict(refresh=0)], ids=str)
