@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from ..errors import ConfigError
+from ..kernels.errors import message
 from .cells import Cell
 from .provenance import SAME
 
@@ -71,9 +72,12 @@ class Table:
 
     def __init__(self, path: Path, columns: Sequence[str] = COLUMNS, names: Sequence[str] = WHAT) -> None:
         self.path, self.columns, self.names = path, tuple(columns), tuple(names)
-        path.parent.mkdir(parents=True, exist_ok=True)  # where nothing can be written, nothing is measured first
-        with path.open("ab") if path.exists() else TemporaryFile(dir=path.parent):
-            pass
+        try:  # where nothing can be written, nothing is measured first
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") if path.exists() else TemporaryFile(dir=path.parent):
+                pass
+        except OSError as e:
+            raise ConfigError(message(f"the csv cannot be written: {e.strerror or e}.", str(path), "name a file that you may write to.")) from None
         self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
         self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
 
