@@ -129,7 +129,8 @@ def _check(model: Any, target: Any, ratios: Any, blocks: Any, refresh: Any, seco
     if type(check) is not bool or not (loss is None or callable(loss)):
         raise ConfigError(f"advise: expected check, True or False, and loss, a function of the model's output, or None, got {check!r} and {loss!r}.")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
-        raise ConfigError(f"optimizer: expected a class or a function that makes one from parameters, or None, got {optimizer!r}.")
+        got = f"an instance of {type(optimizer).__name__}" if isinstance(optimizer, torch.optim.Optimizer) else repr(optimizer)
+        raise ConfigError(f"optimizer: expected a class or a function that makes one from parameters, or None, got {got}.")
     return check_cells(blocks, ratios) if blocks is not None else []
 
 

@@ -35,7 +35,9 @@ def kind_of(optimizer: str | torch.optim.Optimizer | None) -> tuple[str, int]:
     else:
         name, extra = str(optimizer).lower(), 0
     if name not in STATES:
-        raise ConfigError(f"optimizer: expected one of {', '.join(STATES)}, an instance of one of them, or None, got {optimizer!r}.")
+        got = f"an instance of {type(optimizer).__name__}" if isinstance(optimizer, torch.optim.Optimizer) else repr(optimizer)
+        what = f"optimizer: expected one of {', '.join(STATES)}, an instance of one of them, or None, got {got}."
+        raise ConfigError(message(what, fix="name the one that keeps as many tensors of state: optimizer='sgd' keeps none, 'lion' one, 'adamw' two."))
     return name, STATES[name] + extra
 
 

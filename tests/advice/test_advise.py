@@ -341,7 +341,7 @@ WRONG = {
     "pruned": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64), fxmask.ActivationPruning()), X), "expected one without masks"),
     "compiled": (lambda: fxmask.advise(torch.compile(nn.Linear(64, 64)), X, **SMALL), r"advise: .* got one that is compiled(.|\n)*call fxmask\.advise on the"),
     "no module": (lambda: fxmask.advise(len, X), "expected an nn.Module, got builtin"),
-    "an optimiser": (lambda: fxmask.advise(m := nn.Linear(64, 64), X, optimizer=torch.optim.SGD(m.parameters()), **SMALL), "makes one from parameters"),
+    "an optimiser": (lambda: fxmask.advise(m := nn.Linear(64, 64), X, optimizer=torch.optim.SGD(m.parameters()), **SMALL), "got an instance of SGD.$"),
     "target": (lambda: fxmask.advise(nn.Linear(64, 64), X, target=0), "target: expected a number above 0, got 0"),
     "seconds": (lambda: fxmask.advise(nn.Linear(64, 64), X, seconds="60"), "seconds: expected a number above 0, got '60'"),
     "refresh": (lambda: fxmask.advise(nn.Linear(64, 64), X, refresh=-1), "refresh counts optimiser steps: expected an int of at least 0, got -1"),
