@@ -142,4 +142,12 @@ def _tries(fixed: bool, smaller: int, published: int, option: str) -> Iterator[t
 def _own(name: str) -> Made:
     module, _, attribute = name.partition(":")
     found = getattr(importlib.import_module(module), attribute)()
-    return found if isinstance(found, Made) else Made(*found)
+    if isinstance(found, Made):
+        return found
+    match found:  # a lone nn.Sequential would be taken apart, and a tensor in the place of args cut into its rows
+        case (nn.Module() as model, tuple() | list() as args):
+            return Made(model, tuple(args))
+        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
+            return Made(model, tuple(args), kwargs)
+    got = f"({', '.join(type(part).__name__ for part in found)})" if isinstance(found, (tuple, list)) else type(found).__name__
+    raise TypeError(f"expected (model, args), an nn.Module and the tuple of its inputs, from {name}, got {got}")

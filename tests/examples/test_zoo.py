@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from zoo import captures, catalogue, compiled, equality, graphs, results, run, sources, summary
+from zoo.catalogue import Entry
 from zoo.checks import Subject, applied, chosen, in_float64
 from zoo.compiled import by_aot_eager
 from zoo.sources import Made
@@ -176,6 +178,13 @@ def test_own_models_have_their_own_csv_and_are_made_or_it_fails(tmp_path: Path, 
         assert ("1 models with" in said.out) == (status != "build: never asked") and ("zoo: a.b:model: build: ValueError" in said.err) == bool(code)
     assert list(results.read(tmp_path / run.OWN_CSV)) == [("own", "a.b:model")] and (tmp_path / run.OWN_CSV).with_suffix(".md").exists()
     assert not run.CSV.exists() and readme.read_bytes() == (Path(run.__file__).parents[2] / "README.md").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "got"), [("alone", "Sequential"), ("untupled", "(Linear, Tensor)")])
+def test_what_an_own_model_has_to_come_as(name: str, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"expected \(model, args\).* from zoo_stand_ins:{name}, got {re.escape(got)}$"):
+        sources.make(Entry("own", "zoo_stand_ins", f"zoo_stand_ins:{name}"))
+    assert sources.make(Entry("own", "zoo_stand_ins", "zoo_stand_ins:named")).shapes() == "input 5x32"
 
 
 def test_the_readme_counts_no_own_models() -> None:

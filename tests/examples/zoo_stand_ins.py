@@ -109,3 +109,15 @@ class Killed(Small):
 
 def killed():
     return Killed(), (torch.randn(5, 32),)
+
+
+def alone():
+    return nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+
+
+def untupled():
+    return nn.Linear(32, 48), torch.randn(5, 32)
+
+
+def named():
+    return nn.Linear(32, 48), (), {"input": torch.randn(5, 32)}
