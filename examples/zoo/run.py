@@ -215,4 +215,5 @@ def run_all(a: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: models' processes would go on without this one
     sys.exit(main())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +68,24 @@ def test_checks_limits_and_going_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     page = path.with_suffix(".md").read_text()
     assert "needs files from a network" in page and "| own:zoo_stand_ins:bypass |" in page and "own:zoo_stand_ins:small" not in page
     assert "out of memory" in page and "out of time: N s" in page
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_ends_its_models(tmp_path: Path) -> None:
+    path, pipe = tmp_path / "zoo.csv", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = [run.__file__, "--csv", str(path), "--own", "zoo_stand_ins:waiting", "--checks", "masks"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]), "ZOO_WAITS": str(pipe)}
+    with (tmp_path / "said").open("w") as said, subprocess.Popen([sys.executable, *words], env=environment, stderr=said) as process:
+        model = int(pipe.read_text())
+        process.terminate()
+    gone = False
+    try:
+        os.kill(model, signal.SIGKILL)
+    except ProcessLookupError:
+        gone = True
+    assert gone and process.returncode == 130 and not results.read(path)
+    assert "the same command goes on" in (tmp_path / "said").read_text()
 
 
 def test_a_comparison_fails_where_numbers_differ() -> None:

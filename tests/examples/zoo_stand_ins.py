@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 
@@ -121,3 +122,10 @@ def untupled():
 
 def named():
     return nn.Linear(32, 48), (), {"input": torch.randn(5, 32)}
+
+
+def waiting():
+    """Says who it is, and never comes to an end."""
+    with open(os.environ["ZOO_WAITS"], "w") as pipe:
+        pipe.write(str(os.getpid()))
+    signal.pause()
