@@ -153,7 +153,7 @@ def _ancestors(name: str) -> list[str]:
 
 def kept_parameters(forward: list[Work], recording: Recording) -> dict[str, int]:
     """Elements of every parameter that a forward uses, or would if its layer ran: those of kept blocks, all of one that is not masked."""
-    kept = {name: p.numel() for name, p in recording.parameters.items()} | recording.idle
+    kept = {name: p.numel() for name, p in recording.parameters.items()} | recording.idle | recording.by_element
     return kept | {name: n for name, (_, _, n) in masks_of(forward, recording).items()}
 
 

@@ -24,7 +24,7 @@ from ..state.site import Site
 from .calls import storage_of
 from .fakes import Fakes, quiet, swap
 from .origins import Origins
-from .other_masks import kept_of_idle, masks_in_traces, masks_of_computed
+from .other_masks import kept_of_idle, kept_of_nm, masks_in_traces, masks_of_computed
 from .record import CALL_CODE, Recorder
 from .recording import Recording, Saved
 from .traced import module_of, placeholders, runnable, traced_calls, traced_kinds
@@ -85,6 +85,7 @@ def capture(
             saved, ran = _step(lambda: run(*fake_args, **fake_kwargs), recorder, before, backward)
         read = {p.weight for c in recorder.calls for p in c.inputs}  # whatever else is made of a parameter, some op has read that alone
         idle = kept_of_idle(sites, parameters, read)
+    by_element, unknown = kept_of_nm(root, parameters)
     kinds = {name: type(m).__name__ for name, m in root.named_modules()}
     executions = dict(Counter(name for _, name in recorder.frames.values()))
     changed = {name: m for name, m in root.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and not CHANGED.isdisjoint(m.__dict__)}
@@ -103,9 +104,10 @@ def capture(
         changed=set(changed),
         own={name for name, m in changed.items() if isinstance(m, Site) and m._fxmask_config.read == "weight" and _computes(m)},
         idle=idle,
+        by_element=by_element,
         executions=executions,
         typical=origins.typical,
-        uncounted=origins.uncounted,
+        uncounted=origins.uncounted | unknown,
         backward=ran,
         trained={name for name, p in parameters.items() if faked(p).grad is not None or id(p) in recorder.trained},
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""Masks that a recorded run cannot show: of weights that are computed, whose fakes have no values, of layers that do not run, and cached ones in traces."""
+"""Masks that a recorded run cannot show: of weights that are computed, whose fakes have no values, of idle layers, cached ones in traces, N:M ones."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ def masks_in_traces(root: nn.Module) -> list[tuple[Tensor, tuple[int, int], tupl
     """(mask, block, its weight's shape) of the layers of traces of masked models, where these are known: a mask that was cached stands there alone."""
     every = exported_masks(root)
     return [(i.mask, i.block, matrix_shape(i.weight.shape)) for i in every if i.mask is not None and i.block is not None and i.weight.dim() > 1]
+
+
+@torch.no_grad()
+def kept_of_nm(root: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[dict[str, int], set[str]]:
+    """Elements that N:M masks keep of their parameters, n of every m, and which of traces have masks that nobody knows. A soft one in training keeps all."""
+    names = {id(p): name for name, p in parameters.items()}
+    found, unknown = {}, set()
+    for m in root.modules():
+        config, p = m.__dict__.get("_fxmask_nm"), m._parameters.get("weight")
+        if config is None or p is None or (config.soft and m.training and m.nm_mask is None):
+            continue
+        if id(p) in names:
+            found[names[id(p)]] = p.numel() // config.m * config.n
+    for inside in exported_masks(root):
+        name = names.get(id(inside.weight)) if inside.block is None else None
+        if name is not None and inside.mask is not None:
+            found[name] = int(inside.mask.sum())
+        elif name is not None:
+            unknown.add(name)
+    return found, unknown
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ class Recording:
     changed: set[str] = field(default_factory=set)  # layers whose forward is another now: masked, pruned, dropped
     own: set[str] = field(default_factory=set)  # those of `changed` whose class had a forward of its own, which reads a masked weight
     idle: dict[str, int] = field(default_factory=dict)  # masked parameters that no op read -> their elements in kept blocks
+    by_element: dict[str, int] = field(default_factory=dict)  # parameters under N:M masks -> elements that these keep
     executions: dict[str, int] = field(default_factory=dict)  # module -> how often it was called
     typical: set[str] = field(default_factory=set)  # weights whose masks were drawn at random, because they have no values
     uncounted: set[str] = field(default_factory=set)  # masked weights of which nothing says how many blocks are kept

@@ -168,6 +168,45 @@ def test_patterns_that_are_drawn_are_no_dense_work(train_weights):
     assert flop["flop"]["fwd"] == dense["fwd"] + drawn and flop["flop"]["bwd_dw"] == dense["bwd_dw"] + drawn
 
 
+NM = {
+    "2:4": dict(),
+    "1:8": dict(n=1, m=8),
+    "permuted": dict(mode="permuted"),
+    "learned": dict(mode="learned"),
+    "soft": dict(mode="learned", soft=True),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("case", NM)
+def test_parameters_that_n_m_masks_keep(case, frozen):
+    model = nn.Sequential(nn.Conv2d(16, 8, 1), nn.Flatten(), nn.Linear(32, 24))
+    fxmask.apply(model, fxmask.NMMask(**NM[case]))
+    kept = {name.partition(".")[0]: int(mask.sum()) for name, mask in fxmask.masks(model).items()}
+    if frozen:
+        fxmask.freeze(model)
+    elif case == "soft":  # in training a mixture of all patterns
+        kept = {"0": 128, "2": 768}
+    report = analyze(model, torch.randn(4, 16, 2, 2))
+    logits = {name: getattr(model.get_submodule(name), "nm_logits", torch.empty(0)).numel() for name in kept}
+    found = {r["module"]: r["params_kept"] - logits[r["module"]] for r in report.tables["modules"] if r["module"] in kept}
+    assert found == {"0": kept["0"] + 8, "2": kept["2"] + 24}
+    assert report.summary["params_kept"] == sum(found.values()) + sum(logits.values()) < report.summary["params"] or case == "soft"
+
+
+@pytest.mark.parametrize("mode", ["magnitude", "permuted", "sr-ste", "learned"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_n_m_masks_in_a_trace_keep(mode, frozen):
+    model, x = fxmask.apply(nn.Sequential(nn.Linear(32, 24)), fxmask.NMMask(mode=mode)), torch.randn(4, 32)
+    if frozen:
+        fxmask.freeze(model)
+    report = analyze(torch.export.export(model, (x,)).module(), x)
+    known = frozen or mode == "permuted"
+    assert report.summary["params"] - report.summary["params_kept"] == known * 16 * 24
+    assert any("masked weights come without the number" in note for note in report.notes) == (not known)
+    assert any("leave out no FLOP" in note for note in report.notes) and not any("No layer is masked" in note for note in report.notes)
+
+
 class Mixed(nn.Module):
     """A linear of transposed inputs under autocast: a dense one casts its weight and adds its bias in ops of their own."""
 
