@@ -16,6 +16,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from fxmask import FxMaskError
+
 Batch = tuple[Tensor, Tensor]
 IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HOLDOUT_SEED = 5000
@@ -23,7 +25,7 @@ BATCHES_AT_ONCE = {"cuda": 16}  # that are augmented together: of one alone a GP
 CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
-class DataMissing(Exception):
+class DataMissing(FxMaskError):
     """The data set, or a package that reads it, is not here; the message says what and what to do."""
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from data import Batch, Data, DataMissing, load
+from data import Batch, Data, load
 from plots import plot_run
 from resmlp import PRESETS, ResMLP
 from tabulate import tabulate
 from thesis import lock
+from thesis.side_by_side import exit_code
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from tracking import ActiveBlocks, CsvLog, MaskTracker
@@ -153,23 +154,20 @@ def main(argv: list[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: expected a folder to write to, got {args.out}: {error.strerror}")
-    try:
-        with lock.held(args.out):
-            return show(args)
-    except lock.InUse as error:
-        print(f"demo.py: {error}", file=sys.stderr)
-        return 2
+    return exit_code("demo.py", lambda: show(args))
 
 
-def show(args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> None:
     """The demonstration, its files in a folder of its own."""
+    with lock.held(args.out):
+        demonstrate(args)
+
+
+def demonstrate(args: argparse.Namespace) -> None:
+    """All four parts of it."""
     began = time.perf_counter()
     torch.set_num_threads(1)  # these layers are too small for more, and on a busy machine more threads wait for each other
-    try:
-        data = load("digits", batch=BATCH)
-    except DataMissing as error:
-        print(f"demo.py: {error}", file=sys.stderr)
-        return 2
+    data = load("digits", batch=BATCH)
 
     print("1. What the pass does\n")
     show_pass()
@@ -201,7 +199,6 @@ def show(args: argparse.Namespace) -> int:
         for path in (run.out / "log.csv", *plot_run(run.out)):
             print(f"  {path}")
     print(f"\nThe demo took {time.perf_counter() - began:.0f} s.")
-    return 0
 
 
 if __name__ == "__main__":

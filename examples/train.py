@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from checked_arguments import check_device, check_model, check_numbers
-from data import Batch, Data, DataMissing, load
+from data import Batch, Data, load
 from plots import plot_run
 from resmlp import PRESETS, ResMLP
 from thesis import lock
 from thesis.config import parse
+from thesis.side_by_side import exit_code
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -245,17 +246,17 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    try:
-        name = args.model or DEFAULT_MODEL[args.data]
-        check_model(name, args.data)
-        data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers)
-        model = build(args, data)
-        with lock.held(args.out):
-            write_run(args, data, model)
-    except (DataMissing, fxmask.FxMaskError, lock.InUse) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("train.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """One run, its folder held."""
+    name = args.model or DEFAULT_MODEL[args.data]
+    check_model(name, args.data)
+    data = load(args.data, args.root, batch=args.batch, image=PRESETS[name].image, seed=args.seed, workers=args.workers)
+    model = build(args, data)
+    with lock.held(args.out):
+        write_run(args, data, model)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,13 @@ import fxmask
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
-from fxmask.errors import ConfigError, FxMaskError
+from fxmask.errors import ConfigError
 from fxmask.kernels import draw_ops, dropout
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from thesis.side_by_side import exit_code
+
 from benchmarks import checked
 
 MEASURED = ("p", "contender", "ms", "gflops_dense_equivalent", "x_dense", "x_dropout", "load", "utc")
@@ -106,15 +108,12 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     if a.threads is not None and a.threads < 1:
         p.error(f"--threads: expected at least 1, got {a.threads}")
-    try:
-        check(a)
-        return run(a)
-    except FxMaskError as error:
-        p.exit(2, f"block_dropout.py: {error}\n")
+    return exit_code("block_dropout.py", lambda: run(a))
 
 
-def run(a: argparse.Namespace) -> int:
+def run(a: argparse.Namespace) -> None:
     """Measure, print, append."""
+    check(a)
     if a.threads:
         torch.set_num_threads(a.threads)
     device = torch.device(a.device)
@@ -151,7 +150,6 @@ def run(a: argparse.Namespace) -> int:
             if new:
                 writer.writeheader()
             writer.writerows({**shared, **settings, **r} for r in rows)
-    return 0
 
 
 if __name__ == "__main__":

@@ -27,13 +27,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
+from thesis.side_by_side import GOES_ON, exit_code
+
 from benchmarks import step_models, train_step_plot
 from benchmarks.checked import device_here
 from benchmarks.step_contenders import CONTENDERS, DEFAULT, NAMES, Setting, hungriest, instances, planned
 from benchmarks.step_group import COLUMNS, measure, said, the_best
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table, key
-from fxmask.errors import ConfigError, FxMaskError
+from fxmask.errors import ConfigError
 from fxmask.kernels.errors import message
 
 
@@ -138,15 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     """0, or 2 for a use that cannot be measured, or a csv that cannot be read or written."""
     a = arguments(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which is asked for memory, says when it starts and stops
-    try:
-        if a.plot is not None:
-            print(train_step_plot.plot(a.plot))
-        else:
-            run(a)
-    except (FxMaskError, OSError) as e:
-        print(f"train_step.py: {e}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("train_step.py", lambda: run(a) if a.plot is None else print(train_step_plot.plot(a.plot)), GOES_ON)
 
 
 if __name__ == "__main__":

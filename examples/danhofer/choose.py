@@ -20,11 +20,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 from data import DataMissing
-from thesis.side_by_side import Row, options, show
+from thesis.side_by_side import Row, exit_code, options, show
 
-from danhofer.command import OPTIONS, batch_of, merge, settings, task_of
+from danhofer.command import OPTIONS, batch_of, merge, rows_of_others, settings, task_of
 from danhofer.learning import RECIPES, SOURCE, Recipe, learn
-from danhofer.networks import accuracy, fail, masked
+from danhofer.networks import accuracy, masked
 from danhofer.small import SMALL
 
 OURS: Recipe = SOURCE | {"init": "magnitude", "keep": True}
@@ -60,21 +60,21 @@ def chosen(rows: list[Row]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, *OPTIONS, ("--seed", dict(type=int, nargs="+", default=[10, 11, 12])), ("--epochs", dict(type=int, default=None)))
-    rows: list[Row] = []
-    try:
-        if args.model not in SMALL:
-            raise DataMissing(f"--model {args.model}: expected {' or '.join(SMALL)}, which hold images out.\n  fix: learned.py takes the source's recipe.")
-        for seed in args.seed:
-            rows += tried(args, seed)
-    except DataMissing as error:
-        return fail(error)
+    return exit_code("danhofer/choose.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Try, show, write."""
+    if args.model not in SMALL:
+        raise DataMissing(f"--model {args.model}: expected {' or '.join(SMALL)}, which hold images out.\n  fix: learned.py takes the source's recipe.")
+    rows_of_others(args, "danhofer_choice")
+    rows = [row for seed in args.seed for row in tried(args, seed)]
     best = chosen(rows)
     for r in rows:
         is_best = r["form"] == "learned" and all(r[key] == v for key, v in best.items())
         r.update(chosen=int(is_best), top1=f"{r['top1']:.2f}", **{key: int(r[key]) for key in ("soft", "keep") if key in r})
     show(f"Recipes: {args.model}, top-1 in % of held-out images", rows, [f"chosen: {best}"])
     merge(args, "danhofer_choice", rows, ("model", "layers", "dense_epochs", "batch"))  # of all seeds together, as one of their recipes is chosen
-    return 0
 
 
 if __name__ == "__main__":

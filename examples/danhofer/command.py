@@ -60,11 +60,16 @@ def settings(args: argparse.Namespace, task: Task, seed: int) -> Row:
     return {"model": task.name, "layers": args.layers, "seed": seed, "dense_epochs": task.epochs}
 
 
+def rows_of_others(args: argparse.Namespace, name: str) -> list[Row]:
+    """The rows of the csv `name` of `--out` so far; asked for before anything is trained. Raises: ConfigError where it is no csv."""
+    return [] if args.out is None else csv_files.read(args.out / f"{name}.csv")
+
+
 def merge(args: argparse.Namespace, name: str, rows: list[Row], keys: Sequence[str]) -> None:
     """Write the rows into the csv `name` of `--out`, in the place of those with the same `keys`; older files lack some of these, and their rows stay."""
     if args.out is not None and args.limit is not None:
         print(f"--out: no {name}.csv is written: with --limit nothing is comparable", file=sys.stderr)
     elif args.out is not None:
         ran = {tuple(str(r[key]) for key in keys) for r in rows}
-        before = [r for r in csv_files.read(args.out / f"{name}.csv") if tuple(r.get(key, "") for key in keys) not in ran]
+        before = [r for r in rows_of_others(args, name) if tuple(r.get(key, "") for key in keys) not in ran]
         save(args.out, name, [*before, *rows])

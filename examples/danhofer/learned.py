@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 
 import torch
 from data import DataMissing
-from thesis.side_by_side import Row, options, show
+from thesis.side_by_side import Row, exit_code, options, show
 from torch import nn
 
 import fxmask
-from danhofer.command import OPTIONS, batch_of, merge, settings, task_of
+from danhofer.command import OPTIONS, batch_of, merge, rows_of_others, settings, task_of
 from danhofer.learning import RECIPES, SOURCE, Recipe, learn
-from danhofer.networks import Task, accuracy, fail, masked
+from danhofer.networks import Task, accuracy, masked
 from danhofer.small import SMALL
 from danhofer.tables_3_4 import share_lines
 
@@ -95,19 +95,22 @@ def run(args: argparse.Namespace, task: Task, seed: int, recipe: Recipe) -> tupl
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, *OPTIONS, *MORE)
+    return exit_code("danhofer/learned.py", lambda: run_all(args))
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Learn, evaluate, show, write; 1 where something is not as it should be."""
     recipe = {key: v if (given := getattr(args, key)) is None else given for key, v in RECIPES.get(args.model, SOURCE).items()}
     rows, lines, good = [], [], True
-    try:
-        if args.state is not None and (len(args.seed) > 1 or args.model in SMALL):
-            raise DataMissing(f"--state: expected one seed of a network of torchvision, got {args.model} and seeds {args.seed}.\n  fix: leave it out.")
-        for seed in args.seed:
-            task = task_of(args, seed)
-            if recipe["epochs"] > task.epochs / 10:
-                print(f"{recipe['epochs']} epochs are more than the source's 10 % of the {task.epochs} that the network was trained for", file=sys.stderr)
-            more, well, said = run(args, task, seed, recipe)
-            rows, lines, good = [*rows, *more], [*lines, *said], good and well
-    except DataMissing as error:
-        return fail(error)
+    if args.state is not None and (len(args.seed) > 1 or args.model in SMALL):
+        raise DataMissing(f"--state: expected one seed of a network of torchvision, got {args.model} and seeds {args.seed}.\n  fix: leave it out.")
+    rows_of_others(args, "danhofer_learned")
+    for seed in args.seed:
+        task = task_of(args, seed)
+        if recipe["epochs"] > task.epochs / 10:
+            print(f"{recipe['epochs']} epochs are more than the source's 10 % of the {task.epochs} that the network was trained for", file=sys.stderr)
+        more, well, said = run(args, task, seed, recipe)
+        rows, lines, good = [*rows, *more], [*lines, *said], good and well
     show(f"Learned 2:4 masks: {args.model}, accuracy in %", rows, [*share_lines(task, args.layers), *lines])
     merge(args, "danhofer_learned", rows, [key for key in rows[0] if key not in ("form", "top1", "top5")])
     return 0 if good else 1

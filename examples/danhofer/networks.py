@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,10 +133,4 @@ def shares(task: Task, layers: str) -> dict[str, float]:
         "layers": len(names),
         "dense": sum(not r["masked"] for r in rows),
     }
-
-
-def fail(error: DataMissing) -> int:
-    """What a script says where something is not here."""
-    print(error, file=sys.stderr)
-    return 2
 

@@ -9,6 +9,7 @@ which moves single taps of a filter and not only channels. With `--limit` nothin
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
-from data import DataMissing
-from thesis.side_by_side import Row, options, show
+from thesis.side_by_side import Row, exit_code, options, show
 
-from danhofer.command import OPTIONS, merge, settings, task_of
-from danhofer.networks import NETWORKS, Task, accuracy, fail, masked, shares
+from danhofer.command import OPTIONS, merge, rows_of_others, settings, task_of
+from danhofer.networks import NETWORKS, Task, accuracy, masked, shares
 
 FORMS = {"dense": None, "magnitude24": "magnitude", "permuted24": "permuted"}
 
@@ -56,15 +56,17 @@ def share_lines(task: Task, layers: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, *OPTIONS, ("--seed", dict(type=int, default=0)))
-    try:
-        task = task_of(args, args.seed)
-        of = settings(args, task, args.seed)
-        rows = cells(task, of)
-    except DataMissing as error:
-        return fail(error)
+    return exit_code("danhofer/tables_3_4.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluate, show, write."""
+    rows_of_others(args, "danhofer_tables_3_4")
+    task = task_of(args, args.seed)
+    of = settings(args, task, args.seed)
+    rows = cells(task, of)
     show(f"Tables 3 and 4: {task.name}, accuracy in %, not retrained", rows, share_lines(task, args.layers))
     merge(args, "danhofer_tables_3_4", rows, list(of))
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plots import new_figure, read_csv, save
+from thesis.side_by_side import exit_code
 
 from fxmask.errors import ConfigError
 
@@ -47,18 +48,16 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("csv", type=Path)
     p.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
     a = p.parse_args(argv)
-    if not a.csv.exists():
-        p.error(f"{a.csv}: expected the csv of examples/benchmarks/block_dropout.py, got no file")
-    try:
-        rows = read_csv(a.csv)
-    except ConfigError as error:
-        p.error(str(error))
-    lacking = [c for c in (*SETTING, "p", "contender", *(value for value, _ in PARTS)) if not rows or c not in rows[0]]
-    if lacking:
-        p.error(f"{a.csv}: expected rows of examples/benchmarks/block_dropout.py, got {'none' if not rows else 'no column ' + ', '.join(lacking)}")
+    return exit_code("figure_3.py", lambda: run(a))
+
+
+def run(a: argparse.Namespace) -> None:
+    """Read and draw."""
+    rows = read_csv(a.csv, (*SETTING, "p", "contender", *(value for value, _ in PARTS)))
+    if not rows:
+        raise ConfigError(f"{a.csv}: expected rows of examples/benchmarks/block_dropout.py, got {'none' if a.csv.exists() else 'no file'}.")
     a.out.mkdir(parents=True, exist_ok=True)
     print(save(figure(rows), a.out / "figure_3.png"))
-    return 0
 
 
 if __name__ == "__main__":

@@ -18,13 +18,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
-from data import DataMissing
 from tabulate import tabulate
 from thesis import csv_files, lock
-from thesis.side_by_side import published
+from thesis.side_by_side import GOES_ON, exit_code, published
 from train import flushed_denormals
 
-from fxmask.errors import ConfigError
 from sparsedrop.tasks import TASKS, Loaded, load
 from sparsedrop.train import METHODS, check, train
 
@@ -94,28 +92,26 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=RESULTS)
     a = p.parse_args(argv)
     a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
-    try:
-        check(a)
-        read(a.csv)  # before anything is trained for it
-    except ConfigError as error:
-        p.exit(2, f"table_1.py: {error}\n")
+    return exit_code("table_1.py", lambda: run(a), GOES_ON)
+
+
+def run(a: argparse.Namespace) -> None:
+    """Train what the csv lacks, and show the table."""
+    check(a)
+    read(a.csv)  # before anything is trained for it
     loaded: dict[str, Loaded] = {}
     for job in jobs(a):
         if any(all(row[k] == job[k] for k in KEY) for row in read(a.csv)):
             continue
         task = TASKS[a.size][job["task"]]
-        try:
-            if task.name not in loaded:
-                loaded = {task.name: load(task, a.root)}  # of one task at a time
-            got = train(task, loaded[task.name], job["method"], float(job["p"]), a.block, int(job["seed"]), a.device)
-        except (DataMissing, ConfigError) as error:
-            p.exit(2, f"{error}\n")
+        if task.name not in loaded:
+            loaded = {task.name: load(task, a.root)}  # of one task at a time
+        got = train(task, loaded[task.name], job["method"], float(job["p"]), a.block, int(job["seed"]), a.device)
         sizes = {"train_n": len(loaded[task.name].train[1]), "held_n": len(loaded[task.name].held[1])}
         row = {**job, **{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in got.items()}, **sizes}
         append(a.csv, {**row, "threads": torch.get_num_threads(), "torch": torch.__version__})
         print(" ".join(f"{k}={row[k]}" for k in ("task", "method", "p", "val_accuracy", "val_loss", "steps", "seconds")), flush=True)
     print(tabulate(side_by_side([r for r in read(a.csv) if r["task"] in a.tasks and r["size"] == a.size]), headers="keys", floatfmt=".4g"))
-    return 0
 
 
 if __name__ == "__main__":

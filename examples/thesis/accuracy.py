@@ -23,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from checked_arguments import check_numbers
 
-from fxmask.errors import ConfigError
 from thesis import run_folder, sweep_local, train
 from thesis.accuracy_table import DATA_NAMES, PHASES, RESULTS, RUNS, own, row_of, settings, write
 from thesis.recipes import COMMON, arguments_of
-from thesis.sweep_checks import SweepError
+from thesis.side_by_side import GOES_ON, exit_code
 
 
 class Job(NamedTuple):
@@ -51,10 +50,9 @@ def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None
 
 
 def refuse_others(out: Path, words: Sequence[str]) -> None:
-    """A run that lies in the folder, ended or not, is the one of these arguments. Raises: SweepError where it is another."""
-    facts = run_folder.facts_of(out)
+    """The arguments are those of a run, and one that lies in the folder, ended or not, has them. Raises: SweepError where it is another."""
+    asked, facts = settings(vars(train.arguments(list(words)))), run_folder.facts_of(out)
     if facts is not None:
-        asked = settings(vars(train.arguments(list(words))))
         run_folder.same_settings(asked, settings(facts), out, "the command and the recipe say", "another --runs folder")
 
 
@@ -73,59 +71,54 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--runs", type=Path, default=RUNS, help="where checkpoints and logs lie")
     p.add_argument("--csv", type=Path, default=RESULTS)
     args = p.parse_args(argv)
-    failed = 0
     check_numbers(p, args)
     if args.phase == "table" and not args.runs.is_dir():
         p.error(f"--runs: expected a folder of runs, got {args.runs}, which is none")
-    try:
-        own(args.csv)  # before anything is trained for it
-    except ConfigError as error:
-        print(f"thesis/accuracy.py: {error}", file=sys.stderr)
-        return 2
     if args.phase != "table":
         if args.root is not None and not args.root.is_dir():
             p.error(f"--root: expected a folder of images, got {args.root}, which is none")
-        recipes, epochs, seeds = PHASES[args.phase]
-        unknown = sorted(set(args.only or ()) - set(recipes))
+        unknown = sorted(set(args.only or ()) - set(PHASES[args.phase][0]))
         if unknown:
-            p.error(f"--only: expected names among {', '.join(recipes)}, got {', '.join(unknown)}")
+            p.error(f"--only: expected names among {', '.join(PHASES[args.phase][0])}, got {', '.join(unknown)}")
+    return exit_code("thesis/accuracy.py", lambda: act(args), GOES_ON)
 
-        out = args.runs / args.phase
 
-        def ended(run: Job) -> bool:
-            return row_of(args.phase, run.recipe, run.seed, out / run.name) is not None
-
-        def after(name: str, code: int) -> None:
-            print(f"{out / name}: {'ended' if code == 0 else f'exit {code}, see output.txt'}", flush=True)
-            write(args.runs, args.csv)
-
-        def train_all(runs: list[Job]) -> int:
-            left = [run for run in runs if not ended(run)]
-            processes = sweep_local.environments(max(1, min(args.at_once, len(left))), None)
-            if args.in_turns:
-                return sweep_local.in_turns(left, out, args.in_turns, processes, None, after)
-            return sweep_local.one_process_each(left, out, sweep_local.TRAIN, processes, ended, after)
-
-        how = ["--data", args.data, "--holdout", str(args.holdout), *(["--graphs"] if args.graphs else []), "--threads", "1"]
-        how += ["--root", str(args.root)] if args.root else []
-        if args.phase != "search":  # the search must not look at the test images
-            how.append("--read-test")
-        todo = list(jobs(args.phase, epochs if args.epochs is None else args.epochs, tuple(args.seeds or seeds), args.only, args.runs, how))
-        try:
-            for run in todo:  # all of them before the first is run
-                refuse_others(out / run.name, run.arguments)
-        except SweepError as error:
-            print(f"thesis/accuracy.py: {error}", file=sys.stderr)
-            return 2
-        taught = [run for run in todo if "--teacher" in run.arguments]  # after their teachers
-        try:
-            for part in ([run for run in todo if run not in taught], taught):
-                failed += train_all(part)
-        except KeyboardInterrupt:
-            print("thesis/accuracy.py: stopped; the same command goes on", file=sys.stderr)
-            return 130
+def act(args: argparse.Namespace) -> int:
+    """Train what has not ended, unless the table alone is wanted, and write that; 1 where a run failed."""
+    own(args.csv)  # before anything is trained for it
+    failed = 0 if args.phase == "table" else train_phase(args)
     print(f"{write(args.runs, args.csv)} runs in {args.csv}")
     return 1 if failed else 0
+
+
+def train_phase(args: argparse.Namespace) -> int:
+    """The runs of a phase that have not ended; how many failed."""
+    out, (_, epochs, seeds) = args.runs / args.phase, PHASES[args.phase]
+
+    def ended(run: Job) -> bool:
+        return row_of(args.phase, run.recipe, run.seed, out / run.name) is not None
+
+    def after(name: str, code: int) -> None:
+        print(f"{out / name}: {'ended' if code == 0 else f'exit {code}, see output.txt'}", flush=True)
+        write(args.runs, args.csv)
+
+    def train_all(runs: list[Job]) -> int:
+        left = [run for run in runs if not ended(run)]
+        processes = sweep_local.environments(max(1, min(args.at_once, len(left))), None)
+        if args.in_turns:
+            return sweep_local.in_turns(left, out, args.in_turns, processes, None, after)
+        return sweep_local.one_process_each(left, out, sweep_local.TRAIN, processes, ended, after)
+
+    how = ["--data", args.data, "--holdout", str(args.holdout), *(["--graphs"] if args.graphs else []), "--threads", "1"]
+    how += ["--root", str(args.root)] if args.root else []
+    if args.phase != "search":  # the search must not look at the test images
+        how.append("--read-test")
+    seeds = tuple(dict.fromkeys(args.seeds or seeds))
+    todo = list(jobs(args.phase, epochs if args.epochs is None else args.epochs, seeds, args.only, args.runs, how))
+    for run in todo:  # all of them before the first is run
+        refuse_others(out / run.name, run.arguments)
+    taught = [run for run in todo if "--teacher" in run.arguments]  # after their teachers
+    return train_all([run for run in todo if run not in taught]) + train_all(taught)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from data import DataMissing
 from resmlp import PRESETS, ResMLP, ResMLPConfig
 from train import DEFAULT_MODEL
 
@@ -28,6 +26,7 @@ from fxmask.analysis.barley import kept_blocks, resmlp_inputs
 from thesis import lock, sweep, sweep_file, sweep_results
 from thesis.barley_model import MIB, saved_by_autograd
 from thesis.masked_model import activations
+from thesis.side_by_side import GOES_ON, exit_code
 from thesis.sweep_checks import SweepError
 from thesis.sweep_fixed import classes_of
 from thesis.sweep_results import Ended
@@ -120,17 +119,17 @@ def command(args: Namespace, name: str, **own: Any) -> str:
 
 def guarded(name: str, work: Callable[[], int]) -> int:
     """The exit status of `work`; 2 with a message, in the words of these scripts' options, where the folder, the images or an option is not as it must be."""
-    try:
-        return work()
-    except (SweepError, DataMissing, lock.InUse, fxmask.FxMaskError) as error:
-        said = str(error)
-        for sweeps, ours in (("--out", "--runs"), ("fixed.data_dir", "--root"), ("fixed.", "--"), ("hp.", "--"), ("the sweep's file", "this command")):
-            said = said.replace(sweeps, ours)
-        print(f"thesis/{name}.py: {said}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"thesis/{name}.py: stopped; the same command goes on", file=sys.stderr)
-        return 130
+
+    def said() -> int:
+        try:
+            return work()
+        except fxmask.FxMaskError as error:
+            text = str(error)
+            for sweeps, ours in (("--out", "--runs"), ("fixed.data_dir", "--root"), ("fixed.", "--"), ("hp.", "--"), ("the sweep's file", "this command")):
+                text = text.replace(sweeps, ours)
+            raise SweepError(text) from None
+
+    return exit_code(f"thesis/{name}.py", said, GOES_ON)
 
 
 def cells(runs: Sequence[Ended]) -> dict[tuple[int, str], dict[int, Ended]]:

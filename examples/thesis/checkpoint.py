@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from fxmask import FxMaskError
 from thesis import csv_files
 
 LAST, BEFORE = "checkpoint.pt", "checkpoint.before.pt"
 PARTS = ("model", "masks", "optimiser", "scheduler", "progress", "tracker", "settings")
 
 
-class CheckpointError(Exception):
+class CheckpointError(FxMaskError):
     """A folder whose checkpoints cannot be used; the message says why and what to do."""
 
 

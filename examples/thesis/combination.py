@@ -20,10 +20,12 @@ import torch
 from tabulate import tabulate
 
 import fxmask
+from fxmask.errors import ConfigError
 from thesis import csv_files, train
 from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
+from thesis.side_by_side import exit_code
 
 RUNS = ("dense-adamw-lr0.01", "dense-activations50-x4", "b16-tokens-whole-taylor", "b16-activations50-x4")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.csv"
@@ -43,7 +45,7 @@ def counted(name: str, epochs: int = 20, steps: int = 352) -> dict[str, Any]:
 def accuracies(path: Path, wanted: tuple[str | None, ...] = (None, None, None)) -> dict[str, list[float]]:
     """Top-1 on the test images of the final runs, by name, of the seeds that all of them have; `wanted`: data set, epochs, holdout, None for whatever there is.
 
-    Raises: ValueError where that leaves runs that cannot be compared.
+    Raises: ConfigError where that leaves runs that cannot be compared.
     """
     found, settings = dict[str, list[tuple[str, float]]](), set[tuple[str, str, str]]()
     for row in csv_files.read(path, ("phase", "run", "test_top1")):
@@ -53,10 +55,10 @@ def accuracies(path: Path, wanted: tuple[str | None, ...] = (None, None, None)) 
             found.setdefault(row["run"], []).append((row.get("seed", ""), float(row["test_top1"])))
     if len(settings) > 1:
         what = f"expected runs of one data set, one length and one holdout in {path}, got {words_for(settings)}"
-        raise ValueError(f"{what}.\n  fix: --data, --epochs, --holdout.")
+        raise ConfigError(f"{what}.\n  fix: --data, --epochs, --holdout.")
     seeds = set.intersection(*({seed for seed, _ in runs} for runs in found.values())) if found else set()
     if found and not seeds:
-        raise ValueError(f"expected runs with a seed in common in {path}, got none.\n  fix: accuracy.py final --seeds, with one seed for all.")
+        raise ConfigError(f"expected runs with a seed in common in {path}, got none.\n  fix: accuracy.py final --seeds, with one seed for all.")
     return {name: [top1 for seed, top1 in runs if seed in seeds] for name, runs in found.items()}
 
 
@@ -81,17 +83,16 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--holdout", help="runs with so many images held out alone")
     p.add_argument("--out", type=Path, help="a folder for combination.csv")
     args = p.parse_args(argv)
-    try:
-        known = accuracies(args.csv, (DATA_NAMES.get(args.data), args.epochs, args.holdout))
-    except ValueError as error:
-        print(f"combination.py: {error}", file=sys.stderr)
-        return 2
-    rows = table(known)
+    return exit_code("combination.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Count, show, write."""
+    rows = table(accuracies(args.csv, (DATA_NAMES.get(args.data), args.epochs, args.holdout)))
     print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github"))
     if args.out:
         plain = ({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
         csv_files.write(args.out / "combination.csv", list(rows[0]), plain, "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from thesis import checkpoint, lock, ranks
 from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
 from thesis.recipe import IMAGENET, OPTIMISERS, Recipe
+from thesis.side_by_side import GOES_ON, exit_code
 
 RATIO, BLOCK = 0.8, [32, 32]  # without --config
 
@@ -140,17 +141,18 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    try:
-        with ranks.started(args.device) as here:
-            try:
-                return run(args, here)
-            except ranks.RankError as error:  # all ranks have it, one tells it
-                if here.first:
-                    print(f"thesis/imagenet.py: {error}", file=sys.stderr, flush=True)
-                return 2
-    except ranks.KNOWN as error:
-        print(f"thesis/imagenet.py: {error}", file=sys.stderr, flush=True)
-        return 2
+    return exit_code("thesis/imagenet.py", lambda: start(args), GOES_ON)
+
+
+def start(args: argparse.Namespace) -> int:
+    """This process's part, alone or among those of torchrun."""
+    with ranks.started(args.device) as here:
+        try:
+            return run(args, here)
+        except ranks.RankError as error:  # all ranks have it, one tells it
+            if here.first:
+                print(f"thesis/imagenet.py: {error}", file=sys.stderr, flush=True)
+            return 2
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from fxmask import FxMaskError
+
 try:
     import fcntl
 except ImportError:  # not on Windows
@@ -27,7 +29,7 @@ _TAKING = threading.Lock()
 _HERE: set[Path] = set()  # folders that runs of this process hold, which the system would give it a second time
 
 
-class InUse(Exception):
+class InUse(FxMaskError):
     """Another process, or another run of this one, writes into the folder; the message says which, and `by`, where it is known."""
 
     by = ""

@@ -13,19 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from data import DataMissing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fxmask
-from thesis.checkpoint import CheckpointError
-from thesis.lock import InUse
 
 T = TypeVar("T")
-KNOWN = (DataMissing, fxmask.FxMaskError, CheckpointError, InUse)  # their messages say what to do
 
 
-class RankError(Exception):
+class RankError(fxmask.FxMaskError):
     """What one rank could not do, raised on all of them."""
 
 
@@ -79,7 +75,7 @@ class Ranks:
         result, failed = None, ""
         try:
             result = work()
-        except KNOWN as error:
+        except (fxmask.FxMaskError, OSError) as error:
             failed = str(error)
         texts: list[Any] = [None] * self.world
         dist.all_gather_object(texts, failed)

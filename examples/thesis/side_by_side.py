@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -18,6 +19,7 @@ from thesis.csv_files import replacing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+GOES_ON = "stopped; the same command goes on"
 PUBLISHED = Path(__file__).resolve().parent / "published"
 Row = dict[str, Any]
 Number = Fraction | int | float
@@ -32,13 +34,21 @@ def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[
     return p.parse_args(argv)
 
 
-def exit_code(script: str, run: Callable[[], object]) -> int:
-    """What a script ends with: the status that `run` gives, else 0; 2 where what was asked for is refused, or a file cannot be read or written: it says so."""
+def exit_code(script: str, run: Callable[[], object], stopped: str = "stopped") -> int:
+    """What a script ends with: the status that `run` gives, else 0; 2 where what was asked for is refused, a package is not installed, or a file cannot be
+    read or written, 130 where it is stopped by Ctrl-C: it says so in a line."""
     try:
         code = run()
-    except (FxMaskError, OSError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
+        return 2
+    except (FxMaskError, OSError, ImportError) as error:
         print(f"{script}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{script}: {stopped}", file=sys.stderr)
+        return 130
     return code if isinstance(code, int) else 0
 
 

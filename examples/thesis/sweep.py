@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
-from data import DataMissing
-
 from thesis import lock, sweep_local, sweep_results, sweep_slurm
+from thesis.side_by_side import GOES_ON, exit_code
 from thesis.sweep_checks import SweepError, place, whole
 from thesis.sweep_file import Job, Sweep, read
 
@@ -152,31 +150,24 @@ def report(sweep: Sweep, out: Path, args: argparse.Namespace, figures: bool) -> 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 where a run failed, 2 where the file, the folder or a package is not as it must be."""
     args = arguments(argv)
-    try:
-        sweep = read(args.file)
-        checked_meta(sweep)
-        out = args.out or folder_of(sweep)
-        if args.action == "list":
-            done = {r.job.name for r in sweep_results.collect(sweep.jobs, out)}
-            print("\n".join(f"{job.name}{'  ended' if job.name in done else ''}" for job in chosen(sweep.jobs, args.only)))
-            print(f"{len(done)} of {len(sweep.jobs)} runs have ended", flush=True)
-            return 0
-        if args.action != "run":
-            out.mkdir(parents=True, exist_ok=True)
-            report(sweep, out, args, args.action == "figures")  # a sweep may be running meanwhile
-            sys.stdout.flush()
-            return 0
+    return exit_code("thesis/sweep.py", lambda: act(args), GOES_ON)
+
+
+def act(args: argparse.Namespace) -> int:
+    """What the command line asks for; 1 where a run failed."""
+    sweep = read(args.file)
+    checked_meta(sweep)
+    out = args.out or folder_of(sweep)
+    if args.action == "run":
         with lock.held(out):
             return 1 if run(sweep, out, args) else 0
-    except (SweepError, DataMissing, lock.InUse) as error:
-        print(f"thesis/sweep.py: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever reads has seen enough, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
-        return 2
-    except KeyboardInterrupt:
-        print("thesis/sweep.py: stopped; the same command goes on", file=sys.stderr)
-        return 130
+    if args.action == "list":
+        done = {r.job.name for r in sweep_results.collect(sweep.jobs, out)}
+        print("\n".join(f"{job.name}{'  ended' if job.name in done else ''}" for job in chosen(sweep.jobs, args.only)))
+        print(f"{len(done)} of {len(sweep.jobs)} runs have ended")
+    else:
+        report(sweep, out, args, args.action == "figures")  # a sweep may be running meanwhile
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fxmask import FxMaskError
 
-class SweepError(Exception):
+
+class SweepError(FxMaskError):
     """A sweep file, or a folder of runs, is not as it must be; the message says what, where, and how to fix it."""
 
 

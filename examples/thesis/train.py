@@ -24,17 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 import torch
 import train as common
 from checked_arguments import check_device, check_numbers
-from data import Data, DataMissing
+from data import Data
 from plots import plot_run
 from resmlp import PRESETS
 from tracking import ActiveBlocks, CsvLog, keep_epochs
 
-import fxmask
 from fxmask.kernels.reference import MODES
 from fxmask.passes.stepping.guarded_weight import POLICIES
 from thesis import checkpoint, lock
 from thesis.masked_model import CRITERIA
 from thesis.recipe import OPTIMISERS, RECIPES, Recipe
+from thesis.side_by_side import GOES_ON, exit_code
 from thesis.train_run import COLUMNS, Run
 
 
@@ -136,11 +136,10 @@ def _turns(args: argparse.Namespace, r: Run) -> Iterator[None]:
         print(path)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """All turns of one run."""
     for _ in turns(args):
         pass
-    return 0
 
 
 @common.flushed_denormals()
@@ -149,11 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    try:
-        return run(args)
-    except (DataMissing, fxmask.FxMaskError, checkpoint.CheckpointError, lock.InUse) as error:
-        print(f"thesis/train.py: {error}", file=sys.stderr)
-        return 2
+    return exit_code("thesis/train.py", lambda: run(args), GOES_ON)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""How an example ends: a line and 2 for what is missing or refused, a line and 130 for Ctrl-C, silence where nobody reads on."""
+
+import os
+import sys
+
+import pytest
+import train
+from benchmarks import train_step
+from danhofer import choose, learned, tables_3_4
+from thesis import accuracy, checkpoint, hidden_groups, side_by_side, stability, sweep
+from thesis import train as thesis_train
+
+
+def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch, tmp_path):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    for module, name, args, words in (
+        (train, "write_run", ["--out", str(tmp_path / "a")], "train.py: stopped\n"),
+        (thesis_train, "_turns", ["--out", str(tmp_path / "b")], "thesis/train.py: stopped; the same command goes on\n"),
+    ):
+        monkeypatch.setattr(module, name, stop)
+        assert module.main(args) == 130 and capsys.readouterr().err == words
+
+
+def test_who_has_seen_enough_hears_nothing_more(capsys, monkeypatch):
+    """As `gaps.py | head`: the rest of what is printed goes nowhere, at exit, too."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert side_by_side.exit_code("a.py", lambda: print("more")) == 2
+        pipe.flush()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("package", ["sklearn", "torchvision"])
+def test_a_package_that_is_not_installed(package, capsys, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    module, args = {
+        "sklearn": (stability, ["--models", "mlp512", "--modes", "dense", "--steps", "10", "--batch", "4", "--csv", str(tmp_path / "t.csv")]),
+        "torchvision": (train_step, ["--model", "vit-b16", "--batch", "1", "--threads", "1", "--csv", str(tmp_path / "t.csv")]),
+    }[package]
+    if package == "torchvision":
+        monkeypatch.setattr("torchvision_shim.find_spec", lambda name: None)
+        monkeypatch.delitem(sys.modules, package)
+    assert module.main(args) == 2 and "pip install" in capsys.readouterr().err
+
+
+def test_damaged_checkpoints_of_runs_are_told(capsys, tmp_path):
+    folder = tmp_path / "final" / "a-seed0"
+    folder.mkdir(parents=True)
+    (folder / checkpoint.LAST).write_bytes(b"PK\3\4")
+    assert hidden_groups.main(["--runs", str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 2
+    assert f"hidden_groups.py: no whole checkpoint in {folder}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "name"), [(learned, "danhofer_learned"), (choose, "danhofer_choice"), (tables_3_4, "danhofer_tables_3_4")])
+def test_a_table_that_is_no_csv_is_refused_before_anything_is_learned(module, name, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "task_of", lambda *_: pytest.fail("began"))
+    (tmp_path / f"{name}.csv").write_bytes(bytes(range(128, 256)))
+    assert module.main(["--out", str(tmp_path)]) == 2 and f"{name}.csv: expected a csv, got" in capsys.readouterr().err
+
+
+def test_a_seed_that_no_run_can_have_is_told_before_the_first(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(accuracy.sweep_local, "one_process_each", lambda *_: pytest.fail("began"))
+    with pytest.raises(SystemExit) as end:
+        accuracy.main(["final", "--data", "digits", "--seeds", "-1", "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")])
+    assert end.value.code == 2 and "--seed: expected a number from 0 to 1099511627776, got -1" in capsys.readouterr().err
+
+
+def test_folders_that_are_files(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    small = str(sweep.Path(sweep.__file__).parent / "sweeps" / "small.yaml")
+    assert sweep.main(["table", small, "--out", str(file)]) == 2 and str(file) in capsys.readouterr().err
+    assert accuracy.main(["final", "--data", "digits", "--only", "dense-muon", "--runs", str(file), "--csv", str(tmp_path / "t.csv")]) == 2
+    assert str(file) in capsys.readouterr().err
