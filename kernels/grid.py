@@ -31,12 +31,14 @@ def plain_int(value: Any) -> int | None:
 
 def check_block(block: object, axes: str = "(out_features, in_features)") -> tuple[int, int]:
     """Return `block` as (rows, cols), which `axes` names in the message; raise ConfigError unless it is two positive ints below 2^31."""
+    hint = f"; a square is ({block}, {block})." if type(block) is int and block > 0 else "."
     if isinstance(block, (tuple, list)) and len(block) == 2:
         rows, cols = (plain_int(b) or 0 for b in block)
         if 0 < rows < 2**31 and 0 < cols < 2**31:
             return rows, cols
-    square = f"; a square is ({block}, {block})." if type(block) is int and block > 0 else "."
-    raise ConfigError(f"block must be two positive ints {axes}: expected e.g. (16, 16), got {block!r}{square}")
+        if rows > 0 and cols > 0:
+            hint = "; a side is below 2^31."
+    raise ConfigError(f"block must be two positive ints {axes}: expected e.g. (16, 16), got {block!r}{hint}")
 
 
 def ratio_units(ratio: object) -> int:
@@ -44,12 +46,13 @@ def ratio_units(ratio: object) -> int:
 
     Cost: none. A ratio that rounds to 1 keeps nothing and is refused as well.
     """
+    percent = isinstance(ratio, Real) and 2 <= ratio < 100  # type: ignore[operator]
+    hint = f"; {float(ratio):g} % is {float(ratio) / 100:g}." if percent else "."  # type: ignore[arg-type]
     if isinstance(ratio, Real) and not isinstance(ratio, bool) and 0 <= ratio < 1:  # type: ignore[operator]  # numpy's scalars are Real, too
         units = round(float(ratio) * RATIO_UNIT)
         if units < RATIO_UNIT:
             return units
-    percent = isinstance(ratio, Real) and 2 <= ratio < 100  # type: ignore[operator]
-    hint = f"; {float(ratio):g} % is {float(ratio) / 100:g}." if percent else "."  # type: ignore[arg-type]
+        hint = ", which nine decimals round to 1."
     raise ConfigError(f"ratio is the fraction of blocks that are masked (sparsity): expected a finite number in [0, 1), got {ratio!r}{hint}")
 
 
@@ -57,6 +60,8 @@ def grid_shape(shape: tuple[int, ...] | torch.Size, block: tuple[int, int]) -> t
     """Block rows and block columns of a weight `shape` (N, K) cut into `block`; the last row and column may be ragged."""
     if len(shape) != 2:
         raise ShapeError(f"a masked weight has two axes (out_features, in_features): got shape {tuple(shape)}.")
+    if block[0] < 1 or block[1] < 1:
+        check_block(block)
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 

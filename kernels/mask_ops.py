@@ -12,12 +12,13 @@ from torch import Tensor
 
 from . import gpu_choice, reference
 from .dispatch import form
-from .errors import ShapeError
+from .errors import ConfigError, ShapeError
 from .grid import grid_shape
 from .inductor import register_fake
 from .lean import without_gradient
 from .lists import LISTED, listed, packed_length
 from .operands import is_transformed
+from .select import TIES
 
 # ---- block_index -------------------------------------------------------------------------------------------------------------------------------------
 
@@ -37,6 +38,8 @@ def block_index(
     Differentiable: no. Cost: one read of `w`, one sort of its blocks; no host sync.
     """
     grid_shape(w.shape, (block_rows, block_cols))  # raises for what is no matrix
+    if ties not in TIES:
+        raise ConfigError(f"unknown ties: expected one of {', '.join(TIES)}, got {ties!r}.")
     if impl == "auto" and gpu_choice.builds(w, (block_rows, block_cols), criterion, ties, cover):
         impl = "triton"
     return form(impl, w).block_index(w, keep, step, (block_rows, block_cols), criterion, ties, stream, cover)

@@ -61,11 +61,22 @@ def test_bad_block(block):
         check_block(block)
 
 
+def test_what_is_wrong_with_a_number_that_looks_right():
+    with pytest.raises(ConfigError, match=r"in \[0, 1\), got 0\.9999999999, which nine decimals round to 1\."):
+        ratio_units(0.9999999999)
+    with pytest.raises(ConfigError, match=r"got \(2147483648, 16\); a side is below 2\^31\."):
+        check_block((2**31, 16))
+    with pytest.raises(ConfigError, match=r"got \(16, 0\)\.$"):
+        check_block((16, 0))
+
+
 def test_a_weight_has_two_axes():
     with pytest.raises(ShapeError, match="two axes"):
         grid_shape((4, 4, 4), (2, 2))
     with pytest.raises(ShapeError, match=r"at least two axes \(out_features, in_features\): got shape \(4,\)"):
         as_matrix(torch.randn(4))
+    with pytest.raises(ConfigError, match=r"two positive ints.*got \(0, 16\)"):
+        grid_shape((32, 32), (0, 16))
 
 
 @pytest.mark.parametrize(("shape", "block"), [((5, 7), (2, 3)), ((4, 4), (2, 2)), ((3, 9), (8, 16)), ((1, 1), (1, 1))])

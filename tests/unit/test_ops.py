@@ -202,6 +202,16 @@ def test_a_criterion_that_nobody_knows(tensors, impl):
         ops.block_index(tensors[1], torch.tensor(3), torch.tensor(0), *BLOCK, "l3", "lowest", 0, impl)
 
 
+def test_options_that_an_op_does_not_know(tensors):
+    x, w, b, _, mask = tensors
+    with pytest.raises(ConfigError, match="unknown ties: expected one of lowest, keep, got 'lowst'"):
+        ops.block_index(w, torch.tensor(3), torch.tensor(0), *BLOCK, "fro", "lowst", 0)
+    with pytest.raises(ConfigError, match="block must be two positive ints"):
+        ops.block_index(w, torch.tensor(3), torch.tensor(0), 0, 8, "fro", "lowest", 0)
+    with pytest.raises(ConfigError, match="block must be two positive ints"):
+        ops.masked_linear(x, w, b, mask, 16, 0, "masked")
+
+
 @pytest.mark.parametrize(("block", "grid", "strip"), [((64, 64), (2, 1), 128), ((16, 64), (8, 1), 64), ((64, 32), (1, 4), 128), ((64, 128), (1, 1), 64)])
 def test_lists_in_strips_of_another_width(block, grid, strip):
     """Of these matrices all parts of the lists, each up to a multiple of 4, are as long in either width."""
