@@ -189,7 +189,7 @@ def _shares(
 def _values(weight: Tensor, group: list[Decision]) -> Tensor:
     if not has_values(weight):
         what = f"allocation by scores needs the weights' values: expected real memory, got a {'meta' if weight.is_meta else 'fake'} tensor."
-        raise UnsupportedError(message(what, group[0].candidate.name, "materialise the model first, or use method='erk'."))
+        raise UnsupportedError(message(what, group[0].candidate.name, "materialise the model first, or use method='erk' (of fxmask.apply: allocation='erk')."))
     return weight.detach()
 
 

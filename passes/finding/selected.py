@@ -42,7 +42,9 @@ def _check_weight(c: Candidate, config: WeightMask, where: str) -> None:
         what = f"cannot mask {where!r} by read='weight': expected a module with a plain weight parameter."
         raise UnsupportedError(message(what, where, f"exclude={c.name!r}."))
     if config.cached and c.weight.is_meta:
-        what = f"a cached mask (refresh={config.refresh}) needs the weight's values: expected real memory, got a meta tensor."
+        kind = f"a cached mask (refresh={config.refresh})"
+        kind = "a mask that outlives a step (gradients, averages, hysteresis, regrow, gain)" if config.remembers else kind
+        what = f"{kind} needs the weight's values: expected real memory, got a meta tensor."
         later = f", or use refresh=1; phases={{1: dict(refresh={config.refresh})}} beside it has masks cached from the first step on."
         fix = "materialise the model first" + ("." if config.remembers else later)
         raise UnsupportedError(message(what, where, fix))

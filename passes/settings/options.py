@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, ClassVar, TypeVar
 from zlib import crc32
 
-from ...kernels.errors import ConfigError, meant
+from ...kernels.errors import ConfigError, UnsupportedError, meant
 
 C = TypeVar("C", bound="Options")
 SYSTEMS = {"activations": "ActivationPruning", "dropout": "BlockDropout", "nm": "NMMask"}  # other systems: what users call them, and their configurations
@@ -30,7 +30,7 @@ class Options:
         object.__setattr__(self, "_kind", crc32(repr(fixed).encode()))
 
     def replace(self: C, changes: dict[str, Any], where: str) -> C:
-        """A copy with some fields changed; ConfigError names the fields that there are."""
+        """A copy with some fields changed; ConfigError names the fields that there are, or says `where` a value is wrong."""
         known = [f.name for f in dataclasses.fields(self)]
         unknown = sorted(set(changes) - set(known))
         if unknown:
@@ -41,7 +41,12 @@ class Options:
             elif system and system != "NMMask" and where.startswith("overrides["):  # an NMMask stands beside no other configuration
                 near = f"; expected fxmask.{system}(...) in the same fxmask.apply."
             raise ConfigError(f"unknown option in {where}: expected some of {', '.join(known)}, got {', '.join(map(repr, unknown))}{near or '.'}")
-        return dataclasses.replace(self, **changes)
+        try:
+            return dataclasses.replace(self, **changes)
+        except (ConfigError, UnsupportedError) as e:
+            if where.startswith("fxmask.apply"):  # the call itself says where
+                raise
+            raise type(e)(f"{where}: {e}") from None
 
 
 def agreed(config: Options) -> dict[str, Any]:

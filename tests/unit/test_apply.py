@@ -258,7 +258,8 @@ WRONG = [
     (mlp, dict(ration=0.1), ConfigError, "unknown option in fxmask.apply, besides include, exclude, overrides, allocation, layers, masks and scores: expected"),
     (mlp, dict(average=2), ConfigError, "average: expected"),
     (mlp, dict(overrides={"0": dict(ration=0.1)}), ConfigError, "unknown option in overrides['0']: expected some of ratio,"),
-    (mlp, dict(overrides={"0": dict(ratio=2)}), ConfigError, "got 2"),
+    (mlp, dict(overrides={"0": {}, "2": dict(ratio=2)}), ConfigError, "overrides['2']: ratio is the fraction of blocks that are masked"),
+    (mlp, dict(overrides={"2": dict(read="weight", backward="unmasked")}), UnsupportedError, "overrides['2']: backward='unmasked' needs the call"),
     (mlp, dict(overrides={"0": True}), ConfigError, "expected a dict of options or False, got True"),
     (mlp, dict(include=3), ConfigError, "include: expected a glob"),
     (mlp, dict(exclude="re:("), ConfigError, "is no regular expression"),
@@ -271,7 +272,9 @@ WRONG = [
     (lambda: nn.Sequential(nn.LazyLinear(32)), {}, UnsupportedError, "not initialised yet"),
     (half_masked, {}, StateError, "'1' is masked already: expected a dense layer"),
     (two_ways, dict(overrides={"1": dict(ratio=0.1)}), ConfigError, "one weight would be masked twice, differently: '0' and '1' share it"),
-    (lambda: mlp().to("meta"), dict(refresh=0), UnsupportedError, "got a meta tensor"),
+    (lambda: mlp().to("meta"), dict(refresh=0), UnsupportedError, "a cached mask (refresh=0) needs the weight's values: expected real memory, got a meta"),
+    (lambda: mlp().to("meta"), dict(gain=True), UnsupportedError, "a mask that outlives a step (gradients, averages, hysteresis, regrow, gain) needs"),
+    (lambda: mlp().to("meta"), dict(allocation="global"), UnsupportedError, "of fxmask.apply: allocation='erk'"),
 ]  # fmt: skip
 
 
