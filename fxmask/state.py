@@ -22,11 +22,11 @@ from .state_checks import FORMAT, check_entry, entries_of, settings_of
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, step, step of the last rebuild, whether steps
-    are counted, whether a guard counts them and its policy, and where there are such the cached mask (bool [NB, KB]), the flips, the scores that steps have
-    added to (float32 [NB, KB]), and how far a feedback has come. With a schedule of pruned inputs also {"pruning": {layer: settings, step, announced,
-    guarded}}. With N:M masks also {"nm": {layer: settings, frozen, mask, permutation, and where a temperature moves its step and whether steps are counted}}:
-    a frozen or permuted mask is in no other state; logits are in `model.state_dict()`.
+    """The masks' state: {"format": 1, "masks": {parameter's name: {...}}}, for each masked weight its settings, shape as a matrix, step, step of the last
+    rebuild, whether steps are counted, whether a guard counts them and its policy, and where there are such the cached mask (bool [NB, KB]), the flips, the
+    scores that steps have added to (float32 [NB, KB]), and how far a feedback has come. With a schedule of pruned inputs also {"pruning": {layer: settings,
+    step, announced, guarded}}. With N:M masks also {"nm": {layer: settings, frozen, mask, permutation, and where a temperature moves its step and whether
+    steps are counted}}: a frozen or permuted mask is in no other state; logits are in `model.state_dict()`.
 
     Save it beside `model.state_dict()` and the optimiser's; `torch.load(weights_only=True)` reads it. A copy: later steps do not change it. Its form may change
     as masks train (None becomes a tensor, a phase changes the block), so torch.distributed.checkpoint, which loads into a form that is there, may not load it:
@@ -44,6 +44,7 @@ def _one(site: Site) -> dict[str, Any]:
     mask, flips = site._fxmask_mask, site._fxmask_flips
     return {
         "settings": settings_of(site._fxmask_given),
+        "shape": list(site._fxmask_shape),
         "step": site._fxmask_step,
         "built": site._fxmask_built,
         "announced": site._fxmask_announced,

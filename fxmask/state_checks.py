@@ -20,7 +20,7 @@ from .passes.stepping.guarded_weight import POLICIES
 
 FORMAT = 1
 _KEYS = ("settings", "step", "built", "announced", "guarded", "policy", "mask", "flips")
-_NEWER: dict[str, Any] = {"score": None, "growth": None}  # what there was not in the first states
+_NEWER: dict[str, Any] = {"shape": None, "score": None, "growth": None}  # what there was not in the first states
 
 
 def settings_of(config: WeightMask) -> dict[str, Any]:
@@ -69,6 +69,10 @@ def check_entry(name: str, site: Site, entry: dict[str, Any]) -> None:
     if (mask is None) == then.cached or (isinstance(mask, torch.Tensor) and tuple(mask.shape) != grid):
         got = None if mask is None else tuple(mask.shape)
         raise StateError(message(f"the saved mask is of another shape: expected {grid}, got {got}.", name, "load the state of this architecture."))
+    shape = site._fxmask_shape
+    if entry["shape"] is not None and entry["shape"] != list(shape):
+        what = f"the state is of a weight of another shape: expected {shape}, got {entry['shape']!r}."
+        raise StateError(message(what, name, "load the state of this architecture."))
     for wrong in _wrong_values(site, entry):
         raise StateError(message(f"the state was changed since it was saved: {wrong}.", name, "load a state as fxmask.state_dict returned it."))
 

@@ -53,6 +53,7 @@ def test_a_state_from_before_a_setting_was_there(form):
             del entry["settings"]["schedule"][later]
         for later in ("soft", "gain"):
             del entry["settings"][later]
+        del entry["shape"]
     model = masked(form, refresh=2, schedule=schedule)
     fxmask.load_state_dict(model, through_a_file(state))
     assert same(fxmask.masks(model), fxmask.masks(stepped(refresh=2, schedule=schedule)))
@@ -76,6 +77,13 @@ def test_another_architecture(form):
     # 0.weight of `wide` fits and 2.weight does not: neither was taken
     match = r"(?s)expected \(4, 6\), got \(8, 6\).*where: 2\.weight.*load the state of this architecture"
     refused(masked(form, refresh=2), fxmask.state_dict(wide), match)
+    # masks that each forward builds are in no state, the shape is
+    for n in (128, 60):
+        other = fxmask.apply(mlp(sizes=(64, 96, n, 10)), ratio=0.6, refresh=1)
+        match = rf"(?s)expected \(64, 96\), got \[{n}, 96\].*where: 2\.weight.*load the state of this architecture"
+        refused(masked(form, refresh=1), fxmask.state_dict(other), match)
+    ragged = fxmask.apply(mlp(sizes=(64, 96, 60, 10)), ratio=0.6, refresh=2)  # as many blocks, and so a mask that would fit
+    refused(masked(form, refresh=2), fxmask.state_dict(ragged), r"expected \(64, 96\), got \[60, 96\]")
 
 
 NOT_A_STATE = {
@@ -105,6 +113,7 @@ EDITS = {  # of the second entry, so that the first is whole
 }
 VALUES = {
     "settings": [None, [1], "x"],
+    "shape": [[96, 64], (64, 96), 64, "64x96"],
     "mask": [[[True]], torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6, dtype=torch.bool, device="meta")],
     "score": [torch.zeros(4, 6)],
     "guarded": [1, None],
