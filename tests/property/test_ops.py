@@ -1,5 +1,7 @@
 """Forward, dX, dW and db of every backward mode, for random shapes, against formulas written out here in float64."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,7 @@ def run(x, w, b, mask, block, gy, mode):
     b = None if b is None else b.clone().requires_grad_()
     dense = torch.tensor(mode == "rigl-dense") if mode.startswith("rigl") else None
     results = []
-    for function in (ops.linear, reference.composite):
+    for function in (ops.linear, functools.partial(ops.linear, impl="reference"), functools.partial(ops.linear, impl="cpu"), reference.composite):
         y = function(x, w, b, mask, block, mode.removesuffix("-dense"), dense)
         inputs = [t for t in (x, w, b) if t is not None]
         results.append((y.detach(), *torch.autograd.grad(y, inputs, gy)))
