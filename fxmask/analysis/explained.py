@@ -78,19 +78,20 @@ def _one(w: Work, names: dict[int, str], device: Device, tf32: bool) -> str:
         dense = "a dense step has no such product" if w.extra else f"dense 2 M N K = {w.flop_dense}"
         lines.append(f"  useful   2 * tokens * kept = 2 * {tokens} * {w.kept} = {c.flop_useful} FLOP; {dense}; issued {c.flop_issued}")
     elif w.m:
-        lines.append(f"  useful   {c.flop_useful} FLOP; issued {c.flop_issued}")
+        product = f"2 * {w.batch} * {w.m} * {w.n} * {w.k} = " if c.flop_useful == 2 * w.batch * w.m * w.n * w.k else ""  # not of attention
+        lines.append(f"  useful   {product}{c.flop_useful} FLOP; issued {c.flop_issued}")
     for o in traffic.operands(w, device):
         reread = "" if o["reread"] is None else f", {o['reread']:.2f}x"
         asked = f"compulsory {o['bytes_min']} B, requested {o['bytes_req']} B{reread}, DRAM estimate {o['bytes_dram_est']} B"
         lines.append(f"  {o['direction']:5} {o['operand']:9} {asked}")
     lines.append(f"  bytes    compulsory {c.bytes_min}, requested {c.bytes_req}")
+    peaks = {"compute": roofline.peak_of(w, device, tf32), "dram": device.dram_bytes_s, "l2": device.l2_bytes_s}
     for roof, t in sorted(roofline.bounds(w, device, tf32).items(), key=lambda p: -p[1]):
-        how = {
-            "compute": f"{c.flop_issued} FLOP / peak",
-            "dram": f"{c.bytes_min} B / {device.dram_bytes_s:.4g} B/s",
-            "l2": f"{c.bytes_req} B / L2 bandwidth",
-            "launch": f"{w.launches} x {device.launch_s:.2g} s",
-        }[roof]
+        if roof == "launch":
+            how = f"{w.launches} x {device.launch_s:.2g} s"
+        else:
+            amount, unit = {"compute": (c.flop_issued, "FLOP"), "dram": (c.bytes_min, "B"), "l2": (c.bytes_req, "B")}[roof]
+            how = f"{amount} {unit} / {peaks[roof]:.4g} {unit}/s"
         lines.append(f"  roof     {roof:8} {1e6 * t:.4g} us = {how}")
     lines += ["  formulas", *(f"    {line}" for line in formulas(w).splitlines())]
     return "\n".join(lines)

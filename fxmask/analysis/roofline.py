@@ -18,7 +18,7 @@ from .devices import Device
 
 def bounds(work: Work, device: Device, tf32: bool) -> dict[str, float]:
     """Seconds that each roof asks for; a roof of which nothing is known is left out."""
-    c, peak = work.cost, _peak(work, device, tf32)
+    c, peak = work.cost, peak_of(work, device, tf32)
     found = {"dram": c.bytes_min / device.dram_bytes_s, "launch": work.launches * device.launch_s}
     if peak and c.flop_issued:
         found["compute"] = c.flop_issued / peak
@@ -27,7 +27,7 @@ def bounds(work: Work, device: Device, tf32: bool) -> dict[str, float]:
     return found
 
 
-def _peak(work: Work, device: Device, tf32: bool) -> float | None:
+def peak_of(work: Work, device: Device, tf32: bool) -> float | None:
     """FLOP/s of the device in the dtype that is used, where it is known."""
     return device.peak("tf32" if tf32 and work.dtype == torch.float32 else work.dtype or torch.float32)
 
@@ -52,7 +52,7 @@ def row(work: Work, device: Device, tf32: bool = False) -> dict[str, Any]:
     c, found = work.cost, bounds(work, device, tf32)
     plain = dense_of(work)
     t, t_dense = max(found.values()), seconds(plain, device, tf32)
-    peak, bounded = _peak(work, device, tf32), work.dense is not None and not device.is_cpu
+    peak, bounded = peak_of(work, device, tf32), work.dense is not None and not device.is_cpu
     return {
         "ai_dram": c.flop_useful / c.bytes_min if c.bytes_min else None,
         "ai_l2": c.flop_useful / c.bytes_req if c.bytes_req else None,

@@ -1,6 +1,8 @@
 """The tables of `fxmask.analyze`: rows add up, levels are ordered, what is held is what a real run holds."""
 
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -132,6 +134,13 @@ def test_explain_prints_numbers_of_the_tables(report):
             assert f"{r['operand']:9} compulsory {r['bytes_min']} B, requested {r['bytes_req']} B" in text
             assert f"DRAM estimate {r['bytes_dram_est']} B" in text
         assert "formulas" in text and ("FLOP" in text or "B" in text)
+        products = {int(flop): factors for factors, flop in re.findall(r"((?:\d+ \* )+\d+) = (\d+) FLOP", text)}
+        assert all(math.prod(map(int, factors.split(" * "))) == flop for flop, factors in products.items())
+        assert all(r["flop"] in products or "attention" in r["op"] for r in nodes if r["node"] == node and r["m"]), node
+        roofs = re.findall(r"  roof     \w+ +(\S+) us = (\d+) (?:(?:B|FLOP) / (\S+) (?:B|FLOP)/s|x (\S+) s)", text)
+        assert len(roofs) == text.count("  roof ")
+        for t, amount, by, each in roofs:
+            assert float(t) == pytest.approx(1e6 * (int(amount) / float(by) if by else int(amount) * float(each)), rel=1e-3)
     for row in report.tables["modules"]:
         assert report.explain(row["module"])
 
