@@ -19,6 +19,7 @@ from .passes.finding.products import find_products
 from .passes.graphs.graph_calls import resolve
 from .passes.settings.activation_pruning import ActivationPruning
 from .passes.settings.block_dropout import BlockDropout
+from .passes.settings.nm_mask import NMMask
 from .pruning import any_pruned, prune, pruned_layers
 from .sites import REASONS, any_masked
 
@@ -119,11 +120,19 @@ def warn_of_products(decisions: list[Decision]) -> None:
         warn(message(what, "", "leave affine out, or include the parameters' names."))
 
 
-def check_inputs(model: nn.Module, alone: bool) -> None:
-    """StateError for a model whose inputs are pruned or dropped already, and, where no WeightMask is given, for one that is masked."""
-    if any_pruned(model) or any_dropped(model) or (alone and any_masked(model)):
-        what = "this model is masked, pruned or dropped already: expected a dense one, or both configs in one call."
-        raise StateError(message(what, type(model).__name__, "fxmask.restore(model), then fxmask.apply(model, WeightMask(...), ActivationPruning(...))."))
+def check_inputs(model: nn.Module, config: object, other: object) -> None:
+    """StateError for a model whose inputs are pruned or dropped already, and, where no WeightMask is given in `config`, for one that is masked."""
+    there = [any_masked(model), any_pruned(model), any_dropped(model)]
+    if not (any(there[1:]) or (config is None and there[0])):
+        return
+    what, fix = "this model is masked, pruned or dropped already: expected a dense one", "call fxmask.restore(model) first"
+    if isinstance(other, NMMask):
+        raise StateError(message(f"{what}.", type(model).__name__, f"{fix}; N:M masks do not go with other methods."))
+    asked = [config is not None, isinstance(other, ActivationPruning), isinstance(other, BlockDropout)]
+    both = [kind for kind, here, new in zip(("WeightMask", "ActivationPruning", "BlockDropout"), there, asked, strict=True) if here or new]
+    if len(both) == 2 and both[0] == "WeightMask":
+        fix = f"fxmask.restore(model), then fxmask.apply(model, {both[0]}(...), {both[1]}(...))"
+    raise StateError(message(f"{what}, or both configs in one call.", type(model).__name__, f"{fix}."))
 
 
 class Inputs:

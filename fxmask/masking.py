@@ -108,9 +108,9 @@ def apply(
     if isinstance(other, NMMask):
         if allocation is not None:
             raise ConfigError(f"allocation shares out ratios of blocks: expected None beside an NMMask, got {allocation!r}.")
-        check_inputs(model, alone=True)
+        check_inputs(model, None, other)
         return apply_nm(model, other, include, exclude, overrides, kinds)
-    check_inputs(model, alone=config is None)
+    check_inputs(model, config, other)
     told = overrides if other is None else mask_overrides(overrides, other, config is None)
     found = find_layers(model, kinds)
     left = outside(model, found) if config is not None else []

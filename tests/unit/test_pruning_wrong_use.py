@@ -23,6 +23,14 @@ WRONG = {
     "again": (lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), ActivationPruning()), "both configs in one call"),
     "masks later": (lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), ratio=0.5), "both configs in one call"),
     "after masks": (lambda: fxmask.apply(fxmask.apply(mlp()), ActivationPruning()), "both configs in one call"),
+    "dropout later": (
+        lambda: fxmask.apply(fxmask.apply(mlp(), ActivationPruning()), fxmask.BlockDropout(0.5)),
+        r"dropped already(?s:.*)fix: call fxmask.restore\(model\) first\.$",
+    ),
+    "masks after dropout": (
+        lambda: fxmask.apply(fxmask.apply(mlp(), fxmask.BlockDropout(0.5)), ratio=0.5),
+        r"apply\(model, WeightMask\(\.\.\.\), BlockDropout\(\.\.\.\)\)",
+    ),
     "option": (lambda: fxmask.apply(mlp(), ActivationPruning(), overrides={"0": {"backward": "ste"}}), "unknown option .* got 'backward'"),
     "activations": (lambda: fxmask.apply(mlp(), WeightMask(), ActivationPruning(), overrides={"0": {"activations": 3}}), "a dict of options or False, got 3"),
     "both in a trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(mlp()), WeightMask(), ActivationPruning()), "instead of its trace"),
