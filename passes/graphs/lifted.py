@@ -16,8 +16,10 @@ from ..finding.candidate import IN_PROJ, IN_PROJ_WEIGHTS, Candidate, weight_prob
 from ..finding.dense_reads import ACTIVATION, CHANGED, inputs_in, inputs_of_layers, reads_in, values_behind
 from ..infra import recorded_value
 from .bodies import Body
+from .fused_dropout import DroppedCall
 from .graph_calls import EMBEDDINGS, LINEARS, call_stack, layer_name, weight_arg
 from .input_sources import is_buffer, is_held, is_trainable_input, source_name, untrained
+from .pruned_linears import PrunedCall
 from .regions import is_trainable
 
 # calls that take the weights of Linears as arguments: the argument's name or place, and the layer's name inside the module that makes the call
@@ -30,7 +32,7 @@ PACKED: dict[Any, tuple[str, ...]] = {
     F.multi_head_attention_forward: IN_PROJ_WEIGHTS,
     torch._transformer_encoder_layer_fwd: ("3",),
 }
-INPUTS = ("Pruned", "Dropped")  # how classes begin that `fxmask.apply` gives layers whose inputs it changes
+INPUTS = ("Pruned", "Dropped")  # how names of classes begin that `fxmask.apply` gives layers whose inputs it changes
 BOTH = f"{CHANGED}; restore the model, and give fxmask.apply both in one call"
 PACKS = "the graph packs it from other weights for its attention; use fxmask.apply"
 _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
@@ -88,9 +90,10 @@ def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: 
 
 
 def _is_ours(node: Node) -> bool:
-    """Whether a layer makes a call whose input `fxmask.apply` prunes or drops in training: dense there, so that it is none to mask in evaluation, either."""
+    """Whether a layer makes a call, or what stands for one in a trace, whose input `fxmask.apply` prunes or drops in training: dense there, so that it is none
+    to mask in evaluation, either."""
     _, types = call_stack(node)
-    return bool(types) and getattr(types[0], "_fxmask_prefix", "") in INPUTS
+    return bool(types) and (types[0] in (PrunedCall, DroppedCall) or getattr(types[0], "_fxmask_prefix", "") in INPUTS)
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:
