@@ -31,7 +31,7 @@ from ..passes.graphs.lifted_mask import MaskLifted
 from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is_called
 from ..passes.graphs.sunk import sunk
 from ..passes.infra import CleanUp, Pass, run_passes
-from . import backend_steps, backend_watch
+from . import backend_steps, backend_transforms, backend_watch
 from .backend_names import of_model, split_by_ddp, warn_of_parts
 from .backend_options import WHERE, Options, parse, refuse_steps
 from .backend_refusals import refuse_state, refuse_transforms
@@ -44,6 +44,7 @@ from .sources import tag_caches
 def _backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The backend itself, as torch.compile calls it for each graph; see `Options`. Raises: FxMaskError, which torch.compile wraps with its text."""
     backend_steps.state.reached = True
+    backend_transforms.asked()
     o = parse(options)
     found = rewrite(gm, example_inputs, o)
     real, bodies = _real(gm, example_inputs), graphs_of(gm)
@@ -58,6 +59,7 @@ def __getattr__(name: str) -> Any:
     if name != "fxmask_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     backend_steps.asked()
+    backend_transforms.asked()
     return _backend
 
 

@@ -56,7 +56,7 @@ def missed(weights: Sequence[Tensor]) -> list[Missed]:
         if not any(id(p) in unmet for p in root.parameters()):
             continue
         o, unread = parse(given), is_unread(root)
-        decisions = _chosen(root, o, unmet, unread)
+        decisions = chosen(root, o, unmet, unread)
         gaps = [d for d in decisions if id(d.candidate.weight) in unmet]
         told = [unmet[id(d.candidate.weight)] for d in gaps]
         if gaps:
@@ -109,7 +109,7 @@ def _closure(f: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -> list[Decision]:
+def chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -> list[Decision]:
     """The linears that graphs are to mask or to prune in the whole model, if it has any of these weights. Raises as a capture does, where options are wrong."""
     linears = [c for c in find(root) if not c.masked and _graphs_mask(c, unread)]
     if not any(id(c.weight) in unmet for c in linears):
