@@ -1,6 +1,7 @@
 """`fxmask.analyze` on other people's models: PyTorch's own count on meta tensors, forward and backward, with every op known."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +141,15 @@ def test_the_command(make, capsys, tmp_path):
     for spec, text in (("timm:resmlp_13", "timm has no 'resmlp_13'"), ("torchvision:vit", "torchvision has no 'vit'")):
         assert main(["analyze", spec, "--input", "1x3x224x224", "-o", str(tmp_path / "no")]) == 2
         assert text in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_what_docs_say_that_resmlp_s12_holds(make):
+    page, held = (Path(__file__).parents[2] / "docs" / "systems.md").read_text(), []
+    for ratio in (0.0, 0.5, 0.8):
+        model = make("timm", "resmlp_12_224")
+        if ratio:
+            fxmask.apply(model, fxmask.ActivationPruning(ratio, 64))
+        total = fxmask.analyze(model, torch.empty(32, 3, 224, 224, device="meta")).tables["footprint"][-1]
+        held.append(total["saved_activations"] / 2**20)
+    cells = [f"{h:,.0f}" + (f" ({100 * h / held[0] - 100:.1f} %)" if h < held[0] else "") for h in held]
+    assert f"| timm's at 224 | {' | '.join(cells)} |" in page
