@@ -80,6 +80,19 @@ def test_a_layer_whose_weight_rests_says_so():
         assert model[0].weight.grad is None and x.grad is not None and model[2].weight.grad is not None
 
 
+@pytest.mark.parametrize("configs", [(ActivationPruning(0.5, 16),), (WeightMask(0.5), ActivationPruning(0.5, 16))], ids=["alone", "masked"])
+def test_a_layer_whose_weight_rests_packs_nothing(configs, monkeypatch):
+    model, packed, real = fxmask.apply(mlp(torch.float32), *configs), [], prune.compress
+    model[0].weight.requires_grad_(False)
+    monkeypatch.setattr(prune, "compress", lambda x, *rest: packed.append(x.shape[-1]) or real(x, *rest))
+    x = torch.randn(2, 6, 64, requires_grad=True)
+    model(x).sum().backward()
+    assert packed == [model[2].in_features] and x.grad is not None
+    with torch.no_grad():
+        model(x)
+    assert len(packed) == 1
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
