@@ -28,6 +28,9 @@ CIFAR_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 class DataMissing(FxMaskError):
     """The data set, or a package that reads it, is not here; the message says what and what to do."""
 
+    def __init__(self, what: str) -> None:
+        super().__init__(what.rpartition("data.DataMissing: ")[2].rstrip())  # a DataLoader's worker puts its traceback in front
+
 
 @dataclass(frozen=True)
 class Data:
@@ -183,7 +186,10 @@ def cifar10(root: Path) -> tuple[Pixels, Pixels]:
             "       CIFAR-10 as image files, one folder a class: --data folder."
         )
     vision = torchvision()
-    parts = [vision.datasets.CIFAR10(str(root), train=train, download=False) for train in (True, False)]
+    try:
+        parts = [vision.datasets.CIFAR10(str(root), train=train, download=False) for train in (True, False)]
+    except RuntimeError as error:
+        raise DataMissing(f"{root / 'cifar-10-batches-py'}: expected CIFAR-10's files, got {error}.\n  fix: unpack the archive anew.") from error
     return tuple(colour(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets, CIFAR_STATS) for p in parts)  # type: ignore[return-value]
 
 

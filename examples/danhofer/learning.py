@@ -12,6 +12,7 @@ after each epoch, those with the least loss on training images are the result. `
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,14 @@ def _save(path: Path, state: dict[str, Any]) -> None:
 
 def _load(path: Path | None, run: dict[str, Any], optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     """Take up a run that was stopped, if there is one."""
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return
-    saved = torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataMissing(f"--state {path}: expected a run's file, got {type(error).__name__}: {str(error)[:100]}.\n  fix: another file.") from None
+    if not isinstance(saved, dict) or "settings" not in saved:
+        raise DataMissing(f"--state {path}: expected a run's file, got another one.\n  fix: another file.")
     if run["settings"] != run["settings"] | saved["settings"]:  # older files do not say the batch
         what = f"--state {path}: expected {run['settings']}, got a run of {saved['settings']}."
         raise DataMissing(f"{what}\n  fix: another file, or the options of that run.")

@@ -17,6 +17,7 @@ from typing import Any
 import data
 import torch
 from data import DataMissing, torchvision
+from image_folder import open_folder
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -83,7 +84,7 @@ def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int
     def batches(part: str, generator: torch.Generator | None) -> Any:
         if not (root / part).is_dir():
             raise DataMissing(f"--data {root}: expected a folder {part} with one folder a class in it, got none.")
-        images = vision.datasets.ImageFolder(str(root / part), how[part])
+        images = open_folder(root / part, how[part])
         chosen = images if limit is None else torch.utils.data.Subset(images, range(0, len(images), -(-len(images) // limit)))  # of all classes
         return torch.utils.data.DataLoader(chosen, batch, shuffle=generator is not None, generator=generator, num_workers=workers)
 

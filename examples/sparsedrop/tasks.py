@@ -16,6 +16,7 @@ from pathlib import Path
 
 import data
 import torch
+from image_folder import decoded, open_folder
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -104,8 +105,9 @@ def stored(name: str, root: Path | None) -> data.Pixels:
     kind = vision.datasets.MNIST if name == "mnist" else vision.datasets.FashionMNIST
     try:
         found = kind(str(root), train=True, download=False)
-    except RuntimeError as error:
-        raise data.DataMissing(f"{kind.__name__} is not in {root}: expected torchvision's files there ({error}).") from None
+    except (RuntimeError, ValueError, AssertionError) as error:  # not there, or damaged
+        why = str(error).split(" You can")[0] or type(error).__name__
+        raise data.DataMissing(f"{kind.__name__} is not in {root}: expected torchvision's files there, got: {why}") from None
     x = F.pad(found.data[:, None], (2, 2, 2, 2))
     return data.Pixels(x, found.targets, x.float().mean() / 255, x.float().std() / 255)
 
@@ -113,7 +115,7 @@ def stored(name: str, root: Path | None) -> data.Pixels:
 def image_folder(root: Path) -> data.Pixels:
     vision = data.torchvision()
     shrink = vision.transforms.Compose([vision.transforms.Resize((SIDE, SIDE)), vision.transforms.PILToTensor()])
-    return data.decoded(vision.datasets.ImageFolder(str(root), shrink), data.CIFAR_STATS)
+    return decoded(open_folder(root, shrink), data.CIFAR_STATS)
 
 
 def characters(context: int) -> tuple[Tensor, Tensor, int]:

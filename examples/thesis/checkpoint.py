@@ -89,13 +89,21 @@ def write_facts(folder: Path, facts: dict[str, Any]) -> None:
         part.write_text(json.dumps(facts, indent=1, default=str) + "\n")
 
 
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What `write_facts` has written; nothing where there is no file. Raises: CheckpointError where it is damaged."""
+    path = folder / "run.json"
+    try:
+        facts = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:  # neither text nor JSON
+        raise CheckpointError(f"{path}: expected JSON, got {type(error).__name__}: {error}.\n  fix: bring the file back, or remove it.") from error
+    if not isinstance(facts, dict):
+        raise CheckpointError(f"{path}: expected JSON of a run's options, got a {type(facts).__name__}.\n  fix: bring the file back, or remove it.")
+    return facts
+
+
 def ran_on(folder: Path, device: str | None, went_on: bool) -> list[str]:
     """What a run has been trained on, a GPU by its name, and will be: it may go on elsewhere. None: nothing is left to train."""
-    facts = folder / "run.json"
-    try:
-        before = json.loads(facts.read_text()) if went_on and facts.exists() else {}
-    except ValueError as error:
-        raise CheckpointError(f"{facts}: expected JSON, got {type(error).__name__}: {error}.\n  fix: bring the file back, or remove it.") from error
-    named = before.get("ran_on", [before["device"]] if before else [])
+    before = facts_of(folder) if went_on else {}
+    named = before.get("ran_on", [before["device"]] if "device" in before else [])
     here = [] if device is None else [torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device]
     return list(dict.fromkeys([*named, *here]))

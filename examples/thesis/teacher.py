@@ -8,7 +8,6 @@ add that run's.
 from __future__ import annotations
 
 import argparse
-import json
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -52,10 +51,10 @@ class Teacher:
         theirs: dict[str, Any] = state.get("settings", {})
         wrong = [f"{key} {theirs.get(key)!r}, the pupil has {getattr(args, key)!r}" for key in SAME if theirs.get(key) != getattr(args, key)]
         wrong += [] if theirs.get("dense") else ["masks, or no run at all"]
-        run = folder / "run.json"
-        steps = json.loads(run.read_text())["steps"] if run.exists() else 0  # an epoch's, of the teacher's batches
-        if wrong or not steps or state["progress"]["step"] != theirs["epochs"] * steps:
-            got = "; ".join(wrong) or f"{state['progress']['step']} of {theirs['epochs'] * steps or 'an unknown number of'} steps"
+        steps = checkpoint.facts_of(folder).get("steps")  # an epoch's, of the teacher's batches
+        wanted = theirs["epochs"] * steps if isinstance(steps, int) and "epochs" in theirs else None
+        if wrong or not wanted or state["progress"]["step"] != wanted:
+            got = "; ".join(wrong) or f"{state['progress'].get('step')} of {wanted or 'an unknown number of'} steps"
             raise checkpoint.CheckpointError(f"--teacher {folder}: expected a dense run that has ended, on the same images, got {got}.")
         its = argparse.Namespace(**{**vars(args), "hidden": None, **theirs})  # older runs know no --hidden
         self.model = build(its, preset_of(its), channels, classes, steps)

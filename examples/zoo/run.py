@@ -162,10 +162,12 @@ def main(argv: list[str] | None = None) -> int:
                 check_models(a)
                 run_all(a)
         rows = list(results.read(a.csv).values())
-    except (results.TableError, UsageError) as error:
+        if a.report and not rows:
+            raise UsageError(f"{a.csv}: expected rows to report, got none.\n  fix: name another --csv, or leave --report out.")
+        page.write_text(summary.page(rows))
+    except (results.TableError, UsageError, OSError) as error:
         print(f"zoo: {error}", file=sys.stderr)
         return 2
-    page.write_text(summary.page(rows))
     if a.csv == CSV:
         README.write_text(summary.into(README.read_text(), rows))
     print(f"{len(rows)} rows; {page}")

@@ -127,8 +127,11 @@ def _older(columns: Sequence[str]) -> tuple[str, ...]:
 
 def read(path: Path, columns: Sequence[str] = COLUMNS) -> list[Row]:
     """Rows of a csv of this version's columns, or without those of `LATER`; a line that was cut off is dropped. ConfigError for another file."""
-    with path.open(newline="", encoding="utf-8") as f:
-        reader = csv.DictReader(f)
-        if tuple(reader.fieldnames or ()) not in (tuple(columns), _older(columns)):
-            raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another file.")
-        return [{**dict.fromkeys(columns, ""), **row} for row in reader if None not in row and all(v is not None for v in row.values())]
+    try:
+        with path.open(newline="", encoding="utf-8") as f:
+            reader = csv.DictReader(f)
+            if tuple(reader.fieldnames or ()) not in (tuple(columns), _older(columns)):
+                raise ConfigError(f"{path.name}: expected a csv with this version's columns, got {reader.fieldnames}; give another file.")
+            return [{**dict.fromkeys(columns, ""), **row} for row in reader if None not in row and all(v is not None for v in row.values())]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path.name}: expected a csv, got {type(error).__name__}: {error}; give another file.") from None

@@ -1,0 +1,122 @@
+"""Files that are damaged, or another thing than they are taken for: one line that names them, and 2."""
+
+from __future__ import annotations
+
+import json
+
+import data
+import pytest
+import torch
+from benchmarks import train_step
+from danhofer import learning, networks
+from PIL import Image
+from sparsedrop import table_1, tasks
+from thesis import checkpoint
+from thesis import train as program
+from zoo import run as zoo
+
+DENSE = ["--data", "digits", "--epochs", "1", "--warmup", "0", "--cooldown", "0", "--mix-prob", "0", "--masks-from", "0", "--no-figures"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Six images of two classes, for training and for testing; one of them is none."""
+    for part in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(3):
+                Image.new("RGB", (8, 8), (80 * i, 9, 9)).save(tmp_path / part / name / f"{i}.png")
+        (tmp_path / part / "b" / "2.png").write_bytes(b"no image")
+    return tmp_path
+
+
+def test_an_archive_that_was_not_unpacked_whole(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"half")
+    with pytest.raises(data.DataMissing, match=r"cifar-10-batches-py: expected CIFAR-10's files, got .*\n  fix: unpack the archive anew\."):
+        data.load("cifar10", tmp_path, batch=8)
+
+
+def test_a_worker_s_error_is_told_without_its_traceback(folder):
+    images = data.load("folder", folder, batch=2, image=96, workers=1)
+    with pytest.raises(data.DataMissing) as caught:
+        list(images.train(1))
+    assert str(caught.value).startswith(f"{folder}/train/b/2.png: expected an image, got") and "Traceback" not in str(caught.value)
+
+
+def test_images_of_dropout(folder, tmp_path, capsys):
+    args = ["--size", "small", "--tasks", "cifar10", "--root", str(folder), "--csv", str(tmp_path / "t.csv")]
+    assert table_1.main(args) == 2 and "train/b/2.png: expected an image, got" in capsys.readouterr().err
+    (folder / "train" / "b" / "2.png").unlink()
+    x, y, classes = tasks.images("cifar10", folder)
+    assert x.shape == (5, 3, 32, 32) and y.tolist() == [0, 0, 0, 1, 1] and classes == 2
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        for kind in ("images-idx3", "labels-idx1"):
+            (raw / f"{part}-{kind}-ubyte").write_bytes(b"\x89PNG" * 9)
+    assert table_1.main([*args, "--tasks", "mnist"]) == 2 and "expected torchvision's files there, got: " in capsys.readouterr().err
+
+
+def test_images_of_a_network_of_torchvision(folder, tmp_path):
+    torch.save(data.torchvision().models.resnet18().state_dict(), tmp_path / "weights.pt")
+    task = networks.pretrained("resnet18", tmp_path / "weights.pt", folder, seed=0, batch=2, workers=0, limit=None, device="cpu")
+    with pytest.raises(data.DataMissing, match=r"val/b/2\.png: expected an image, got"):
+        list(task.test())
+    for path in folder.glob("val/b/*"):
+        path.unlink()
+    with pytest.raises(data.DataMissing, match="expected one folder a class with images in it, got"):
+        task.test()
+
+
+def test_the_state_of_another_program(tmp_path):
+    path, run = tmp_path / "run.pt", {"settings": {}, "logits": {}}
+    for state in (b"no state", [1], {"a": 1}):
+        path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
+        with pytest.raises(data.DataMissing, match=r"--state .*run\.pt: expected a run's file, got"):
+            learning._load(path, run, None, None)
+    with pytest.raises(data.DataMissing, match=r"--state .*: expected a run's file, got IsADirectoryError"):
+        learning._load(tmp_path, run, None, None)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A dense run that has ended."""
+    out = tmp_path_factory.mktemp("teacher")
+    assert program.main([*DENSE, "--dense", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("facts", ["{", "[1]", "{}", '{"steps": "many"}', "\udcff"])
+def test_a_teacher_whose_facts_are_damaged(facts, teacher, tmp_path, capsys, monkeypatch):
+    before = (teacher / "run.json").read_bytes()
+    (teacher / "run.json").write_text(facts, errors="surrogateescape")
+    try:
+        assert program.main([*DENSE, "--teacher", str(teacher), "--out", str(tmp_path / "pupil")]) == 2
+    finally:
+        (teacher / "run.json").write_bytes(before)
+    said = capsys.readouterr().err
+    assert ("run.json: expected JSON" in said or "steps" in said) and not (tmp_path / "pupil").exists()
+
+
+def test_a_teacher_s_checkpoint_without_its_steps(tmp_path, capsys):
+    settings = {"dense": True, "data": "digits", "holdout": 0}
+    torch.save({**{part: {} for part in checkpoint.PARTS}, "settings": settings}, tmp_path / checkpoint.LAST)
+    (tmp_path / "run.json").write_text(json.dumps({"steps": 3}))
+    assert program.main([*DENSE, "--teacher", str(tmp_path), "--out", str(tmp_path / "pupil")]) == 2
+    assert "got None of an unknown number of steps" in capsys.readouterr().err
+
+
+def test_facts_of_a_run_that_goes_on(tmp_path):
+    for text in ("[1]", "{"):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(checkpoint.CheckpointError, match=r"run\.json: expected JSON"):
+            checkpoint.ran_on(tmp_path, None, went_on=True)
+    (tmp_path / "run.json").write_text("{}")
+    assert checkpoint.ran_on(tmp_path, "cpu", went_on=True) == ["cpu"]
+
+
+def test_tables_that_are_none(tmp_path, capsys):
+    (tmp_path / "t.csv").write_bytes(bytes(range(128, 256)))
+    assert train_step.main(["--plot", str(tmp_path / "t.csv")]) == 2 and "t.csv: expected a csv, got UnicodeDecodeError" in capsys.readouterr().err
+    assert zoo.main(["--report", "--csv", str(tmp_path / "t.csv" / "zoo.csv")]) == 2 and "zoo.csv" in capsys.readouterr().err
