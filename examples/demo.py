@@ -22,7 +22,7 @@ from plots import plot_run
 from resmlp import PRESETS, ResMLP
 from tabulate import tabulate
 from thesis import lock
-from thesis.side_by_side import exit_code
+from thesis.side_by_side import check_folder, exit_code
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from tracking import ActiveBlocks, CsvLog, MaskTracker
@@ -150,10 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("demo-output"))
     parser.add_argument("--smoke", action="store_true", help="a few steps only, to see that it runs")
     args = parser.parse_args(argv)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out: expected a folder to write to, got {args.out}: {error.strerror}")
+    check_folder(parser, "--out", args.out)
     return exit_code("demo.py", lambda: show(args))
 
 

@@ -7,9 +7,11 @@ training steps each block of the weight had been active so far; a mask that neve
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thesis.csv_files import numbers
 from thesis.csv_files import read as read_csv
 
 from fxmask.errors import ConfigError
@@ -32,10 +34,12 @@ def plot_run(out: Path) -> list[Path]:
     except ImportError:
         print("no figures: matplotlib is not installed (pip install matplotlib)")
         return []
-    epochs = read_csv(out / "log.csv", ("epoch", "top1", "train_loss"))
-    blocks = read_csv(out / "active_blocks.csv", ("epoch", "layer", "block_row", "block_col", "active_steps"))
+    log, active, counts = out / "log.csv", out / "active_blocks.csv", ("epoch", "block_row", "block_col", "active_steps")
+    epochs = numbers(log, read_csv(log, ("epoch", "top1", "train_loss")), "epoch", kind=int)
+    blocks = numbers(active, read_csv(active, ("layer", *counts)), *counts, kind=int)
+    numbers(log, epochs, "top1", "train_loss")
     if not epochs:
-        raise ConfigError(f"{out / 'log.csv'}: expected a row for each epoch, got none.\n  fix: train for an epoch at least.")
+        raise ConfigError(f"{log}: expected a row for each epoch, got none.\n  fix: train for an epoch at least.")
     written = [save(accuracy_figure(epochs), out / "accuracy.png")]
     if blocks:  # none of a dense run
         written.append(save(active_blocks_figure(blocks), out / "active_blocks.png"))
@@ -79,6 +83,10 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
     counts: dict[tuple[str, int], dict[tuple[int, int], int]] = {}
     for row in rows:
         counts.setdefault((row["layer"], int(row["epoch"])), {})[int(row["block_row"]), int(row["block_col"])] = int(row["active_steps"])
+    sides = {layer: [1 + max(int(row[side]) for row in rows if row["layer"] == layer) for side in ("block_row", "block_col")] for layer in layers}
+    for (layer, (high, wide)), epoch in product(sides.items(), epochs):
+        if len(counts.get((layer, epoch), ())) < high * wide:  # a run was killed in the middle of them
+            raise ConfigError(f"active_blocks.csv: expected {high}x{wide} blocks of {layer} after epoch {epoch}, got fewer.\n  fix: remove that epoch's rows.")
     most = max(max(cells.values()) for cells in counts.values())
 
     figure = new_figure(2.2 * len(columns) + 1.6, 2.2 * len(layers) + 0.4)
@@ -86,7 +94,7 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
     for i, layer in enumerate(layers):
         for j, epoch in enumerate(columns):
             cells = counts[layer, epoch]
-            grid = [[cells[r, c] for c in range(max(c for _, c in cells) + 1)] for r in range(max(r for r, _ in cells) + 1)]
+            grid = [[cells[r, c] for c in range(sides[layer][1])] for r in range(sides[layer][0])]
             image = axes[i][j].imshow(grid, vmin=0, vmax=max(most, 1), cmap="viridis", aspect="auto", interpolation="nearest")
             axes[i][j].set_xticks([])
             axes[i][j].set_yticks([])

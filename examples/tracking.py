@@ -7,11 +7,11 @@ steps: the mask asked for before a step is the mask that this step's forward use
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from thesis import csv_files
 from torch import Tensor, nn
 
 import fxmask
@@ -25,7 +25,7 @@ class CsvLog:
 
     def __init__(self, path: Path, columns: tuple[str, ...] = COLUMNS, append: bool = False) -> None:
         self.path, self.columns = path, columns
-        if append and path.exists():
+        if append and path.exists() and path.stat().st_size:
             return
         with path.open("w", newline="") as file:
             csv.writer(file).writerow(columns)
@@ -37,15 +37,10 @@ class CsvLog:
 
 def keep_epochs(path: Path, last: int) -> None:
     """Cut a csv file with a column `epoch` to its rows up to `last`, as a run that goes on from there writes the others again."""
-    if not path.exists():
-        return
-    with path.open(newline="") as file:
-        header, *rows = csv.reader(file)
-    at = header.index("epoch")
-    new = path.with_suffix(".new")
-    with new.open("w", newline="") as file:
-        csv.writer(file).writerows([header, *(row for row in rows if len(row) == len(header) and int(row[at]) <= last)])
-    os.replace(new, path)
+    whole = [row for row in csv_files.read(path, ("epoch",), cut_off=True) if None not in row and None not in row.values()]
+    csv_files.numbers(path, whole, "epoch", kind=int)
+    if whole:
+        csv_files.write(path, list(whole[0]), (row for row in whole if int(row["epoch"]) <= last))
 
 
 class MaskTracker:

@@ -18,8 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from checked_arguments import check_numbers
 from plots import read_csv
 from tabulate import tabulate
+from thesis.csv_files import numbers
 
 import fxmask
 from benchmarks import checked, step_models
@@ -69,11 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--seconds", type=float, default=60.0, help="of advise")
     p.add_argument("--csv", type=Path, default=CSV, help="of train_step.py, where it is there")
     args = p.parse_args(argv)
-    checked.at_least_one(p, args, "threads")
     checked.masks(p, args.block, args.ratio)
+    check_numbers(p, args)
     torch.set_num_threads(args.threads)
     with checked.refused_by(p):
         known = read_csv(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
+        numbers(args.csv, numbers(args.csv, known, "ratio"), "ms_p50", above=0)
     rows = []
     for name in args.model:
         for ratio in args.ratio:

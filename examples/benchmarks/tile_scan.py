@@ -25,10 +25,14 @@ from torch import Tensor
 from fxmask.bench.inputs import make_mask, operands
 from fxmask.bench.provenance import provenance
 from fxmask.bench.sweeps import tile_name
+from fxmask.errors import ConfigError
 from fxmask.kernels import reference
 from fxmask.kernels.grid import grid_shape
 from fxmask.kernels.triton import launch, refresh, tiles
 from fxmask.kernels.triton.tiles import Tile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from thesis.csv_files import read
 
 SHAPES = {"8192x4096->4096": (8192, 4096, 4096), "25088x384->1536": (25088, 1536, 384), "25088x1536->384": (25088, 384, 1536)}  # (M, N, K)
 BLOCKS, RATIOS, THREADS = (128, 64, 32, 16), (0.8, 0.9, 0.5), 16
@@ -156,8 +160,9 @@ def measure(path: Path) -> None:
 
 
 def show(path: Path) -> None:
-    with path.open(newline="") as f:
-        rows = list(csv.DictReader(f))
+    rows = read(path, COLUMNS[:-1])
+    if not rows:
+        raise ConfigError("rows: there is none")
     dense = {(r["shape"], r["op"]): float(r["ms"]) for r in rows if r["tile"] == "dense"}
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for r in rows:

@@ -31,6 +31,11 @@ from fxmask.bench.provenance import provenance
 from fxmask.bench.table import text
 from fxmask.errors import ConfigError
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from thesis.side_by_side import check_folder, exit_code
+
+from benchmarks import checked
+
 NAMES = ("op", "shape", "provider", "block", "ratio")
 MEASURED = ("l2_bytes", "dram_bytes", "time_us")
 COLUMNS = (*NAMES, "bytes_req", "bytes_min", *MEASURED, "l2_of_req", "l2_of_dense", "kernels")
@@ -81,12 +86,17 @@ def run(a: argparse.Namespace) -> None:
 
 def table(a: argparse.Namespace) -> list[dict[str, str]]:
     """Rows of the cells with what was measured, and their shares."""
-    noted = json.loads((a.out / CELLS).read_text(encoding="utf-8"))
+    try:
+        noted = json.loads((a.out / CELLS).read_text(encoding="utf-8"))
+        where, found = noted["provenance"], noted["cells"]
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"expected what `traffic.py run` writes, got {type(error).__name__}: {error}"
+        raise ConfigError(f"{a.out / CELLS}: {what}.\n  fix: run it again, and ncu with it.") from None
     ranges, rows = sum_by_range(read_ncu_csv(a.ncu)), []
-    for i, cell in enumerate(noted["cells"]):
+    for i, cell in enumerate(found):
         seen = ranges.get(f"cell-{i}")
         if seen is None:
-            sys.exit(f"{a.ncu}: expected an NVTX range cell-{i} for each of {len(noted['cells'])} cells, got {len(ranges)} ranges. Was ncu run with --nvtx?")
+            raise ConfigError(f"{a.ncu}: expected an NVTX range cell-{i} for each of {len(found)} cells, got {len(ranges)} ranges. Was ncu run with --nvtx?")
         both = seen["dram_read_bytes"], seen["dram_write_bytes"]
         row = {**cell, "l2_bytes": seen["l2_bytes"], "dram_bytes": None if None in both else sum(both), "time_us": seen["time_us"]}
         row["kernels"] = " ".join(k.split("(")[0][:40] for k in seen["kernels"])
@@ -96,7 +106,6 @@ def table(a: argparse.Namespace) -> list[dict[str, str]]:
         asked, whole = row.get("bytes_req"), dense.get((row["op"], row["shape"]))
         row["l2_of_req"] = row["l2_bytes"] / asked if asked and row["l2_bytes"] else None
         row["l2_of_dense"] = row["l2_bytes"] / whole if whole and row["l2_bytes"] else None
-    where = noted["provenance"]
     written = [{**where, **{c: text(row.get(c)) for c in COLUMNS}} for row in rows]
     with (a.out / "traffic.csv").open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, [*where, *COLUMNS], lineterminator="\n")
@@ -127,18 +136,17 @@ def main(argv: list[str] | None = None) -> int:
     for q in (r, t):
         q.add_argument("--out", type=Path, default=Path("bench-output"))
     a = p.parse_args(argv)
-    for path, maker in ((a.out / CELLS, "traffic.py run"), (a.ncu, "ncu --csv")) if a.what == "table" else ():
+    if a.what == "run":
+        with checked.refused_by(r):
+            for shape in a.shapes:
+                parse_shape(shape)
+            checked.device_here(a.device)
+        check_folder(r, "--out", a.out)
+        return exit_code("traffic.py", lambda: run(a))
+    for path, maker in ((a.out / CELLS, "traffic.py run"), (a.ncu, "ncu --csv")):
         if not path.is_file():
             t.error(f"expected what `{maker}` writes, got {path}, which is no file")
-    try:
-        for shape in a.shapes if a.what == "run" else ():
-            parse_shape(shape)
-        if a.what == "run":
-            torch.empty(0, device=a.device)
-    except (ConfigError, RuntimeError, AssertionError) as error:
-        r.error(str(error).splitlines()[0])
-    (run if a.what == "run" else table)(a)
-    return 0
+    return exit_code("traffic.py", lambda: table(a))
 
 
 if __name__ == "__main__":

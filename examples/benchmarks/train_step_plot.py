@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import plots
+from thesis.csv_files import numbers
 
 from benchmarks.step_contenders import NAMES
 from benchmarks.step_group import COLUMNS
@@ -29,6 +30,8 @@ def plot(csv: Path) -> Path:
     rows = [r for r in read(csv, COLUMNS) if r["ms_p50"]] if csv.is_file() else []
     if not rows:
         raise ConfigError(message(f"--plot: expected a csv with rows, got {csv}.", fix="measure first: python examples/benchmarks/train_step.py --csv FILE."))
+    numbers(csv, rows, "ms_p50", "ms_p10", "ms_p90", "ratio")
+    numbers(csv, [r for r in rows if r["x_dense"]], "x_dense")
     found = groups(rows)
     figure = plots.new_figure(8.0, sum(0.9 + 0.25 * len(g) for g in found.values()))
     axes = figure.subplots(len(found), squeeze=False, height_ratios=[2 + len(g) for g in found.values()])

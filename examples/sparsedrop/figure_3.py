@@ -15,7 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plots import new_figure, read_csv, save
-from thesis.side_by_side import exit_code
+from thesis.csv_files import numbers
+from thesis.side_by_side import check_folder, exit_code
 
 from fxmask.errors import ConfigError
 
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("csv", type=Path)
     p.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
     a = p.parse_args(argv)
+    check_folder(p, "--out", a.out)
     return exit_code("figure_3.py", lambda: run(a))
 
 
@@ -56,6 +58,8 @@ def run(a: argparse.Namespace) -> None:
     rows = read_csv(a.csv, (*SETTING, "p", "contender", *(value for value, _ in PARTS)))
     if not rows:
         raise ConfigError(f"{a.csv}: expected rows of examples/benchmarks/block_dropout.py, got {'none' if a.csv.exists() else 'no file'}.")
+    for value, _ in PARTS:
+        numbers(a.csv, [r for r in rows if r[value]], "p", value)
     a.out.mkdir(parents=True, exist_ok=True)
     print(save(figure(rows), a.out / "figure_3.png"))
 

@@ -20,7 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from thesis.side_by_side import exit_code, save, show
+from checked_arguments import check_numbers
+from thesis.side_by_side import check_folder, exit_code, save, show
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -107,9 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--out", type=Path, metavar="DIR", help="write csv and png there")
     a = p.parse_args(argv)
-    for name in ("threads", "repeats"):
-        if getattr(a, name) is not None and getattr(a, name) < 1:
-            p.error(f"--{name}: expected at least 1, got {getattr(a, name)}")
+    check_numbers(p, a)
+    check_folder(p, "--out", a.out)
     a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
     return exit_code("figure_4.py", lambda: run(a))
 

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from checked_arguments import check_numbers
 from tabulate import tabulate
 from thesis import csv_files, lock
 from thesis.side_by_side import GOES_ON, exit_code, published
@@ -35,7 +36,7 @@ COLUMNS = (*KEY, "val_accuracy", "val_loss", "best_step", "steps", "ended", "tra
 
 def read(path: Path) -> list[dict[str, str]]:
     """Runs that have ended; a last line that was cut off is none."""
-    return csv_files.read_own(path, COLUMNS, cut_off=True)
+    return csv_files.numbers(path, csv_files.read_own(path, COLUMNS, cut_off=True), "val_accuracy", "val_loss", "seconds")
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -91,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--csv", type=Path, default=RESULTS)
     a = p.parse_args(argv)
+    check_numbers(p, a)
     a.block = {"full": 128, "small": 32}[a.size] if a.block is None else a.block
     return exit_code("table_1.py", lambda: run(a), GOES_ON)
 

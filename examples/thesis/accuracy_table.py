@@ -109,7 +109,7 @@ def place_of(key: tuple[str, ...]) -> tuple[Any, ...]:
 
 def own(path: Path) -> list[dict[str, str]]:
     """The table's rows so far. Raises: ConfigError where it is another's."""
-    return csv_files.read_own(path, COLUMNS, YOUNGER)
+    return csv_files.numbers(path, csv_files.read_own(path, COLUMNS, YOUNGER), "seed", kind=int)
 
 
 def write(runs: Path, path: Path) -> int:
@@ -119,7 +119,8 @@ def write(runs: Path, path: Path) -> int:
         for phase, (recipes, _, _) in PHASES.items():
             for name in recipes:
                 for out in runs.glob(f"{phase}/{name}-seed*"):
-                    row = row_of(phase, name, int(out.name.rpartition("seed")[2]), out)
+                    seed = out.name.rpartition("seed")[2]
+                    row = row_of(phase, name, int(seed), out) if seed.isdecimal() else None
                     rows.update({key_of(row): row} if row else {})
         csv_files.write(path, COLUMNS, (rows[key] for key in sorted(rows, key=place_of)))
     return len(rows)

@@ -25,7 +25,7 @@ from thesis import csv_files, train
 from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
-from thesis.side_by_side import exit_code
+from thesis.side_by_side import check_folder, exit_code
 
 RUNS = ("dense-adamw-lr0.01", "dense-activations50-x4", "b16-tokens-whole-taylor", "b16-activations50-x4")
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.csv"
@@ -51,6 +51,7 @@ def accuracies(path: Path, wanted: tuple[str | None, ...] = (None, None, None)) 
     for row in csv_files.read(path, ("phase", "run", "test_top1")):
         setting = setting_of(row)
         if row["phase"] == "final" and row["test_top1"] and row["run"] in RUNS and all(w in (None, s) for w, s in zip(wanted, setting, strict=True)):
+            csv_files.numbers(path, [row], "test_top1")
             settings.add(setting)
             found.setdefault(row["run"], []).append((row.get("seed", ""), float(row["test_top1"])))
     if len(settings) > 1:
@@ -83,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--holdout", help="runs with so many images held out alone")
     p.add_argument("--out", type=Path, help="a folder for combination.csv")
     args = p.parse_args(argv)
+    check_folder(p, "--out", args.out)
     return exit_code("combination.py", lambda: run(args))
 
 

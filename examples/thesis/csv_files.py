@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def read(path: Path, columns: Sequence[str] = (), cut_off: bool = False) -> list
         if any(row[column] is None for column in columns):
             what = f"expected values for {', '.join(columns)} in each row, got fewer in row {number}"
             raise ConfigError(f"{path}: {what}.\n  fix: restore that row, or remove it.")
+    return rows
+
+
+def numbers(path: Path, rows: list[Any], *columns: str, above: float = -inf, kind: Callable[[Any], float] = float) -> list[Any]:
+    """`rows` of that file, in which these columns hold numbers. Raises: ConfigError where one holds something else, or nothing."""
+    for row in rows:
+        for column in columns:
+            try:
+                fits = kind(row.get(column)) > above
+            except (TypeError, ValueError):  # None: the row is cut off
+                fits = False
+            if not fits:
+                what = f"a {'whole ' if kind is int else ''}number{f' above {above:g}' if above > -inf else ''}"
+                raise ConfigError(f"{path}: expected {what} for {column} in each row, got {row.get(column)!r}.\n  fix: restore that row, or remove it.")
     return rows
 
 

@@ -17,7 +17,7 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from thesis.accuracy_table import RESULTS, setting_of
-from thesis.csv_files import read
+from thesis.csv_files import numbers, read
 from thesis.side_by_side import exit_code
 
 BEST, MASK16, MASK32 = "dense-muon-wd0.1", "b16-tokens-whole-muon-wd0.1", "b32-tokens-whole-muon-wd0.1"
@@ -101,6 +101,8 @@ def show(path: Path) -> int:
     if not rows:
         print(f"gaps.py: expected rows of phase final in {path}, got none.\n  fix: run accuracy.py final first.", file=sys.stderr)
         return 2
+    numbers(path, rows, "test_top1", "held_top1")
+    numbers(path, rows, "train_tflop", above=0)
     for title, pairs in (("both sides get the same", EQUAL), ("they do not", OTHER)):
         print(f"\n{title}: points of top-1, mask minus dense\n" + tabulate(differences(rows, pairs), headers="keys", disable_numparse=True))
     return 0

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from checked_arguments import check_numbers
 from plots import new_figure, save
 from tabulate import tabulate
 from train import flushed_denormals
@@ -149,9 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--batch", type=int, default=128)
     p.add_argument("--only", nargs="+", choices=tuple(ISOFLOP), default=list(ISOFLOP))
     args = p.parse_args(argv)
-    for name in ("turns", "batch"):
-        if getattr(args, name) < 1:
-            p.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    check_numbers(p, args)
     return exit_code("isoflop.py", lambda: run(args))
 
 
@@ -166,7 +165,9 @@ def run(args: argparse.Namespace) -> int:
         print(tabulate(rows, headers="keys"))
         return 0
     wanted = DATA_NAMES.get(args.data), args.epochs, args.holdout
-    rows = csv_files.read(args.csv, (*NEEDED, args.column))
+    rows = [r for r in csv_files.read(args.csv, (*NEEDED, args.column)) if r["phase"] == "isoflop"]
+    csv_files.numbers(args.csv, rows, args.column)
+    csv_files.numbers(args.csv, rows, "train_tflop", above=0)
     found = [p for p in points(rows, args.column) if all(w in (None, s) for w, s in zip(wanted, setting_of(p), strict=True))]
     if not found:
         print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
@@ -176,7 +177,8 @@ def run(args: argparse.Namespace) -> int:
         what = f"expected runs of one data set, one length and one holdout in {args.csv}, got {words_for(settings)}"
         print(f"isoflop.py: {what}.\n  fix: --data, --epochs, --holdout.", file=sys.stderr)
         return 2
-    times = {r["run"]: float(r["step_ms"]) for r in csv_files.read(args.times, ("run", "step_ms"))}
+    timed = csv_files.numbers(args.times, csv_files.read(args.times, ("run", "step_ms")), "step_ms", above=0)
+    times = {r["run"]: float(r["step_ms"]) for r in timed}
     for point in found:
         if point["run"] in times:
             point["step_ms"] = times[point["run"]]

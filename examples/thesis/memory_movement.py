@@ -11,6 +11,7 @@ unmasked) or backward, top1; of several rows for a cell, such as seeds, the mean
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
-from plots import new_figure, read_csv
+from plots import new_figure
 from tabulate import tabulate
 
 from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import VARIANTS, movement
+from fxmask.errors import ConfigError
+from thesis.csv_files import numbers, read
 from thesis.real_models import cifar_masks, cifar_shapes
-from thesis.side_by_side import Row, blocks_and_ratios, options, row, save, show, tally
+from thesis.side_by_side import Row, blocks_and_ratios, exit_code, options, row, save, show, tally
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,22 +98,22 @@ def draw(rows: list[Row], accuracy: dict[tuple[str, str], float] | None = None) 
 def accuracies(path: Path) -> dict[str, dict[tuple[str, str], float]]:
     """Top-1 by mode, then by (block, ratio)."""
     found: dict[str, dict[tuple[str, str], list[float]]] = {}
-    try:
-        if not path.exists():
-            raise FileNotFoundError("there is no such file")
-        for r in read_csv(path):
-            mode = r["backward"] if "backward" in r else r["mode"]
-            if r["block"]:  # a sweep's runs without a cell, such as dense ones
-                found.setdefault(mode, {}).setdefault((r["block"], f"{float(r['ratio']):.0%}"), []).append(float(r["top1"]))
-    except (OSError, KeyError, ValueError) as error:
-        sys.exit(f"--accuracy: expected a csv with columns block, ratio, mode and top1, got {path}: {type(error).__name__} {error}.")
+    mode = "backward" if any("backward" in r for r in read(path)) else "mode"
+    rows = [r for r in read(path, ("block", "ratio", mode, "top1")) if r["block"]]  # a sweep's runs without a cell, such as dense ones, are left out
+    for r in numbers(path, rows, "ratio", "top1"):
+        found.setdefault(r[mode], {}).setdefault((r["block"], f"{float(r['ratio']):.0%}"), []).append(float(r["top1"]))
     if not found:
-        sys.exit(f"--accuracy: expected rows of runs that have a block, got none in {path}.")
+        raise ConfigError(f"--accuracy: expected rows of runs that have a block, got {f'none in {path}' if path.exists() else f'no file {path}'}.")
     return {mode: {cell: fmean(values) for cell, values in cells.items()} for mode, cells in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(__doc__, argv, ("--accuracy", dict(type=Path, metavar="CSV", help="measured top-1: columns block, ratio, mode, top1")))
+    return exit_code("memory_movement.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show and write."""
     modes = accuracies(args.accuracy) if args.accuracy else {}
     rows, text = cells(), text_cells()
     for mode, top1 in (modes or {"": None}).items():
@@ -128,7 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = {r["published"] for r in text}
     agree = {r["published"] for r in text if r["status"] == "agrees"}
     print(f"{len(agree)} of {len(known)} published figures agree with a candidate (as whole GiB); {tally(rows)}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from thesis import csv_files
 from thesis.sweep_checks import SweepError
 from thesis.sweep_file import defaults_of_train
 from thesis.train_run import HOW_RUN
@@ -23,22 +24,30 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def facts_of(out: Path) -> dict[str, Any] | None:
-    """The options that the run was started with, and where."""
-    return _json(out / "run.json")
+    """The options that the run was started with, and where. Raises: SweepError where they are another script's."""
+    facts = _json(out / "run.json")
+    lacking = [] if facts is None else [name for name in ("epochs", "data", "dense", "holdout", "threads", "torch") if name not in facts]
+    if lacking or (facts is not None and not isinstance(facts["epochs"], int)):
+        what = f"expected what thesis/train.py writes, got {f'no {lacking[0]}' if lacking else 'epochs that are no number'}"
+        raise SweepError(f"{out / 'run.json'}: {what}.\n  fix: bring the file back, or remove the folder.")
+    return facts
 
 
 def log_of(out: Path) -> list[dict[str, str]]:
-    """A row an epoch so far; none while the last one is being written."""
+    """A row an epoch so far; none while the last one is being written. Raises: ConfigError where a row holds something else than numbers."""
     try:
         text = (out / "log.csv").read_text()
     except (OSError, UnicodeDecodeError):
         return []
-    return list(csv.DictReader(io.StringIO(text))) if text.endswith("\n") else []
+    rows = list(csv.DictReader(io.StringIO(text))) if text.endswith("\n") else []
+    return csv_files.numbers(out / "log.csv", rows, *(rows[0] if rows else ()))
 
 
 def test_of(out: Path) -> dict[str, float] | None:
-    """Accuracies on the test images."""
-    return _json(out / "test.json")
+    """Accuracies on the test images. Raises: ConfigError where they are no numbers."""
+    found = _json(out / "test.json")
+    csv_files.numbers(out / "test.json", [] if found is None else [found], "top1", "top5")
+    return found
 
 
 def differing(now: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

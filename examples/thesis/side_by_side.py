@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checked_arguments import check_numbers
 from tabulate import tabulate
 
 from fxmask.errors import FxMaskError
@@ -31,7 +32,17 @@ def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[
     p.add_argument("--out", type=Path, metavar="DIR", help="write a csv, and a png where the source plots")
     for name, how in more:
         p.add_argument(name, **how)
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    check_numbers(p, args)
+    check_folder(p, "--out", args.out)
+    return args
+
+
+def check_folder(p: argparse.ArgumentParser, option: str, folder: Path | None) -> None:
+    """A folder that is written to in the end, if one was given, is one that can be, or be made."""
+    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), None) if folder else None
+    if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
+        p.error(f"{option}: expected a folder to write to, got {folder}: {there} is {'not to be written to' if there.is_dir() else 'no folder'}")
 
 
 def exit_code(script: str, run: Callable[[], object], stopped: str = "stopped") -> int:
@@ -132,5 +143,6 @@ def whole(path: Path, write: Callable[[Path], Any]) -> None:
         with replacing(path) as part:
             write(part)
     except OSError as error:
-        sys.exit(f"--out: cannot write {path}: {error.strerror}. Name a folder that can be written to.")
+        print(f"--out: cannot write {path}: {error.strerror}. Name a folder that can be written to.", file=sys.stderr)
+        sys.exit(2)
     print(path)

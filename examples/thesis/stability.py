@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from checked_arguments import check_numbers
 from data import digits
 from resmlp import PRESETS, ResMLP, ResMLPConfig
 from tabulate import tabulate
@@ -122,9 +123,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--csv", type=Path, default=CSV)
     args = p.parse_args(argv)
-    for name, least in (("steps", WINDOW), ("threads", 1), ("batch", 1)):  # of fewer steps no mean would be looked at
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            p.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")
+    check_numbers(p, args)
+    if args.steps < WINDOW:  # no mean would be looked at
+        p.error(f"--steps: expected at least {WINDOW}, got {args.steps}")
     torch.set_num_threads(args.threads)
     return exit_code("stability.py", lambda: run(args))
 
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
                 others = [r for r in csv_files.read_own(args.csv, COLUMNS) if key_of(r) != key]
                 csv_files.write(args.csv, COLUMNS, [*others, row])
             print(f"{model} {mode}: spike {height:.3f}", flush=True)
-    rows = csv_files.read_own(args.csv, COLUMNS)
+    rows = csv_files.numbers(args.csv, csv_files.read_own(args.csv, COLUMNS), "spike")
     print(tabulate(rows, headers="keys"))
     wrong = [f"{r['model']} {r['mode']}" for r in rows if float(r["spike"]) > LIMIT and r["mode"] != "literal"]
     print(f"a spike above {LIMIT} in: {', '.join(wrong)}" if wrong else f"no spike above {LIMIT} but in literal, if at all")

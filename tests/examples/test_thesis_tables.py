@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -26,6 +27,7 @@ from thesis import (
 
 from fxmask.analysis.barley import resmlp_activations
 from fxmask.analysis.model_shapes import ModelShapes
+from fxmask.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,12 +149,13 @@ def test_memory_movement(tmp_path, capsys):
 
 def test_accuracy_needs_its_columns(tmp_path):
     (tmp_path / "a.csv").write_text("block,top1\n32x32,75\n")
-    for path in (tmp_path / "a.csv", tmp_path / "none.csv"):
-        with pytest.raises(SystemExit, match=r"--accuracy: expected a csv with columns block, ratio, mode and top1, got .*csv"):
-            memory_movement.accuracies(path)
+    with pytest.raises(ConfigError, match=r"a\.csv: expected a csv with the columns block, ratio, mode, top1, got none of ratio, mode"):
+        memory_movement.accuracies(tmp_path / "a.csv")
+    with pytest.raises(ConfigError, match=r"--accuracy: expected rows of runs that have a block, got no file .*none\.csv"):
+        memory_movement.accuracies(tmp_path / "none.csv")
     for text in ("", "block,ratio,mode,top1\n", "block,ratio,mode,top1\n,,masked,80\n"):  # no run has ended, or dense ones alone
         (tmp_path / "a.csv").write_text(text)
-        with pytest.raises(SystemExit, match=r"--accuracy: expected rows of runs that have a block, got none in .*a\.csv"):
+        with pytest.raises(ConfigError, match=r"--accuracy: expected rows of runs that have a block, got none in .*a\.csv"):
             memory_movement.accuracies(tmp_path / "a.csv")
 
 
@@ -181,10 +184,14 @@ def test_a_cell_can_differ():
     assert side_by_side.tally([good, bad], "so") == "1 of 2 published cells agree (so); formula and ours are the same in 2 of 2"
 
 
-def test_out_that_cannot_be_written(tmp_path):
+def test_out_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match=r"--out: cannot write .*table.csv: .* Name a folder that can be written to"):
+    with pytest.raises(SystemExit, match="2"):
         side_by_side.save(tmp_path / "file", "table", [{"a": 1}])
+    assert re.search(r"--out: cannot write .*table.csv: .* Name a folder that can be written to", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="2"):
+        side_by_side.options("", ["--out", str(tmp_path / "file")])  # before anything is computed
+    assert re.search("error: --out: expected a folder to write to, got .*file: .* is no folder", capsys.readouterr().err)
 
 
 def test_without_matplotlib(tmp_path, capsys, monkeypatch):

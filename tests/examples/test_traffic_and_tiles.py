@@ -53,9 +53,24 @@ def test_table_of_traffic(profile, tmp_path, capsys):
     assert said.startswith("a GPU, torch 2, Triton 3") and "measured / closed form" in said
 
 
-def test_table_without_a_range_of_every_cell(profile):
-    with pytest.raises(SystemExit, match="expected an NVTX range cell-1 for each of 2 cells, got 1 ranges"):
-        traffic.main(profile(KERNELS[:1]))
+def test_table_without_a_range_of_every_cell(profile, capsys):
+    assert traffic.main(profile(KERNELS[:1])) == 2
+    assert "expected an NVTX range cell-1 for each of 2 cells, got 1 ranges" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "\udcff"])
+def test_table_of_damaged_cells(text, profile, tmp_path, capsys):
+    command = profile()
+    (tmp_path / traffic.CELLS).write_text(text, errors="surrogateescape")
+    assert traffic.main(command) == 2 and f"{traffic.CELLS}: expected what `traffic.py run` writes, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", ["8192x4096->4096,dx,128", ""])
+def test_table_of_a_scan_that_was_cut_off(row, tmp_path, capsys):
+    (tmp_path / "scan.csv").write_text(f"shape,op,block,ratio,tile,features,splits,ms\n{row}\n")
+    with pytest.raises(SystemExit, match="2"):
+        tile_scan.main(["--show", str(tmp_path / "scan.csv")])
+    assert "expected a csv that --csv has written" in capsys.readouterr().err
 
 
 def test_table_of_a_scan(tmp_path, capsys):
