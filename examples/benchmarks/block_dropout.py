@@ -33,11 +33,11 @@ import fxmask
 from fxmask.bench.clock import load_average
 from fxmask.bench.provenance import provenance, utc
 from fxmask.bench.stopwatch import Stopwatch
-from fxmask.errors import ConfigError
 from fxmask.kernels import draw_ops, dropout
 from fxmask.kernels.dispatch import IMPLEMENTATIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from checked_arguments import check_numbers
 from thesis.side_by_side import exit_code
 
 from benchmarks import checked
@@ -84,9 +84,6 @@ def contenders(a: argparse.Namespace, p: float) -> dict[str, Callable[[], None]]
 
 def check(a: argparse.Namespace) -> None:
     """ConfigError for what cannot be measured."""
-    for name in ("tokens", "features", "repeats"):
-        if getattr(a, name) < 1:
-            raise ConfigError(f"--{name}: expected 1 or more, got {getattr(a, name)}.")
     for p in a.rates:
         fxmask.BlockDropout(p, (a.block, a.block), impl=a.impl)
     checked.device_here(a.device)
@@ -106,8 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--csv", type=Path, help="append rows there")
     a = p.parse_args(argv)
-    if a.threads is not None and a.threads < 1:
-        p.error(f"--threads: expected at least 1, got {a.threads}")
+    check_numbers(p, a)
     return exit_code("block_dropout.py", lambda: run(a))
 
 

@@ -16,14 +16,6 @@ from fxmask.errors import ConfigError
 from fxmask.kernels.errors import message
 
 
-def at_least_one(p: argparse.ArgumentParser, a: argparse.Namespace, *names: str) -> None:
-    """Numbers below 1 are errors; None is what was not given."""
-    for name in names:
-        value = getattr(a, name)
-        if value is not None and value < 1:
-            p.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-
-
 @contextmanager
 def refused_by(p: argparse.ArgumentParser) -> Iterator[None]:
     """What is refused inside is an error of the command line."""

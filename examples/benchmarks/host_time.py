@@ -34,6 +34,8 @@ import fxmask
 from fxmask.kernels.triton import device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from checked_arguments import check_numbers
+
 from benchmarks import checked
 
 # no kernels: views, memory, and numbers that lie on the CPU here alone
@@ -100,8 +102,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--average", type=float, default=0.0)
     p.add_argument("--steps", type=int, default=100)
     args = p.parse_args(argv)
-    checked.at_least_one(p, args, "layers", "steps")
     checked.masks(p, args.block, [0.5], refresh=args.refresh, criterion=args.criterion, average=args.average)
+    check_numbers(p, args)
     torch.set_num_threads(1)
     row = run(args.contender, args.layers, args.block, args.refresh, args.steps, criterion=args.criterion, average=args.average)
     print(row)

@@ -27,6 +27,8 @@ import fxmask
 from fxmask.passes.stepping import gathered, set_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from checked_arguments import check_numbers
+
 from benchmarks import checked
 
 OPTIMISERS = {
@@ -83,8 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="cpu")
     p.add_argument("--csv", type=Path, default=None, help="append rows there")
     a = p.parse_args(argv)
-    checked.at_least_one(p, a, "threads", "features", "layers", "repeats")
     checked.masks(p, a.block, a.ratios, refresh=a.refresh)
+    check_numbers(p, a)
     settings = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")}
     with checked.refused_by(p):
         on_gpu = checked.device_here(a.device).type == "cuda"

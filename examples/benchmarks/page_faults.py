@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from checked_arguments import check_numbers
 from tabulate import tabulate
 
 from benchmarks import checked, step_models
@@ -33,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--turns", type=int, default=6)
     a = p.parse_args(argv)
-    checked.at_least_one(p, a, "threads", "turns")
     checked.masks(p, a.block, [a.ratio])
+    check_numbers(p, a)
     torch.set_num_threads(a.threads)
     device = torch.device("cpu")
     spec = step_models.Spec(a.model, device, step_models.MODELS[a.model].batches[1])

@@ -21,18 +21,21 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
+from checked_arguments import check_numbers
 from thesis.side_by_side import GOES_ON, exit_code
 
 from benchmarks import step_models, train_step_plot
 from benchmarks.checked import device_here
 from benchmarks.step_contenders import CONTENDERS, DEFAULT, NAMES, Setting, hungriest, instances, planned
 from benchmarks.step_group import COLUMNS, measure, said, the_best
+from fxmask import WeightMask
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table, key
 from fxmask.errors import ConfigError
@@ -67,7 +70,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--csv", type=Path, default=Path("bench-output/train_step.csv"))
     p.add_argument("--again", action="store_true", help="measure rows of a busy machine anew")
     p.add_argument("--plot", type=Path, metavar="CSV", help="draw a bar chart of that csv, and measure nothing")
-    return p.parse_args(argv)
+    a = p.parse_args(argv)
+    check_numbers(p, a)
+    return a
 
 
 def check(a: argparse.Namespace) -> torch.device:
@@ -79,9 +84,10 @@ def check(a: argparse.Namespace) -> torch.device:
     device = device_here(a.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    for name, least in (("repeats", 1), ("threads", 1), ("warm_up", 1), ("batch", 1), ("width", 1), ("depth", 1), ("sequence", 1)):
-        if getattr(a, name) is not None and getattr(a, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected {least} or more, got {getattr(a, name)}.")
+    for block, ratio in product(a.block, a.ratio):
+        WeightMask(ratio=ratio, block=(block, block))  # raises for what no mask can have
+    if a.width is not None and a.width % max(1, a.width // 128):
+        raise ConfigError(f"--width: expected a multiple of its {a.width // 128} heads, one for each 128, got {a.width}.")
     if min(a.refresh) < 1:
         raise ConfigError(f"--refresh: expected numbers of steps of at least 1, got {min(a.refresh)}; masks that are never rebuilt cost ms_plain.")
     try:

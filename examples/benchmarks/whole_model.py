@@ -24,6 +24,7 @@ import fxmask
 from fxmask.bench.provenance import provenance, utc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from checked_arguments import check_numbers
 from resmlp import PRESETS, ResMLP, ResMLPConfig
 
 from benchmarks import checked
@@ -58,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--out", type=Path)
     a = p.parse_args(argv)
-    checked.at_least_one(p, a, "threads", "batch", "steps")
     checked.masks(p, a.block, [a.ratio])
+    check_numbers(p, a)
     with checked.refused_by(p):
         checked.table("--out", a.out, COLUMNS)
     torch.set_num_threads(a.threads)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checked import device_here
 from data import DataMissing
 from thesis import csv_files
 from thesis.side_by_side import Row, save
@@ -43,8 +44,6 @@ def task_of(args: argparse.Namespace, seed: int) -> Task:
         ("--checkpoint", args.checkpoint, [*NETWORKS]),
     )
     for option, value, networks in of:
-        if isinstance(value, int) and value < 1:
-            raise DataMissing(f"{option}: expected at least 1, got {value}.")
         if value is not None and args.model not in networks:
             raise DataMissing(f"{option}: expected --model {' or '.join(networks)}, got {args.model}.\n  fix: leave {option} out.")
     if args.model in SMALL:
@@ -61,7 +60,8 @@ def settings(args: argparse.Namespace, task: Task, seed: int) -> Row:
 
 
 def rows_of_others(args: argparse.Namespace, name: str) -> list[Row]:
-    """The rows of the csv `name` of `--out` so far; asked for before anything is trained. Raises: ConfigError where it is no csv."""
+    """The rows of the csv `name` of `--out` so far; asked for before anything is trained. Raises: ConfigError where it is no csv, or the device not here."""
+    device_here(args.device)
     return [] if args.out is None else csv_files.read(args.out / f"{name}.csv")
 
 

@@ -50,9 +50,10 @@ def jobs(phase: str, epochs: int, seeds: tuple[int, ...], only: list[str] | None
 
 
 def refuse_others(out: Path, words: Sequence[str]) -> None:
-    """The arguments are those of a run, and one that lies in the folder, ended or not, has them. Raises: SweepError where it is another."""
-    asked, facts = settings(vars(train.arguments(list(words)))), run_folder.facts_of(out)
+    """A run that lies in the folder, ended or not, is the one of these arguments. Raises: SweepError where it is another."""
+    facts = run_folder.facts_of(out)
     if facts is not None:
+        asked = settings(vars(train.arguments(list(words))))
         run_folder.same_settings(asked, settings(facts), out, "the command and the recipe say", "another --runs folder")
 
 

@@ -25,13 +25,14 @@ import torch
 from benchmarks.checked import device_here
 from benchmarks.pruned_step import COLUMNS, DENSE, IMAGES, NAMES, footprint, group, named
 from benchmarks.resumed import measured
+from checked_arguments import check_numbers
 from plots import new_figure
 from tabulate import tabulate
 
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table, number
 from fxmask.errors import ConfigError
-from thesis.side_by_side import exit_code, picture
+from thesis.side_by_side import GOES_ON, exit_code, picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,10 +88,6 @@ def check(a: argparse.Namespace) -> None:
     for name in ("batches", "activations"):
         if not getattr(a, name):
             raise ConfigError(f"--{name}: expected at least one, got none.")
-    if min(*a.batches, a.repeats) < 1:
-        raise ConfigError(f"--batches, --repeats: expected 1 or more, got {a.batches} and {a.repeats}.")
-    if a.threads is not None and a.threads < 1:
-        raise ConfigError(f"--threads: expected 1 or more, got {a.threads}.")
 
 
 def run(a: argparse.Namespace) -> list[Row]:
@@ -147,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which is asked for memory, says when it starts and stops
     args = p.parse_args(argv)
-    return exit_code("barley_figure_10.py", lambda: run(args))
+    check_numbers(p, args)
+    return exit_code("barley_figure_10.py", lambda: run(args), GOES_ON)
 
 
 if __name__ == "__main__":

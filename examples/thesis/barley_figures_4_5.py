@@ -30,6 +30,7 @@ import torch
 from benchmarks.checked import device_here
 from benchmarks.pruned_linear import COLUMNS, NAMES, PARTS, group, named, peak_gflops
 from benchmarks.resumed import measured
+from checked_arguments import check_numbers
 from plots import new_figure
 from tabulate import tabulate
 
@@ -37,7 +38,7 @@ from fxmask.analysis.barley import kept_blocks
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table
 from fxmask.errors import ConfigError
-from thesis.side_by_side import exit_code, picture, published
+from thesis.side_by_side import GOES_ON, exit_code, picture, published
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,9 +122,8 @@ def check(a: argparse.Namespace) -> None:
     """ConfigError for what cannot be measured."""
     if not all(0 < s < 1 for s in a.sparsities):
         raise ConfigError(f"--sparsities: expected numbers between 0 and 1, as dense is measured anyway, got {a.sparsities}.")
-    for name in ("samples", "tokens", "features", "repeats", "threads"):
-        if getattr(a, name) is not None and getattr(a, name) < 1:
-            raise ConfigError(f"--{name}: expected 1 or more, got {getattr(a, name)}.")
+    if min(a.widths) < 16:
+        raise ConfigError(f"--widths: expected 16 or more, as narrower layers stay dense, got {min(a.widths)}.")
     for block in a.blocks:
         kept_blocks(a.tokens, a.features, block, 0.5)  # raises where it is no divisor
 
@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, metavar="DIR", help="append to a csv there, and draw a png")
     p.add_argument("--again", action="store_true", help="measure anew what a busy machine measured")
     args = p.parse_args(argv)
-    return exit_code("barley_figures_4_5.py", lambda: run(args))
+    check_numbers(p, args)
+    return exit_code("barley_figures_4_5.py", lambda: run(args), GOES_ON)
 
 
 if __name__ == "__main__":

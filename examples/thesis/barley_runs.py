@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from checked_arguments import check_numbers
 from resmlp import PRESETS, ResMLP, ResMLPConfig
 from train import DEFAULT_MODEL
 
@@ -26,7 +27,7 @@ from fxmask.analysis.barley import kept_blocks, resmlp_inputs
 from thesis import lock, sweep, sweep_file, sweep_results
 from thesis.barley_model import MIB, saved_by_autograd
 from thesis.masked_model import activations
-from thesis.side_by_side import GOES_ON, exit_code
+from thesis.side_by_side import GOES_ON, check_folder, exit_code
 from thesis.sweep_checks import SweepError
 from thesis.sweep_fixed import classes_of
 from thesis.sweep_results import Ended
@@ -67,9 +68,8 @@ def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argpar
     args = p.parse_args(argv)
     args.model, form = args.model or DEFAULT_MODEL[args.data], FORMS[args.data]
     args.epochs, args.seeds = form.epochs if args.epochs is None else args.epochs, args.seeds or list(form.seeds)
-    for name in ("jobs", "at_once"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}")
+    check_folder(p, "--out", args.out)
+    check_numbers(p, args)
     sizes = {"digits": ("digits",), "cifar10": ("cifar",), "folder": ("cifar", "s12")}[args.data]
     if args.model not in sizes:
         p.error(f"--model: expected {' or '.join(sizes)} with --data {args.data}, got {args.model}; images of 224 pixels for s12 come from --data folder")
@@ -83,8 +83,6 @@ def shape(args: Namespace) -> ResMLPConfig:
 
 def grid(args: Namespace, name: str, batches: Sequence[int], pruned: Sequence[str]) -> sweep_file.Sweep:
     """All runs: every mini-batch dense and with each of `pruned` (train.py's --activations, such as "0.5:16"), for every seed."""
-    if min(batches) < 1:
-        raise SweepError(f"mini-batches: expected 1 or more, got {', '.join(map(str, batches))}.")
     for one in pruned:
         formula_mib(shape(args), 1, one)  # raises now, and not in every run
     hp = {"model_config": [f"ResMLP{PRESETS[args.model].depth} @"], "batch": list(batches), "activations": ["none", *pruned], "seed": args.seeds}

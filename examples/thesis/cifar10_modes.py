@@ -17,11 +17,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from checked_arguments import check_numbers
+
 from thesis import csv_files, lock, run_folder
 from thesis.accuracy_table import DATA_NAMES
 from thesis.recipes import COMMON as SHORT
 from thesis.recipes import LR
-from thesis.side_by_side import exit_code
+from thesis.side_by_side import GOES_ON, exit_code
 
 HERE = Path(__file__).resolve().parent
 MASKED, STE, UNMASKED = ("--backward", "masked"), ("--backward", "ste"), ("--backward", "unmasked")
@@ -101,7 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--csv", type=Path, default=HERE.parent / "results" / "cifar10_modes.csv")
     p.add_argument("--only", nargs="+", choices=tuple(RUNS), default=list(RUNS))
     args = p.parse_args(argv)
-    return exit_code("cifar10_modes.py", lambda: run(args))
+    check_numbers(p, args)
+    return exit_code("cifar10_modes.py", lambda: run(args), GOES_ON)
 
 
 def run(args: argparse.Namespace) -> int:

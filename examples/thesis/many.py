@@ -23,6 +23,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
 import torch
+from checked_arguments import check_numbers
 from data import Data, DataMissing
 from image_folder import MEMORY_LIMIT_PX
 from resmlp import PRESETS
@@ -124,14 +125,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("runs", type=Path, metavar="RUNS.json")
     p.add_argument("--at-once", type=int, default=8)
     args = p.parse_args(argv)
+    check_numbers(p, args)
     try:
-        given = [(name, list(words)) for name, words in json.loads(args.runs.read_text())]
+        given = [(name, list(map(str, words))) for name, words in json.loads(args.runs.read_text())]
     except OSError as error:
         p.error(f"expected a file of runs, got {args.runs}: {error.strerror}")
     except (ValueError, TypeError) as error:
         p.error(f"{args.runs}: expected a list of [name, [words of train.py]], got another thing: {error}")
-    if args.at_once < 1:
-        p.error(f"--at-once: expected at least 1, got {args.at_once}")
     runs = [(name, train.arguments(words)) for name, words in given]
     try:
         return 1 if together(runs, args.at_once, lambda name, status: print(json.dumps([name, status]), flush=True)) else 0

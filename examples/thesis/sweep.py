@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 
+from checked_arguments import check_numbers
+
 from thesis import lock, sweep_local, sweep_results, sweep_slurm
 from thesis.side_by_side import GOES_ON, exit_code
 from thesis.sweep_checks import SweepError, place, whole
@@ -40,9 +42,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--ratio", type=float, help="ratio of figure 6.4, default 0.8")
     p.add_argument("--figure-of", nargs="+", default=(), metavar="RUN", help="runs of figure 6.5; default: 32x32 blocks at 80 %%")
     args = p.parse_args(argv)
-    for name in ("jobs", "at_once"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}")
+    check_numbers(p, args)
     for name, actions in FOR.items():
         if getattr(args, name) not in (None, ()) and args.action not in actions:
             p.error(f"--{name.replace('_', '-')}: expected with {' or '.join(actions)}, got it with {args.action}")

@@ -142,16 +142,15 @@ def test_wrong_use(tmp_path, capsys):
     for words, text in (
         (["--data", "digits", "--activations", "0.5:5"], "expected a divisor of the 32 features, got 5"),
         (["--data", "digits", "--activations", "half"], "pruned inputs: expected RATIO:BLOCK such as 0.5:16, got 'half'"),
-        (["--data", "digits", "--epochs", "0"], "--epochs: expected a whole number of at least 1, got '0'."),
-        (["--data", "digits", "--batches", "0"], "mini-batches: expected 1 or more, got 0."),
         (["--data", "digits", "--seeds", "1", "1"], "--seed: expected each value once, got '1' twice."),
         (["--runs", str(tmp_path)], "--root: expected the folder of the images of cifar10, got none."),
     ):
         assert barley_table_4.main(words) == 2
         assert text in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        barley_table_4.main(["--jobs", "0"])
-    assert "--jobs: expected at least 1, got 0" in capsys.readouterr().err
+    for option in ("--jobs", "--epochs", "--batches"):
+        with pytest.raises(SystemExit):
+            barley_table_4.main(["--data", "digits", option, "0"])
+        assert f"{option}: expected at least 1, got 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         barley_table_4.main(["--data", "cifar10", "--model", "s12"])
     assert "--model: expected cifar with --data cifar10, got s12; images of 224 pixels for s12 come from --data folder" in capsys.readouterr().err

@@ -86,16 +86,13 @@ def test_wrong_use(capsys):
     for words, text in (
         (["--sparsities", "0"], "--sparsities: expected numbers between 0 and 1"),
         (["--blocks", "5"], "expected a divisor of the 32 features, got 5"),
-        (["--repeats", "0"], "--repeats: expected 1 or more, got 0"),
-        (["--threads", "0"], "--threads: expected 1 or more, got 0"),
+        (["--widths", "8"], "--widths: expected 16 or more, as narrower layers stay dense, got 8"),
         (["--device", "meta"], "--device: expected cpu, or cuda where there is a GPU, got 'meta'."),
         (["--device", "abacus"], "--device: expected cpu, or cuda where there is a GPU, got 'abacus'."),
     ):
         assert barley_figures_4_5.main([*OPERATOR, *words]) == 2
         assert text in capsys.readouterr().err
     for words, text in (
-        (["--batches", "0"], "expected 1 or more, got [0]"),
-        (["--threads", "0"], "--threads: expected 1 or more, got 0"),
         (["--activations", "much"], "--activations: expected RATIO:BLOCK such as 0.8:16, got 'much'"),
         (["--activations", "2:16"], "--activations: expected RATIO:BLOCK such as 0.8:16, got '2:16' (ratio"),
     ):

@@ -29,8 +29,6 @@ def refused(args, words, capsys):
 WRONG = {
     "rates": (["--rates", "0.5", "1"], "expected a number in [0, 1), got 1.0"),
     "block": (["--block", "0"], "two positive ints (tokens, features)"),
-    "repeats": (["--repeats", "0"], "--repeats: expected 1 or more, got 0"),
-    "tokens": (["--tokens", "0"], "--tokens: expected 1 or more, got 0"),
     "dtype": (["--impl", "cpu", "--dtype", "float16", "--tokens", "8", "--features", "8", "--rates", "0.5"], "expected float32 or float64"),
 }
 

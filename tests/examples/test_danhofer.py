@@ -243,7 +243,6 @@ def test_learned_masks_are_at_least_as_accurate():
     [
         (["--limit", "5"], "--limit: expected --model resnet18 or"),
         (["--checkpoint", "weights.pt"], "--checkpoint: expected --model resnet18 or"),
-        (["--batch", "0"], "--batch: expected at least 1, got 0."),
         (["--model", "resnet18", *SMALL], "--dense-epochs: expected --model digits or cifar10, got resnet18.\n  fix: leave --dense-epochs out."),
     ],
 )

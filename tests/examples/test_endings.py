@@ -68,7 +68,7 @@ def test_a_seed_that_no_run_can_have_is_told_before_the_first(capsys, monkeypatc
     monkeypatch.setattr(accuracy.sweep_local, "one_process_each", lambda *_: pytest.fail("began"))
     with pytest.raises(SystemExit) as end:
         accuracy.main(["final", "--data", "digits", "--seeds", "-1", "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")])
-    assert end.value.code == 2 and "--seed: expected a number from 0 to 1099511627776, got -1" in capsys.readouterr().err
+    assert end.value.code == 2 and "--seeds: expected a number from 0 to 1099511627776, got -1" in capsys.readouterr().err
 
 
 def test_folders_that_are_files(capsys, tmp_path):

@@ -256,7 +256,9 @@ def test_wrong_use(tmp_path, capsys):
         (("--model", "resnet"), "--model: expected names of resmlp-s12"),
         (("--refresh", "0"), "--refresh: expected numbers of steps of at least 1, got 0"),
         (("--impl", "fast"), "impl"),
-        (("--repeats", "0"), "--repeats: expected 1 or more, got 0"),
+        (("--block", "0"), "expected e.g. (16, 16), got (0, 0)"),
+        (("--ratio", "2"), "expected a finite number in [0, 1), got 2.0"),
+        (("--model", "gpt", "--width", "257"), "--width: expected a multiple of its 2 heads, one for each 128, got 257"),
         (("--device", "meta"), "--device: expected cpu"),
     ):
         assert train_step.main([*TINY, *EAGER, "--csv", str(tmp_path / "a.csv"), *options]) == 2

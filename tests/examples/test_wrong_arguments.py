@@ -8,9 +8,10 @@ import demo
 import pytest
 import train
 from benchmarks import advice, block_dropout, masked_step, page_faults, tile_scan, traffic, train_step, whole_model
+from danhofer import choose, learned, tables_3_4
 from recipes import ddp, fsdp2, timm_train
-from sparsedrop import figure_4
-from thesis import accuracy, flops, imagenet, isoflop, many, stability, sweep
+from sparsedrop import figure_4, table_1
+from thesis import accuracy, barley_figure_10, barley_figures_4_5, barley_table_3, cifar10_modes, flops, imagenet, isoflop, many, stability, sweep
 from thesis import train as thesis_train
 
 NO_FILE = "which is no file"
@@ -22,7 +23,7 @@ CASES = {
     "a scan that is none": (tile_scan, ["--show", __file__], "expected a csv that --csv has written"),
     "cells": (traffic, ["table", __file__], f"traffic.cells.json, {NO_FILE}"),
     "a shape": (traffic, ["run", "--shapes", "foo"], "expected e.g. 8192x4096->14336, got 'foo'"),
-    "a traffic device": (traffic, ["run", "--device", "foo"], "device type at start of device string: foo"),
+    "a traffic device": (traffic, ["run", "--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "runs": (many, ["nowhere.json"], "expected a file of runs, got nowhere.json"),
     "runs that are none": (many, [__file__], "expected a list of [name, [words of train.py]]"),
     "a script": (timm_train, ["nowhere.py"], NO_FILE),
@@ -39,6 +40,23 @@ CASES = {
     "a refresh": (masked_step, ["--refresh", "-1"], "refresh counts optimiser steps: expected an int of at least 0, got -1"),
     "repeats": (masked_step, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
     "figure 4": (figure_4, ["--threads", "0"], f"--threads: {AT_LEAST}"),
+    "repeats of dropout": (block_dropout, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
+    "tokens of dropout": (block_dropout, ["--tokens", "0"], f"--tokens: {AT_LEAST}"),
+    "repeats of a step": (train_step, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
+    "repeats of an operator": (barley_figures_4_5, ["--repeats", "0"], f"--repeats: {AT_LEAST}"),
+    "threads of an operator": (barley_figures_4_5, ["--threads", "0"], f"--threads: {AT_LEAST}"),
+    "mini-batches of an epoch": (barley_figure_10, ["--batches", "8", "0"], f"--batches: {AT_LEAST}"),
+    "threads of an epoch": (barley_figure_10, ["--threads", "0"], f"--threads: {AT_LEAST}"),
+    "memory of an epoch": (barley_figure_10, ["--memory", "nan"], "--memory: expected a number above 0, got nan"),
+    "samples of a table": (barley_table_3, ["--batch", "0"], f"--batch: {AT_LEAST}"),
+    "epochs of modes": (cifar10_modes, ["--root", ".", "--epochs", "0"], f"--epochs: {AT_LEAST}"),
+    "words of runs": (many, ["--at-once", "0", "nowhere.json"], f"--at-once: {AT_LEAST}"),
+    "a rate of masks": (learned, ["--lr", "-1"], "--lr: expected a number above 0, got -1.0"),
+    "workers of masks": (tables_3_4, ["--workers", "-1"], "--workers: expected 0 or more, got -1"),
+    "seeds of masks": (choose, ["--seed", "1", "-1"], "--seed: expected a number from 0 to 1099511627776, got -1"),
+    "a batch of masks": (choose, ["--batch", "0"], f"--batch: {AT_LEAST}"),
+    "a device of masks": (learned, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
+    "seeds of dropout": (table_1, ["--seeds", str(2**70)], f"--seeds: expected a number from 0 to {2**40}, got {2**70}"),
     "a training's device": (train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "a thesis training's device": (thesis_train, ["--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
     "bounds": (stability, ["--steps", "9", "--models", "mlp512", "--modes", "dense", "--csv", "t.csv"], "--steps: expected at least 10, got 9"),
