@@ -17,7 +17,6 @@ products, so that what is skipped shows as speed. Rows of all p are printed, los
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import sys
@@ -140,12 +139,7 @@ def run(a: argparse.Namespace) -> None:
     print(f"fused is faster than dropout + linear from p = {won[0]:g} on" if won else "fused is not faster than dropout + linear at the highest p")
     print(f"its mask takes {100 * min(shares):.2g} to {100 * max(shares):.2g} % of it")
     if a.csv is not None:
-        new = not a.csv.exists()
-        with a.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerows({**shared, **settings, **r} for r in rows)
+        checked.append(a.csv, columns, ({**shared, **settings, **r} for r in rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,16 @@ def device_here(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(message(f"--device: expected cpu, or cuda where there is a GPU, got {name!r}.", fix="use --device cpu."))
     return device
+
+
+def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], end: str = "\n") -> None:
+    """Rows behind those that a csv has."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator=end)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 def table(option: str, path: Path | None, columns: Sequence[str]) -> None:

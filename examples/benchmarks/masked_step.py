@@ -11,7 +11,6 @@ The masks are cached (refresh=0), unless --refresh says otherwise.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -109,9 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{what}: {said}; masked_step is {faster}", flush=True)
         if a.csv is not None:
             row = [*settings.values(), ratio, torch.__version__, *where.values(), *(round(t, 3) for t in ms.values()), " ".join(["python", *sys.argv])]
-            new = not a.csv.exists()
-            with a.csv.open("a", newline="") as f:
-                csv.writer(f, lineterminator="\n").writerows([columns, row] if new else [row])
+            checked.append(a.csv, columns, [dict(zip(columns, row, strict=True))])
 
 
 if __name__ == "__main__":

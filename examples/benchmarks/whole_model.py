@@ -9,7 +9,6 @@ batches. The workers are forked while the CPU implementation's threads are alive
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import sys
@@ -92,18 +91,13 @@ def main(argv: list[str] | None = None) -> None:
     print(f"losses of auto and of masked-dense differ by at most {drift:.1e} over {a.steps + warm} steps")
     if a.out is not None:
         here = provenance(torch.device("cpu"))
-        rows = [
+        rows = (
             {**{k: here[k] for k in WHERE}, "utc": utc(), "load": f"{os.getloadavg()[0]:.2f}", "preset": a.preset,
              "batch": a.batch, "workers": a.workers, "ratio": a.ratio, "block": a.block, "steps": a.steps, "provider": n, "ms_p50": f"{t:.4g}",
              "x_dense": f"{medians['dense'] / t:.4g}", "x_masked_dense": f"{medians['masked_dense'] / t:.4g}", "loss_drift": f"{drift:.2g}"}
             for n, t in medians.items()
-        ]  # fmt: skip
-        new = not a.out.exists()
-        with a.out.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        )  # fmt: skip
+        checked.append(a.out, COLUMNS, rows, "\r\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ after each epoch, those with the least loss on training images are the result. `
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from data import DataMissing
+from thesis.csv_files import replacing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -120,10 +120,8 @@ def _write(logits: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 
 
 def _save(path: Path, state: dict[str, Any]) -> None:
-    part = path.with_name(f".{path.name}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, part)
-    os.replace(part, path)
+    with replacing(path) as part:
+        torch.save(state, part)
 
 
 def _load(path: Path | None, run: dict[str, Any], optimizer: torch.optim.Optimizer, schedule: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fxmask.errors import ConfigError
 from thesis import csv_files, lock, run_folder, train
 from thesis.recipes import COMMON, FINAL, ISOFLOP, SEARCH, THESIS, arguments_of
 from thesis.sweep_checks import text
@@ -90,9 +91,16 @@ def setting_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return str(row.get("data", "")), str(row.get("epochs", "")), str(row.get("holdout") or (told[1] if told else ""))
 
 
-def words_for(settings: Iterable[tuple[str, str, str]]) -> str:
-    """Settings in words, for an error."""
-    return ", ".join(f"{epochs} epochs of {data}" + (f" with {held} images held out" if held else "") for data, epochs, held in sorted(settings))
+def of_one_setting(path: Path, rows: Sequence[Any], data: str | None, epochs: str | None, holdout: str | None) -> list[Any]:
+    """The rows of `path` of this data set, length and holdout, None for whatever there is. Raises: ConfigError where that leaves what cannot be compared."""
+    wanted = DATA_NAMES.get(data or ""), epochs, holdout
+    found = [r for r in rows if all(w in (None, s) for w, s in zip(wanted, setting_of(r), strict=True))]
+    settings = {setting_of(r) for r in found}
+    if len(settings) > 1:
+        got = ", ".join(f"{epochs} epochs of {data}" + (f" with {held} images held out" if held else "") for data, epochs, held in sorted(settings))
+        what = f"expected runs of one data set, one length and one holdout in {path}, got {got}"
+        raise ConfigError(f"{what}.\n  fix: --data, --epochs, --holdout.")
+    return found
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:

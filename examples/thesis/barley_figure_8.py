@@ -24,8 +24,7 @@ import torch
 from plots import new_figure
 from tabulate import tabulate
 
-from thesis.barley_model import MIB
-from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, command, formula_mib, guarded, held_bytes, shape, top1, train_all
+from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, command, guarded, saved_mib, top1, train_all
 from thesis.side_by_side import Row, published, save
 from thesis.sweep_results import Ended
 
@@ -60,13 +59,11 @@ def rows_of(found: Cells, args: Namespace) -> list[Row]:
         for sparsity in args.sparsities:
             pruned = f"{sparsity:g}:{block}"
             runs = found.get((args.batch, pruned), {})
-            whole, kept = formula_mib(shape(args), args.batch, pruned)
-            measured = args.batch * (held_bytes(shape(args), DENSE) - held_bytes(shape(args), pruned)) / MIB
             row = {"block": block, "sparsity": f"{sparsity:g}", "top1": "", "difference": "", "colour": "", "seeds": len(set(runs) & set(dense))}
             difference = against_dense(runs, dense)
             if difference is not None:
                 row |= {"top1": f"{top1(runs):.2f}", "difference": f"{difference:+.2f}", "colour": colour(difference)}
-            rows.append({**row, "formula_saved_mib": f"{whole - kept:.3f}", "ours_saved_mib": f"{measured:.3f}"})
+            rows.append({**row, **saved_mib(args, args.batch, pruned)})
     return rows
 
 

@@ -69,6 +69,7 @@ def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argpar
     args.model, form = args.model or DEFAULT_MODEL[args.data], FORMS[args.data]
     args.epochs, args.seeds = form.epochs if args.epochs is None else args.epochs, args.seeds or list(form.seeds)
     check_folder(p, "--out", args.out)
+    check_folder(p, "--runs", args.runs)
     check_numbers(p, args)
     sizes = {"digits": ("digits",), "cifar10": ("cifar",), "folder": ("cifar", "s12")}[args.data]
     if args.model not in sizes:
@@ -165,6 +166,14 @@ def formula_mib(config: ResMLPConfig, batch: int, pruned: str) -> tuple[float, f
     inputs = resmlp_inputs(tokens=config.tokens, dim=config.dim, depth=config.depth, expansion=config.expansion)
     kept = sum(kept_blocks(*one, block, sparsity) for one in inputs) * (4 * block + INDEX_BYTES)
     return 4 * batch * sum(rows * cols for rows, cols in inputs) / MIB, batch * kept / MIB
+
+
+def saved_mib(args: Namespace, batch: int, pruned: str) -> dict[str, str]:
+    """What pruning saves of a batch, MiB: by formula, and of what autograd really holds."""
+    config = shape(args)
+    whole, kept = formula_mib(config, batch, pruned)
+    measured = batch * (held_bytes(config, DENSE) - held_bytes(config, pruned)) / MIB
+    return {"formula_saved_mib": f"{whole - kept:.3f}", "ours_saved_mib": f"{measured:.3f}"}
 
 
 @cache

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 import torch
 from plots import new_figure
 
-from thesis.barley_model import MIB
-from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, command, formula_mib, guarded, held_bytes, shape, top1, train_all
+from thesis.barley_runs import DATA, DENSE, NO_CIFAR, against_dense, arguments, cells, command, guarded, held_bytes, saved_mib, shape, top1, train_all
 from thesis.side_by_side import Row, published, save, show
 from thesis.sweep_results import Ended
 
@@ -41,8 +40,7 @@ def table(found: Cells, args: Namespace) -> list[Row]:
     for batch in args.batches:
         dense, pruned, line = found.get((batch, DENSE), {}), found.get((batch, args.activations), {}), said.get(batch, {})
         difference, tops = against_dense(pruned, dense), [run.top1 for run in dense.values()]
-        whole, kept = formula_mib(shape(args), batch, args.activations)
-        measured = batch * (held_bytes(shape(args), DENSE) - held_bytes(shape(args), args.activations)) / MIB
+        held, left = (held_bytes(shape(args), pruned_by) for pruned_by in (DENSE, args.activations))
         status = "" if difference is None else "within" if round(difference, 6) >= -WITHIN else "below"
         rows.append({
             "mini_batch": batch,
@@ -52,14 +50,14 @@ def table(found: Cells, args: Namespace) -> list[Row]:
             "ours_difference": "" if difference is None else f"{difference:+.2f}",
             "dense_seeds_differ_by": f"{max(tops) - min(tops):.2f}" if len(tops) > 1 else "",
             "seeds": len(set(dense) & set(pruned)),
-            "formula_saved_mib": f"{whole - kept:.3f}", "ours_saved_mib": f"{measured:.3f}",
-            "of_held_pct": f"{100 * measured * MIB / batch / held_bytes(shape(args), DENSE):.1f}",
+            **saved_mib(args, batch, args.activations),
+            "of_held_pct": f"{100 * (held - left) / held:.1f}",
             "status": status,
         })  # fmt: skip
     return rows
 
 
-def curves(found: Cells, args: Namespace) -> list[Row]:
+def curves(found: Cells) -> list[Row]:
     """Figure 7: mean training loss, and top-1, of every epoch."""
     rows = []
     for (batch, pruned), runs in sorted(found.items()):
@@ -100,7 +98,7 @@ def work(args: Namespace) -> int:
     suffix = "" if args.data == "cifar10" else f"_{args.data}"
     if runs:
         save(args.out, NAME + suffix, [{**settings, **r, **made} for r in rows])
-        drawn = curves(found, args)
+        drawn = curves(found)
         save(args.out, f"barley_figure_7{suffix}", [{**settings, **r, **made} for r in drawn], lambda: figure(drawn, args))
     known = [r for r in rows if r["status"]]
     good = sum(r["status"] == "within" for r in known)

@@ -22,13 +22,12 @@ from tabulate import tabulate
 import fxmask
 from fxmask.errors import ConfigError
 from thesis import csv_files, train
-from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
+from thesis.accuracy_table import DATA_NAMES, RESULTS, of_one_setting
 from thesis.masked_model import build
 from thesis.recipes import COMMON, arguments_of
 from thesis.side_by_side import check_folder, exit_code
 
 RUNS = ("dense-adamw-lr0.01", "dense-activations50-x4", "b16-tokens-whole-taylor", "b16-activations50-x4")
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "cifar10_accuracy.csv"
 
 
 def counted(name: str, epochs: int = 20, steps: int = 352) -> dict[str, Any]:
@@ -42,21 +41,15 @@ def counted(name: str, epochs: int = 20, steps: int = 352) -> dict[str, Any]:
     return {"run": name, **{f"GFLOP {k}": flop[k] / 1e9 for k in ("fwd", "bwd_dx", "bwd_dw", "total")}, "MiB held": held / 2**20}
 
 
-def accuracies(path: Path, wanted: tuple[str | None, ...] = (None, None, None)) -> dict[str, list[float]]:
-    """Top-1 on the test images of the final runs, by name, of the seeds that all of them have; `wanted`: data set, epochs, holdout, None for whatever there is.
+def accuracies(path: Path, data: str | None = None, epochs: str | None = None, holdout: str | None = None) -> dict[str, list[float]]:
+    """Top-1 on the test images of the final runs, by name, of the seeds that all of them have; see `of_one_setting`.
 
     Raises: ConfigError where that leaves runs that cannot be compared.
     """
-    found, settings = dict[str, list[tuple[str, float]]](), set[tuple[str, str, str]]()
-    for row in csv_files.read(path, ("phase", "run", "test_top1")):
-        setting = setting_of(row)
-        if row["phase"] == "final" and row["test_top1"] and row["run"] in RUNS and all(w in (None, s) for w, s in zip(wanted, setting, strict=True)):
-            csv_files.numbers(path, [row], "test_top1")
-            settings.add(setting)
-            found.setdefault(row["run"], []).append((row.get("seed", ""), float(row["test_top1"])))
-    if len(settings) > 1:
-        what = f"expected runs of one data set, one length and one holdout in {path}, got {words_for(settings)}"
-        raise ConfigError(f"{what}.\n  fix: --data, --epochs, --holdout.")
+    found = dict[str, list[tuple[str, float]]]()
+    rows = [r for r in csv_files.read(path, ("phase", "run", "test_top1")) if r["phase"] == "final" and r["test_top1"] and r["run"] in RUNS]
+    for row in of_one_setting(path, csv_files.numbers(path, rows, "test_top1"), data, epochs, holdout):
+        found.setdefault(row["run"], []).append((row.get("seed", ""), float(row["test_top1"])))
     seeds = set.intersection(*({seed for seed, _ in runs} for runs in found.values())) if found else set()
     if found and not seeds:
         raise ConfigError(f"expected runs with a seed in common in {path}, got none.\n  fix: accuracy.py final --seeds, with one seed for all.")
@@ -90,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Count, show, write."""
-    rows = table(accuracies(args.csv, (DATA_NAMES.get(args.data), args.epochs, args.holdout)))
+    rows = table(accuracies(args.csv, args.data, args.epochs, args.holdout))
     print(tabulate(rows, headers="keys", floatfmt=".4g", tablefmt="github"))
     if args.out:
         plain = ({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)

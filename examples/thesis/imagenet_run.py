@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import time
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ class Run:
     """One rank's part of a training run. `ranks.together` makes it, so nothing in `__init__` communicates."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks) -> None:
-        self.args, self.ranks, self.recipe = args, ranks, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+        self.args, self.ranks, self.recipe = args, ranks, Recipe.of(args)
         self._check()
         options = {name: getattr(args, name) for name in ("image", "batch", "seed", "workers", "loader")}
         self.images = open_images(args.root, ranks, **options)
@@ -101,8 +100,6 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.tracker.load_state_dict(state["tracker"])
-        for masks in (self.tracker.now, self.tracker.active):
-            masks.update({name: mask.to(self.ranks.device) for name, mask in masks.items()})
         self.step, self.epochs_done, self.seconds = progress["step"], progress["epochs_done"], progress["seconds"]
         self.sums = torch.tensor(progress["sums"][self.ranks.rank], dtype=torch.float64, device=self.ranks.device)
         return True

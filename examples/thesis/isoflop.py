@@ -30,15 +30,15 @@ from tabulate import tabulate
 from train import flushed_denormals
 
 from thesis import csv_files, lock
-from thesis.accuracy_table import DATA_NAMES, setting_of, words_for
+from thesis.accuracy_table import DATA_NAMES, of_one_setting, setting_of
+from thesis.accuracy_table import RESULTS as ACCURACY
 from thesis.recipes import COMMON, ISOFLOP, arguments_of
 from thesis.side_by_side import exit_code
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-ACCURACY, TIMES = RESULTS / "cifar10_accuracy.csv", RESULTS / "cifar10_isoflop_time.csv"
+TIMES = ACCURACY.with_name("cifar10_isoflop_time.csv")
 TIME_COLUMNS = ("run", "step_ms", "step_ms_low", "step_ms_high", "turns", "threads", "load", "torch")
 NEEDED = ("phase", "run", "target_ratio", "train_tflop")  # of the csv of accuracy.py, besides the accuracies
 
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("what", choices=("time", "plot"))
     p.add_argument("--csv", type=Path, default=ACCURACY)
     p.add_argument("--times", type=Path, default=TIMES)
-    p.add_argument("--out", type=Path, default=RESULTS / "cifar10_isoflop.png")
+    p.add_argument("--out", type=Path, default=ACCURACY.with_name("cifar10_isoflop.png"))
     p.add_argument("--data", choices=tuple(DATA_NAMES), help="plot: runs of this data set alone")
     p.add_argument("--epochs", help="plot: runs of this length alone")
     p.add_argument("--holdout", help="plot: runs with so many images held out alone")
@@ -164,18 +164,12 @@ def run(args: argparse.Namespace) -> int:
             csv_files.write(args.times, TIME_COLUMNS, times.values(), "\n")
         print(tabulate(rows, headers="keys"))
         return 0
-    wanted = DATA_NAMES.get(args.data), args.epochs, args.holdout
     rows = [r for r in csv_files.read(args.csv, (*NEEDED, args.column)) if r["phase"] == "isoflop"]
     csv_files.numbers(args.csv, rows, args.column)
     csv_files.numbers(args.csv, rows, "train_tflop", above=0)
-    found = [p for p in points(rows, args.column) if all(w in (None, s) for w, s in zip(wanted, setting_of(p), strict=True))]
+    found = of_one_setting(args.csv, points(rows, args.column), args.data, args.epochs, args.holdout)
     if not found:
         print(f"isoflop.py: expected rows of phase isoflop in {args.csv}, got none.\n  fix: run accuracy.py isoflop first.", file=sys.stderr)
-        return 2
-    settings = {setting_of(p) for p in found}
-    if len(settings) > 1:
-        what = f"expected runs of one data set, one length and one holdout in {args.csv}, got {words_for(settings)}"
-        print(f"isoflop.py: {what}.\n  fix: --data, --epochs, --holdout.", file=sys.stderr)
         return 2
     timed = csv_files.numbers(args.times, csv_files.read(args.times, ("run", "step_ms")), "step_ms", above=0)
     times = {r["run"]: float(r["step_ms"]) for r in timed}

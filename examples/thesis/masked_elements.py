@@ -19,14 +19,12 @@ from plots import new_figure
 
 from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import loaded_elements
+from thesis.flops import BLOCKS, RATIOS
 from thesis.real_models import cifar_masks, cifar_shapes
 from thesis.side_by_side import Row, options, row, save, show, tally
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-BLOCKS = ((2, 2), (32, 32), (64, 64))
-RATIOS = [n / 10 for n in range(1, 10)]
 
 
 def cells() -> list[Row]:

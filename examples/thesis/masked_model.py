@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def activations(text: str | None) -> fxmask.ActivationPruning | None:
 
 def bare(args: argparse.Namespace, steps_per_epoch: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
     """A training step of the recipe at its final ratio, without data, logs and counters: for timing."""
-    recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+    recipe = Recipe.of(args)
     model = build(args, args.model or common.DEFAULT_MODEL[args.data], 3, 10, steps_per_epoch)
     optim = optimiser(model.parameters(), recipe)
     if not args.dense:

@@ -6,7 +6,7 @@ warm-up ends. The tables' decay rate of 0.1 belongs to step schedules and to res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ class Recipe:
     mix_switch: float = 0.5  # of those, the share that CutMix takes
     smoothing: float = 0.1
     masks_from: float = 10  # first epoch with masks; epochs before it are dense
+
+    @classmethod
+    def of(cls, args: Any) -> Recipe:
+        """That of a command line, whose options have the fields' names."""
+        return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
 
 CIFAR10 = Recipe()

@@ -15,7 +15,7 @@ from checked_arguments import check_numbers
 from tabulate import tabulate
 
 from fxmask.errors import FxMaskError
-from thesis.csv_files import replacing
+from thesis import csv_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,14 +115,7 @@ def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure
     if out is None:
         return
     columns = list(dict.fromkeys(key for r in rows for key in r))
-
-    def table(path: Path) -> None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-
-    whole(out / f"{name}.csv", table)
+    whole(out / f"{name}.csv", lambda path: csv_files.write(path, columns, rows))
     if draw is not None:
         picture(out / f"{name}.png", draw)
 
@@ -134,14 +127,18 @@ def picture(path: Path, draw: Callable[[], Figure]) -> None:
     except ImportError:
         print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
     else:
-        whole(path, lambda part: draw().savefig(part, dpi=150, format="png"))
+        whole(path, lambda path: png(path, draw()))
 
 
-def whole(path: Path, write: Callable[[Path], Any]) -> None:
+def png(path: Path, figure: Figure) -> None:
+    with csv_files.replacing(path) as part:
+        figure.savefig(part, dpi=150, format="png")
+
+
+def whole(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file that is complete or not there at all, and print its name."""
     try:
-        with replacing(path) as part:
-            write(part)
+        write(path)
     except OSError as error:
         print(f"--out: cannot write {path}: {error.strerror}. Name a folder that can be written to.", file=sys.stderr)
         sys.exit(2)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 from checked_arguments import check_numbers
 
 from thesis import lock, sweep_local, sweep_results, sweep_slurm
-from thesis.side_by_side import GOES_ON, exit_code
+from thesis.side_by_side import GOES_ON, check_folder, exit_code
 from thesis.sweep_checks import SweepError, place, whole
 from thesis.sweep_file import Job, Sweep, read
 
@@ -43,6 +43,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--figure-of", nargs="+", default=(), metavar="RUN", help="runs of figure 6.5; default: 32x32 blocks at 80 %%")
     args = p.parse_args(argv)
     check_numbers(p, args)
+    check_folder(p, "--out", args.out)
     for name, actions in FOR.items():
         if getattr(args, name) not in (None, ()) and args.action not in actions:
             p.error(f"--{name.replace('_', '-')}: expected with {' or '.join(actions)}, got it with {args.action}")

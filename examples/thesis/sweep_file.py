@@ -175,7 +175,7 @@ def expand(path: Path, sections: dict[str, dict[str, Any]]) -> Sweep:
                 arguments = (*shared, *own, "--config", config)
                 once(arguments)
                 varied = [f"{key}{value or 'none'}" for key, value in settings.items() if key not in ("seed", "backward") and len(options[key]) > 1]
-                name = "-".join([name_of(config, masks), *([settings["backward"]] if masks.items else []), *varied, f"seed{seed}"])
+                name = "-".join([name_of(masks), *([settings["backward"]] if masks.items else []), *varied, f"seed{seed}"])
                 jobs.setdefault(arguments, Job(re.sub(r"[^\w.-]+", "_", name), arguments, masks, {**settings, "model_config": config}))
     names = [job.name for job in jobs.values()]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -193,7 +193,7 @@ def understood(config: str) -> ThesisConfig:
         raise SweepError(f"hp.model_config: {error}") from None
 
 
-def name_of(config: str, masks: ThesisConfig) -> str:
+def name_of(masks: ThesisConfig) -> str:
     """ "32x32-0.8" where all masks are alike in the thesis' three linears, else all items."""
     forms = {(item.form, item.ratio, item.block) for item in masks.items}
     if len(forms) == 1 and len({p for item in masks.items for p in item.patterns}) == 3 and masks.items[0].form == "masked":

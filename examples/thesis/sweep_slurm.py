@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from thesis.csv_files import replacing
 from thesis.sweep_checks import SweepError, whole
 from thesis.sweep_file import Job
 from thesis.sweep_local import arguments_of
@@ -70,7 +70,11 @@ def is_alive(package: ModuleType, out: Path, job_id: str, sent: float) -> bool:
 def recorded(out: Path) -> dict[str, tuple[str, float]]:
     """What has been sent from this folder: name -> (job id, when)."""
     path = out / RECORD
-    return {name: (job_id, sent) for name, (job_id, sent) in json.loads(path.read_text()).items()} if path.exists() else {}
+    try:
+        return {name: (job_id, sent) for name, (job_id, sent) in json.loads(path.read_text()).items()} if path.exists() else {}
+    except (ValueError, TypeError, AttributeError) as error:
+        what = f"expected what was sent, got {type(error).__name__}: {error}"
+        raise SweepError(f"{path}: {what}.\n  fix: bring the file back, or remove it once none of its jobs is queued.") from None
 
 
 def submit(jobs: list[Job], out: Path, script: Path, meta: dict[str, str], sbatch: dict[str, str]) -> tuple[int, int]:
@@ -88,7 +92,6 @@ def submit(jobs: list[Job], out: Path, script: Path, meta: dict[str, str], sbatc
     with executor.batch():
         sent = [executor.submit(package.helpers.CommandFunction([sys.executable, str(script), *arguments_of(job, out)])) for job in jobs]
     record |= {job.name: (handle.job_id, time.time()) for job, handle in zip(jobs, sent, strict=True)}
-    part = out / f".{RECORD}.part"
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, out / RECORD)
+    with replacing(out / RECORD) as part:
+        part.write_text(json.dumps(record, indent=1) + "\n")
     return len(sent), wanted - len(sent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Run:
     """One training run and all of its state. `data`: what `data_of(args)` gives, where it is loaded already."""
 
     def __init__(self, args: argparse.Namespace, data: Data | None = None) -> None:
-        self.args, self.recipe = args, Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
+        self.args, self.recipe = args, Recipe.of(args)
         check(args)
         self.data = data or data_of(args)
         sizes = self.data.channels, self.data.classes

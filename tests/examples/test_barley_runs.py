@@ -76,7 +76,7 @@ def test_table_4_of_runs_that_have_ended():
     assert (rows[64]["ours_difference"], rows[64]["status"]) == ("-1.10", "below")
     assert (rows[128]["ours_dense"], rows[128]["ours_pruned"], rows[128]["status"]) == ("", "50.00", "")
     assert [rows[b]["published_difference"] for b in (16, 32, 64, 128)] == ["+0", "+0", "-1", "+0"]
-    curves = barley_table_4.curves(found, args)
+    curves = barley_table_4.curves(found)
     assert [(r["epoch"], r["train_loss"], r["seeds"]) for r in curves if (r["mini_batch"], r["activations"]) == (16, "dense")] == [
         ("1", "2.5000", 2), ("2", "2.4000", 2), ("3", "2.3000", 2),
     ]  # fmt: skip

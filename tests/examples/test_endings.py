@@ -75,6 +75,9 @@ def test_folders_that_are_files(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     small = str(sweep.Path(sweep.__file__).parent / "sweeps" / "small.yaml")
-    assert sweep.main(["table", small, "--out", str(file)]) == 2 and str(file) in capsys.readouterr().err
+    for action in ("run", "list", "table", "figures"):
+        with pytest.raises(SystemExit, match="2"):
+            sweep.main([action, small, "--out", str(file / "runs")])
+        assert f"error: --out: expected a folder to write to, got {file / 'runs'}: {file} is no folder" in capsys.readouterr().err
     assert accuracy.main(["final", "--data", "digits", "--only", "dense-muon", "--runs", str(file), "--csv", str(tmp_path / "t.csv")]) == 2
     assert str(file) in capsys.readouterr().err

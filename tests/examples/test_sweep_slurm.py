@@ -102,6 +102,15 @@ def test_a_job_that_slurm_does_not_know_yet(package, run, monkeypatch):
     assert run() == 0 and len(package.sent) == 6
 
 
+def test_a_damaged_record_sends_nothing(package, run, tmp_path, capsys):
+    """Without it, what is queued would be sent a second time."""
+    run()
+    for text in ("{", "[1]", '{"a": 1}'):
+        (tmp_path / "out" / sweep_slurm.RECORD).write_text(text)
+        assert run() == 2 and f"{sweep_slurm.RECORD}: expected what was sent, got" in capsys.readouterr().err
+    assert len(package.sent) == 3
+
+
 def test_without_submitit_or_slurm(run, monkeypatch, package, capsys):
     def nowhere(folder, cluster):
         raise RuntimeError('Could not detect "srun", are you indeed on a slurm cluster?')
