@@ -165,6 +165,7 @@ class GuardHandle:
         if self._under_way is not None:
             kept_alone.finish(optimizer, self._under_way)
             self._under_way = None
+        self._let_go()  # a closure may restore the model
         after_step(optimizer, self._left if self.masked_step else self._guarded)
         self._left = []
         if self._captures is None:

@@ -75,7 +75,12 @@ def _is_zero(grad: Tensor) -> bool:
 
 def _readable(grad: Tensor) -> bool:
     """Whether the device may be asked for the gradient's values, and this rank has them all."""
-    return has_values(grad) and grad.layout == torch.strided and not ranks.is_shard(grad) and not capturing(grad)
+    return _readable_here(grad) and not ranks.is_shard(grad)
+
+
+def _readable_here(grad: Tensor) -> bool:
+    """Whether the device may be asked for the values that this rank has."""
+    return has_values(grad) and grad.layout == torch.strided and not capturing(grad)
 
 
 def _ran_unseen(site: Site, grad: Tensor) -> bool:
@@ -117,11 +122,7 @@ def gradient_of(g: Guarded) -> Tensor | None:
 def has_broken(grad: Tensor) -> bool:
     """Whether a gradient has elements that are not finite: it says nothing of masks then, since clipping multiplies all of it by NaN, zeros included. That is
     how the first steps of a GradScaler begin, and fused optimisers skip such a step by themselves. False where it may not be looked at."""
-    return _is_readable(grad) and not bool(ranks.part(grad).isfinite().all())
-
-
-def _is_readable(grad: Tensor) -> bool:
-    return has_values(grad) and grad.layout == torch.strided and not capturing(grad)
+    return _readable_here(grad) and not bool(ranks.part(grad).isfinite().all())
 
 
 def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
@@ -129,7 +130,7 @@ def warn_of_dense_gradients(guarded: Iterable[Guarded]) -> None:
     found = []
     for g in guarded:
         grad, config = gradient_of(g), g.site._fxmask_config
-        if config.backward != "masked" or g.mask is None or grad is None or not _is_readable(grad):
+        if config.backward != "masked" or g.mask is None or grad is None or not _readable_here(grad):
             continue
         masked = ~ranks.part_like(expand_mask(g.mask, g.weight.shape, config.block), g.weight)
         if bool((masked & (ranks.part(grad) != 0)).any()):

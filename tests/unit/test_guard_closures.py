@@ -82,6 +82,30 @@ def test_masked_weights_stay_where_a_closure_loads_the_state_of_a_phase_that_fre
     assert torch.equal(w[~kept], before[~kept]) and not torch.equal(w[kept], before[kept]) and set(handle.policies.values()) == {"free"}
 
 
+@pytest.mark.parametrize("of", [lambda p: optim.SGD(p, lr=0.1, momentum=0.9), lambda p: optim.LBFGS(p, max_iter=2)], ids=["SGD", "LBFGS"])
+def test_a_closure_may_restore_the_model(of):
+    """The step is then one on a dense model, and ends as it does without a guard."""
+    ends = []
+    for guarded in (True, False):
+        model, x = fxmask.apply(mlp(), **OPTIONS), torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        optimiser = of(model.parameters())
+        if guarded:
+            fxmask.guard(optimiser, model)
+
+        def closure(model=model, optimiser=optimiser, x=x):
+            if any(isinstance(m, nn.Linear) and type(m) is not nn.Linear for m in model):
+                fxmask.restore(model)
+            optimiser.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimiser.step(closure)
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
 def test_a_muon_under_a_soft_mask_takes_its_steps():
     """Whose masked blocks compute and learn, so that nothing is held."""
     model = fxmask.apply(mlp(), **OPTIONS, soft=True, schedule=fxmask.Schedule("linear", steps=9))
