@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ class CheckpointError(FxMaskError):
 
 
 def save(folder: Path, state: dict[str, Any]) -> None:
-    """Write `state` as the folder's last checkpoint; the one before it is kept."""
+    """Write `state` as the folder's last checkpoint; the one before it is kept, or the last whole one where that is cut off."""
     new = folder / "checkpoint.new.pt"
     with new.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    if (folder / LAST).exists():
+    if zipfile.is_zipfile(folder / LAST):  # where it is not, BEFORE is what the run went on from, and all that a kill now would leave
         os.replace(folder / LAST, folder / BEFORE)
     os.replace(new, folder / LAST)
 

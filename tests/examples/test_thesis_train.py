@@ -213,6 +213,25 @@ def test_cut_off_checkpoint(tmp_path, whole, capsys):
     assert "no whole checkpoint" in capsys.readouterr().err
 
 
+def test_a_kill_while_a_cut_off_checkpoint_is_replaced(tmp_path, monkeypatch):
+    """The run went on from the one before it, which stays until the new one is in its place."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {**dict.fromkeys(checkpoint.PARTS), "progress": step})
+    last, before = tmp_path / checkpoint.LAST, tmp_path / checkpoint.BEFORE
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    replace = os.replace
+
+    def killed(old, new):
+        if new == last:
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, {**dict.fromkeys(checkpoint.PARTS), "progress": 3})
+    assert checkpoint.load(tmp_path)["progress"] == torch.load(before)["progress"] == 1
+
+
 def test_other_settings_are_refused(tmp_path, whole, capsys):
     before = state(whole)
     assert program.main([*MASKED, "--lr", "0.5", "--out", str(whole)]) == 2
