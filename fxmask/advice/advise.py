@@ -93,7 +93,7 @@ def advise(
         decisions = choose(find(own), WeightMask(ratio=cells[0][1], block=cells[0][0], refresh=refresh, **options), include, exclude, None, own)
         layers = layers_of(own, decisions, args, named)
         if not any(not layer.why for layer in layers):
-            raise _nothing_to_time(layers, [f"{d.candidate.name or '(model)'}: {d.reason}" for d in decisions if d.config is None])
+            raise _nothing_to_time(own, layers, [f"{d.candidate.name or '(model)'}: {d.reason}" for d in decisions if d.config is None])
         trial = Trial(own, (args, named), loss or mean_square, optimizer, refresh, options, device)
         dense = trial.dense(FOR_STEPS * seconds)
         until = begin + seconds * (1 - FOR_STEPS * check)
@@ -139,6 +139,8 @@ def _own(t: Any) -> Any:
     return t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
 
 
-def _nothing_to_time(layers: list[Layer], others: list[str]) -> UnsupportedError:
+def _nothing_to_time(model: nn.Module, layers: list[Layer], others: list[str]) -> UnsupportedError:
     reasons = "; ".join([f"{layer.name or '(model)'}: {layer.why}" for layer in layers] + others)[:600] or "it has no linear"
-    return UnsupportedError(message(f"advise found nothing to time: expected a linear that can be masked and is called, got none: {reasons}."))
+    what = f"advise found nothing to time: expected a linear that can be masked and is called, got none: {reasons}."
+    fix = "no mask that advise times pays here; where include, exclude or a default left a linear dense, an exact name in include= takes it."
+    return UnsupportedError(message(what, type(model).__name__, fix))

@@ -326,7 +326,7 @@ class Itself(nn.Linear):
 X = torch.randn(8, 64)
 WRONG = {
     "masked already": (lambda: fxmask.advise(fxmask.apply(nn.Linear(64, 64)), X), "expected one without masks"),
-    "no linear": (lambda: fxmask.advise(nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4), **SMALL), "found nothing to time: .* it has no linear"),
+    "no linear": (lambda: fxmask.advise(nn.Conv2d(3, 3, 1), torch.randn(1, 3, 4, 4), **SMALL), r"to time: .* it has no linear\.\n  where: Conv2d\n  fix: "),
     "small linears": (lambda: fxmask.advise(nn.Linear(64, 4), X, **SMALL), r"got none: \(model\): default exclusion: min\(out, in\) = 4"),
     "another shape": (lambda: fxmask.advise(nn.Linear(64, 64), torch.randn(8, 63), **SMALL), r"cannot run on these inputs: .*mat1 and mat2 shapes"),
     "not called": (lambda: fxmask.advise(nn.MultiheadAttention(64, 2), (X, X, X), **SMALL), "owner reads"),
