@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..kernels.errors import ConfigError, message
+
 _dumped = itertools.count()
 
 
@@ -73,10 +75,13 @@ class Pass:
 
     def __call__(self, gm: GraphModule) -> PassResult:
         rewritten = self.run(gm)
+        if not isinstance(rewritten, (list, tuple)):  # without names the graph would not be recompiled, and the old code would run
+            what = f"a pass gives the names of what it rewrote: expected a list of them, got {rewritten!r}."
+            raise ConfigError(message(what, f"{type(self).__qualname__}.run", "return the names, and [] where nothing was rewritten."))
         if rewritten:
             gm.graph.lint()
             gm.recompile()
-        return PassResult(gm, rewritten)
+        return PassResult(gm, list(rewritten))
 
 
 aten = torch.ops.aten
@@ -141,8 +146,12 @@ def _begin_dump(gm: GraphModule, p: Pass) -> Path | None:
     if not folder:
         return None
     path = Path(folder) / f"{os.getpid()}.{next(_dumped):03d}.{type(p).__name__}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, "before", gm, "before")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, "before", gm, "before")
+    except OSError as e:
+        fix = "name a folder that you may write to, or unset it."
+        raise ConfigError(message(f"FXMASK_DUMP: graphs cannot be written there: {e.strerror or e}.", folder, fix)) from None
     return path
 
 

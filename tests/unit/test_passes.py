@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.testing import FileCheck
 
 import fxmask
+from fxmask.errors import ConfigError
 from fxmask.passes import infra
 from fxmask.passes.frames import frames
 from fxmask.passes.graphs.canonical import Canonicalise
@@ -167,6 +168,26 @@ def test_a_dump_of_every_pass(tmp_path, monkeypatch):
     assert [f.name.split(".", 2)[2] for f in files] == ["Twice.after.py", "Twice.before.py", "CleanUp.after.py", "CleanUp.before.py"]
     FileCheck().check("# 1 rewritten: add").check("torch.t").run(files[0].read_text())
     FileCheck().check("# before").check_not("torch.t").run(files[1].read_text())
+
+
+def test_a_folder_for_dumps_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FXMASK_DUMP", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"(?s)FXMASK_DUMP: graphs cannot be written there: File exists.*where: .*file.*fix: name a folder"):
+        run_passes(fx.symbolic_trace(lambda x, y: x + y), [Twice()])
+
+
+@pytest.mark.parametrize("given", [None, "add", True], ids=repr)
+def test_a_pass_that_does_not_name_what_it_rewrote(given):
+    """Its graph would not be compiled anew, and the code of before would run."""
+
+    class Forgetful(Twice):
+        def run(self, gm):
+            super().run(gm)
+            return given
+
+    with pytest.raises(ConfigError, match=rf"(?s)expected a list of them, got {given!r}\..*where: .*Forgetful.run.*fix: return the names, and \[\]"):
+        run_passes(fx.symbolic_trace(lambda x, y: x + y), [Forgetful(), CleanUp()])
 
 
 def test_the_example_of_an_own_pass(capsys):
