@@ -19,6 +19,7 @@ from ..passes.state.saliency import GIVEN, LEARNED
 
 MASK = ("ratio", "block", "backward", "criterion", "ties", "impl", "seed", "cover")  # what a mask can be without any state
 STATEFUL = ("refresh", "start", "schedule", "dense_every", "average", "hysteresis", "regrow", "soft", "gain", "phases")
+OF_APPLY = ("allocation", "layers", "read")  # which go by modules, and a graph has none
 OWN = ("activations", "include", "exclude", "overrides", "require", "match", "passes", "inner", "inductor")
 WHERE = "torch.compile(backend='fxmask')"
 APPLY = "use fxmask.apply(model, ...), fxmask.guard, then torch.compile(model)."
@@ -76,7 +77,9 @@ def parse(given: Mapping[str, Any] | None) -> Options:
         raise UnsupportedError(message(what, WHERE, APPLY))
     if words.get("criterion") == GIVEN or "masks" in given or "scores" in given:
         raise UnsupportedError(message("the backend makes its masks from weights: expected no masks or scores of your own.", WHERE, APPLY))
-    unknown = sorted(set(given) - {*MASK, *OWN})
+    if modules := [k for k in OF_APPLY if k in given]:
+        raise UnsupportedError(message(f"the backend meets calls and no modules, and {', '.join(modules)} asks about modules.", WHERE, APPLY))
+    unknown = sorted(set(given) - {*MASK, *OWN}, key=str)
     if unknown:
         what = f"unknown option: expected some of {', '.join((*MASK, *OWN))}, got {', '.join(map(repr, unknown))}{meant(unknown[0], (*MASK, *OWN)) or '.'}"
         raise ConfigError(message(what, WHERE, "options of Inductor go into options={'inductor': {...}}."))

@@ -58,6 +58,8 @@ def test_a_layer_that_is_required_has_to_be_there():
         (dict(criterion="given"), UnsupportedError, "makes its masks from weights: expected no masks or scores of your own"),
         (dict(masks={}), UnsupportedError, "expected no masks or scores of your own"),
         (dict(scores={}), UnsupportedError, "expected no masks or scores of your own"),
+        (dict(allocation="erk"), UnsupportedError, "the backend meets calls and no modules, and allocation asks about modules.\n  where: "),
+        ({3: 1, "rato": 2}, ConfigError, "unknown option: expected some of ratio, block"),
         (dict(match="all"), ConfigError, "expected linear or matmul, got 'all'"),
         (dict(inductor=3), ConfigError, "expected a dict of Inductor's options"),
         (dict(inductor={"max_autotune": True}, inner="eager"), ConfigError, "expected one of them"),
@@ -114,6 +116,7 @@ ABOUT_MASKS = {
 @pytest.mark.parametrize("option", ABOUT_MASKS)
 def test_each_option_that_says_what_is_masked_contradicts_apply(option):
     assert backend_options.parse({option: ABOUT_MASKS[option]}).masks
+    assert not {*backend_options.OF_APPLY} & {*backend_options.MASK, *backend_options.OWN}
     assert ABOUT_MASKS.keys() == {*backend_options.MASK, *backend_options.OWN} - {"passes", "inner", "inductor"}
 
 
