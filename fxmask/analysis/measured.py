@@ -19,6 +19,8 @@ def attach(tables: Tables, ncu_csv: str | Path | None, timings: Mapping[str, Any
 
     A name is a node, `node/phase`, or a module, whose figures are summed.
     """
+    if energy is not None and not isinstance(energy, Mapping):  # before any table has changed
+        raise ConfigError(f"energy: expected a row, as fxmask.analysis.energy.measure_energy gives one, got {energy!r}.")
     found: dict[str, dict[str, Any]] = {}
     if ncu_csv is not None:
         found = {name: dict(row) for name, row in ncu.sum_by_range(ncu.read_ncu_csv(ncu_csv)).items()}

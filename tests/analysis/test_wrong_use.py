@@ -203,6 +203,9 @@ def test_measurements_of_something_else(report):
         report.attach_measurements(timings={"0": 0})
     with pytest.raises(ConfigError, match=r"measurements are named fc9: expected nodes or modules of this analysis, such as"):
         report.attach_measurements(timings={"fc9": 1e-3})
+    with pytest.raises(ConfigError, match=r"energy: expected a row, as fxmask.analysis.energy.measure_energy gives one, got 2\.5\."):
+        report.attach_measurements(timings={"0": 1e-3}, energy=2.5)
+    assert "measured" not in report.tables and "energy" not in report.tables
 
 
 def test_without_optional_packages(report, monkeypatch, tmp_path):
