@@ -6,6 +6,7 @@ training steps each block of the weight had been active so far; a mask that neve
 
 from __future__ import annotations
 
+import argparse
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from thesis.csv_files import numbers
 from thesis.csv_files import read as read_csv
+from thesis.side_by_side import can_draw, exit_code
 
 from fxmask.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-USAGE = "usage: python examples/plots.py OUT_DIR    (a folder that examples/train.py has written)"
 MAX_COLUMNS = 4  # snapshots over the run in figure 6.6
 
 
@@ -29,12 +30,11 @@ def plot_run(out: Path) -> list[Path]:
     Raises:
         ConfigError: one of the two is not what a training has written, or no epoch has ended.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print("no figures: matplotlib is not installed (pip install matplotlib)")
+    if not can_draw("figures"):
         return []
     log, active, counts = out / "log.csv", out / "active_blocks.csv", ("epoch", "block_row", "block_col", "active_steps")
+    if not log.is_file():
+        raise ConfigError(f"expected a folder that examples/train.py has written, with a log.csv, got {out}.")
     epochs = numbers(log, read_csv(log, ("epoch", "top1", "train_loss")), "epoch", kind=int)
     blocks = numbers(active, read_csv(active, ("layer", *counts)), *counts, kind=int)
     numbers(log, epochs, "top1", "train_loss")
@@ -105,20 +105,12 @@ def active_blocks_figure(rows: list[dict[str, str]]) -> Figure:
     return figure
 
 
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p.add_argument("out", type=Path, metavar="OUT_DIR", help="a folder that examples/train.py has written")
+    args = p.parse_args(argv)
+    return exit_code("plots.py", lambda: [print(path) for path in plot_run(args.out)])
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        print(USAGE, file=sys.stderr)
-        sys.exit(2)
-    if sys.argv[1] in ("-h", "--help"):
-        print(USAGE)
-        sys.exit()
-    if not (Path(sys.argv[1]) / "log.csv").is_file():
-        print(f"plots.py: expected a folder that examples/train.py has written, with a log.csv, got {sys.argv[1]}.", file=sys.stderr)
-        sys.exit(2)
-    try:
-        files = plot_run(Path(sys.argv[1]))
-    except ConfigError as error:
-        print(f"plots.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    for file in files:
-        print(file)
+    sys.exit(main())

@@ -22,6 +22,7 @@ from checked_arguments import check_numbers
 from plots import read_csv
 from tabulate import tabulate
 from thesis.csv_files import numbers
+from thesis.side_by_side import exit_code
 
 import fxmask
 from benchmarks import checked, step_models
@@ -71,12 +72,16 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--seconds", type=float, default=60.0, help="of advise")
     p.add_argument("--csv", type=Path, default=CSV, help="of train_step.py, where it is there")
     args = p.parse_args(argv)
-    checked.masks(p, args.block, args.ratio)
     check_numbers(p, args)
+    return exit_code("advice.py", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask, compare, show; 1 where what is expected is off, or loses."""
+    checked.masks(args.block, args.ratio)
     torch.set_num_threads(args.threads)
-    with checked.refused_by(p):
-        known = read_csv(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
-        numbers(args.csv, numbers(args.csv, known, "ratio"), "ms_p50", above=0)
+    known = read_csv(args.csv, ("model", "batch", "threads", "device", "contender", "ratio", "block", "refresh", "ms_p50"))
+    numbers(args.csv, numbers(args.csv, known, "ratio"), "ms_p50", above=0)
     rows = []
     for name in args.model:
         for ratio in args.ratio:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,10 @@ from fxmask.errors import ConfigError
 from fxmask.kernels.errors import message
 
 
-@contextmanager
-def refused_by(p: argparse.ArgumentParser) -> Iterator[None]:
-    """What is refused inside is an error of the command line."""
-    try:
-        yield
-    except fxmask.FxMaskError as error:
-        p.error(str(error).splitlines()[0])
-
-
-def masks(p: argparse.ArgumentParser, block: int, ratios: Sequence[float], **options: Any) -> None:
+def masks(block: int, ratios: Sequence[float], **options: Any) -> None:
     """A block, ratios and options that no mask can have are errors."""
-    with refused_by(p):
-        for ratio in ratios:
-            fxmask.WeightMask(ratio=ratio, block=(block, block), **options)
+    for ratio in ratios:
+        fxmask.WeightMask(ratio=ratio, block=(block, block), **options)
 
 
 def device_here(name: str) -> torch.device:

@@ -35,6 +35,7 @@ from fxmask.kernels.triton import device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 from checked_arguments import check_numbers
+from thesis.side_by_side import exit_code
 
 from benchmarks import checked
 
@@ -92,7 +93,7 @@ def run(contender: str, layers: int, side: int, refresh: int, steps: int, **scor
     return {"contender": contender, "refresh": refresh, **scores, **row, **counted}
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     p.add_argument("--contender", choices=("dense", "freeze", "masked_step"), default="freeze")
     p.add_argument("--layers", type=int, default=36)
@@ -102,13 +103,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--average", type=float, default=0.0)
     p.add_argument("--steps", type=int, default=100)
     args = p.parse_args(argv)
-    checked.masks(p, args.block, [0.5], refresh=args.refresh, criterion=args.criterion, average=args.average)
     check_numbers(p, args)
+    return exit_code("host_time.py", lambda: print(measured(args)))
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """The row that the command line asks for."""
+    checked.masks(args.block, [0.5], refresh=args.refresh, criterion=args.criterion, average=args.average)
     torch.set_num_threads(1)
-    row = run(args.contender, args.layers, args.block, args.refresh, args.steps, criterion=args.criterion, average=args.average)
-    print(row)
-    return row
+    return run(args.contender, args.layers, args.block, args.refresh, args.steps, criterion=args.criterion, average=args.average)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

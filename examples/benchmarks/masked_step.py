@@ -27,6 +27,7 @@ from fxmask.passes.stepping import gathered, set_aside
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
 from checked_arguments import check_numbers
+from thesis.side_by_side import exit_code
 
 from benchmarks import checked
 
@@ -70,7 +71,7 @@ def seconds(optimizer: optim.Optimizer, mode: str, on_gpu: bool) -> float:
         return time.perf_counter() - start
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--optimizer", choices=OPTIMISERS, default="adamw")
     p.add_argument("--form", choices=("default", "foreach", "fused"), default="default")
@@ -84,14 +85,18 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="cpu")
     p.add_argument("--csv", type=Path, default=None, help="append rows there")
     a = p.parse_args(argv)
-    checked.masks(p, a.block, a.ratios, refresh=a.refresh)
     check_numbers(p, a)
+    return exit_code("masked_step.py", lambda: run(a))
+
+
+def run(a: argparse.Namespace) -> None:
+    """Measure, print and append."""
+    checked.masks(a.block, a.ratios, refresh=a.refresh)
     settings = {k: v for k, v in vars(a).items() if k not in ("csv", "ratios")}
-    with checked.refused_by(p):
-        on_gpu = checked.device_here(a.device).type == "cuda"
-        where = {"gpu": torch.cuda.get_device_name(a.device)} if on_gpu else {}
-        columns = [*settings, "ratio", "torch", *where, *(f"{mode.replace(' ', '_')}_ms" for mode in MODES), "command"]
-        checked.table("--csv", a.csv, columns)
+    on_gpu = checked.device_here(a.device).type == "cuda"
+    where = {"gpu": torch.cuda.get_device_name(a.device)} if on_gpu else {}
+    columns = [*settings, "ratio", "torch", *where, *(f"{mode.replace(' ', '_')}_ms" for mode in MODES), "command"]
+    checked.table("--csv", a.csv, columns)
     torch.set_num_threads(a.threads)
     for ratio in a.ratios:
         runs = {mode: made(a, ratio, mode) for mode in MODES}
@@ -112,4 +117,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

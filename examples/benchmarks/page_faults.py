@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 import torch
 from checked_arguments import check_numbers
 from tabulate import tabulate
+from thesis.side_by_side import exit_code
 
 from benchmarks import checked, step_models
 from benchmarks.step_contenders import Setting, runner
@@ -34,8 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=torch.get_num_threads())
     p.add_argument("--turns", type=int, default=6)
     a = p.parse_args(argv)
-    checked.masks(p, a.block, [a.ratio])
     check_numbers(p, a)
+    return exit_code("page_faults.py", lambda: run(a))
+
+
+def run(a: argparse.Namespace) -> None:
+    """Measure and print."""
+    checked.masks(a.block, [a.ratio])
     torch.set_num_threads(a.threads)
     device = torch.device("cpu")
     spec = step_models.Spec(a.model, device, step_models.MODELS[a.model].batches[1])
@@ -53,7 +59,6 @@ def main(argv: list[str] | None = None) -> int:
     rows = [(name, *(statistics.median(column) for column in zip(*of, strict=True))) for name, of in found.items()]
     print(f"{a.model}, {a.block}x{a.block} at {100 * a.ratio:g} %, {watch.name} time; {allocator() or 'the allocator as it is'}")
     print(tabulate(rows, headers=("contender", "ms", "of the system, ms", "page faults"), floatfmt=".4g", tablefmt="github"))
-    return 0
 
 
 if __name__ == "__main__":

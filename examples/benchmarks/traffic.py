@@ -61,7 +61,7 @@ def cells(device: torch.device, shapes: list[str]) -> list[Cell]:
 
 def run(a: argparse.Namespace) -> None:
     """Launch every cell once, between cudaProfilerStart and Stop."""
-    device = torch.device(a.device)
+    device = checked.device_here(a.device)
     cuda, noted = device.type == "cuda", []
     for i, cell in enumerate(cells(device, a.shapes)):
         inputs = make_inputs(cell, device)
@@ -137,10 +137,6 @@ def main(argv: list[str] | None = None) -> int:
         q.add_argument("--out", type=Path, default=Path("bench-output"))
     a = p.parse_args(argv)
     if a.what == "run":
-        with checked.refused_by(r):
-            for shape in a.shapes:
-                parse_shape(shape)
-            checked.device_here(a.device)
         check_folder(r, "--out", a.out)
         return exit_code("traffic.py", lambda: run(a))
     for path, maker in ((a.out / CELLS, "traffic.py run"), (a.ncu, "ncu --csv")):

@@ -21,7 +21,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -31,11 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 from checked_arguments import check_numbers
 from thesis.side_by_side import GOES_ON, exit_code
 
-from benchmarks import step_models, train_step_plot
-from benchmarks.checked import device_here
+from benchmarks import checked, step_models, train_step_plot
 from benchmarks.step_contenders import CONTENDERS, DEFAULT, NAMES, Setting, hungriest, instances, planned
 from benchmarks.step_group import COLUMNS, measure, said, the_best
-from fxmask import WeightMask
 from fxmask.bench.provenance import provenance
 from fxmask.bench.table import Row, Table, key
 from fxmask.errors import ConfigError
@@ -81,11 +78,11 @@ def check(a: argparse.Namespace) -> torch.device:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ConfigError(message(f"{what}: expected names of {', '.join(known)}, got {', '.join(unknown)}.", fix="choose among these."))
-    device = device_here(a.device)
+    device = checked.device_here(a.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    for block, ratio in product(a.block, a.ratio):
-        WeightMask(ratio=ratio, block=(block, block))  # raises for what no mask can have
+    for block in a.block:
+        checked.masks(block, a.ratio)
     if a.width is not None and a.width % max(1, a.width // 128):
         raise ConfigError(f"--width: expected a multiple of its {a.width // 128} heads, one for each 128, got {a.width}.")
     if min(a.refresh) < 1:

@@ -25,6 +25,7 @@ from fxmask.bench.provenance import provenance, utc
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from checked_arguments import check_numbers
 from resmlp import PRESETS, ResMLP, ResMLPConfig
+from thesis.side_by_side import exit_code
 
 from benchmarks import checked
 
@@ -46,8 +47,7 @@ class Noise(Dataset[tuple[torch.Tensor, int]]):
         return torch.randn(self.config.channels, self.config.image, self.config.image, generator=g), index % self.config.classes
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print and append."""
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--preset", choices=PRESETS, default="s12")
     p.add_argument("--batch", type=int, default=4)
@@ -58,10 +58,14 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--out", type=Path)
     a = p.parse_args(argv)
-    checked.masks(p, a.block, [a.ratio])
     check_numbers(p, a)
-    with checked.refused_by(p):
-        checked.table("--out", a.out, COLUMNS)
+    return exit_code("whole_model.py", lambda: run(a))
+
+
+def run(a: argparse.Namespace) -> None:
+    """Measure, print and append."""
+    checked.masks(a.block, [a.ratio])
+    checked.table("--out", a.out, COLUMNS)
     torch.set_num_threads(a.threads)
     config = PRESETS[a.preset]
 
@@ -101,4 +105,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,7 @@ import argparse
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -38,16 +38,6 @@ DENSE = ""  # the value of train.py's --activations for a dense run
 INDEX_BYTES = 2  # of a kept block's number, for up to 32,768 blocks a sample
 
 
-@dataclass(frozen=True)
-class Form:
-    """Sizes of an experiment that depend on the data."""
-
-    epochs: int
-    seeds: tuple[int, ...]
-
-
-FORMS = {"digits": Form(8, (0, 1)), "cifar10": Form(20, (0, 1)), "folder": Form(20, (0, 1))}
-
 
 def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argparse.ArgumentParser], Any]) -> Namespace:
     """The command line that these scripts share, and what `add` adds."""
@@ -56,7 +46,7 @@ def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argpar
     p.add_argument("--root", type=Path, help="folder of the images; nothing is downloaded")
     p.add_argument("--model", choices=("digits", "cifar", "s12"), help="default: digits, or cifar")
     p.add_argument("--epochs", type=int, help="default: 20, for digits 8")
-    p.add_argument("--seeds", type=int, nargs="+", help="default: 0 1")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="default: 0 1")
     p.add_argument("--lr", default="0.005")
     p.add_argument("--jobs", type=int, default=1, help="processes at a time")
     p.add_argument("--at-once", type=int, metavar="K", help="in each process K runs in turns, images loaded once; default: one run a process")
@@ -66,8 +56,8 @@ def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argpar
     p.add_argument("--out", type=Path, metavar="DIR", help="write csv files, and a png where the source plots")
     add(p)
     args = p.parse_args(argv)
-    args.model, form = args.model or DEFAULT_MODEL[args.data], FORMS[args.data]
-    args.epochs, args.seeds = form.epochs if args.epochs is None else args.epochs, args.seeds or list(form.seeds)
+    args.model = args.model or DEFAULT_MODEL[args.data]
+    args.epochs = (8 if args.data == "digits" else 20) if args.epochs is None else args.epochs
     check_folder(p, "--out", args.out)
     check_folder(p, "--runs", args.runs)
     check_numbers(p, args)

@@ -15,7 +15,6 @@ import argparse
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
@@ -33,7 +32,7 @@ from fxmask.passes.stepping.guarded_weight import POLICIES
 from thesis import checkpoint, lock, ranks
 from thesis.imagenet_model import SIZES
 from thesis.imagenet_run import COLUMNS, Run
-from thesis.recipe import IMAGENET, OPTIMISERS, Recipe
+from thesis.recipe import IMAGENET, Recipe
 from thesis.side_by_side import GOES_ON, exit_code
 
 RATIO, BLOCK = 0.8, [32, 32]  # without --config
@@ -43,9 +42,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line, table 5.2 where nothing is given."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--root", type=Path, required=True, help="folder with train and val; nothing is downloaded")
-    for f in fields(Recipe):
-        kind = {"int": int, "float": float}.get(str(f.type), str)
-        p.add_argument(f"--{f.name.replace('_', '-')}", type=kind, default=getattr(IMAGENET, f.name), help="recipe, default %(default)s")
+    Recipe.add_options(p, IMAGENET)
     p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP12 @ XPatch = masked 0.8 (32, 32);"')
     p.add_argument("--ratio", type=float, help=f"without --config: fraction of blocks that are masked, default {RATIO}")
     p.add_argument("--block", type=int, nargs=2, metavar=("OUT", "IN"), help="default {} {}".format(*BLOCK))
@@ -72,8 +69,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--workers", type=int, default=0, help="processes that decode images, for each process that trains")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args(argv)
-    if args.opt not in OPTIMISERS:
-        p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
     check_numbers(p, args)
     if args.dense and (args.config or args.ratio is not None or args.block):
         p.error("--dense has no masks: leave out --config, --ratio and --block")

@@ -6,6 +6,7 @@ warm-up ends. The tables' decay rate of 0.1 belongs to step schedules and to res
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -42,6 +43,15 @@ class Recipe:
     def of(cls, args: Any) -> Recipe:
         """That of a command line, whose options have the fields' names."""
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
+
+
+    @staticmethod
+    def add_options(p: ArgumentParser, default: Recipe | None = None) -> None:
+        """An option for each field, whose values are the recipe's where they are not given."""
+        for f in fields(Recipe):
+            kind, choices = {"int": int, "float": float}.get(str(f.type), str), tuple(OPTIMISERS) if f.name == "opt" else None
+            value, said = (getattr(default, f.name), "recipe, default %(default)s") if default else (None, f"recipe: {f.name}")
+            p.add_argument(f"--{f.name.replace('_', '-')}", type=kind, choices=choices, default=value, help=said)
 
 
 CIFAR10 = Recipe()

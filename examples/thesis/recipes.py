@@ -124,15 +124,8 @@ SEARCH: dict[str, tuple[str, ...]] = {
 
 WITH_DECAY = tuple(f"{kind}-muon-wd0.1" for kind in ("dense", "b16-tokens-whole", "b32-tokens-whole"))
 FINAL: dict[str, tuple[str, ...]] = {
-    "dense-adamw-lr0.01": SEARCH["dense-adamw-lr0.01"],
-    "b32-literal": SEARCH["b32-literal"],
-    "b32-tokens-whole-taylor": SEARCH["b32-tokens-whole-taylor"],
-    "b32-cubic-taylor": SEARCH["b32-cubic-taylor"],
-    "b32-rigl": SEARCH["b32-rigl"],
-    "b16-cubic-taylor": SEARCH["b16-cubic-taylor"],
-    "b16-tokens-whole-taylor": SEARCH["b16-tokens-whole-taylor"],
-    "b16-tokens-whole-late": SEARCH["b16-tokens-whole-late"],
-    "b32-tokens-whole-late": SEARCH["b32-tokens-whole-late"],
+    **{name: SEARCH[name] for name in ("dense-adamw-lr0.01", "b32-literal", "b32-tokens-whole-taylor", "b32-cubic-taylor", "b32-rigl")},
+    **{name: SEARCH[name] for name in ("b16-cubic-taylor", "b16-tokens-whole-taylor", "b16-tokens-whole-late", "b32-tokens-whole-late")},
     "dense-activations50": SEARCH["dense-activations50-x16"],
     "dense-activations50-x4": SEARCH["dense-activations50-x4"],
     **{name: SEARCH[name] for name in ("dense-muon", "b16-tokens-whole-muon", "b32-tokens-whole-muon", "b1-tokens-whole-muon")},

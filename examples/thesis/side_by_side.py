@@ -122,12 +122,18 @@ def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure
 
 def picture(path: Path, draw: Callable[[], Figure]) -> None:
     """Write a png, if matplotlib is there."""
+    if can_draw(path.name):
+        whole(path, lambda path: png(path, draw()))
+
+
+def can_draw(what: str) -> bool:
+    """Whether matplotlib is there; says that there will be no `what` without."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
-    else:
-        whole(path, lambda path: png(path, draw()))
+        print(f"no {what}: matplotlib is not installed (pip install matplotlib)")
+        return False
+    return True
 
 
 def png(path: Path, figure: Figure) -> None:

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 
 from checked_arguments import check_numbers
 
-from thesis import lock, sweep_local, sweep_results, sweep_slurm
-from thesis.side_by_side import GOES_ON, check_folder, exit_code
+from thesis import lock, sweep_figures, sweep_local, sweep_results, sweep_slurm
+from thesis.side_by_side import GOES_ON, can_draw, check_folder, exit_code
 from thesis.sweep_checks import SweepError, place, whole
 from thesis.sweep_file import Job, Sweep, read
 
@@ -135,15 +135,8 @@ def report(sweep: Sweep, out: Path, args: argparse.Namespace, figures: bool) -> 
     """Tables, and figures where matplotlib is installed."""
     runs = Table(sweep, out).write()
     files = [out / "masked_accuracy.csv", out / "loaded_elements.csv"]
-    if figures:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            print("no figures: matplotlib is not installed (pip install matplotlib)")
-        else:
-            from thesis.sweep_figures import draw
-
-            files += draw(runs, sweep.jobs, out, args.ratio, args.figure_of)
+    if figures and can_draw("figures"):
+        files += sweep_figures.draw(runs, sweep.jobs, out, args.ratio, args.figure_of)
     print("\n".join(map(str, files)))
     print(f"{len(runs)} of {len(sweep.jobs)} runs have ended")
 

@@ -16,7 +16,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
@@ -33,7 +33,7 @@ from fxmask.kernels.reference import MODES
 from fxmask.passes.stepping.guarded_weight import POLICIES
 from thesis import checkpoint, lock
 from thesis.masked_model import CRITERIA
-from thesis.recipe import OPTIMISERS, RECIPES, Recipe
+from thesis.recipe import RECIPES, Recipe
 from thesis.side_by_side import GOES_ON, exit_code
 from thesis.train_run import COLUMNS, Run
 
@@ -45,8 +45,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--root", type=Path, help="folder of the images; nothing is downloaded")
     p.add_argument("--model", choices=tuple(PRESETS), help="default: digits, cifar, or with --recipe imagenet imagenet-thesis")
     p.add_argument("--recipe", choices=tuple(RECIPES), default="cifar10")
-    for f in fields(Recipe):
-        p.add_argument(f"--{f.name.replace('_', '-')}", type={"int": int, "float": float}.get(str(f.type), str), help=f"recipe: {f.name}")
+    Recipe.add_options(p)
     p.add_argument("--config", help='the thesis\' configuration string, such as "ResMLP5 @ XPatch = masked 0.8 (32, 32);"')
     p.add_argument("--dense", action="store_true", help="no masks; default without --config: 32x32 blocks at 80 %% (16x16 at 50 %% for digits)")
     p.add_argument("--backward", choices=MODES, default="masked")
@@ -89,8 +88,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             setattr(args, name, value)
     check_numbers(p, args)
     check_device(p, args.device)
-    if args.opt not in OPTIMISERS:
-        p.error(f"--opt: expected one of {', '.join(OPTIMISERS)}, got {args.opt}")
     if not args.teacher and (args.from_teacher or args.teach_blocks):
         p.error("--from-teacher and --teach-blocks: expected a --teacher, got none")
     if args.dense and args.config:

@@ -45,7 +45,7 @@ def test_what_scores_that_last_launch():
     ("words", "text"),
     [
         (["--layers", "0"], "--layers: expected at least 1, got 0"),
-        (["--refresh", "-1"], "expected an int of at least 0, got -1"),
+        (["--refresh", "-1"], "--refresh: expected 0 or more, got -1"),
         (["--criterion", "size"], "got 'size'"),
     ],
 )
