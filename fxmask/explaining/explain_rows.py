@@ -61,17 +61,26 @@ def _layer_row(c: Candidate, known: Known) -> dict[str, Any]:
         row = masked_row(c.name, *entry)
         return {**row, **(_health(entry[0], None if row["kept"] is None else entry[1], known.history) if known.health else {})}
     done = seen(c.weight)
-    if c.key in known.reasons and (done is None or done.mask is None):  # a graph may mask what `apply` was not to change
+    key = _computed(c, known.by_graphs) if done is None else None
+    by_graph = done if key is None else known.by_graphs[key]
+    if c.key in known.reasons and (by_graph is None or by_graph.mask is None):  # a graph may mask what `apply` was not to change
+        known.by_graphs.pop(key, None)
         return dense_row(c.name, c.weight, _reason(c, known.reasons))
     if isinstance(c.weight, nn.Parameter) or c.module is None or done is not None:
-        key = next((key for key, done in known.by_graphs.items() if id(c.weight) in key[1] and done.shape == tuple(c.weight.shape)), None)
-        if key is not None and done is None:  # a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one
+        if key is not None:
             return graph_made_row(c.name, torch.empty(c.weight.shape, device="meta"), known.by_graphs.pop(key), known.unseen, made_there=True)
         left = decided_by_apply(c.weight) if c.module is None else left_by_apply(c.module)  # a packed projection is no layer
         return unapplied_row(c.name, c.weight, LEFT if left else known.unseen, known.health)
-    own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too
-    key = next((key for key, done in known.by_graphs.items() if key[1] <= own and done.shape == tuple(c.weight.shape)), None)
     return graph_made_row(c.name, c.weight, None if key is None else known.by_graphs.pop(key), known.unseen, known.health)
+
+
+def _computed(c: Candidate, by_graphs: dict[Any, Any]) -> Any:
+    """Which of the weights that graphs compute is a layer's: a cast of it, as `F.linear(x, self.weight.to(x.dtype))` makes one, or what its parameters make."""
+    alike = (key for key, done in by_graphs.items() if done.shape == tuple(c.weight.shape))
+    if isinstance(c.weight, nn.Parameter) or c.module is None:
+        return next((key for key in alike if id(c.weight) in key[1]), None)
+    own = {id(p) for p in c.module.parameters()}  # they make its weight, for the graph, too
+    return next((key for key in alike if key[1] <= own), None)
 
 
 @torch.no_grad()

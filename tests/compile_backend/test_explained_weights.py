@@ -275,3 +275,19 @@ def test_parts_of_a_parameter_that_a_collection_holds_have_rows(kind):
     model(torch.randn(4, 48)).sum().backward()
     report = fxmask.explain(model)
     assert [(r["masked"], r["shape"]) for r in report.rows] == [(True, "48x48")] * 3 and not any("masks do not reach" in n for n in report.notes)
+
+
+class InDoubles(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.double(), self.weight.double(), self.bias.double()).float()
+
+
+@pytest.mark.parametrize("made", [lambda: normed(64, 64), lambda: InDoubles(64, 64)], ids=["of two", "a cast"])
+@pytest.mark.filterwarnings("ignore:.* stays dense:fxmask.errors.FxMaskWarning")
+def test_a_computed_weight_has_one_row_where_apply_has_changed_inputs_of_others(made):
+    model = fxmask.apply(nn.Sequential(normed(64, 64), made()), fxmask.ActivationPruning(0.5, block=16), include=["0"])
+    call = compiled(model, ratio=0.5, block=(16, 16))
+    for trains in (True, False):
+        with torch.set_grad_enabled(trains):
+            call(torch.randn(4, 64))
+        assert [(r["name"], r["masked"]) for r in fxmask.explain(call).rows] == [("0", False), ("1", True)]
