@@ -32,7 +32,7 @@ from ..passes.graphs.lifted_pruning import PruneLifted, find_lifted_products, is
 from ..passes.graphs.sunk import sunk
 from ..passes.infra import CleanUp, Pass, run_passes
 from . import backend_steps, backend_transforms, backend_watch
-from .backend_names import of_model, split_by_ddp, warn_of_parts
+from .backend_names import class_of_frame, of_model, split_by_ddp, warn_of_parts
 from .backend_options import WHERE, Options, parse, refuse_steps
 from .backend_refusals import refuse_state, refuse_transforms
 from .backend_report import report
@@ -80,7 +80,7 @@ def rewrite(gm: GraphModule, inputs: Sequence[Any], o: Options) -> list[tuple[st
     refuse_transforms(bodies)
     wants_products = o.activations is not None and o.activations.affine
     products, roles = find_lifted_products(bodies, real) if wants_products else ([], {})
-    linears = find_lifted(bodies, real)
+    linears = find_lifted(bodies, real, class_of_frame())
     made = made_of(linears, bodies, real)
     decisions = choose([*linears, *products], o.config, o.include, o.exclude, o.of_masks, None, of_model)
     chosen = [] if o.activations is None else selected([d for d in decisions if is_called(d)], o.activations, o.overrides, o.alone, lifted=True)

@@ -67,3 +67,10 @@ def _compiled_module() -> nn.Module | None:
         if isinstance(m, nn.Module) and m._compiled_call_impl is not None:
             return m
     return None
+
+
+def class_of_frame() -> type[nn.Module] | None:
+    """The class of the module whose own code is being compiled, which no node of a graph names: of the innermost one that is called."""
+    found = (frame.f_locals.get("self") for frame in frames() if frame.f_code in CALLS)
+    m = next((m for m in found if isinstance(m, nn.Module)), None)
+    return type(m._orig_mod if isinstance(m, torch._dynamo.OptimizedModule) else m) if m is not None else None

@@ -38,23 +38,26 @@ PACKS = "the graph packs it from other weights for its attention; use fxmask.app
 _looked_up = WeakTensorKeyDictionary()  # weights that some graph of this process used as an embedding's
 
 
-def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any]) -> list[Candidate]:
-    """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight; `real`: what outermost inputs are given."""
+def find_lifted(bodies: Sequence[Body], real: Mapping[Node, Any], root: type | None = None) -> list[Candidate]:
+    """The linear calls of a Dynamo graph and of its bodies, grouped by host and weight.
+
+    `real`: what outermost inputs are given; `root`: the class of the module whose own code is compiled, where there is one.
+    """
     found: dict[Any, Candidate] = {}
     for body in bodies:
         for node in body.graph.graph.nodes:
-            _add_call(found, body, node, real)
+            _add_call(found, body, node, real, root)
     _add_dense_reads(found, bodies, real)
     for c in found.values():
         c.tied_embedding = c.weight in _looked_up
     return list(found.values())
 
 
-def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any]) -> None:
+def _add_call(found: dict[Any, Candidate], body: Body, node: Node, real: Mapping[Node, Any], root: type | None) -> None:
     """The weights that a call multiplies by, as a linear call or a function that takes them; those that it looks up as a table are noted."""
     if node.target in LINEARS:
         w = weight_arg(node)
-        _add(found, body, node, w, "", real, BOTH if _is_ours(node) else "")
+        _add(found, body, node, w, "", real, BOTH if _is_ours(node, root) else "")
         for other in body.places.get(w, ())[1:]:  # the weight of another call of the same body
             if isinstance(real.get(other), nn.Parameter):
                 _add(found, body, node, other, "", real, _closed(body.closed_to(w)))
@@ -78,7 +81,7 @@ def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: 
 
     def own(body: Body) -> dict[Node, Any]:
         weights = {n: source for n, source in body.origin.items() if isinstance(w := real.get(source), nn.Parameter) and w.dim() == 2}
-        named = {n: ((source,), False) for n, source in weights.items() if source_name(source).endswith(".weight")}
+        named = {n: ((source,), False) for n, source in weights.items() if source_name(source).rpartition(".")[2] == "weight"}
         return {**{n: ((), False) for n, source in body.origin.items() if is_buffer(source)}, **named}
 
     called = {id(c.weight) for c in found.values() if not c.skip}
@@ -89,11 +92,11 @@ def _add_dense_reads(found: dict[Any, Candidate], bodies: Sequence[Body], real: 
             _add(found, hosts[gm], read.node, read.weight, "", real, words)
 
 
-def _is_ours(node: Node) -> bool:
+def _is_ours(node: Node, root: type | None) -> bool:
     """Whether a layer makes a call, or what stands for one in a trace, whose input `fxmask.apply` prunes or drops in training: dense there, so that it is none
     to mask in evaluation, either."""
-    _, types = call_stack(node)
-    return bool(types) and (types[0] in (PrunedCall, DroppedCall) or getattr(types[0], "_fxmask_prefix", "") in INPUTS)
+    cls = next(iter(call_stack(node)[1]), root)
+    return cls in (PrunedCall, DroppedCall) or getattr(cls, "_fxmask_prefix", "") in INPUTS
 
 
 def _arguments(node: Node) -> Mapping[str, Any]:

@@ -189,3 +189,13 @@ def test_layers_whose_inputs_apply_has_changed_stay_dense_in_evaluation_too(conf
             y = call(x)
         assert {(r["name"], r["masked"]) for r in fxmask.explain(call).rows} >= {("0", False), ("2", True)}  # which apply was not to change
     assert torch.equal(y, fxmask.apply(mlp(), **OPTIONS, exclude=["0"])(x))
+
+
+@pytest.mark.parametrize("config", [ActivationPruning(0.5, block=16), BlockDropout(0.5, block=(2, 16))])
+def test_such_a_layer_that_is_compiled_by_itself_stays_dense(config):
+    call, x = compiled(fxmask.apply(nn.Linear(64, 64), config), **OPTIONS), torch.randn(4, 64)
+    for mode in (True, False):
+        call.train(mode)
+        with pytest.warns(FxMaskWarning) as told, torch.set_grad_enabled(mode):
+            call(x)
+        assert all("fxmask.apply has changed what becomes of its input" in str(w.message) for w in told) and not fxmask.explain(call).rows[0]["masked"]
