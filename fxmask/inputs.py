@@ -30,7 +30,6 @@ RESTS = "dense; its input would be saved pruned, but its weight asks for no grad
 OWN_FORWARD = "where that is a linear, write it as F.linear(x, self.weight, self.bias), or call an nn.Linear in it"
 Config = TypeVar("Config", ActivationPruning, BlockDropout)
 Other = ActivationPruning | BlockDropout
-M = TypeVar("M", bound=nn.Module)
 
 
 def mask_overrides(overrides: Mapping[Any, Any] | None, config: object, alone: bool) -> Mapping[Any, Any] | None:
@@ -171,7 +170,7 @@ def saved_pruned(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
     return decisions
 
 
-def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
+def only_inputs(model: nn.Module, decisions: list[Decision], inputs: Inputs) -> None:
     """`apply` without a WeightMask."""
     warn_of_regions(model, [d for d in decisions if id(d) in inputs.wanted])
     inputs.change(model)
@@ -189,4 +188,3 @@ def only_inputs(model: M, decisions: list[Decision], inputs: Inputs) -> M:
     if not done:
         warn(f"fxmask.apply changed nothing: {reasons_of(decisions)}.")
     model.__dict__[REASONS] = {d.candidate.key: d.reason for d in decisions}
-    return model

@@ -124,7 +124,9 @@ def apply(
     if isinstance(other, ActivationPruning) and other.affine:
         warn_of_products(decisions)
     if config is None:
-        return only_inputs(model, decisions, inputs)
+        only_inputs(model, decisions, inputs)
+        forget(model, (d.candidate.weight for d in decisions if id(d) in inputs.wanted))
+        return model
     products, decisions = ([d for d in decisions if d.candidate.product == which] for which in (True, False))
     if allocation is not None:
         decisions = allocated(model, decisions, overrides, config.ratio, allocation)

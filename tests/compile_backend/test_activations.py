@@ -199,3 +199,10 @@ def test_such_a_layer_that_is_compiled_by_itself_stays_dense(config):
         with pytest.warns(FxMaskWarning) as told, torch.set_grad_enabled(mode):
             call(x)
         assert all("fxmask.apply has changed what becomes of its input" in str(w.message) for w in told) and not fxmask.explain(call).rows[0]["masked"]
+
+
+def test_what_a_graph_did_before_apply_changed_a_layers_input_is_past():
+    call, x = compiled(model := mlp(), **OPTIONS), torch.randn(4, 64)
+    call(x)
+    fxmask.apply(model, ActivationPruning(0.5, block=16), include=["0"])
+    assert [r["masked"] for r in fxmask.explain(call).rows] == [False, True, False]
