@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sample_models import best_blocks
+from sample_models import best_blocks, mlp
 from saved_states import same, through_a_file
 from torch import nn, optim
 from unit.state_runs import CUT, EACH, FORMS, checkpoint, masked, run, take_up, train
@@ -83,9 +83,34 @@ def test_without_the_state_training_asks_for_steps(form, config):
     fresh.optimiser.load_state_dict(saved["optimiser"])
     with pytest.raises(StateError, match=r"(?s)expected a step source before training, got none.*0\.weight.*call fxmask\.guard"):
         fresh.model(torch.randn(2, 64))
-    fresh.go()
+    with pytest.warns(fxmask.FxMaskWarning, match=rf"(?s){LOST}.*where: 0\.weight, 2\.weight.*fix: fxmask\.load_state_dict\(model, saved\)"):
+        fresh.go()
     assert {r["step"] for r in fxmask.explain(fresh.model).rows if r["masked"]} == {0}  # from the beginning
     fresh.model(torch.randn(2, 64))
+
+
+LOST = "has stepped weights before this guard, and their masks begin at step 0. In a run that is resumed that loses the masks' state: the steps"
+
+
+@pytest.mark.parametrize("make", [lambda p: optim.SGD(p, 0.1, momentum=0.9), optim.AdamW, optim.Adagrad], ids=["SGD", "AdamW", "Adagrad"])
+def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
+    """Masks that count steps begin there, too, where nothing was forgotten: said, unless `step` has said it."""
+    model, x = mlp(), torch.randn(2, 64)
+    optimiser = make(model.parameters())
+    for ready in (False, True):  # Adagrad has state before its first step
+        fxmask.apply(model, ratio=0.6, refresh=2)
+        if ready:
+            with pytest.warns(fxmask.FxMaskWarning, match=LOST):
+                handle = fxmask.guard(optimiser, model)
+        else:
+            handle = fxmask.guard(optimiser, model)
+        handle.remove()
+        fxmask.restore(model)(x).sum().backward()
+        optimiser.step()
+    fxmask.apply(model, ratio=0.6, refresh=2)
+    fxmask.step(model, 0)
+    fxmask.guard(optimiser, model)
+    fxmask.guard(optimiser, fxmask.apply(fxmask.restore(model), ratio=0.6))  # which counts nothing
 
 
 def test_without_the_state_a_mask_that_is_kept_is_another_one():
