@@ -69,6 +69,7 @@ def test_measurements_add_up(report, csv):
     rows = {r["name"]: r for r in report.tables["measured"]}
     assert list(rows) == ["fc1", "fc2"] and [r["t_meas_us"] for r in rows.values()] == [5.0, 20.0]
     assert rows["fc1"]["bytes_meas"] == 2000 and "bytes_meas" not in rows["fc2"]
+    assert not {"l2_bytes", "l1_hit_rate", "l2_hit_rate"} & {*rows["fc1"], *rows["fc2"]}  # this csv has none: absent, and not 0
 
 
 def test_an_analysis_without_rows():
