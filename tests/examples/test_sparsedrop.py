@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_the_parts_are_disjoint_and_as_large_as_published():
     assert len(gpt.train[1]) == pytest.approx(4 * len(gpt.held[1]), abs=4)
     with pytest.raises(DataMissing, match="needs --root"):
         tasks.load(tasks.FULL["mnist"], None)
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion", "FashionMNIST")])
+def test_images_of_mnist_as_its_files_have_them(name, folder, tmp_path):
+    raw, images, labels = tmp_path / folder / "raw", torch.zeros(30, 28, 28, dtype=torch.uint8), torch.arange(30) % 10
+    images[:, 0, 27] = 10 * labels.to(torch.uint8) + 100  # a pixel that tells the label, and on which side
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        header = (struct.pack(">IIII", 2051, 30, 28, 28), struct.pack(">II", 2049, 30))
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header[0] + images.numpy().tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(header[1] + labels.to(torch.uint8).numpy().tobytes())
+    loaded = tasks.load(dataclasses.replace(tasks.SMALL[name], train=20, held=10), tmp_path)
+    assert [p[0].shape for p in (loaded.train, loaded.held)] == [(20, 1, 32, 32), (10, 1, 32, 32)] and loaded.classes == 10
+    x, y = (torch.cat(parts) for parts in zip(loaded.train, loaded.held, strict=True))
+    assert torch.equal(x[:, 0, 2, 29].argsort(stable=True), y.argsort(stable=True)) and (x == x[:, :, :1, :1]).sum() == 30 * (32 * 32 - 1)
+    assert abs(x[:, :, 2:30, 2:30].mean()) < 1e-2 and x[:, 0, 2, 29].min() > 0
 
 
 def test_training_stops_when_the_held_out_loss_stays(monkeypatch):
