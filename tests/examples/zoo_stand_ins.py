@@ -76,7 +76,9 @@ def scaled():
 
 
 def network():
-    socket.create_connection(("127.0.0.1", 9))
+    with socket.create_server(("127.0.0.1", 0)) as there:  # somebody who would answer
+        socket.create_connection(there.getsockname()).close()
+    return small()
 
 
 def broken():
@@ -95,7 +97,7 @@ def slow():
 
 class Hungry(Small):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + torch.ones(10**10)[:1]
+        return super().forward(x) + torch.zeros(10**9)[:1]  # 4 GB, which are never touched: a limit alone refuses them
 
 
 def hungry():
