@@ -110,6 +110,14 @@ def test_only_logits_train(optimizer):
         assert torch.equal(a, b) and a.requires_grad
 
 
+def test_what_nobody_says_is_the_source_s_choice_or_the_one_that_is_told():
+    c = NMMask(mode="learned")
+    assert (c.n, c.m, c.tau, c.tau_from, c.soft, c.final, c.init, c.train_weights) == (2, 4, 0.1, None, False, "argmax", "glorot", False)
+    logits = fxmask.apply(nn.Sequential(nn.Linear(64, 64)), c)[0].nm_logits.detach()
+    edge = (6 / (64 * 16 + 6)) ** 0.5  # Glorot's, uniform
+    assert logits.abs().max() <= edge and abs(logits.std() * 3**0.5 / edge - 1) < 0.05
+
+
 def test_restore_wakes_what_apply_put_to_rest_alone():
     model = nn.Sequential(nn.Linear(32, 32))
     model[0].bias.requires_grad_(False)
