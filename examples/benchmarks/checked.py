@@ -24,9 +24,10 @@ def device_here(name: str) -> torch.device:
     """The device that `--device` names; ConfigError where it is not here."""
     try:
         device = torch.device(name)
-    except RuntimeError:  # no name of a device at all
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # no name of a device, or none that is here
         device = None
-    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(message(f"--device: expected cpu, or cuda where there is a GPU, got {name!r}.", fix="use --device cpu."))
     return device
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,30 +73,26 @@ def train(task: Task, loaded: Loaded, method: str, p: float, block: int, seed: i
     scaler = torch.amp.GradScaler(device, enabled=half)
     order, steps, worse, best = torch.Generator().manual_seed(seed), 0, 0, {"val_loss": float("inf"), "val_accuracy": 0.0, "best_step": 0}
     train_seconds = 0.0
-    ended = ""
-    for _ in range(task.epochs):
-        for x, y in batches(loaded.train, task.batch, order):
-            at = time.perf_counter()
-            model.train()
-            with torch.autocast(torch.device(device).type, torch.float16, enabled=half):
-                loss = F.cross_entropy(model(x).flatten(0, -2).float(), y.flatten())
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            steps += 1
-            train_seconds += time.perf_counter() - at
-            if steps % task.every == 0:
-                held_loss, accuracy = evaluate(model, loaded.held, task.batch)
-                worse = 0 if held_loss < best["val_loss"] else worse + 1
-                if not worse:
-                    best = {"val_loss": held_loss, "val_accuracy": accuracy, "best_step": steps}
-                if worse == task.patience:
-                    ended = "patience"
-                    break
-        if ended:
-            break
+    for x, y in chain.from_iterable(batches(loaded.train, task.batch, order) for _ in range(task.epochs)):
+        at = time.perf_counter()
+        model.train()
+        with torch.autocast(torch.device(device).type, torch.float16, enabled=half):
+            loss = F.cross_entropy(model(x).flatten(0, -2).float(), y.flatten())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        steps += 1
+        train_seconds += time.perf_counter() - at
+        if steps % task.every == 0:
+            held_loss, accuracy = evaluate(model, loaded.held, task.batch)
+            worse = 0 if held_loss < best["val_loss"] else worse + 1
+            if not worse:
+                best = {"val_loss": held_loss, "val_accuracy": accuracy, "best_step": steps}
+            if worse == task.patience:
+                break
     if not best["best_step"]:
         what = f"expected an evaluation every {task.every} steps with a finite loss, got none in {steps} steps of {len(loaded.train[1])} images"
         raise ConfigError(f"task {task.name}: {what}.\n  fix: more images.")
-    return {**best, "steps": steps, "ended": ended or "epochs", "train_seconds": train_seconds, "seconds": time.perf_counter() - begin}
+    ended = "patience" if worse == task.patience else "epochs"
+    return {**best, "steps": steps, "ended": ended, "train_seconds": train_seconds, "seconds": time.perf_counter() - begin}

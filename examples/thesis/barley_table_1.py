@@ -19,7 +19,7 @@ import torch
 from fxmask.analysis.barley import resmlp_activations
 from fxmask.analysis.model_shapes import ModelShapes
 from thesis.barley_model import BATCH, CLASSES, DIM, MIB, PATCHES, S12, inputs, saved_by_autograd
-from thesis.side_by_side import Row, options, published, row, save, show, tally
+from thesis.side_by_side import Row, one_table, published, row
 
 WITHIN = 0.1  # percent
 
@@ -82,12 +82,7 @@ def doubts(rows: list[Row]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(__doc__, argv)
-    rows = cells()
-    show("Table I: memory, MiB (2^20 bytes)", rows, doubts(rows))
-    save(args.out, "barley_table_1", rows)
-    print(tally(rows, f"within {WITHIN} %"))
-    return 0
+    return one_table(__doc__, argv, "barley_table_1", "Table I: memory, MiB (2^20 bytes)", cells, f"within {WITHIN} %", doubts)
 
 
 if __name__ == "__main__":

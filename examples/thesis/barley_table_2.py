@@ -19,7 +19,7 @@ import torch
 
 from fxmask.analysis.barley import overhead_percent
 from thesis.barley_model import DIM, PATCHES, bsr_parts, pruned_bsr
-from thesis.side_by_side import Row, options, published, row, save, show, tally
+from thesis.side_by_side import Row, one_table, published, row
 
 
 def cells() -> list[Row]:
@@ -36,12 +36,7 @@ def cells() -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(__doc__, argv)
-    rows = cells()
-    show("Table II: overhead of BSR, % of the dense elements", rows)
-    save(args.out, "barley_table_2", rows)
-    print(tally(rows, "to the printed digits"))
-    return 0
+    return one_table(__doc__, argv, "barley_table_2", "Table II: overhead of BSR, % of the dense elements", cells, "to the printed digits")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import loaded_elements
 from thesis.flops import BLOCKS, RATIOS
 from thesis.real_models import cifar_masks, cifar_shapes
-from thesis.side_by_side import Row, options, row, save, show, tally
+from thesis.side_by_side import Row, one_table, row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,12 +54,8 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(__doc__, argv)
-    rows = cells()
-    show(f"Figure 6.3: masked elements, of {ModelShapes.resmlp().maskable:,} in masked layers", rows)
-    save(args.out, "masked_elements", rows, lambda: draw(rows))
-    print(tally(rows))
-    return 0
+    title = f"Figure 6.3: masked elements, of {ModelShapes.resmlp().maskable:,} in masked layers"
+    return one_table(__doc__, argv, "masked_elements", title, cells, draw=draw)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,18 @@ def tally(rows: list[Row], how: str = "") -> str:
     return f"{text}formula and ours are the same in {same} of {len(rows)}" + (f", at most {100 * apart:.2g} % apart" if same < len(rows) else "")
 
 
+def one_table(
+    doc: str | None, argv: Sequence[str] | None, name: str, title: str, rows: Callable[[], list[Row]], how: str = "",
+    notes: Callable[[list[Row]], Sequence[str]] | None = None, draw: Callable[[list[Row]], Figure] | None = None,
+) -> int:  # fmt: skip
+    """A script that makes one table: shown, written to `--out`, its agreeing cells counted."""
+    args, found = options(doc, argv), rows()
+    show(title, found, notes(found) if notes else ())
+    save(args.out, name, found, draw and (lambda: draw(found)))
+    print(tally(found, how))
+    return 0
+
+
 def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure] | None = None) -> None:
     """Write `out/name.csv`, and `out/name.png` if matplotlib is there."""
     if out is None:

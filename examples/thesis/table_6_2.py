@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other
 from fxmask.analysis.model_shapes import ModelShapes
 from fxmask.analysis.thesis import loaded_elements
 from thesis.real_models import cifar_masks, cifar_shapes
-from thesis.side_by_side import Row, block_of, options, published, row, save, show, tally
+from thesis.side_by_side import Row, block_of, one_table, published, row
 
 BATCHES = 391 * 200
 
@@ -38,12 +38,8 @@ def cells() -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = options(__doc__, argv)
-    rows = cells()
-    show("Table 6.2: loaded weights, 10^9 elements in 200 epochs of 391 batches", rows)
-    save(args.out, "table_6_2", rows)
-    print(tally(rows, "to the printed digits"))
-    return 0
+    title = "Table 6.2: loaded weights, 10^9 elements in 200 epochs of 391 batches"
+    return one_table(__doc__, argv, "table_6_2", title, cells, "to the printed digits")
 
 
 if __name__ == "__main__":
