@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ def batch_of(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
 def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Rank 0 writes what all ranks hold: weights, masks' state, optimiser."""
     if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         torch.save({"step": step, "model": model.state_dict(), "masks": fxmask.state_dict(model), "optimizer": optimizer.state_dict()}, new)
         os.replace(new, path)  # a killed run leaves the last whole one
@@ -71,6 +71,11 @@ def main(argv: list[str] | None = None) -> float:
     path = args.out / "checkpoint.pt"
     if args.resume and not path.is_file():
         parser.error(f"--resume: expected a checkpoint at {path}, found none; leave --resume out to begin a run")
+    try:
+        fxmask.WeightMask(ratio=args.ratio, block=(16, 16))
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (fxmask.FxMaskError, OSError) as error:
+        parser.error(str(error).splitlines()[0])
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -80,7 +85,10 @@ def main(argv: list[str] | None = None) -> float:
     model = fxmask.apply(build_model().to(device), ratio=args.ratio, block=(16, 16), schedule=fxmask.Schedule("cubic", steps=30))
     wrapped = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    first = load(path, device, model, optimizer) if args.resume else 0
+    try:
+        first = load(path, device, model, optimizer) if args.resume else 0
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: expected a checkpoint of this script at {path}, got {type(error).__name__}: {str(error)[:100]}")
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 
     mean = torch.full((), float("nan"), device=device)

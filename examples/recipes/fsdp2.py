@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,6 @@ def save(path: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
     the same on every rank, and its form may change as they train, so that goes into a file of its own, as here."""
     weights, moments = get_state_dict(model, optimizer, options=FULL)
     if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
         torch.save({"step": step, "model": weights, "masks": fxmask.state_dict(model), "optimizer": moments}, new)
         os.replace(new, path)  # a killed run leaves the last whole one
@@ -86,6 +86,11 @@ def main(argv: list[str] | None = None) -> float:
     path = args.out / "checkpoint.pt"
     if args.resume and not path.is_file():
         parser.error(f"--resume: expected a checkpoint at {path}, found none; leave --resume out to begin a run")
+    try:
+        fxmask.WeightMask(ratio=args.ratio, block=(16, 16))
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (fxmask.FxMaskError, OSError) as error:
+        parser.error(str(error).splitlines()[0])
 
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -101,7 +106,10 @@ def main(argv: list[str] | None = None) -> float:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    first = load(path, model, optimizer) if args.resume else 0
+    try:
+        first = load(path, model, optimizer) if args.resume else 0
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: expected a checkpoint of this script at {path}, got {type(error).__name__}: {str(error)[:100]}")
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 
     mean = torch.full((), float("nan"), device=device)

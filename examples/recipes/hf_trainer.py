@@ -30,8 +30,14 @@ from torchvision_shim import import_torchvision  # for a CPU build of torch besi
 with contextlib.suppress(ImportError):  # transformers does without
     import_torchvision()
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"hf_trainer.py: {error}\n  fix: pip install 'fxmask[models]', or transformers and accelerate", file=sys.stderr)
+    sys.exit(2)
 
 import fxmask
 
@@ -116,6 +122,13 @@ def main(argv: list[str] | None = None) -> Trainer:
     parser.add_argument("--ratio", type=float, default=0.75)
     parser.add_argument("--save-steps", type=int, default=10)
     args = parser.parse_args(argv)
+    if args.resume and not any(args.out.glob("checkpoint-*")):
+        parser.error(f"--resume: expected a checkpoint in {args.out}, found none; leave --resume out to begin a run")
+    try:
+        fxmask.WeightMask(ratio=args.ratio, block=(16, 16))
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (fxmask.FxMaskError, OSError) as error:
+        parser.error(str(error).splitlines()[0])
 
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

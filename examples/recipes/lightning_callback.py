@@ -31,8 +31,14 @@ from torchvision_shim import import_torchvision  # for a CPU build of torch besi
 with contextlib.suppress(ImportError):  # lightning does without
     import_torchvision()
 
-import lightning
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+try:
+    import lightning
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"lightning_callback.py: {error}\n  fix: pip install 'fxmask[models]', or lightning", file=sys.stderr)
+    sys.exit(2)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -137,6 +143,8 @@ def main(argv: list[str] | None = None) -> Classifier:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
     args = parser.parse_args(argv)
+    if args.resume and not (args.out / "last.ckpt").is_file():
+        parser.error(f"--resume: expected a checkpoint at {args.out / 'last.ckpt'}, found none; leave --resume out to begin a run")
 
     module = Classifier()
     keep = ModelCheckpoint(args.out, save_last=True, every_n_train_steps=10)

@@ -92,8 +92,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.ramp:
         options["schedule"] = fxmask.Schedule("cubic", steps=args.ramp)
 
-    import_torchvision()
-    import timm.optim
+    try:
+        import_torchvision()
+        import timm.optim
+    except ImportError as error:
+        parser.error(f"expected timm and torchvision installed: {str(error).splitlines()[0]}; pip install 'fxmask[models]'")
 
     made: list[Any] = []
     create, before = timm.optim.create_optimizer_v2, sys.argv
