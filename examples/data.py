@@ -148,7 +148,7 @@ def seeded_data(name: str, train: Pixels, test: Pixels, held: Pixels | None, bat
         name,
         image,
         channels,
-        classes=int(train.labels.max()) + 1,
+        classes=int(max(part.labels.max() for part in (train, test))) + 1,  # few training images, where many are held out, may lack some
         steps=-(-n // batch),
         train=lambda epoch: train.batches(batch, seeded(seed, epoch), augment),
         test=lambda: test.batches(batch),

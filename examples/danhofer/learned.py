@@ -69,11 +69,10 @@ def repeats(model: nn.Module, task: Task) -> bool:
 
 def forms(task: Task, layers: str, seed: int, recipe: Recipe, state: Path | None) -> dict[str, nn.Module]:
     """The network in each form. Masks in permuted order are learned of the small networks alone."""
-    found = {"dense": task.model, **{mode: masked(task, layers, mode=mode) for mode in ("magnitude", "permuted")}}
-    found["learned"] = learn(task, layers, seed, recipe, state)
+    learned = {"learned": learn(task, layers, seed, recipe, state)}  # first: a state that does not fit is told before permutations are searched
     if task.name in SMALL:
-        found["learned_permuted"] = learn(task, layers, seed, {**recipe, "permute": True})
-    return found
+        learned["learned_permuted"] = learn(task, layers, seed, {**recipe, "permute": True})
+    return {"dense": task.model, **{mode: masked(task, layers, mode=mode) for mode in ("magnitude", "permuted")}, **learned}
 
 
 def run(args: argparse.Namespace, task: Task, seed: int, recipe: Recipe) -> tuple[list[Row], bool, list[str]]:

@@ -8,7 +8,7 @@ import data
 import pytest
 import torch
 from benchmarks import train_step
-from danhofer import learning, networks
+from danhofer import learned, learning, networks, small
 from PIL import Image
 from sparsedrop import table_1, tasks
 from thesis import checkpoint
@@ -69,7 +69,7 @@ def test_images_of_a_network_of_torchvision(folder, tmp_path):
         task.test()
 
 
-def test_the_state_of_another_program(tmp_path):
+def test_the_state_of_another_program(tmp_path, monkeypatch):
     path, run = tmp_path / "run.pt", {"settings": {}, "logits": {}}
     for state in (b"no state", [1], {"a": 1}):
         path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
@@ -77,6 +77,9 @@ def test_the_state_of_another_program(tmp_path):
             learning._load(path, run, None, None)
     with pytest.raises(data.DataMissing, match=r"--state .*: expected a run's file, got IsADirectoryError"):
         learning._load(tmp_path, run, None, None)
+    monkeypatch.setattr(learned, "masked", lambda *_, **__: pytest.fail("something is searched"))
+    with pytest.raises(data.DataMissing, match=r"--state .*run\.pt: expected a run's file"):
+        learned.forms(small.trained("digits", 0, epochs=1), "conv", 0, learning.SOURCE, path)
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,10 @@ def test_missing_folder(name, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_classes_of_few_training_images():
+    assert load("digits", batch=8, holdout=1436).classes == 10  # one is left
+
+
 def test_missing_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(DataMissing, match="pip install scikit-learn"):
