@@ -77,7 +77,8 @@ class Table:
             with path.open("ab") if path.exists() else TemporaryFile(dir=path.parent):
                 pass
         except OSError as e:
-            raise ConfigError(message(f"the csv cannot be written: {e.strerror or e}.", str(path), "name a file that you may write to.")) from None
+            where = path if path.parent.is_dir() else path.parent
+            raise ConfigError(message(f"the csv cannot be written: {e.strerror or e}.", str(where), "name a file that you may write to.")) from None
         self.rows = read(path, self.columns) if path.exists() and path.stat().st_size else []
         self.keys = {key(row, self.names) for row in self.rows if not row["verdict"].startswith(BUSY)}  # what a busy machine measured is measured again
 

@@ -264,8 +264,8 @@ def test_wrong_use(tmp_path, capsys):
         assert text in capsys.readouterr().err
     assert not (tmp_path / "a.csv").exists()
     (tmp_path / "taken").touch()
-    assert train_step.main([*TINY, *EAGER, "--csv", beside := str(tmp_path / "taken" / "a.csv")]) == 2
-    assert capsys.readouterr().err.startswith(f"train_step.py: the csv cannot be written: File exists.\n  where: {beside}\n  fix: name a file")
+    assert train_step.main([*TINY, *EAGER, "--csv", str(tmp_path / "taken" / "a.csv")]) == 2
+    assert capsys.readouterr().err.startswith(f"train_step.py: the csv cannot be written: File exists.\n  where: {tmp_path / 'taken'}\n  fix: name a file")
     with pytest.raises(ConfigError, match=r"Sequential: expected an nn.Linear whose name matches 'blocks\.\*', got a model without linears"):
         step_models.check_maskable(nn.Sequential(nn.Conv2d(3, 8, 3)), "blocks.*")
     with pytest.raises(ConfigError, match="inputs: expected tensors on cpu, where the model's weights are, got one on meta"):

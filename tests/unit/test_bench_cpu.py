@@ -228,7 +228,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
     monkeypatch.setattr(interleaved, "measure", lambda *a, **k: pytest.fail("measured"))
     assert main(["bench", "--device", "cpu", "--quick", "--out", str(out)]) == 2
     err = capsys.readouterr().err
-    assert "cannot read or write" in err and why in err
+    assert f"the csv cannot be written: {why}.\n  where: {wrong}\n" in err
 
 
 def test_an_interrupted_run_says_what_is_kept(tmp_path, monkeypatch, capsys):
