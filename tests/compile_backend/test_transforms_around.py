@@ -81,3 +81,42 @@ class OwnVmap(nn.Module):
 def test_a_model_may_map_what_has_no_linear():
     model, expected = OwnVmap(), fxmask.apply(OwnVmap(), **OPTIONS)(X)
     assert torch.equal(compiled(model, **OPTIONS)(X), expected)
+
+
+class OwnMethod(nn.Module):
+    """Maps a method of its own that Dynamo cannot trace, so that it is given by itself, under the transform."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.inner, self.activation, self.scale, self.name = mlp(), nn.ReLU(), 2.0, name
+
+    def forward(self, x):
+        return self.inner(x) + torch.vmap(getattr(self, self.name))(x)
+
+    def number(self, row):
+        torch._dynamo.graph_break()
+        return self.activation(row[:10]) * self.scale
+
+    def linears(self, row):
+        torch._dynamo.graph_break()
+        return self.inner(row)
+
+    def method(self, row):
+        torch._dynamo.graph_break()
+        return self.linears(row)
+
+    def itself(self, row):
+        torch._dynamo.graph_break()
+        net = self
+        return net.inner(row)
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")
+def test_a_method_that_takes_no_linear_of_its_model():
+    expected = fxmask.apply(OwnMethod("number"), **OPTIONS)(X)
+    assert torch.equal(compiled(OwnMethod("number"), **OPTIONS)(X), expected)
+
+
+@pytest.mark.parametrize("name", ["linears", "method", "itself"])
+def test_a_method_that_may_take_one(name):
+    assert "would leave inner.0, inner.2 dense" in refused(lambda: compiled(OwnMethod(name), **OPTIONS)(X))
