@@ -71,7 +71,7 @@ def check_entry(name: str, site: Site, entry: dict[str, Any]) -> None:
         raise StateError(message(f"the saved mask is of another shape: expected {grid}, got {got}.", name, "load the state of this architecture."))
     shape = site._fxmask_shape
     if entry["shape"] is not None and entry["shape"] != list(shape):
-        what = f"the state is of a weight of another shape: expected {shape}, got {entry['shape']!r}."
+        what = f"the state is of a weight of another shape: expected {list(shape)}, got {entry['shape']!r}."
         raise StateError(message(what, name, "load the state of this architecture."))
     for wrong in _wrong_values(site, entry):
         raise StateError(message(f"the state was changed since it was saved: {wrong}.", name, "load a state as fxmask.state_dict returned it."))
