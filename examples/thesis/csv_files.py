@@ -46,7 +46,8 @@ def numbers(path: Path, rows: list[Any], *columns: str, above: float = -inf, kin
     for row in rows:
         for column in columns:
             try:
-                fits = kind(row.get(column)) > above
+                value = kind(row.get(column))
+                fits = above == -inf or value > above  # nan, which runs that diverged have, is above nothing
             except (TypeError, ValueError):  # None: the row is cut off
                 fits = False
             if not fits:

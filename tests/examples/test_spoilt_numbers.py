@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import plots
 import pytest
 from benchmarks import advice, train_step
 from sparsedrop import figure_3, table_1
-from thesis import accuracy, combination, gaps, isoflop, memory_movement, run_folder, stability
+from thesis import accuracy, combination, csv_files, gaps, isoflop, memory_movement, run_folder, stability
 from tracking import keep_epochs
 
 from fxmask.errors import ConfigError
@@ -115,3 +116,11 @@ def test_a_table_of_spoilt_runs(facts, log, words, capsys, tmp_path):
     (folder / "test.json").write_text('{"top1": "much"}')
     with pytest.raises(ConfigError, match=r"test\.json: expected a number for top1"):
         run_folder.test_of(folder)
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
+def test_the_log_of_a_run_that_diverged_is_read(loss, tmp_path):
+    (tmp_path / "log.csv").write_text(f"epoch,train_loss,top1\n1,{loss},10.0\n")
+    assert run_folder.log_of(tmp_path) == [{"epoch": "1", "train_loss": loss, "top1": "10.0"}]
+    with pytest.raises(ConfigError, match=f"expected a number above 0 for train_loss in each row, got '{loss}'") if loss != "inf" else nullcontext():
+        csv_files.numbers(tmp_path / "log.csv", run_folder.log_of(tmp_path), "train_loss", above=0)
