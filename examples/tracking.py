@@ -37,10 +37,11 @@ class CsvLog:
 
 def keep_epochs(path: Path, last: int) -> None:
     """Cut a csv file with a column `epoch` to its rows up to `last`, as a run that goes on from there writes the others again."""
-    whole = [row for row in csv_files.read(path, ("epoch",), cut_off=True) if None not in row and None not in row.values()]
+    rows = csv_files.read(path, ("epoch",), cut_off=True)
+    whole = [row for row in rows if None not in row and None not in row.values()]
     csv_files.numbers(path, whole, "epoch", kind=int)
-    if whole:
-        csv_files.write(path, list(whole[0]), (row for row in whole if int(row["epoch"]) <= last))
+    if rows:  # one that is cut off goes, too, where it is the only one
+        csv_files.write(path, [column for column in rows[0] if column is not None], (row for row in whole if int(row["epoch"]) <= last))
 
 
 class MaskTracker:

@@ -124,3 +124,10 @@ def test_the_log_of_a_run_that_diverged_is_read(loss, tmp_path):
     assert run_folder.log_of(tmp_path) == [{"epoch": "1", "train_loss": loss, "top1": "10.0"}]
     with pytest.raises(ConfigError, match=f"expected a number above 0 for train_loss in each row, got '{loss}'") if loss != "inf" else nullcontext():
         csv_files.numbers(tmp_path / "log.csv", run_folder.log_of(tmp_path), "train_loss", above=0)
+
+
+@pytest.mark.parametrize("cut", ["1,2", "1,2,3,4"])
+def test_a_cut_off_row_goes_where_it_is_the_only_one(cut, tmp_path):
+    (tmp_path / "log.csv").write_text(f"epoch,a,b\n{cut}")
+    keep_epochs(tmp_path / "log.csv", 0)
+    assert (tmp_path / "log.csv").read_text() == "epoch,a,b\n"
