@@ -51,11 +51,13 @@ def exit_code(script: str, run: Callable[[], object], stopped: str = "stopped") 
     try:
         code = run()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
-        return 2
     except (FxMaskError, OSError, ImportError) as error:
-        print(f"{script}: {error}", file=sys.stderr)
+        try:
+            if isinstance(error, BrokenPipeError):
+                print(flush=True)  # it may have been another's pipe, as a worker's
+            print(f"{script}: {error}", file=sys.stderr)
+        except BrokenPipeError:  # whoever reads has seen enough, as head does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
         return 2
     except KeyboardInterrupt:
         print(f"{script}: {stopped}", file=sys.stderr)

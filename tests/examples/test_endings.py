@@ -34,6 +34,16 @@ def test_who_has_seen_enough_hears_nothing_more(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_a_pipe_of_another_is_told(capsys):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert side_by_side.exit_code("a.py", lambda: os.write(write, b"more")) == 2
+    finally:
+        os.close(write)
+    assert capsys.readouterr().err == "a.py: [Errno 32] Broken pipe\n"
+
+
 @pytest.mark.parametrize("package", ["sklearn", "torchvision"])
 def test_a_package_that_is_not_installed(package, capsys, monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
