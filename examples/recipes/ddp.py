@@ -87,8 +87,9 @@ def main(argv: list[str] | None = None) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     try:
         first = load(path, device, model, optimizer) if args.resume else 0
-    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        parser.error(f"--resume: expected a checkpoint of this script at {path}, got {type(error).__name__}: {str(error)[:100]}")
+    except (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        got = f"{type(error).__name__}: {error}".splitlines()[0].partition(". ")[0]
+        parser.error(f"--resume: expected a checkpoint of this script at {path}, of the same --ratio, got {got}")
     guard = fxmask.guard(optimizer, model)  # after loading: hooks cannot be saved
 
     mean = torch.full((), float("nan"), device=device)

@@ -10,6 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
+
+import fxmask
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "recipes"
@@ -31,12 +35,29 @@ def test_a_package_that_is_not_installed(recipe, package, args, tmp_path):
     assert done.returncode == 2 and package in done.stderr and "pip install 'fxmask[models]'" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "fsdp2"])
-def test_a_checkpoint_that_is_damaged(recipe, tmp_path):
-    (tmp_path / "checkpoint.pt").write_bytes(b"\x89PNG")
+def of_another_ratio():
+    model = nn.Sequential(*(layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))), nn.Linear(64, 10))
+    fxmask.apply(model, ratio=0.5, block=(16, 16), schedule=fxmask.Schedule("cubic", steps=30))
+    return {"step": 1, "model": model.state_dict(), "masks": fxmask.state_dict(model)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "state", "words"),
+    [
+        ("ddp", b"\x89PNG", "UnpicklingError: Weights only load failed\n"),
+        ("fsdp2", b"\x89PNG", "UnpicklingError: Weights only load failed\n"),
+        ("fsdp2", [1], "TypeError: list indices must be integers or slices, not str\n"),
+        ("ddp", of_another_ratio(), "with other settings: expected the same, got ratio: 0.75 here, 0.5 saved.\n"),
+    ],
+    ids=["no file of ddp", "no file of fsdp2", "a list", "another ratio"],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from(recipe, state, words, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
     command = [sys.executable, str(RECIPES / f"{recipe}.py"), "--out", str(tmp_path), "--resume"]
     done = subprocess.run(command, env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 2 and f"--resume: expected a checkpoint of this script at {tmp_path}" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert f"--resume: expected a checkpoint of this script at {path}, of the same --ratio, got" in done.stderr
 
 
 FAKES = {
