@@ -32,7 +32,8 @@ from fxmask.kernels.triton import launch, refresh, tiles
 from fxmask.kernels.triton.tiles import Tile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
-from thesis.csv_files import read
+from thesis.csv_files import numbers, read
+from thesis.side_by_side import exit_code
 
 SHAPES = {"8192x4096->4096": (8192, 4096, 4096), "25088x384->1536": (25088, 1536, 384), "25088x1536->384": (25088, 384, 1536)}  # (M, N, K)
 BLOCKS, RATIOS, THREADS = (128, 64, 32, 16), (0.8, 0.9, 0.5), 16
@@ -137,6 +138,8 @@ def median_ms(call: Callable[[], object], launches: int = 4, replays: int = 5) -
 
 
 def measure(path: Path) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError(f"expected a CUDA device, got none (torch {torch.__version__}).")
     scan, todo, begin = Scan(torch.device("cuda", torch.cuda.current_device())), list(cases()), time.perf_counter()
     for c in todo:
         scan.mask(c)
@@ -160,9 +163,9 @@ def measure(path: Path) -> None:
 
 
 def show(path: Path) -> None:
-    rows = read(path, COLUMNS[:-1])
+    rows = numbers(path, read(path, COLUMNS[:-1]), "ms", above=0)
     if not rows:
-        raise ConfigError("rows: there is none")
+        raise ConfigError(f"{path}: expected a csv that --csv has written, got no rows.")
     dense = {(r["shape"], r["op"]): float(r["ms"]) for r in rows if r["tile"] == "dense"}
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for r in rows:
@@ -193,17 +196,12 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
     if a.show and not a.show.is_file():
         p.error(f"--show: expected a csv that --csv has written, got {a.show}, which is no file")
-    if a.show:
-        try:
-            show(a.show)
-        except (KeyError, ValueError) as error:
-            p.error(f"--show: expected a csv that --csv has written, got {a.show}, where a row lacks or spoils {error}")
-    elif not torch.cuda.is_available():
-        print(f"tile_scan.py: expected a CUDA device, got none (torch {torch.__version__}).", file=sys.stderr)
-        return 2
-    else:
-        measure(a.csv)
-    return 0
+    try:
+        return exit_code("tile_scan.py", lambda: show(a.show) if a.show else measure(a.csv))
+    except (KeyError, ValueError) as error:
+        if not a.show:
+            raise
+        p.error(f"--show: expected a csv that --csv has written, got {a.show}, where a row lacks or spoils {error}")
 
 
 if __name__ == "__main__":

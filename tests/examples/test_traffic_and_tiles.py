@@ -65,12 +65,25 @@ def test_table_of_damaged_cells(text, profile, tmp_path, capsys):
     assert traffic.main(command) == 2 and f"{traffic.CELLS}: expected what `traffic.py run` writes, got" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("row", ["8192x4096->4096,dx,128", ""])
-def test_table_of_a_scan_that_was_cut_off(row, tmp_path, capsys):
-    (tmp_path / "scan.csv").write_text(f"shape,op,block,ratio,tile,features,splits,ms\n{row}\n")
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("8192x4096->4096,dx,128", "expected values for shape, op, block, ratio, tile, features, splits, ms in each row, got fewer in row 1."),
+        ("", "expected a csv that --csv has written, got no rows."),
+        ("8192x4096->4096,dx,128,0.8,a,,,many", "expected a number above 0 for ms in each row, got 'many'."),
+    ],
+)
+def test_table_of_a_scan_that_was_cut_off(row, words, tmp_path, capsys):
+    path = tmp_path / "scan.csv"
+    path.write_text(f"shape,op,block,ratio,tile,features,splits,ms\n{row}\n")
+    assert tile_scan.main(["--show", str(path)]) == 2 and capsys.readouterr().err.startswith(f"tile_scan.py: {path}: {words}\n")
+
+
+def test_table_of_a_scan_that_has_nothing_dense(tmp_path, capsys):
+    (tmp_path / "scan.csv").write_text("shape,op,block,ratio,tile,features,splits,ms\n8192x4096->4096,dx,128,0.8,a,,,3\n")
     with pytest.raises(SystemExit, match="2"):
         tile_scan.main(["--show", str(tmp_path / "scan.csv")])
-    assert "expected a csv that --csv has written" in capsys.readouterr().err
+    assert "scan.csv, where a row lacks or spoils ('8192x4096->4096', 'dx')" in capsys.readouterr().err
 
 
 def test_table_of_a_scan(tmp_path, capsys):

@@ -20,7 +20,7 @@ NO_TEXT = str(Path(demo.__file__).with_name("results") / "cifar10_isoflop.png")
 ROOT = ["--root", "nowhere"]
 CASES = {
     "a scan": (tile_scan, ["--show", "nowhere.csv"], NO_FILE),
-    "a scan that is none": (tile_scan, ["--show", __file__], "expected a csv that --csv has written"),
+    "a scan that is none": (tile_scan, ["--show", __file__], f"tile_scan.py: {__file__}: expected a csv with the columns shape, op, block"),
     "cells": (traffic, ["table", __file__], f"traffic.cells.json, {NO_FILE}"),
     "a shape": (traffic, ["run", "--shapes", "foo"], "expected e.g. 8192x4096->14336, got 'foo'"),
     "a traffic device": (traffic, ["run", "--device", "foo"], "--device: expected cpu, or cuda where there is a GPU, got 'foo'"),
