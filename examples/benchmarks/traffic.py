@@ -14,7 +14,6 @@ kernel, and ncu does not see them.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from pathlib import Path
@@ -32,6 +31,7 @@ from fxmask.bench.table import text
 from fxmask.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside the other examples, from whatever folder it is started
+from thesis import csv_files
 from thesis.side_by_side import check_folder, exit_code
 
 from benchmarks import checked
@@ -107,10 +107,7 @@ def table(a: argparse.Namespace) -> list[dict[str, str]]:
         row["l2_of_req"] = row["l2_bytes"] / asked if asked and row["l2_bytes"] else None
         row["l2_of_dense"] = row["l2_bytes"] / whole if whole and row["l2_bytes"] else None
     written = [{**where, **{c: text(row.get(c)) for c in COLUMNS}} for row in rows]
-    with (a.out / "traffic.csv").open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, [*where, *COLUMNS], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(written)
+    csv_files.write(a.out / "traffic.csv", [*where, *COLUMNS], written, "\n")
     shown = [
         [row[c] for c in NAMES] + [_mb(row.get(c)) for c in ("bytes_req", "l2_bytes", "bytes_min", "dram_bytes")] + [row["l2_of_req"], row["l2_of_dense"]]
         for row in rows
