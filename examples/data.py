@@ -189,7 +189,7 @@ def cifar10(root: Path) -> tuple[Pixels, Pixels]:
     try:
         parts = [vision.datasets.CIFAR10(str(root), train=train, download=False) for train in (True, False)]
     except RuntimeError as error:
-        raise DataMissing(f"{root / 'cifar-10-batches-py'}: expected CIFAR-10's files, got {error}.\n  fix: unpack the archive anew.") from error
+        raise DataMissing(f"{root / 'cifar-10-batches-py'}: expected CIFAR-10's files, got others, or not all.\n  fix: unpack the archive anew.") from error
     return tuple(colour(torch.from_numpy(p.data).permute(0, 3, 1, 2), p.targets, CIFAR_STATS) for p in parts)  # type: ignore[return-value]
 
 
