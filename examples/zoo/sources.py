@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ def _own(name: str) -> Made:
     match found:  # a lone nn.Sequential would be taken apart, and a tensor in the place of args cut into its rows
         case (nn.Module() as model, tuple() | list() as args):
             return Made(model, tuple(args))
-        case (nn.Module() as model, tuple() | list() as args, dict() as kwargs):
-            return Made(model, tuple(args), kwargs)
+        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
+            return Made(model, tuple(args), dict(kwargs))
     got = f"({', '.join(type(part).__name__ for part in found)})" if isinstance(found, (tuple, list)) else type(found).__name__
     raise TypeError(f"expected (model, args), an nn.Module and the tuple of its inputs, from {name}, got {got}")

@@ -206,7 +206,12 @@ def test_own_models_have_their_own_csv_and_are_made_or_it_fails(tmp_path: Path, 
 def test_what_an_own_model_has_to_come_as(name: str, got: str) -> None:
     with pytest.raises(TypeError, match=rf"expected \(model, args\).* from zoo_stand_ins:{name}, got {re.escape(got)}$"):
         sources.make(Entry("own", "zoo_stand_ins", f"zoo_stand_ins:{name}"))
-    assert sources.make(Entry("own", "zoo_stand_ins", "zoo_stand_ins:named")).shapes() == "input 5x32"
+
+
+@pytest.mark.parametrize("name", ["named", "encoded"])
+def test_inputs_of_an_own_model_by_name(name: str) -> None:
+    made = sources.make(Entry("own", "zoo_stand_ins", f"zoo_stand_ins:{name}"))
+    assert made.shapes() == "input 5x32" and type(made.kwargs) is dict
 
 
 def test_the_readme_counts_no_own_models() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections import UserDict
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,10 @@ def untupled():
 
 def named():
     return nn.Linear(32, 48), (), {"input": torch.randn(5, 32)}
+
+
+def encoded():
+    return nn.Linear(32, 48), (), UserDict(input=torch.randn(5, 32))  # as a tokenizer's BatchEncoding
 
 
 def waiting():
