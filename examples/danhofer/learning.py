@@ -11,7 +11,6 @@ after each epoch, those with the least loss on training images are the result. `
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ def _load(path: Path | None, run: dict[str, Any], optimizer: torch.optim.Optimiz
         return
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever bytes that are none raise
         raise DataMissing(f"--state {path}: expected a run's file, got {type(error).__name__}: {str(error)[:100]}.\n  fix: another file.") from None
     if not isinstance(saved, dict) or "settings" not in saved:
         raise DataMissing(f"--state {path}: expected a run's file, got another one.\n  fix: another file.")

@@ -8,7 +8,6 @@ quadruples straddle them.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +73,8 @@ def pretrained(name: str, checkpoint: Path, root: Path, *, seed: int, batch: int
     model = getattr(vision.models, name)()
     try:
         model.load_state_dict(torch.load(checkpoint, weights_only=True, map_location="cpu"))
-    except (RuntimeError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise DataMissing(f"--checkpoint {checkpoint}: expected the state_dict of {name}, got: {str(error)[:300]}") from error
+    except Exception as error:  # whatever bytes that are none raise
+        raise DataMissing(f"--checkpoint {checkpoint}: expected the state_dict of {name}, got {type(error).__name__}: {str(error)[:300]}") from error
     t = vision.transforms
     finish = [t.ToTensor(), t.Normalize(*data.IMAGENET_STATS)]
     resize = NETWORKS[name].resize
@@ -134,4 +133,3 @@ def shares(task: Task, layers: str) -> dict[str, float]:
         "layers": len(names),
         "dense": sum(not r["masked"] for r in rows),
     }
-

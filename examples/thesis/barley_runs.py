@@ -38,7 +38,6 @@ DENSE = ""  # the value of train.py's --activations for a dense run
 INDEX_BYTES = 2  # of a kept block's number, for up to 32,768 blocks a sample
 
 
-
 def arguments(doc: str | None, argv: Sequence[str] | None, add: Callable[[argparse.ArgumentParser], Any]) -> Namespace:
     """The command line that these scripts share, and what `add` adds."""
     p = argparse.ArgumentParser(description=(doc or "").split("\n")[0])

@@ -44,7 +44,6 @@ class Recipe:
         """That of a command line, whose options have the fields' names."""
         return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
 
-
     @staticmethod
     def add_options(p: ArgumentParser, default: Recipe | None = None) -> None:
         """An option for each field, whose values are the recipe's where they are not given."""

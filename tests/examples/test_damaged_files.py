@@ -18,6 +18,9 @@ from zoo import run as zoo
 DENSE = ["--data", "digits", "--epochs", "1", "--warmup", "0", "--cooldown", "0", "--mix-prob", "0", "--masks-from", "0", "--no-figures"]
 
 
+ODD = (b"s", b"hh", b"X\1\0\0\0\xff")  # IndexError, KeyError and UnicodeDecodeError of an unpickler
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Six images of two classes, for training and for testing; one of them is none."""
@@ -71,7 +74,7 @@ def test_images_of_a_network_of_torchvision(folder, tmp_path):
 
 def test_the_state_of_another_program(tmp_path, monkeypatch):
     path, run = tmp_path / "run.pt", {"settings": {}, "logits": {}}
-    for state in (b"no state", [1], {"a": 1}):
+    for state in (b"no state", *ODD, [1], {"a": 1}):
         path.write_bytes(state) if isinstance(state, bytes) else torch.save(state, path)
         with pytest.raises(data.DataMissing, match=r"--state .*run\.pt: expected a run's file, got"):
             learning._load(path, run, None, None)
@@ -80,6 +83,16 @@ def test_the_state_of_another_program(tmp_path, monkeypatch):
     monkeypatch.setattr(learned, "masked", lambda *_, **__: pytest.fail("something is searched"))
     with pytest.raises(data.DataMissing, match=r"--state .*run\.pt: expected a run's file"):
         learned.forms(small.trained("digits", 0, epochs=1), "conv", 0, learning.SOURCE, path)
+
+
+@pytest.mark.parametrize("state", ODD)
+def test_files_that_are_no_checkpoint(state, tmp_path):
+    path = tmp_path / checkpoint.LAST
+    path.write_bytes(state)
+    with pytest.raises(checkpoint.CheckpointError, match="no whole checkpoint in"):
+        checkpoint.load(tmp_path)
+    with pytest.raises(data.DataMissing, match=r"--checkpoint .*: expected the state_dict of resnet18, got \w+Error: "):
+        networks.pretrained("resnet18", path, tmp_path, seed=0, batch=2, workers=0, limit=None, device="cpu")
 
 
 @pytest.fixture(scope="module")
