@@ -42,7 +42,7 @@ def begin_again(folder: Path) -> None:
 
 def has_epochs(log: Path, done: int) -> None:
     """A run that goes on behind `done` epochs has their rows. Raises: CheckpointError."""
-    there = {row["epoch"] for row in csv_files.read(log) if None not in row.values()}  # None: the row is cut off
+    there = {row["epoch"] for row in csv_files.read(log, ("epoch",), cut_off=True) if None not in row.values()}  # None: the row is cut off
     missing = [str(epoch) for epoch in range(1, done + 1) if str(epoch) not in there]
     if missing:
         what = f"expected a row for each of the {done} epochs that the checkpoint has behind it, got none of {', '.join(missing[:5])}"

@@ -18,7 +18,7 @@ def read(path: Path, columns: Sequence[str] = (), cut_off: bool = False) -> list
     """The rows of a csv, none where there is no file, or an empty one. `cut_off`: a row that lacks a value is left out, and no error.
 
     Raises:
-        ConfigError: it is no csv, lacks one of the `columns`, or has a row without a value for one of them.
+        ConfigError: it is no csv, lacks one of the `columns`, or has a row without a value for one of them (of none: for one of its own), or with one too many.
     """
     if not path.exists():
         return []
@@ -35,8 +35,8 @@ def read(path: Path, columns: Sequence[str] = (), cut_off: bool = False) -> list
     if cut_off:
         return [row for row in rows if all(row[column] is not None for column in columns)]
     for number, row in enumerate(rows, 1):
-        if any(row[column] is None for column in columns):
-            what = f"expected values for {', '.join(columns)} in each row, got fewer in row {number}"
+        if None in row or any(row[column] is None for column in columns or header):
+            what = f"expected values for {', '.join(columns or header)} in each row, got {'more' if None in row else 'fewer'} in row {number}"
             raise ConfigError(f"{path}: {what}.\n  fix: restore that row, or remove it.")
     return rows
 
@@ -77,7 +77,7 @@ def read_own(path: Path, columns: Sequence[str], younger: Sequence[str] = (), cu
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside `path` to write, which takes its place at the end. It has a name of its own: two that write one table would rename each other's away."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    part = path.parent / f".{path.name}.{uuid.uuid4().hex}.part"
     try:
         yield part
         os.replace(part, path)

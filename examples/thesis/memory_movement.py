@@ -98,7 +98,7 @@ def draw(rows: list[Row], accuracy: dict[tuple[str, str], float] | None = None) 
 def accuracies(path: Path) -> dict[str, dict[tuple[str, str], float]]:
     """Top-1 by mode, then by (block, ratio)."""
     found: dict[str, dict[tuple[str, str], list[float]]] = {}
-    mode = "backward" if any("backward" in r for r in read(path)) else "mode"
+    mode = "backward" if any("backward" in r for r in read(path, cut_off=True)) else "mode"
     rows = [r for r in read(path, ("block", "ratio", mode, "top1")) if r["block"]]  # a sweep's runs without a cell, such as dense ones, are left out
     for r in numbers(path, rows, "ratio", "top1"):
         found.setdefault(r[mode], {}).setdefault((r["block"], f"{float(r['ratio']):.0%}"), []).append(float(r["top1"]))

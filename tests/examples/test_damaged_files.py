@@ -15,6 +15,8 @@ from thesis import checkpoint
 from thesis import train as program
 from zoo import run as zoo
 
+from fxmask.errors import ConfigError
+
 DENSE = ["--data", "digits", "--epochs", "1", "--warmup", "0", "--cooldown", "0", "--mix-prob", "0", "--masks-from", "0", "--no-figures"]
 
 
@@ -121,6 +123,12 @@ def test_a_teacher_s_checkpoint_without_its_steps(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps({"steps": 3}))
     assert program.main([*DENSE, "--teacher", str(tmp_path), "--out", str(tmp_path / "pupil")]) == 2
     assert "got None of an unknown number of steps" in capsys.readouterr().err
+
+
+def test_the_log_of_another_program(tmp_path):
+    (tmp_path / "log.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"log\.csv: expected a csv with the columns epoch, got none of epoch"):
+        checkpoint.has_epochs(tmp_path / "log.csv", 1)
 
 
 def test_facts_of_a_run_that_goes_on(tmp_path):

@@ -69,7 +69,7 @@ def test_another_s_csv_is_refused(script, kind, folder, capsys):
         ("a,b\n1\n", "got fewer in row 1"),
         ("a\n1\n", "got none of b"),
         ("a,b,c\n1,2,3\n", "got c, too"),
-        ("a,b\n1,2,3\n", "got a value without a column, too"),
+        ("a,b\n1,2,3\n", "got more in row 1"),
     ],
 )
 def test_a_table_of_other_or_cut_rows_is_not_written_anew(text, words, tmp_path):
@@ -79,6 +79,18 @@ def test_a_table_of_other_or_cut_rows_is_not_written_anew(text, words, tmp_path)
         csv_files.read_own(path, ("a", "b"))
     with pytest.raises(ConfigError, match="its folder cannot be made"):
         csv_files.read_own(path / "t.csv", ("a", "b"))
+
+
+@pytest.mark.parametrize(("text", "words"), [("a,b\n1,2,3\n", "got more in row 1"), ("a,b\n1,2\n1\n", "got fewer in row 2")])
+def test_a_row_of_more_or_fewer_values_is_not_read(text, words, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    for columns in ((), ("b",)):
+        with pytest.raises(ConfigError, match=f"expected values for {', '.join(columns or 'ab')} in each row, {words}"):
+            csv_files.read(path, columns)
+    if "more" in words:
+        with pytest.raises(ConfigError, match="got a value without a column, too"):
+            csv_files.read_own(path, ("a", "b"), cut_off=True)
 
 
 def test_what_younger_columns_and_cut_rows_are_allowed_for(tmp_path):
