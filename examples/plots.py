@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from thesis.csv_files import numbers
 from thesis.csv_files import read as read_csv
 from thesis.side_by_side import can_draw, exit_code
+from thesis.side_by_side import png as save
 
 from fxmask.errors import ConfigError
 
@@ -44,11 +45,6 @@ def plot_run(out: Path) -> list[Path]:
     if blocks:  # none of a dense run
         written.append(save(active_blocks_figure(blocks), out / "active_blocks.png"))
     return written
-
-
-def save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
-    return path
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:

@@ -60,7 +60,6 @@ def run(a: argparse.Namespace) -> None:
         raise ConfigError(f"{a.csv}: expected rows of examples/benchmarks/block_dropout.py, got {'none' if a.csv.exists() else 'no file'}.")
     for value, _ in PARTS:
         numbers(a.csv, [r for r in rows if r[value]], "p", value)
-    a.out.mkdir(parents=True, exist_ok=True)
     print(save(figure(rows), a.out / "figure_3.png"))
 
 

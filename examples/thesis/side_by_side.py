@@ -52,17 +52,23 @@ def exit_code(script: str, run: Callable[[], object], stopped: str = "stopped") 
         code = run()
         sys.stdout.flush()
     except (FxMaskError, OSError, ImportError) as error:
-        try:
-            if isinstance(error, BrokenPipeError):
-                print(flush=True)  # it may have been another's pipe, as a worker's
+        if not (isinstance(error, BrokenPipeError) and unread()):
             print(f"{script}: {error}", file=sys.stderr)
-        except BrokenPipeError:  # whoever reads has seen enough, as head does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer would raise again at exit
         return 2
     except KeyboardInterrupt:
         print(f"{script}: {stopped}", file=sys.stderr)
         return 130
     return code if isinstance(code, int) else 0
+
+
+def unread() -> bool:
+    """Whether it is stdout that broke, as where head has seen enough; what is left in its buffer, and would raise again at exit, goes nowhere then."""
+    try:
+        print(flush=True)  # one without a buffer has forgotten what broke it
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def published(name: str) -> list[dict[str, str]]:
@@ -137,7 +143,7 @@ def save(out: Path | None, name: str, rows: list[Row], draw: Callable[[], Figure
 def picture(path: Path, draw: Callable[[], Figure]) -> None:
     """Write a png, if matplotlib is there."""
     if can_draw(path.name):
-        whole(path, lambda path: png(path, draw()))
+        whole(path, lambda path: png(draw(), path))
 
 
 def can_draw(what: str) -> bool:
@@ -150,12 +156,13 @@ def can_draw(what: str) -> bool:
     return True
 
 
-def png(path: Path, figure: Figure) -> None:
+def png(figure: Figure, path: Path) -> Path:
     with csv_files.replacing(path) as part:
         figure.savefig(part, dpi=150, format="png")
+    return path
 
 
-def whole(path: Path, write: Callable[[Path], None]) -> None:
+def whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file that is complete or not there at all, and print its name."""
     try:
         write(path)

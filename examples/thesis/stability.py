@@ -30,7 +30,7 @@ from train import flushed_denormals
 
 import fxmask
 from thesis import csv_files, lock
-from thesis.side_by_side import exit_code
+from thesis.side_by_side import GOES_ON, exit_code
 
 CSV = Path(__file__).resolve().parents[1] / "results" / "stability.csv"
 COLUMNS = ("model", "mode", "steps", "batch", "first_loss", "last_loss", "spike", "spike_step", "finite", "seconds", "threads", "torch")
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.steps < WINDOW:  # no mean would be looked at
         p.error(f"--steps: expected at least {WINDOW}, got {args.steps}")
     torch.set_num_threads(args.threads)
-    return exit_code("stability.py", lambda: run(args))
+    return exit_code("stability.py", lambda: run(args), GOES_ON)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """How an example ends: a line and 2 for what is missing or refused, a line and 130 for Ctrl-C, silence where nobody reads on."""
 
+import io
 import os
 import sys
 
@@ -15,7 +16,9 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch, tmp_path):
     def stop(*_):
         raise KeyboardInterrupt
 
+    table = ["--models", "mlp512", "--modes", "dense", "--csv", str(tmp_path / "t.csv")]
     for module, name, args, words in (
+        (stability, "losses_of", table, "stability.py: stopped; the same command goes on\n"),
         (train, "write_run", ["--out", str(tmp_path / "a")], "train.py: stopped\n"),
         (thesis_train, "_turns", ["--out", str(tmp_path / "b")], "thesis/train.py: stopped; the same command goes on\n"),
     ):
@@ -23,25 +26,16 @@ def test_ctrl_c_is_told_in_a_line(capsys, monkeypatch, tmp_path):
         assert module.main(args) == 130 and capsys.readouterr().err == words
 
 
-def test_who_has_seen_enough_hears_nothing_more(capsys, monkeypatch):
+@pytest.mark.parametrize("buffer", [-1, 0])
+def test_who_has_seen_enough_hears_nothing_more(buffer, capsys, monkeypatch):
     """As `gaps.py | head`: the rest of what is printed goes nowhere, at exit, too."""
     read, write = os.pipe()
     os.close(read)
-    with open(write, "w") as pipe:
+    with io.TextIOWrapper(open(write, "wb", buffer), write_through=not buffer) as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         assert side_by_side.exit_code("a.py", lambda: print("more")) == 2
         pipe.flush()
     assert capsys.readouterr().err == ""
-
-
-def test_a_pipe_of_another_is_told(capsys):
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        assert side_by_side.exit_code("a.py", lambda: os.write(write, b"more")) == 2
-    finally:
-        os.close(write)
-    assert capsys.readouterr().err == "a.py: [Errno 32] Broken pipe\n"
 
 
 @pytest.mark.parametrize("package", ["sklearn", "torchvision"])
@@ -59,6 +53,13 @@ def test_a_package_that_is_not_installed(package, capsys, monkeypatch, tmp_path)
     assert module.main(args) == 2 and "pip install" in capsys.readouterr().err
 
 
+def test_a_pipe_that_breaks_elsewhere_is_told(capsys):
+    def run():
+        raise BrokenPipeError(32, "Broken pipe")  # to a worker, say
+
+    assert side_by_side.exit_code("a.py", run) == 2 and capsys.readouterr().err == "a.py: [Errno 32] Broken pipe\n"
+
+
 def test_damaged_checkpoints_of_runs_are_told(capsys, tmp_path):
     folder = tmp_path / "final" / "a-seed0"
     folder.mkdir(parents=True)
@@ -72,6 +73,8 @@ def test_a_table_that_is_no_csv_is_refused_before_anything_is_learned(module, na
     monkeypatch.setattr(module, "task_of", lambda *_: pytest.fail("began"))
     (tmp_path / f"{name}.csv").write_bytes(bytes(range(128, 256)))
     assert module.main(["--out", str(tmp_path)]) == 2 and f"{name}.csv: expected a csv, got" in capsys.readouterr().err
+    (tmp_path / f"{name}.csv").write_text("form,top1\ndense\n")  # whose cut-off row would be written anew as a whole one
+    assert module.main(["--out", str(tmp_path)]) == 2 and f"{name}.csv: expected values for form, top1 in each row" in capsys.readouterr().err
 
 
 def test_a_seed_that_no_run_can_have_is_told_before_the_first(capsys, monkeypatch, tmp_path):

@@ -33,15 +33,24 @@ def test_isoflop_needs_runs(tmp_path, capsys):
     assert "expected rows of phase isoflop" in capsys.readouterr().err
 
 
-def test_isoflop_draws(tmp_path, capsys):
+def test_isoflop_draws(tmp_path, capsys, monkeypatch):
     rows = [*runs_of("a", 0, 1, 60, 61), *runs_of("b", 0, 4, 70, 70.4), *runs_of("m", 0.8, 2, 67)]
     lines = [",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "time.csv").write_text("run,step_ms\na,10\nb,40\nm,100\n")
-    out = tmp_path / "p.png"
+    out = tmp_path / "new" / "p.png"
     assert isoflop.main(["plot", "--csv", str(tmp_path / "t.csv"), "--times", str(tmp_path / "time.csv"), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert out.stat().st_size > 10_000 and "above (one seed)" in printed and "outside of the dense widths" in printed
+    before = out.read_bytes()
+
+    def full(_, part, **how):
+        part.write_bytes(b"\x89PNG")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    assert isoflop.main(["plot", "--csv", str(tmp_path / "t.csv"), "--out", str(out)]) == 2 and list(out.parent.iterdir()) == [out]
+    assert out.read_bytes() == before
 
 
 def test_points_are_of_one_data_set_and_length(tmp_path, capsys):
