@@ -25,7 +25,7 @@ def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any]) -> 
     """Warn where patterns or `criterion="random"` go by names that are not the model's, and say whether. `options`: the patterns, by the option with them."""
     by_name = [name for name, given in options.items() if any(not isinstance(p, type) for p in as_patterns(name, given) or [])]
     by_name += ["criterion='random'"] if any(d.config is not None and d.config.criterion == "random" for d in decisions) else []
-    root = _compiled_module() if by_name else None
+    root = compiled_module() if by_name else None
     if root is None:
         return False
     names: dict[int, list[str]] = {}
@@ -44,7 +44,7 @@ def warn_of_parts(decisions: Sequence[Decision], options: Mapping[str, Any]) -> 
 
 def of_model() -> list[Candidate]:
     """The linears of the compiled model, whatever graphs they are in; none for a function."""
-    root = _compiled_module()
+    root = compiled_module()
     found = [] if root is None else find(root)
     surround(found, root)
     return found
@@ -58,7 +58,7 @@ def split_by_ddp() -> tuple[GraphModule, Sequence[Any]] | None:
     return None
 
 
-def _compiled_module() -> nn.Module | None:
+def compiled_module() -> nn.Module | None:
     """The module whose call is being compiled, by the call itself; None for a function."""
     for frame in frames():
         m = frame.f_locals.get("self") if frame.f_code in CALLS else None

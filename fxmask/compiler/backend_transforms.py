@@ -3,71 +3,109 @@
 from __future__ import annotations
 
 import dis
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler, on_compile_start
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.callback import on_compile_start
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 
 from ..decided import decided_by_apply, mark_again
 from ..kernels.errors import UnsupportedError, first_of, message
 from ..passes.counting.traced import behind_callback
 from ..passes.frames import frames
 from .backend_missed import chosen
+from .backend_names import compiled_module
 from .backend_options import WHERE, parse
 from .shards import is_unread
 
 FIX = "transform the model that torch.compile was given, masked by fxmask.apply(model, ...), compiled without backend or not at all"
+UNSEEN = {"super", "locals", "eval", "exec"}  # what takes local variables without loading them
 
 
+@functools.cache
 def asked() -> None:
-    """Look at what Dynamo begins to compile, from now on; `torch._dynamo.reset` ends it."""
-    if _refuse not in callback_handler.start_callbacks:
-        on_compile_start(_refuse)
+    """Look at what Dynamo begins to compile, from now on."""
+    _look()
+
+
+def _look() -> None:
+    def nothing(_: Any) -> None:
+        """What dies as torch._dynamo.reset lets go of it; an error that somebody keeps would keep what has raised it."""
+
+    on_compile_start(nothing)
+    on_compile_start(_refuse)
+    weakref.finalize(nothing, _look).atexit = False
 
 
 def _refuse(_: Any) -> None:
-    """Before Dynamo captures a frame, or skips it. Raises: BackendCompilerFailed, as for what the backend refuses itself."""
-    if not torch._C._are_functorch_transforms_active():
+    """Before Dynamo captures a frame, or skips it. Raises: BackendCompilerFailed, as for what the backend refuses itself; Unsupported, by which Dynamo skips a
+    frame that is meant to be dense, or masked by `apply`, this time only: another model may share its code."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is None or transform.key() == torch._C._functorch.TransformType.Functionalize:  # which Dynamo captures
         return
-    for frame in frames():
-        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
-            backend = frame.f_locals.get("compiler_fn")
-            compiled = behind_callback(backend)
-            if getattr(getattr(compiled, "compiler_fn", None), "__module__", "") == f"{__package__}.backend":
-                for module, taken in _modules(frame):
-                    _refuse_module(module, taken, getattr(compiled, "kwargs", {}).get("options"), backend)
-            return
+    of_dynamo = (f for f in frames() if f.f_code.co_name == "_compile" and f.f_globals.get("__name__") == "torch._dynamo.convert_frame")
+    if (frame := next(of_dynamo, None)) is None:  # what is compiled is a backward
+        return
+    backend = frame.f_locals["compiler_fn"]
+    compiled = behind_callback(backend)
+    if getattr(getattr(compiled, "compiler_fn", None), "__module__", "") != f"{__package__}.backend":
+        return
+    found = list(_found(_held(frame)))
+    names = list(dict.fromkeys(_dense(found, getattr(compiled, "kwargs", {}).get("options"))))
+    if names:
+        dense = f"would leave {first_of(names, 3)} dense, in this call and in all later ones."
+        what = f"a function transform (torch.func, torch.vmap) around the compiled model {dense}"
+        raise BackendCompilerFailed(backend, UnsupportedError(message(what, WHERE, f"{FIX}.")), None)
+    if found:
+        skip = Unsupported("a function transform around a compiled model, which torch.compile(backend='fxmask') leaves as it is")
+        skip.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+        raise skip
 
 
-def _modules(frame: FrameType) -> list[tuple[nn.Module, set[str] | None]]:
-    """The modules that the code which Dynamo is given names, as its first argument, what it closes over, globals; and which of their attributes it takes, None
-    where it may call them. A mask that a model makes by vmap names none."""
-    given = frame.f_locals
-    code, here, around = given.get("code"), given.get("locals"), given.get("globals") or {}
-    if code is None:
-        return []
-    held = {name: around[name] for name in code.co_names if name in around}
-    held |= {name: c.cell_contents for name, c in zip(code.co_freevars, given.get("closure") or (), strict=False) if _is_filled(c)}
-    held |= {name: here[name] for name in code.co_varnames[:1] if here and name in here}
-    found: list[tuple[nn.Module, set[str] | None]] = [(v, _taken(code, name)) for name, v in held.items() if isinstance(v, nn.Module)]
-    return found + [(m, None) for v in held.values() if isinstance(m := getattr(v, "__self__", None), nn.Module)]
+def _held(frame: FrameType) -> Iterator[Any]:
+    """What the code that Dynamo is given may run: of its arguments, of what it closes over, and of globals, the attributes that it takes, or all. Functions
+    that it calls come to Dynamo by themselves."""
+    code, around = frame.f_locals["code"], frame.f_locals["globals"]
+    named = {name: around[name] for name in code.co_names if name in around}
+    named |= {name: c.cell_contents for name, c in zip(code.co_freevars, frame.f_locals["closure"] or (), strict=False) if _is_filled(c)}
+    named |= frame.f_locals["locals"]
+    for name, value in named.items():
+        taken = None if UNSEEN & {*code.co_names} else _taken(code, name)
+        yield from [value] if taken is None else (_attribute(value, a) for a in taken)
 
 
 def _taken(code: CodeType, name: str) -> set[str] | None:
     """The attributes that code takes of what it calls so; None where it does anything else with it."""
-    found = set()
+    found: set[str] = set()
     for this, after in pairwise(dis.get_instructions(code)):
         if this.argval == name and this.opname.startswith("LOAD_") and this.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            if after.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            renamed = after.opname.startswith("STORE_FAST") and after.argval != name
+            taken = {after.argval} if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else _taken(code, after.argval) if renamed else None
+            if taken is None:
                 return None
-            found.add(after.argval)
+            found |= taken
         elif isinstance(this.argval, tuple) and name in this.argval:  # two names in one instruction
             return None
     return found
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """What an object holds by that name; the object itself where its class has it, as a method or a property, which are not looked into."""
+    held = getattr(value, "__dict__", {})
+    for place in (held, *(held.get(kind, {}) for kind in ("_modules", "_parameters", "_buffers"))) if isinstance(held, Mapping) else ():
+        if name in place:
+            return place[name]
+    found = inspect.getattr_static(type(value), name, value)
+    return found if isinstance(found, (int, float, str)) else value
 
 
 def _is_filled(cell: Any) -> bool:
@@ -77,21 +115,30 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _refuse_module(module: nn.Module, taken: set[str] | None, options: Any, backend: Any) -> None:
+def _found(values: Iterable[Any]) -> Iterator[nn.Module | nn.Parameter]:
+    """Modules and parameters among values, and in what holds them: lists, dicts, partials, methods, objects."""
+    left, seen = list(values), set()
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, (type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            yield value
+        elif not isinstance(value, Tensor):
+            left += gc.get_referents(value)
+
+
+def _dense(found: Iterable[nn.Module | nn.Parameter], options: Any) -> Iterator[str]:
+    """The names of what the backend would mask of these."""
     mark_again()
-    left = {id(p) for p in module.parameters() if not decided_by_apply(p)}
-    linears = [d.candidate.name for d in chosen(module, parse(options), left, is_unread(module))] if left else []
-    names = [name or "the model itself" for name in linears if taken is None or any(_reaches(module, attribute, name) for attribute in taken)]
-    if names:
-        dense = f"would leave {first_of(names, 3)} dense, in this call and in all later ones."
-        what = f"a function transform (torch.func, torch.vmap) around the compiled model {dense}"
-        raise BackendCompilerFailed(backend, UnsupportedError(message(what, WHERE, f"{FIX}.")), None)
-
-
-def _reaches(module: nn.Module, attribute: str, name: str) -> bool:
-    """Whether a linear may be run by what an attribute of a module gives: a child that has it, or a method, which is not looked into; not by a number."""
-    child = module._modules.get(attribute)
-    if child is not None:
-        return f"{name}.".startswith(f"{attribute}.")
-    plain = attribute in module._buffers or isinstance(module.__dict__.get(attribute), (int, float, str, Tensor))
-    return not plain
+    model = compiled_module()
+    own = set() if model is None else {id(v) for v in (*model.modules(), *model.parameters())}
+    for value in found:
+        weights = {id(p) for p in ([value] if isinstance(value, Tensor) else value.parameters()) if not decided_by_apply(p)}
+        root = model if id(value) in own else value
+        if isinstance(root, nn.Module):
+            decisions = chosen(root, parse(options), weights, is_unread(root)) if weights else []
+            yield from (d.candidate.name or "the model itself" for d in decisions if id(d.candidate.weight) in weights)
+        elif isinstance(root, Tensor) and weights and root.dim() == 2:
+            yield f"a parameter of shape {tuple(root.shape)}"

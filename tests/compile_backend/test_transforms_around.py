@@ -1,7 +1,10 @@
 """Function transforms around a model that was compiled by the backend: Dynamo would skip its frames from then on, and leave them dense without a word."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from compile_backend.helpers import OPTIONS, Wrap, compiled
 from sample_models import mlp
 from torch import nn
@@ -56,10 +59,56 @@ def test_a_function_and_a_model_compiled_in_place(held):
     assert "would leave inner.0, inner.2 dense" in refused(lambda: torch.func.vmap(call)(X))
 
 
+def test_after_every_reset_of_dynamo_too():
+    model = Wrap(mlp())
+    call, errors = compiled(model, **OPTIONS), []
+    for _ in range(3):
+        call(X)
+        with pytest.raises(BackendCompilerFailed, match="would leave") as caught:
+            torch.func.vmap(call)(X)
+        errors.append(caught.value)  # kept, as a notebook keeps the last one
+        torch._dynamo.reset()
+    assert "would leave inner.0, inner.2 dense" in refused(lambda: torch.func.vmap(call)(X))
+
+
+class Container(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Trainer:
+    def __init__(self):
+        self.models = {"main": mlp()}
+
+    def evaluate(self, x):
+        return self.models["main"](x)
+
+
+@pytest.mark.parametrize("make", [lambda: Trainer().evaluate, lambda: Container(*mlp())], ids=["object", "super"])
+def test_a_model_that_the_compiled_code_does_not_name(make):
+    assert "would leave 0, 2 dense" in refused(lambda: torch.func.vmap(compiled(make(), **OPTIONS))(X))
+
+
+@pytest.mark.parametrize("held", [mlp(), [mlp()], mlp()[0].weight], ids=["model", "list", "weight"])
+@pytest.mark.parametrize("given", [True, False], ids=["given", "closed over"])
+def test_what_a_compiled_function_is_given_or_closes_over(held, given):
+    def run(x, net):
+        return F.linear(x, net) if isinstance(net, nn.Parameter) else net[0](x)
+
+    call = compiled(run if given else lambda x: run(x, held), **OPTIONS)
+    mapped = torch.func.vmap(lambda x: call(x, held)) if given else torch.func.vmap(call)
+    assert "would leave " in refused(lambda: mapped(X))
+
+
 def test_what_is_meant_to_be_dense_and_what_apply_has_masked_runs():
     applied = fxmask.apply(mlp(), **OPTIONS)
     for model, options in ((applied, {}), (mlp(), dict(OPTIONS, exclude="*"))):
         assert torch.equal(torch.func.vmap(compiled(model, **options))(X), torch.func.vmap(model)(X))
+    expected = fxmask.apply(Wrap(mlp()), **OPTIONS)(X)
+    for model, options in ((fxmask.apply(Wrap(mlp()), **OPTIONS), {}), (Wrap(mlp()), dict(OPTIONS, exclude="*"))):
+        call = compiled(model, **options)
+        assert torch.allclose(torch.func.vmap(call)(X), model(X))
+        assert torch.equal(compiled(Wrap(mlp()), **OPTIONS)(X), expected)  # whose code it shares
     stock = mlp()
     assert torch.equal(torch.func.vmap(torch.compile(stock, backend="aot_eager"))(X), torch.func.vmap(stock)(X))
 
@@ -89,6 +138,7 @@ class OwnMethod(nn.Module):
     def __init__(self, name):
         super().__init__()
         self.inner, self.activation, self.scale, self.name = mlp(), nn.ReLU(), 2.0, name
+        self.config = SimpleNamespace(width=10)
 
     def forward(self, x):
         return self.inner(x) + torch.vmap(getattr(self, self.name))(x)
@@ -96,6 +146,11 @@ class OwnMethod(nn.Module):
     def number(self, row):
         torch._dynamo.graph_break()
         return self.activation(row[:10]) * self.scale
+
+    def renamed(self, row):
+        torch._dynamo.graph_break()
+        net = self
+        return net.activation(row[: net.config.width]) * net.scale
 
     def linears(self, row):
         torch._dynamo.graph_break()
@@ -110,13 +165,40 @@ class OwnMethod(nn.Module):
         net = self
         return net.inner(row)
 
+    def argument(self, row):
+        return torch._dynamo.graph_break() or OwnMethod.of(row, self.inner)
+
+    @staticmethod
+    def of(row, net):
+        torch._dynamo.graph_break()
+        return net(row)
+
 
 @pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")
-def test_a_method_that_takes_no_linear_of_its_model():
-    expected = fxmask.apply(OwnMethod("number"), **OPTIONS)(X)
-    assert torch.equal(compiled(OwnMethod("number"), **OPTIONS)(X), expected)
+@pytest.mark.parametrize("name", ["number", "renamed"])
+def test_a_method_that_takes_no_linear_of_its_model(name):
+    expected = fxmask.apply(OwnMethod(name), **OPTIONS)(X)
+    assert torch.equal(compiled(OwnMethod(name), **OPTIONS)(X), expected)
 
 
-@pytest.mark.parametrize("name", ["linears", "method", "itself"])
+class MapsPart(Wrap):
+    """Maps a method of a part, whose names in the model begin otherwise."""
+
+    def __init__(self):
+        super().__init__(mlp())
+        self.part = OwnMethod("linears")
+
+    def forward(self, x):
+        return self.inner(x) + torch.vmap(self.part.linears)(x)
+
+
+@pytest.mark.filterwarnings("ignore:backend='fxmask' masked nothing in a graph")
+def test_patterns_go_by_the_names_of_the_compiled_model():
+    expected = fxmask.apply(MapsPart(), **OPTIONS, exclude="part.*")(X)
+    assert torch.allclose(compiled(MapsPart(), **OPTIONS, exclude="part.*")(X), expected)
+    assert "would leave part.inner.0, part.inner.2 dense" in refused(lambda: compiled(MapsPart(), **OPTIONS, exclude="inner.*")(X))
+
+
+@pytest.mark.parametrize("name", ["linears", "method", "itself", "argument"])
 def test_a_method_that_may_take_one(name):
     assert "would leave inner.0, inner.2 dense" in refused(lambda: compiled(OwnMethod(name), **OPTIONS)(X))
