@@ -23,6 +23,7 @@ from ..passes.counting.traced import behind_callback
 from ..passes.finding.candidate import OWNER_REPLACED, REPLACED, Candidate, weight_problem
 from ..passes.finding.choose import Decision, choose
 from ..passes.finding.find import find
+from ..passes.finding.outside import outside, unsaid
 from ..passes.finding.patterns import matches
 from ..passes.finding.plain_forward import computes_linear
 from ..passes.state.ranks import is_shard
@@ -109,9 +110,12 @@ def _closure(f: FunctionType) -> dict[str, Any]:
     return found
 
 
-def chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool) -> list[Decision]:
-    """The linears that graphs are to mask or to prune in the whole model, if it has any of these weights. Raises as a capture does, where options are wrong."""
-    linears = [c for c in find(root) if not c.masked and _graphs_mask(c, unread)]
+def chosen(root: nn.Module, o: Options, unmet: Collection[int], unread: bool, bare: bool = False) -> list[Decision]:
+    """The linears that graphs are to mask or to prune in the whole model, if it has any of these weights; with `bare` also what may be one, in a forward that
+    is not looked into. Raises as a capture does, where options are wrong."""
+    found = find(root)
+    linears = [c for c in found if not c.masked and (_graphs_mask(c, unread) or (bare and c.reads_itself))]
+    linears += [c for c in unsaid(outside(root, found)) if c.weight.dim() == 2] if bare else []
     if not any(id(c.weight) in unmet for c in linears):
         return []
     for c in linears:

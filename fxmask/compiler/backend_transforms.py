@@ -138,7 +138,8 @@ def _dense(found: Iterable[nn.Module | nn.Parameter], options: Any) -> Iterator[
         weights = {id(p) for p in ([value] if isinstance(value, Tensor) else value.parameters()) if not decided_by_apply(p)}
         root = model if id(value) in own else value
         if isinstance(root, nn.Module):
-            decisions = chosen(root, parse(options), weights, is_unread(root)) if weights else []
+            bare = not any(map(decided_by_apply, root.parameters()))
+            decisions = chosen(root, parse(options), weights, is_unread(root), bare) if weights else []
             yield from (d.candidate.name or "the model itself" for d in decisions if id(d.candidate.weight) in weights)
         elif isinstance(root, Tensor) and weights and root.dim() == 2:
             yield f"a parameter of shape {tuple(root.shape)}"

@@ -100,6 +100,28 @@ def test_what_a_compiled_function_is_given_or_closes_over(held, given):
     assert "would leave " in refused(lambda: mapped(X))
 
 
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        return F.linear(x, self.matrix)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight * 2, self.bias)
+
+
+@pytest.mark.parametrize("make", [Bare, lambda: Scaled(64, 64)], ids=["bare", "computed"])
+def test_weights_of_no_linear_that_graphs_mask(make):
+    assert not torch.equal(compiled(make(), **OPTIONS)(X), make()(X))
+    assert "would leave " in refused(lambda: torch.func.vmap(compiled(make(), **OPTIONS))(X))
+    call = compiled(nn.Sequential(make()), **OPTIONS, exclude=["0*"])
+    assert torch.func.vmap(call)(X).shape == X.shape
+
+
 def test_what_is_meant_to_be_dense_and_what_apply_has_masked_runs():
     applied = fxmask.apply(mlp(), **OPTIONS)
     for model, options in ((applied, {}), (mlp(), dict(OPTIONS, exclude="*"))):
