@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.callback import on_compile_start
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from ..decided import decided_by_apply, mark_again
 from ..kernels.errors import UnsupportedError, first_of, message
@@ -56,7 +57,7 @@ def _refuse(_: Any) -> None:
     if (frame := next(of_dynamo, None)) is None:  # what is compiled is a backward
         return
     backend = frame.f_locals["compiler_fn"]
-    compiled = behind_callback(backend)
+    compiled = behind_callback(getattr(getattr(backend, "__self__", None), "backend_compile_fn", backend))  # DDP's splitting of graphs stands before it
     if getattr(getattr(compiled, "compiler_fn", None), "__module__", "") != f"{__package__}.backend":
         return
     found = list(_found(_held(frame)))
@@ -134,7 +135,7 @@ def _dense(found: Iterable[nn.Module | nn.Parameter], options: Any) -> Iterator[
     mark_again()
     model = compiled_module()
     own = set() if model is None else {id(v) for v in (*model.modules(), *model.parameters())}
-    for value in found:
+    for value in (v.module if isinstance(v, DistributedDataParallel) else v for v in found):
         weights = {id(p) for p in ([value] if isinstance(value, Tensor) else value.parameters()) if not decided_by_apply(p)}
         root = model if id(value) in own else value
         if isinstance(root, nn.Module):

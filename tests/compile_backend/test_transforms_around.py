@@ -71,6 +71,17 @@ def test_after_every_reset_of_dynamo_too():
     assert "would leave inner.0, inner.2 dense" in refused(lambda: torch.func.vmap(call)(X))
 
 
+@pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
+def test_a_model_in_ddp(around):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ddp, model = nn.parallel.DistributedDataParallel, Wrap(mlp())
+        call = ddp(compiled(model, **OPTIONS)) if around else compiled(ddp(model), **OPTIONS)
+        assert "would leave inner.0, inner.2 dense" in refused(lambda: torch.func.vmap(call)(X))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 class Container(nn.Sequential):
     def forward(self, x):
         return super().forward(x)
