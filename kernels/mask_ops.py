@@ -17,7 +17,7 @@ from .grid import grid_shape
 from .inductor import register_fake
 from .lean import without_gradient
 from .lists import LISTED, listed, packed_length
-from .operands import is_transformed
+from .operands import check_devices, is_transformed
 from .select import TIES
 
 # ---- block_index -------------------------------------------------------------------------------------------------------------------------------------
@@ -47,6 +47,8 @@ def block_index(
 
 @register_fake(block_index)
 def _(w: Tensor, keep: Tensor, step: Tensor, block_rows: int, block_cols: int, *rest: Any) -> Tensor:
+    if (keep.is_meta or step.is_meta) and not w.is_meta:  # not the reverse: an exported model's numbers stay where they were
+        check_devices(w, keep=keep, step=step)
     return w.new_empty(grid_shape(w.shape, (block_rows, block_cols)), dtype=torch.bool)
 
 

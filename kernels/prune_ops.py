@@ -73,6 +73,7 @@ def _(
     block_rows: int = 1, block_cols: int = 1, backward: str = "masked", dense: Tensor | None = None, impl: str = "auto", lists: Tensor | None = None,
     dw_impl: str = "auto",
 ) -> Tensor:  # fmt: skip
+    operands.check_devices(x, weight=w, bias=bias, values=values, index=index, mask=mask, dense=dense, lists=lists)
     _check(x, w, bias, values, index, turned, mask, (block_rows, block_cols), backward)
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import fxmask
 from fxmask.errors import ShapeError
+from fxmask.kernels import ops
 
 X = torch.randn(4, 64)
 MAKE = {
@@ -17,6 +18,8 @@ MAKE = {
     "graph": lambda: fxmask.apply(torch.fx.symbolic_trace(mlp()), ratio=0.5),
     "exported": lambda: torch.export.export(fxmask.apply(mlp(), ratio=0.5), (X,)).module(),
     "dropped": lambda: fxmask.apply(mlp(), fxmask.BlockDropout(0.5, block=(2, 8))),
+    "pruned": lambda: fxmask.apply(mlp(), fxmask.ActivationPruning(0.5, 16)),
+    "masked and pruned": lambda: fxmask.apply(mlp(), fxmask.WeightMask(0.5), fxmask.ActivationPruning(0.5, 16)),
 }
 
 
@@ -46,7 +49,16 @@ def test_the_layer_is_named(kind):
         MAKE[kind]().to("meta")(X)
 
 
-@pytest.mark.parametrize("kind", ["built", "graph", "exported", "dropped"])
+@pytest.mark.parametrize("kind", ["built", "graph", "exported", "dropped", "pruned"])
 def test_one_device_is_enough_for_shapes(kind):
     y = MAKE[kind]().to("meta")(X.to("meta"))
     assert y.is_meta and y.shape == mlp()(X).shape
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+@pytest.mark.parametrize("elsewhere", ["keep", "step"])
+def test_a_mask_is_made_on_one_device(elsewhere, impl):
+    t = {"weight": torch.randn(64, 64), "keep": torch.tensor(3), "step": torch.tensor(0)}
+    t[elsewhere] = t[elsewhere].to("meta")
+    with pytest.raises(ShapeError, match=rf"{elsewhere} is on meta and the input on cpu: expected one device"):
+        ops.block_index(*t.values(), 16, 16, "fro", "lowest", 0, impl)
