@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .asked import check_model
 from .kernels.errors import ConfigError, UnsupportedError, first_of, message, warn
 from .kernels.grid import grid_shape, keep_count, matrix_shape, ratio_keeping, ratio_units
 from .passes.counting import rules  # noqa: F401  (they register the costs of ops)
@@ -27,7 +28,6 @@ from .passes.settings.checks import one_of
 from .passes.settings.config import WeightMask
 from .passes.settings.phases import changes_any
 from .passes.state.tensors import has_values
-from .sites import expect_module, refuse_scripted
 
 METHODS = ("uniform", "erk", "global", "flop", "byte")
 BY_SCORES = ("global", "flop", "byte")
@@ -89,11 +89,11 @@ def allocate(
         inputs, kwargs: of the model's forward, for `flop` alone, as for `analyze`: only shapes are looked at.
 
     Returns: an `Allocation`, {layer's name: ratio}; layers that share a weight have one ratio.
-    Raises: ConfigError (a budget that cannot be met, no inputs, a layer that they do not reach); UnsupportedError for meta weights where scores are needed.
+    Raises: ConfigError (a budget that cannot be met, no inputs, a layer that they do not reach); UnsupportedError for meta weights where scores are needed, and
+        for a model that `apply` does not take, compiled or wrapped: its names are others.
     Cost: one reading of the weights for `global`, `flop`, `byte`; for `flop` a forward on fake tensors, too.
     """
-    expect_module(model, "fxmask.allocate")
-    refuse_scripted(model, "fxmask.allocate")
+    check_model(model, "fxmask.allocate")
     one_of("allocation method", method, METHODS)
     decisions = choose(find_layers(model, kinds_of(layers)), WeightMask(ratio=ratio, block=block), include, exclude, overrides, model)
     return allocation_of(model, decisions, overrides, ratio, method, inputs, kwargs)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from .inputs import Other
@@ -17,7 +16,7 @@ from .passes.settings.block_dropout import BlockDropout
 from .passes.settings.config import WeightMask
 from .passes.settings.nm_mask import NMMask
 from .passes.state import ranks
-from .sites import expect_module
+from .sites import expect_module, refuse_scripted
 
 
 class _Int(int):
@@ -93,12 +92,12 @@ def _refuse_beside(configs: tuple[Any, ...], given: list[str], values: Mapping[s
 def check_model(model: nn.Module, caller: str = "fxmask.apply") -> None:
     """UnsupportedError for a model that is compiled, wrapped or sharded already, ConfigError for what is no model."""
     expect_module(model, caller)
+    refuse_scripted(model, caller)
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     optimized = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # nothing is compiled before it is imported, which takes seconds
     for name, m in model.named_modules():
         compiled = isinstance(m, optimized) or m._compiled_call_impl is not None
         what = "compiled" if compiled else "wrapped for data parallelism" if isinstance(m, wrappers) else ""
-        what = what or ("a ScriptModule" if isinstance(m, torch.jit.ScriptModule) else "")
         what = what or ("wrapped by FSDP" if type(m).__name__ == "FullyShardedDataParallel" else "")
         what = what or ("sharded by fully_shard" if ranks.is_sharded_module(m) else "")
         if what:

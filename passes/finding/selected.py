@@ -32,7 +32,7 @@ def check_selected(decisions: list[Decision]) -> None:
 def _check_weight(c: Candidate, config: WeightMask, where: str) -> None:
     """Raise where a weight cannot be masked so, whatever calls it."""
     if c.problem:
-        raise UnsupportedError(message(f"cannot mask {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
+        raise UnsupportedError(message(f"cannot change {where!r}: {c.problem}.", where, f"or leave it out: exclude={c.name!r}."))
     if c.masked:
         raise StateError(message(f"{where!r} is masked already: expected a dense layer.", where, "call fxmask.restore(model) first."))
     if config.read == "weight" and nn.Conv2d in c.types:

@@ -32,7 +32,7 @@ class Doubles(Pass):
 def test_a_weight_that_no_mask_can_have_is_an_error(options, dtype, words):
     model, x = Wrap(nn.Linear(64, 64, dtype=dtype)), torch.randn(4, 64, dtype=dtype)
     error = failing(model, x, ratio=0.5, **options)
-    assert isinstance(error, UnsupportedError) and re.match(rf"cannot mask 'inner': {words}\.\n  where: inner\n  fix: .*exclude='inner'", str(error))
+    assert isinstance(error, UnsupportedError) and re.match(rf"cannot change 'inner': {words}\.\n  where: inner\n  fix: .*exclude='inner'", str(error))
     torch.testing.assert_close(compiled(model, ratio=0.5, exclude="inner")(x), model(x))
 
 

@@ -199,6 +199,8 @@ WRONG = {
     "unreached": (Half, 0.5, dict(method="flop", inputs=X[:, :32]), ConfigError, "(?s)no FLOP of 'unused' in a forward with these inputs.*exclude='unused'"),
     "meta": (meta, 0.5, dict(method="global"), UnsupportedError, "(?s)needs the weights' values.*where: 0.*method='erk'"),
     "no model": (lambda: 3, 0.5, {}, ConfigError, "fxmask.allocate: expected an nn.Module, got int"),
+    "compiled": (lambda: torch.compile(mlp()), 0.5, {}, UnsupportedError, r"one that is compiled\.(?s:.*)call fxmask\.allocate on the plain module first"),
+    "wrapped": (lambda: nn.DataParallel(mlp()), 0.5, {}, UnsupportedError, "fxmask.allocate: .* one that is wrapped"),
     "masked": (lambda: fxmask.apply(mlp()), 0.5, {}, StateError, "masked already"),
 }
 

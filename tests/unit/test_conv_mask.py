@@ -111,9 +111,9 @@ def test_what_stays_dense_has_a_row_and_a_reason():
 
 
 def test_what_cannot_be_masked_is_an_error():
-    with pytest.raises(UnsupportedError, match="cannot mask '0': its weight is not initialised yet; run one forward first"):
+    with pytest.raises(UnsupportedError, match="cannot change '0': its weight is not initialised yet; run one forward first"):
         fxmask.apply(nn.Sequential(nn.LazyConv2d(16, 3)), layers=nn.Conv2d)
-    with pytest.raises(UnsupportedError, match="cannot mask '0': its weight is complex"):
+    with pytest.raises(UnsupportedError, match="cannot change '0': its weight is complex"):
         fxmask.apply(nn.Sequential(nn.Conv2d(16, 16, 3, dtype=torch.complex64)), layers=nn.Conv2d)
     with pytest.raises(UnsupportedError, match="read='weight', which is for Linears: got a convolution"):
         masked(nn.Conv2d, read="weight")

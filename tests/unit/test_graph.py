@@ -205,7 +205,7 @@ class Complex(nn.Module):
 
 def test_a_complex_weight_that_a_graph_makes_is_refused_as_others_are():
     gm = torch.export.export(Complex(), (torch.randn(4, 32),)).module()
-    with pytest.raises(UnsupportedError, match=r"cannot mask 'linear': its weight is complex \(torch.complex64\), and masks are for real weights"):
+    with pytest.raises(UnsupportedError, match=r"cannot change 'linear': its weight is complex \(torch.complex64\), and masks are for real weights"):
         fxmask.apply(gm, ratio=0.75)
 
 

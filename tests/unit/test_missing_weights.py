@@ -97,7 +97,7 @@ def test_the_model_moves_as_a_dense_one_does(kind, end):
 def test_apply_names_the_layer_and_goes_on_without_it(kind, end):
     model = fxmask.restore(broken(kind, end))
     layers = (nn.Linear, nn.Conv2d)
-    with pytest.raises(UnsupportedError, match="cannot mask '0': it has no weight"):
+    with pytest.raises(UnsupportedError, match="cannot change '0': it has no weight"):
         fxmask.apply(model, ratio=0.5, layers=layers)
     if kind == "modules":
         fxmask.apply(model, ratio=0.5, exclude="0")
@@ -109,7 +109,7 @@ def test_so_it_does_in_a_trace(end):
     model = torch.fx.symbolic_trace(mlp())
     ENDS[end](model.get_submodule("0"))
     assert fxmask.explain(model).rows[0]["name"] == "0"
-    with pytest.raises(UnsupportedError, match="cannot mask '0': it has no weight"):
+    with pytest.raises(UnsupportedError, match="cannot change '0': it has no weight"):
         fxmask.apply(model, ratio=0.5)
     fxmask.apply(model, ratio=0.5, exclude="0")
     assert list(fxmask.masks(model)) == ["2.weight"]

@@ -31,6 +31,7 @@ WRONG = {
         lambda: fxmask.apply(fxmask.apply(mlp(), fxmask.BlockDropout(0.5)), ratio=0.5),
         r"apply\(model, WeightMask\(\.\.\.\), BlockDropout\(\.\.\.\)\)",
     ),
+    "lazy": (lambda: fxmask.apply(nn.Sequential(nn.LazyLinear(8)), ActivationPruning()), "cannot change '0': its weight is not initialised yet"),
     "option": (lambda: fxmask.apply(mlp(), ActivationPruning(), overrides={"0": {"backward": "ste"}}), "unknown option .* got 'backward'"),
     "activations": (lambda: fxmask.apply(mlp(), WeightMask(), ActivationPruning(), overrides={"0": {"activations": 3}}), "a dict of options or False, got 3"),
     "both in a trace": (lambda: fxmask.apply(torch.fx.symbolic_trace(mlp()), WeightMask(), ActivationPruning()), "instead of its trace"),

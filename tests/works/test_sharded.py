@@ -73,7 +73,7 @@ def test_where_they_do_nothing_they_run(one_process, config):
 
 def test_tensor_parallel_then_apply_raises(one_process):
     model = parallelize_module(mlp(), one_process, PLAN)
-    with pytest.raises(UnsupportedError, match=r"cannot mask '0': its weight is a DTensor; call fxmask.apply before sharding"):
+    with pytest.raises(UnsupportedError, match=r"cannot change '0': its weight is a DTensor; call fxmask.apply before sharding"):
         fxmask.apply(model, ratio=0.75)
     model(some(6, 64))  # as it was
 

@@ -56,6 +56,7 @@ MADE = {
     "inside": lambda: nn.Sequential(torch.jit.script(mlp()), nn.Linear(32, 32)),
 }
 CALLS = {
+    "apply": fxmask.apply,
     "explain": fxmask.explain,
     "masks": fxmask.masks,
     "step": fxmask.step,
