@@ -70,7 +70,7 @@ def check_entry(name: str, site: Site, entry: dict[str, Any]) -> None:
         got = None if mask is None else tuple(mask.shape)
         raise StateError(message(f"the saved mask is of another shape: expected {grid}, got {got}.", name, "load the state of this architecture."))
     shape = site._fxmask_shape
-    if entry["shape"] is not None and entry["shape"] != list(shape):
+    if entry["shape"] not in (None, list(shape), shape):
         what = f"the state is of a weight of another shape: expected {list(shape)}, got {entry['shape']!r}."
         raise StateError(message(what, name, "load the state of this architecture."))
     for wrong in _wrong_values(site, entry):

@@ -67,6 +67,15 @@ def test_where_it_runs_is_no_setting():
     assert fxmask.explain(model).rows[0]["step"] == 3
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.Size])
+def test_a_shape_of_another_kind_is_the_same_shape(kind):
+    state, model = fxmask.state_dict(stepped()), masked(refresh=2)
+    for entry in state["masks"].values():
+        entry["shape"] = kind(entry["shape"])
+    fxmask.load_state_dict(model, state)
+    assert fxmask.explain(model).rows[0]["step"] == 3
+
+
 @FORMS
 def test_another_architecture(form):
     more = fxmask.apply(mlp(sizes=(64, 96, 64, 64, 10)), ratio=0.6, refresh=2)
@@ -113,7 +122,7 @@ EDITS = {  # of the second entry, so that the first is whole
 }
 VALUES = {
     "settings": [None, [1], "x"],
-    "shape": [[96, 64], (64, 96), 64, "64x96"],
+    "shape": [[96, 64], (96, 64), 64, "64x96"],
     "mask": [[[True]], torch.ones(4, 6), torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 6, dtype=torch.bool, device="meta")],
     "score": [torch.zeros(4, 6)],
     "guarded": [1, None],
