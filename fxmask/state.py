@@ -117,7 +117,7 @@ def _load(site: Site, entry: dict[str, Any]) -> None:
     guarded = site._fxmask_guard is not None
     site._fxmask_step, site._fxmask_built = entry["step"], entry["built"]
     site._fxmask_announced = entry["announced"] or guarded
-    site._fxmask_unguarded, site._fxmask_copied = entry["guarded"] and not guarded, False
+    site._fxmask_unguarded, site._fxmask_copied, site._fxmask_resumed = entry["guarded"] and not guarded, False, True
     phase_change.follow(site, taken=False)
     looks.load(site, entry.get("feedback"))
     device = site._fxmask_keep.device

@@ -136,7 +136,7 @@ def _warn_of_lost_steps(optimizer: Optimizer, guarded: list[Guarded]) -> None:
 
     Optimisers without a count and a momentum, as plain SGD, do not tell.
     """
-    new = [g for g in guarded if g.site._fxmask_given.needs_steps and not g.site._fxmask_step and not g.site._fxmask_announced]
+    new = [g for g in guarded if g.site._fxmask_given.needs_steps and not (g.site._fxmask_step or g.site._fxmask_announced or g.site._fxmask_resumed)]
     begun = [g.name for g in new if any(map(_has_stepped, states_of(optimizer, g.weight)))]
     if begun:
         what = "the optimiser has stepped weights before this guard, and their masks begin at step 0. In a run that is resumed that loses the masks' state:"

@@ -63,6 +63,7 @@ class Site(nn.Module):
     _fxmask_version: int | None = None  # version of the weight that the cached mask is to go with, see passes.state.uncounted
     _fxmask_lost: bool  # a cached mask went through the meta device, where it has no values
     _fxmask_restored: list[str] | None  # of a cached mask that a state brought before its weights and no step has used: all that it brought, shared, until told
+    _fxmask_resumed: bool = False  # a state was loaded, which says at which step the masks are
     _fxmask_brought: bool  # a state brought the cached mask, which may be of older weights
     _fxmask_loaded: bool  # weights were loaded, and neither masks nor a step came since: masks that come now come second, in order
     _fxmask_loaded_since_step: bool = False  # weights were loaded since a guarded step last began, whatever masks came then

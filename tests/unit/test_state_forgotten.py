@@ -113,6 +113,17 @@ def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
     fxmask.guard(optimiser, fxmask.apply(fxmask.restore(model), ratio=0.6))  # which counts nothing
 
 
+@pytest.mark.parametrize("options", [dict(refresh=2), dict(schedule=fxmask.Schedule("linear", steps=9))], ids=["cached", "scheduled"])
+def test_a_state_of_before_the_first_step_is_none_that_was_forgotten(options):
+    model = mlp()
+    optimiser = optim.AdamW(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimiser.step()
+    state = fxmask.state_dict(fxmask.apply(model, ratio=0.6, **options))
+    fxmask.load_state_dict(fxmask.apply(fxmask.restore(model), ratio=0.6, **options), state)
+    fxmask.guard(optimiser, model)  # any warning is an error
+
+
 def test_without_the_state_a_mask_that_is_kept_is_another_one():
     """refresh=0: the mask of the loaded weights takes the place of the one that the run had."""
     r, saved = interrupted("module", "refresh-0")
