@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -49,14 +50,18 @@ class Recorder(TorchDispatchMode):
         self._of_weights: set[int] = set()  # storages of gradients of weights
         self._seq = torch.autograd._get_sequence_nr()
 
+    supports_higher_order_operators = True  # they come here, to be refused in words
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """Not one that the compiler must trace."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(f"the bodies of {func.name()} are not counted, as which of them run, and how often, values may decide.")
         args, kwargs = tree_map(self._fake_of, (args, kwargs or {}))
-        schema = getattr(func, "_schema", None)  # of a higher-order op there is none
+        schema = getattr(func, "_schema", None)
         if schema is not None and schema.name in SILENT:
             return func(*args, **kwargs)
         if schema is not None and schema.is_mutable:

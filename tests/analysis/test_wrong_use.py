@@ -139,6 +139,21 @@ def test_models_that_read_values(how):
         analyze(Reads(how), X)
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.a, self.b, (x,))
+
+
+@pytest.mark.parametrize("form", [lambda m: m, lambda m: torch.export.export(m, (X,)).module()], ids=["module", "exported"])
+def test_bodies_that_values_choose(form):
+    with pytest.raises(UnsupportedError, match=r"no values: .*the bodies of cond are not counted, as which of them run.*\n  where: .*, after aten\.gt\n"):
+        analyze(form(Branches()), X)
+
+
 class Raises(nn.Module):
     def forward(self, x):
         raise ValueError
