@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = dict(
 )
 
 
-ALONE: dict[type, str] = {  # why an NMMask does not go with another config
+ALONE: dict[type, str] = {  # why an NMMask does not go with another config; its own kind is last, as one is always there
     WeightMask: "a block that is left out would leave groups of fewer than n of m",
     ActivationPruning: "its layers multiply by W∘M in PyTorch's own product, which saves inputs whole",
     BlockDropout: "its layers multiply by W∘M in PyTorch's own product, which drops nothing of inputs",
@@ -56,7 +56,7 @@ def configs_of(configs: tuple[Any, ...], options: Mapping[str, Any], more: Mappi
     if len(configs) > 1 and any(isinstance(c, NMMask) for c in configs):
         kinds = " and ".join(type(c).__name__ for c in configs)
         fix = "give one of them, and overrides= for layers that differ."
-        why = ALONE[next((type(c) for c in configs if not isinstance(c, NMMask)), NMMask)]
+        why = next(why for kind, why in ALONE.items() if any(isinstance(c, kind) for c in configs))
         raise ConfigError(message(f"an NMMask goes alone: expected one config, got {kinds}; {why}.", "fxmask.apply", fix))
     for kind, what in ((WeightMask, "a weight would be masked"), (ActivationPruning, "an input would be pruned"), (BlockDropout, "an input would be dropped")):
         count = sum(isinstance(c, kind) for c in configs)

@@ -40,6 +40,7 @@ WRONG = {
         lambda: fxmask.apply(net(), NMMask(), fxmask.WeightMask()),
         "goes alone: expected one config, got NMMask and WeightMask; .*fewer than n of m",
     ),
+    "with a subclass of one": (lambda: fxmask.apply(net(), type("Mine", (fxmask.WeightMask,), {})(), NMMask()), "got Mine and NMMask; .*fewer than n of m"),
     "with pruning": (lambda: fxmask.apply(net(), fxmask.ActivationPruning(), NMMask()), "goes alone: .*; its layers .* saves inputs whole"),
     "with dropout": (lambda: fxmask.apply(net(), NMMask(), fxmask.BlockDropout(0.1)), "goes alone: .*; its layers .* drops nothing of inputs"),
     "twice": (lambda: fxmask.apply(net(), NMMask(), NMMask()), "goes alone: .*; a weight has one mask"),
