@@ -177,21 +177,23 @@ NM = {
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", ["train", "eval", "frozen"])
 @pytest.mark.parametrize("case", NM)
-def test_parameters_that_n_m_masks_keep(case, frozen):
+def test_parameters_that_n_m_masks_keep(case, how):
     model = nn.Sequential(nn.Conv2d(16, 8, 1), nn.Flatten(), nn.Linear(32, 24))
     fxmask.apply(model, fxmask.NMMask(**NM[case]))
     kept = {name.partition(".")[0]: int(mask.sum()) for name, mask in fxmask.masks(model).items()}
-    if frozen:
+    if how == "frozen":
         fxmask.freeze(model)
-    elif case == "soft":  # in training a mixture of all patterns
+    elif case == "soft" and how == "train":  # a mixture of all patterns
         kept = {"0": 128, "2": 768}
+    model.train(how != "eval")
     report = analyze(model, torch.randn(4, 16, 2, 2))
     logits = {name: getattr(model.get_submodule(name), "nm_logits", torch.empty(0)).numel() for name in kept}
     found = {r["module"]: r["params_kept"] - logits[r["module"]] for r in report.tables["modules"] if r["module"] in kept}
     assert found == {"0": kept["0"] + 8, "2": kept["2"] + 24}
     assert report.summary["params_kept"] == sum(found.values()) + sum(logits.values()) < report.summary["params"] or case == "soft"
+    assert not any("No layer is masked" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("mode", ["magnitude", "permuted", "sr-ste", "learned"])

@@ -109,7 +109,12 @@ def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
         optimiser.step()
     fxmask.apply(model, ratio=0.6, refresh=2)
     fxmask.step(model, 0)
-    fxmask.guard(optimiser, model)
+    handle = fxmask.guard(optimiser, model)
+    optimiser.zero_grad()
+    model(x).sum().backward()
+    optimiser.step()
+    handle.remove()
+    fxmask.guard(optimiser, model)  # masks have not begun there
     fxmask.guard(optimiser, fxmask.apply(fxmask.restore(model), ratio=0.6))  # which counts nothing
 
 
