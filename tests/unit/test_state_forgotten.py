@@ -7,6 +7,7 @@ import torch
 from sample_models import best_blocks, mlp
 from saved_states import same, through_a_file
 from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from unit.state_runs import CUT, EACH, FORMS, checkpoint, masked, run, take_up, train
 
 import fxmask
@@ -97,6 +98,7 @@ def test_a_guard_on_an_optimiser_that_has_stepped_dense_weights(make):
     """Masks that count steps begin there, too, where nothing was forgotten: said, unless `step` has said it."""
     model, x = mlp(), torch.randn(2, 64)
     optimiser = make(model.parameters())
+    get_optimizer_state_dict(model, optimiser)  # takes a step of zero gradients where there is no state
     for ready in (False, True):  # Adagrad has state before its first step
         fxmask.apply(model, ratio=0.6, refresh=2)
         if ready:
