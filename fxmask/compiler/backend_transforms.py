@@ -49,7 +49,7 @@ def _look() -> None:
 
 def _refuse(_: Any) -> None:
     """Before Dynamo captures a frame, or skips it. Raises: BackendCompilerFailed, as for what the backend refuses itself; Unsupported, by which Dynamo skips a
-    frame that is meant to be dense, or masked by `apply`, this time only: another model may share its code."""
+    frame that has no linear to mask this time only, and not for good: another model may share its code."""
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is None or transform.key() == torch._C._functorch.TransformType.Functionalize:  # which Dynamo captures
         return
@@ -60,16 +60,14 @@ def _refuse(_: Any) -> None:
     compiled = behind_callback(getattr(getattr(backend, "__self__", None), "backend_compile_fn", backend))  # DDP's splitting of graphs stands before it
     if getattr(getattr(compiled, "compiler_fn", None), "__module__", "") != f"{__package__}.backend":
         return
-    found = list(_found(_held(frame)))
-    names = list(dict.fromkeys(_dense(found, getattr(compiled, "kwargs", {}).get("options"))))
+    names = list(dict.fromkeys(_dense(_found(_held(frame)), getattr(compiled, "kwargs", {}).get("options"))))
     if names:
         dense = f"would leave {first_of(names, 3)} dense, in this call and in all later ones."
         what = f"a function transform (torch.func, torch.vmap) around the compiled model {dense}"
         raise BackendCompilerFailed(backend, UnsupportedError(message(what, WHERE, f"{FIX}.")), None)
-    if found:
-        skip = Unsupported("a function transform around a compiled model, which torch.compile(backend='fxmask') leaves as it is")
-        skip.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
-        raise skip
+    skip = Unsupported("a function transform around a compiled model, which torch.compile(backend='fxmask') leaves as it is")
+    skip.frame_exec_strategy = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+    raise skip
 
 
 def _held(frame: FrameType) -> Iterator[Any]:

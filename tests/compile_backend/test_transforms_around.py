@@ -111,6 +111,14 @@ def test_what_a_compiled_function_is_given_or_closes_over(held, given):
     assert "would leave " in refused(lambda: mapped(X))
 
 
+def test_a_function_that_was_differentiated_by_a_plain_tensor_masks_a_parameter_later():
+    call, weight = compiled(lambda x, w: F.linear(x, w), **OPTIONS), mlp()[0].weight
+    expected = call(X, weight)
+    torch._dynamo.reset()
+    torch.func.grad(lambda w: call(X, w).sum())(weight.detach())
+    assert torch.equal(call(X, weight), expected) and not torch.equal(expected, F.linear(X, weight))
+
+
 class Bare(nn.Module):
     def __init__(self):
         super().__init__()
