@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -83,28 +83,30 @@ def _held(frame: FrameType) -> Iterator[Any]:
 
 
 def _taken(code: CodeType, name: str) -> set[str] | None:
-    """The attributes that code takes of what it calls so; None where it does anything else with it."""
-    found: set[str] = set()
-    for this, after in pairwise(dis.get_instructions(code)):
-        if this.argval == name and this.opname.startswith("LOAD_") and this.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            renamed = after.opname.startswith("STORE_FAST") and after.argval != name
-            taken = {after.argval} if after.opname in ("LOAD_ATTR", "LOAD_METHOD") else _taken(code, after.argval) if renamed else None
-            if taken is None:
+    """The attributes that code takes of what it calls so, or so too; None where it does anything else with it."""
+    names, found = [name], set()
+    for known in names:  # which grows
+        for this, after in pairwise(dis.get_instructions(code)):
+            if this.argval == known and this.opname.startswith("LOAD_") and this.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                if after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                    found.add(after.argval)
+                elif after.opname != "STORE_FAST":
+                    return None
+                elif after.argval not in names:
+                    names.append(after.argval)
+            elif isinstance(this.argval, tuple) and known in this.argval:  # two names in one instruction
                 return None
-            found |= taken
-        elif isinstance(this.argval, tuple) and name in this.argval:  # two names in one instruction
-            return None
     return found
 
 
 def _attribute(value: Any, name: str) -> Any:
     """What an object holds by that name; the object itself where its class has it, as a method or a property, which are not looked into."""
     held = getattr(value, "__dict__", {})
-    for place in (held, *(held.get(kind, {}) for kind in ("_modules", "_parameters", "_buffers"))) if isinstance(held, Mapping) else ():
+    for place in (held, *(held.get(kind, {}) for kind in ("_modules", "_parameters", "_buffers"))):
         if name in place:
             return place[name]
-    found = inspect.getattr_static(type(value), name, value)
-    return found if isinstance(found, (int, float, str)) else value
+    found = inspect.getattr_static(value, name, value)
+    return value if hasattr(type(found), "__get__") else found
 
 
 def _is_filled(cell: Any) -> bool:

@@ -95,7 +95,14 @@ class Trainer:
         return self.models["main"](x)
 
 
-@pytest.mark.parametrize("make", [lambda: Trainer().evaluate, lambda: Container(*mlp())], ids=["object", "super"])
+class Holder:
+    model = mlp()
+
+    def evaluate(self, x):
+        return self.model(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Trainer().evaluate, lambda: Holder().evaluate, lambda: Container(*mlp())], ids=["object", "class", "super"])
 def test_a_model_that_the_compiled_code_does_not_name(make):
     assert "would leave 0, 2 dense" in refused(lambda: torch.func.vmap(compiled(make(), **OPTIONS))(X))
 
@@ -191,7 +198,8 @@ class OwnMethod(nn.Module):
     def renamed(self, row):
         torch._dynamo.graph_break()
         net = self
-        return net.activation(row[: net.config.width]) * net.scale
+        self = net
+        return net.activation(row[: net.config.width]) * self.scale
 
     def linears(self, row):
         torch._dynamo.graph_break()
