@@ -40,7 +40,7 @@ def options(doc: str | None, argv: Sequence[str] | None, *more: tuple[str, dict[
 
 def check_folder(p: argparse.ArgumentParser, option: str, folder: Path | None) -> None:
     """A folder that is written to in the end, if one was given, is one that can be, or be made."""
-    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), None) if folder else None
+    there = next((place for place in (folder, *folder.absolute().parents) if os.path.exists(place)), None) if folder else None
     if there is not None and not (there.is_dir() and os.access(there, os.W_OK)):
         p.error(f"{option}: expected a folder to write to, got {folder}: {there} is {'not to be written to' if there.is_dir() else 'no folder'}")
 

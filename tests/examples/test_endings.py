@@ -1,8 +1,10 @@
 """How an example ends: a line and 2 for what is missing or refused, a line and 130 for Ctrl-C, silence where nobody reads on."""
 
+import errno
 import io
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import train
@@ -82,6 +84,23 @@ def test_a_seed_that_no_run_can_have_is_told_before_the_first(capsys, monkeypatc
     with pytest.raises(SystemExit) as end:
         accuracy.main(["final", "--data", "digits", "--seeds", "-1", "--runs", str(tmp_path / "runs"), "--csv", str(tmp_path / "t.csv")])
     assert end.value.code == 2 and "--seeds: expected a number from 0 to 1099511627776, got -1" in capsys.readouterr().err
+
+
+def test_a_folder_behind_a_closed_one(capsys, monkeypatch, tmp_path):
+    """Whose files may not even be looked at."""
+    closed, stat, access = tmp_path / "closed", os.stat, os.access
+    closed.mkdir()
+
+    def refused(path, *args, **options):
+        if closed in Path(path).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+    with pytest.raises(SystemExit, match="2"):
+        side_by_side.options("", ["--out", str(closed / "a" / "b")])
+    assert f"--out: expected a folder to write to, got {closed / 'a' / 'b'}: {closed} is not to be written to" in capsys.readouterr().err
 
 
 def test_folders_that_are_files(capsys, tmp_path):
